@@ -39,6 +39,7 @@ _DECISIVE_BIAS = 10.0  # smaller biases are kept from the drafter: acceptance wa
 _ANY = -1  # in a table of words: matches every token
 _ABSENT = -2  # what stands before a row's first token
 _NO_TOKEN = 2**31 - 1  # past every vocabulary
+_ENDLESS = 2**62  # a length past every text, in int64
 
 
 # --------------------------------------------------------------------------------------------- the tokens a row sees
@@ -393,6 +394,8 @@ class NoRepeatNgram(Rule):
 
         A window bans its last token if its others equal the last ``size - 1`` tokens that the row sees.
         """
+        if self.size > rows.text.tokens.shape[1]:  # no row has room for one; a request may name any size
+            return logits
         others, sequence = self.size - 1, rows.sequence
         places = rows.positions[..., None] - others + torch.arange(others, device=logits.device)
         suffix = sequence.at(places.clamp(min=0))
@@ -483,8 +486,9 @@ class MinLength(Rule):
     def values(cls, settings: Settings, vocab_size: int) -> dict[str, Tensor]:
         if "stop_token_ids" not in settings:
             return {}
-        least = {name: torch.tensor(settings.get(name, 0), **_IDS) for name in ("min_length", "min_new_tokens")}
-        return {"stop": _upper_bound(settings["stop_token_ids"], vocab_size), **least}
+        least = {name: min(settings.get(name, 0), _ENDLESS) for name in ("min_length", "min_new_tokens")}
+        bound = _upper_bound(settings["stop_token_ids"], vocab_size)
+        return {"stop": bound, **{name: torch.tensor(value, **_IDS) for name, value in least.items()}}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         least, least_new = self.min_length[:, None], self.min_new_tokens[:, None]
