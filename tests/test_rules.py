@@ -638,6 +638,11 @@ CONTRADICTIONS = [
 ]
 
 
+def test_bad_words_may_come_from_an_iterator():
+    words = resolve({"bad_words_ids": iter([[5], [6, 7]])}, {}, VOCAB)["bad_words_ids"]
+    assert words == ((5,), (6, 7))
+
+
 @pytest.mark.parametrize(("rule", "message"), CONTRADICTIONS, ids=lambda value: str(value)[:40])
 def test_contradictions_are_named_before_any_work(target, draft, monkeypatch, rule, message):
     dflash.release()

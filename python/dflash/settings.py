@@ -170,8 +170,9 @@ def _at_most_one_token(name: str, value: object, vocab_size: int) -> tuple[int, 
 
 def _words(name: str, value: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     words = _listed(value)
-    if not isinstance(words, Iterable) or not is_list(words) or not all(is_list(_listed(word)) for word in words):
-        raise TypeError(f"{name} must be a list of lists of token ids, got {words!r}")
+    words = tuple(words) if isinstance(words, Iterable) and is_list(words) else (words,)  # an iterator is read once
+    if not all(is_list(_listed(word)) for word in words):
+        raise TypeError(f"{name} must be a list of lists of token ids, got {value!r}")
     found = dict.fromkeys(_tokens(name, word, vocab_size) for word in words)
     if () in found:
         raise ValueError(f"{name} must not hold an empty list")
