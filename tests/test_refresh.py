@@ -49,6 +49,7 @@ DRAFTERS = {
     "value scale": scaled,
     "DSpark": dspark,
     "DFlash 2": lambda target, folder: make_draft(target, "DFlash2"),
+    "made in inference mode": lambda target, folder: torch.inference_mode()(make_draft)(target),
     "own head": lambda target, folder: saved(folder, draft_config(target), {"lm_head.weight": own_head(VOCAB)}),
     "shared head": lambda target, folder: saved(
         folder, draft_config(target), {"lm_head.weight": target.lm_head.weight.detach().clone()}

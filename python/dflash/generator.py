@@ -164,9 +164,9 @@ class Generator:
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
             and not in a prompt, which is the same sum in another order: in fp32 the text stays the same, in bf16 a
             near-tie may fall differently than in a new generator. Weights that were moved, replaced or changed in place
-            are noticed. torch does not count writes through ``tensor.data``, NumPy or a fused optimizer: after one that
-            touches few values of few tensors call `reset`. It counts none of inference tensors: a target with such
-            weights runs every prompt whole.
+            are noticed, but for writes that torch does not count (``tensor.data``, NumPy, a fused optimizer): call
+            `reset` after these. It counts none of inference tensors: a target with such weights runs every prompt
+            whole.
         weights: ``"int8"`` to multiply by copies of the target's weights in 8 bits, with a scale per output channel:
             those of the decoder layers and of the head, on CPU, of ``fused`` targets without experts. They are added to
             what is in memory. The text is then exactly what that quantized target would write on its own, not what the
