@@ -132,6 +132,18 @@ def test_a_drafter_on_another_device_and_another_module_are_refused():
         dflash.generate(target, torch.nn.Linear(2, 2), ids(), max_new_tokens=4)
 
 
+def test_a_model_that_a_hook_holds_is_freed_with_the_hook():
+    target, calls = make_target("qwen3"), []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_, held=target: calls.append(held is None))
+    dflash.generate(target, None, ids(), max_new_tokens=4)
+    assert calls
+    handle.remove()
+    reference = weakref.ref(target)
+    del target
+    gc.collect()
+    assert reference() is None
+
+
 def test_nan_logits_of_the_target_are_an_error_that_says_where(target, draft):
     broken = make_target("qwen3")
     with torch.no_grad():

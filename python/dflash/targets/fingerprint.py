@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .parallel import ranks_in
-from .support import global_hooks, text_config
+from .support import text_config
 from .weights import modules_of, shard_of, tensors_of
 
 __all__ = [
@@ -83,7 +84,8 @@ class Fingerprint:
 
 def _attached(modules: list[nn.Module]) -> list[tuple]:
     """Return the hooks and the state of the adapters of all modules."""
-    found: list[tuple] = [global_hooks()]
+    # Hooks by their numbers: holding one could hold the model.
+    found = [(*torch_module._global_forward_hooks, None, *torch_module._global_forward_pre_hooks)]
     for part in modules:
         if part._forward_hooks or part._forward_pre_hooks:
             found.append((*part._forward_hooks, None, *part._forward_pre_hooks))
