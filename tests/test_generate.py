@@ -132,6 +132,11 @@ def test_a_drafter_on_another_device_and_another_module_are_refused():
         dflash.generate(target, torch.nn.Linear(2, 2), ids(), max_new_tokens=4)
 
 
+def test_a_drafters_folder_is_refused_before_any_work():
+    with pytest.raises(TypeError, match="draft must be a module or None, got str: load it once"):
+        dflash.generate(make_target("qwen3"), "a folder", ids(), max_new_tokens=4)
+
+
 def test_a_model_that_a_hook_holds_is_freed_with_the_hook():
     target, calls = make_target("qwen3"), []
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_, held=target: calls.append(held is None))

@@ -299,6 +299,10 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     """
     global _cached
     # 1. Check the call against the pair.
+    if draft is not None and not isinstance(draft, nn.Module):
+        raise TypeError(
+            f"draft must be a module or None, got {type(draft).__name__}: load it once, draft = dflash.load_draft(...)"
+        )
     block_size = checked_block_size(options.block_size)
     options = options._replace(block_size=block_size)
     check_width_call(block_size, call.tree, call.acceptance)
