@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .generation_config import transformers_version
 from .parallel import ranks_in, refusal_of_ranks, shards
@@ -131,7 +132,7 @@ def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
     if model.get_output_embeddings() is None or not model.can_generate():
         return f"{type(model).__name__} has no language-model head"
     reason = refusal_of_ranks(model) or _refusal_of_weights(model, loaded)
-    return reason or _refusal_of_family(model) or _refusal_of_loop(model)
+    return reason or _refusal_of_family(model) or _refusal_of_attention(model) or _refusal_of_loop(model)
 
 
 def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
@@ -223,6 +224,17 @@ def replaced_function(model: nn.Module) -> str:
                 if _is_foreign(value):
                     return f"{kind.__module__}.{name}"
     return ""
+
+
+def _refusal_of_attention(model: PreTrainedModel) -> str | None:
+    """Judge the attention function, which ours replaces. A trial run has too few rows to see what it does far back."""
+    name = getattr(text_config(model), "_attn_implementation", None)
+    if name in ALL_ATTENTION_FUNCTIONS and _is_foreign(ALL_ATTENTION_FUNCTIONS[name]):
+        return (
+            f"its attention function {name!r} is not transformers' own, and dflash would run its own instead: choose "
+            'one of transformers (set_attn_implementation("sdpa"))'
+        )
+    return None
 
 
 def _refusal_of_loop(model: PreTrainedModel) -> str | None:
