@@ -348,7 +348,7 @@ def test_measuring_slow_steps_ends_with_a_warm_one_of_each_width(seconds, turns)
     ("arguments", "error", "message"),
     [
         ({"block_size": "most"}, ValueError, "must be an integer of at least 1, \"auto\" or None, got 'most'"),
-        ({"block_size": True}, TypeError, "block_size must be an integer, got True"),
+        ({"block_size": True}, TypeError, "block_size must be an integer of at least 1, got True"),
         ({"block_size": "auto", "tree": 16}, ValueError, "block_size='auto' cannot be combined with tree=16"),
         ({"block_size": "auto", "acceptance": "rejection"}, ValueError, "cannot be combined with acceptance="),
     ],

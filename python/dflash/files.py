@@ -160,7 +160,7 @@ def find_shards(folder: Path, single_name: str = "model.safetensors") -> list[Pa
         raise ValueError(f"{printable(index)}: weight_map must map tensor names to files")
     names = sorted(set(mapping.values()))
     for name in names:
-        if Path(name).name != name or name == "..":
+        if not name or "\0" in name or len(name) > 255 or Path(name).name != name or name == "..":
             raise ValueError(
                 f"{printable(index)}: weight_map names {shortened(name)}, which is not a file in the same folder"
             )

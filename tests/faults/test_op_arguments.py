@@ -217,7 +217,7 @@ def block_attention(d: Draw) -> dict[str, object]:
     named |= {
         "scale": d.choice(0.3, 0.0, -1.0),
         "causal": d.flag(),
-        "window": d.choice(0, 1, 5, capacity, 2**62, 2**80),
+        "window": d.choice(0, 1, 5, capacity, 2**62, 2**63 - 1),
     }
     sinks = d.floats(named["q"].shape[2]) if d.flag() else None
     return named | {"softcap": d.choice(0.0, 5.0), "sinks": sinks}

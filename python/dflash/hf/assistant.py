@@ -20,18 +20,23 @@ __all__ = ["as_assistant"]
 _STOPS_IN_MID_BLOCK = (5, 18)  # the first transformers whose loop around a DFlash drafter does
 
 
+class _AssistantConfig(types.SimpleNamespace):
+    """What transformers reads of an assistant's configuration."""
+
+    def get_text_config(self, *_: Any, **__: Any) -> _AssistantConfig:
+        return self
+
+
 class _Assistant:
     """Our drafter, as transformers' DFlash candidate generator calls one; see `as_assistant`."""
 
     def __init__(self, draft: Drafter) -> None:
         self.draft = draft
-        # What transformers reads of a configuration. Its cache gets no layers: we keep our own.
-        config = types.SimpleNamespace(
+        # transformers' cache gets no layers: we keep our own.
+        self.config = _AssistantConfig(
             target_layer_ids=list(draft.config.target_layer_ids), block_size=draft.config.block_size,
             mask_token_id=draft.config.mask_token_id, num_hidden_layers=0, layer_types=[], per_layer_config=[],
         )  # fmt: skip
-        config.get_text_config = lambda *_, **__: config
-        self.config = config
 
     @property
     def device(self) -> torch.device:
