@@ -1,9 +1,9 @@
 """The DFlash drafter: its config, its forward pass and its checkpoints."""
 
 from .checkpoint import MASK_EMBEDDING_FILE, draft_folder, load_draft
-from .config import ROPE_TYPES, DFlash2Config, DraftConfig, Rope, build_target_layer_ids, check_dflash2
+from .config import ROPE_TYPES, DraftConfig, Rope, build_target_layer_ids, check_dflash2
 from .drafter import Drafter, check_draft_weights, quantized_draft, scale_logits
-from .keys import FULL, SLIDING
+from .keys import FULL, SLIDING, DFlash2Config
 from .layouts import from_speculators, is_speculators
 from .parts import CandidateSelector, GroupedConv, PairWeights
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..decoder import BlockConv
-from .config import DFlash2Config
+from .keys import DFlash2Config
 
 
 def empty_parameter(like: Tensor, *shape: int) -> nn.Parameter:
