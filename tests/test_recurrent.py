@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import dflash
 from dflash import ops
 from dflash.cache import RecurrentCache
-from dflash.targets import Target, UnsupportedTargetError, refusal, trial
+from dflash.targets import Target, UnsupportedTargetError, refusal
 
 NEW = 24
 LENGTHS = (1, 17, 60)
@@ -278,15 +278,18 @@ def test_modules_classes_and_globals_stay_as_they_were():
             return False
         return all(now.keys() == then.keys() and all(now[key] is then[key] for key in now) for now, then in pairs)
 
-    class Broken(dflash.Generator):
-        def step(self):
+    class Interrupt:
+        def put(self, value):
             raise KeyboardInterrupt
+
+        def end(self):
+            pass
 
     before, draft = seen(), make_draft(model)
     dflash.generate(model, draft, prompt(9)[None], max_new_tokens=8)
     assert same(before)
     with pytest.raises(KeyboardInterrupt):
-        Broken(model, draft, max_length=64).generate(prompt(9)[None], max_new_tokens=8)
+        dflash.generate(model, draft, prompt(9)[None], max_new_tokens=8, streamer=Interrupt())
     with pytest.raises(ValueError, match="temperature"):
         dflash.generate(model, draft, prompt(9)[None], max_new_tokens=8, temperature=-1.0)
     assert same(before)
@@ -317,11 +320,6 @@ def test_a_freed_generator_frees_its_states_at_once(interrupted, monkeypatch):
 
 
 class TestProbe:
-    @pytest.fixture(autouse=True)
-    def _nothing_is_tested(self, monkeypatch):
-        monkeypatch.setattr(trial, "TESTED_FAMILIES", frozenset())
-        monkeypatch.setattr(trial, "_PASSED", weakref.WeakKeyDictionary())
-
     @pytest.mark.parametrize("family", KINDS)
     def test_it_passes_what_can_be_rolled_back(self, family):
         assert Target(make_target(family)).is_recurrent
@@ -337,7 +335,7 @@ class TestProbe:
         with pytest.raises(UnsupportedTargetError, match="gives other logits"):
             Target(make_target(family))
 
-    def test_it_notices_a_state_that_nobody_knows_of(self, monkeypatch):
+    def test_it_notices_a_state_that_nobody_knows_of(self):
         """A token shift that remembers the last row of the last pass, which may have been rejected."""
 
         class Shift(nn.Module):
@@ -355,9 +353,6 @@ class TestProbe:
         model.model.layers[1].mlp = Shift(model.model.layers[1].mlp)
         with pytest.raises(UnsupportedTargetError, match="gives other logits"):
             Target(model)
-        # With a whole block accepted, nobody would notice.
-        monkeypatch.setattr(trial, "_PROBE_ACCEPTED", 2 * trial._PROBE_PROMPT)
-        Target(model)
 
 
 # model type -> part of the reason
@@ -399,8 +394,8 @@ def test_a_recurrent_family_configured_with_attention_only_writes_its_own_text(f
     assert output[0, 9:].tolist() == greedy(model, p, 20).tolist()
 
 
-def test_installed_kernels_are_transformers_own_choice():
-    """With flash-linear-attention or causal-conv1d, transformers' wrapper calls the package; the name stays its own."""
+def test_a_model_whose_installed_kernels_need_a_gpu_is_refused_by_name():
+    """With flash-linear-attention or causal-conv1d, transformers calls their kernels: nothing to compare with."""
     script = """
 import sys, types
 for package, names in {"causal_conv1d": ["causal_conv1d_fn", "causal_conv1d_update"],
@@ -416,15 +411,14 @@ from families import make_target
 from baseline import prompt
 import dflash
 model = make_target("qwen3_5")
-output = dflash.generate(model, None, prompt(9)[None], max_new_tokens=12)
 try:
-    model(prompt(9)[None])
-except NotImplementedError:
-    print(output[0].tolist())
+    dflash.generate(model, None, prompt(9)[None], max_new_tokens=12)
+except dflash.UnsupportedTargetError as error:
+    print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(prompt(9).tolist() + greedy(make_target("qwen3_5"), prompt(9), 12).tolist())
+    assert "fails on its own in a trial run, without dflash: NotImplementedError: needs a GPU" in done.stdout
 
 
 def test_a_state_by_functions_of_its_own_is_refused_by_name():
@@ -460,7 +454,7 @@ def test_a_replaced_function_of_the_states_is_refused(monkeypatch):
     model = make_target("qwen3_5")
     module = sys.modules[type(model).__module__]
     monkeypatch.setattr(module, "causal_conv1d_fn", lambda x, *args, **kwargs: x)
-    with pytest.raises(UnsupportedTargetError, match=r"causal_conv1d_fn is not transformers' own function"):
+    with pytest.raises(UnsupportedTargetError, match="gives other logits"):
         Target(dflash.targets.check_target(model))
 
 
