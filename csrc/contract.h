@@ -1,7 +1,7 @@
 // An op's contract: the shapes, dtypes and layouts that its tensors must have, the rules that its sizes must
-// keep, and what a kernel's fields are made of. Python parses it once (ops/contract.py, which also says what is
-// wrong with a call that does not fit). Here a call is matched and, for tensors on the CPU, run: checks and
-// allocations in Python take longer than a small kernel.
+// keep, and what a kernel's fields are made of. Python parses it once (ops/contract.py, which also says what
+// is wrong with a call that does not fit). Here a call is matched and, for tensors on the CPU, run: checks
+// and allocations in Python take longer than a small kernel.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -68,10 +68,8 @@ inline const char* field_names(const std::string& kernel) {
       {"draft_rows",
        "tokens, length, drafts, table, mask_embedding, embeds, anchor, positions, table_stride, batch, "
        "capacity, rows, num_drafts, vocab, hidden, mask_id, scale, dtype"},
-      {"silu_mul",
-       "gate_up, out, rows, width, dtype"},
-      {"sigmoid_mul",
-       "x, gate, out, gate_stride_row, gate_stride_head, rows, heads, width, dtype"},
+      {"silu_mul", "gate_up, out, rows, width, dtype"},
+      {"sigmoid_mul", "x, gate, out, gate_stride_row, gate_stride_head, rows, heads, width, dtype"},
       {"qkv_norm_rope_append",
        "qkv, lengths, num_context, depth, cos, sin, q_norm_weight, k_norm_weight, q_out, k_cache, "
        "v_cache, batch, rows, q_rows, num_heads, num_kv_heads, head_dim, half, positions, capacity, eps, "
@@ -96,8 +94,7 @@ inline const char* field_names(const std::string& kernel) {
       {"delta_net_inputs",
        "qkv, b, a, a_log, dt_bias, q, k, v, log_decay, beta, b_stride, a_stride, rows, key_heads, heads, "
        "key_dim, value_dim, eps, dtype"},
-      {"gated_rms_norm",
-       "x, z, weight, out, z_stride, rows, heads, width, eps, dtype"},
+      {"gated_rms_norm", "x, z, weight, out, z_stride, rows, heads, width, eps, dtype"},
       {"select_tokens",
        "logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness, ids, workspace, batch, "
        "rows, vocab, consecutive, dtype"},
@@ -107,10 +104,8 @@ inline const char* field_names(const std::string& kernel) {
       {"accept_path",
        "ids, parents, choices, stop_token_ids, limits, tokens, length, num_context, done, path, "
        "chain_choices, chain_ids, batch, rows, path_rows, num_stop_tokens, capacity"},
-      {"compact_kv",
-       "path, counts, first, caches, heads, row_bytes, num_caches, batch, path_rows, capacity"},
-      {"gather_rows",
-       "x, path, out, batch, rows, path_rows, out_rows, row_bytes"},
+      {"compact_kv", "path, counts, first, caches, heads, row_bytes, num_caches, batch, path_rows, capacity"},
+      {"gather_rows", "x, path, out, batch, rows, path_rows, out_rows, row_bytes"},
       {"tree_candidates",
        "logits, positions, seeds, temperature, ids, scores, workspace, batch, depths, vocab, count, "
        "noise_weight, dtype"},
@@ -189,9 +184,32 @@ inline const std::map<std::string, CpuKernel>& kernels() {
 // Instructions of a stack machine on 64-bit integers: pairs of an Operation and its operand.
 using Program = std::vector<int64_t>;
 enum class Operation : int64_t {
-  kConstant, kSlot, kAdd, kSubtract, kMultiply, kDivide, kModulo, kMinimum, kMaximum, kEqual, kUnequal, kLess,
-  kAtMost, kAnd, kOr, kNot, kHas, kDimensions, kSize, kStride, kRowStride, kItemSize, kIsFloat32, kIsInt8,
-  kFloatAtLeast, kFloatAtMost
+  kConstant,
+  kSlot,
+  kAdd,
+  kSubtract,
+  kMultiply,
+  kDivide,
+  kModulo,
+  kMinimum,
+  kMaximum,
+  kEqual,
+  kUnequal,
+  kLess,
+  kAtMost,
+  kAnd,
+  kOr,
+  kNot,
+  kHas,
+  kDimensions,
+  kSize,
+  kStride,
+  kRowStride,
+  kItemSize,
+  kIsFloat32,
+  kIsInt8,
+  kFloatAtLeast,
+  kFloatAtMost
 };
 
 class Contract {
@@ -316,7 +334,8 @@ class Contract {
   };
   struct Fill {
     const Field* field;
-    char source;  // t: a tensor or list, o: an output, s: a slot, f: a float argument, k: a constant, d: the dtype
+    char source;  // t: a tensor or list, o: an output, s: a slot, f: a float argument, k: a constant, d: the
+                  // dtype
     int index;
   };
 
@@ -475,7 +494,8 @@ class Contract {
       return seen.is(kDLFloat, 32) || seen.is(kDLBfloat, 16) || (!on_cpu && seen.is(kDLFloat, 16));
     }
     const DLTensor& storage = call.seen[call.storage].t;
-    return seen.is(storage.code, storage.bits) || (kind == Kind::kStorageOrFloat32 && seen.is(kDLFloat, 32)) ||
+    return seen.is(storage.code, storage.bits) ||
+           (kind == Kind::kStorageOrFloat32 && seen.is(kDLFloat, 32)) ||
            (kind == Kind::kStorageOrInt8 && seen.is(kDLInt, 8));
   }
 
@@ -534,37 +554,90 @@ class Contract {
         return call.count[operand] ? &call.seen[call.first[operand]].t : nullptr;
       };
       switch (Operation(program[i])) {
-        case Operation::kConstant: *++top = operand; continue;
-        case Operation::kSlot: *++top = call.slots[operand]; continue;
-        case Operation::kHas: *++top = call.count[operand] > 0; continue;
-        case Operation::kDimensions: *++top = tensor() ? tensor()->ndim : 0; continue;
-        case Operation::kRowStride: *++top = tensor() ? row_stride(*tensor(), false) : 0; continue;
-        case Operation::kItemSize: *++top = tensor() ? tensor()->element_size() : 0; continue;
-        case Operation::kIsFloat32: *++top = tensor() && tensor()->code == kDLFloat && tensor()->bits == 32; continue;
-        case Operation::kIsInt8: *++top = tensor() && tensor()->code == kDLInt && tensor()->bits == 8; continue;
-        case Operation::kSize: *top = tensor() ? tensor()->shape[*top] : 0; continue;
-        case Operation::kStride: *top = tensor() ? tensor()->strides[*top] : 0; continue;
-        case Operation::kFloatAtLeast: *top = PyFloat_AsDouble(call.arguments[operand]) >= double(*top); continue;
-        case Operation::kFloatAtMost: *top = PyFloat_AsDouble(call.arguments[operand]) <= double(*top); continue;
-        case Operation::kNot: *top = !*top; continue;
-        default: break;
+        case Operation::kConstant:
+          *++top = operand;
+          continue;
+        case Operation::kSlot:
+          *++top = call.slots[operand];
+          continue;
+        case Operation::kHas:
+          *++top = call.count[operand] > 0;
+          continue;
+        case Operation::kDimensions:
+          *++top = tensor() ? tensor()->ndim : 0;
+          continue;
+        case Operation::kRowStride:
+          *++top = tensor() ? row_stride(*tensor(), false) : 0;
+          continue;
+        case Operation::kItemSize:
+          *++top = tensor() ? tensor()->element_size() : 0;
+          continue;
+        case Operation::kIsFloat32:
+          *++top = tensor() && tensor()->code == kDLFloat && tensor()->bits == 32;
+          continue;
+        case Operation::kIsInt8:
+          *++top = tensor() && tensor()->code == kDLInt && tensor()->bits == 8;
+          continue;
+        case Operation::kSize:
+          *top = tensor() ? tensor()->shape[*top] : 0;
+          continue;
+        case Operation::kStride:
+          *top = tensor() ? tensor()->strides[*top] : 0;
+          continue;
+        case Operation::kFloatAtLeast:
+          *top = PyFloat_AsDouble(call.arguments[operand]) >= double(*top);
+          continue;
+        case Operation::kFloatAtMost:
+          *top = PyFloat_AsDouble(call.arguments[operand]) <= double(*top);
+          continue;
+        case Operation::kNot:
+          *top = !*top;
+          continue;
+        default:
+          break;
       }
       const int64_t b = *top--, a = *top;
       bool over = false;
       switch (Operation(program[i])) {
-        case Operation::kAdd: over = __builtin_add_overflow(a, b, top); break;
-        case Operation::kSubtract: over = __builtin_sub_overflow(a, b, top); break;
-        case Operation::kMultiply: over = __builtin_mul_overflow(a, b, top); break;
-        case Operation::kDivide: *top = b > 0 ? (a - (a < 0 ? b - 1 : 0)) / b : 0; break;
-        case Operation::kModulo: *top = b > 0 ? (a % b + b) % b : 0; break;
-        case Operation::kMinimum: *top = std::min(a, b); break;
-        case Operation::kMaximum: *top = std::max(a, b); break;
-        case Operation::kEqual: *top = a == b; break;
-        case Operation::kUnequal: *top = a != b; break;
-        case Operation::kLess: *top = a < b; break;
-        case Operation::kAtMost: *top = a <= b; break;
-        case Operation::kAnd: *top = a && b; break;
-        default: *top = a || b; break;
+        case Operation::kAdd:
+          over = __builtin_add_overflow(a, b, top);
+          break;
+        case Operation::kSubtract:
+          over = __builtin_sub_overflow(a, b, top);
+          break;
+        case Operation::kMultiply:
+          over = __builtin_mul_overflow(a, b, top);
+          break;
+        case Operation::kDivide:
+          *top = b > 0 ? (a - (a < 0 ? b - 1 : 0)) / b : 0;
+          break;
+        case Operation::kModulo:
+          *top = b > 0 ? (a % b + b) % b : 0;
+          break;
+        case Operation::kMinimum:
+          *top = std::min(a, b);
+          break;
+        case Operation::kMaximum:
+          *top = std::max(a, b);
+          break;
+        case Operation::kEqual:
+          *top = a == b;
+          break;
+        case Operation::kUnequal:
+          *top = a != b;
+          break;
+        case Operation::kLess:
+          *top = a < b;
+          break;
+        case Operation::kAtMost:
+          *top = a <= b;
+          break;
+        case Operation::kAnd:
+          *top = a && b;
+          break;
+        default:
+          *top = a || b;
+          break;
       }
       call.overflowed |= over;
     }
@@ -580,10 +653,10 @@ class Contract {
     for (const Dimension& d : output.shape)
       shape[ndim++] = d.kind == Dimension::kProgram ? evaluate(call, d.program) : call.slots[d.slot];
     // 2. A tensor of its dtype to make it like
-    const auto [code, bits] = output.kind == Kind::kInt64     ? std::pair(kDLInt, uint8_t(64))
-                              : output.kind == Kind::kFloat32 ? std::pair(kDLFloat, uint8_t(32))
-                                                              : std::pair(call.seen[call.storage].t.code,
-                                                                          call.seen[call.storage].t.bits);
+    const auto [code, bits] = output.kind == Kind::kInt64 ? std::pair(kDLInt, uint8_t(64))
+                              : output.kind == Kind::kFloat32
+                                  ? std::pair(kDLFloat, uint8_t(32))
+                                  : std::pair(call.seen[call.storage].t.code, call.seen[call.storage].t.bits);
     const Seen* like = nullptr;
     for (const Seen& seen : call.seen) {
       if (!seen.is(code, bits)) continue;
@@ -617,7 +690,8 @@ class Contract {
         return store(constants_[fill.index]);
       case 'd': {
         const DLTensor& t = call.seen[call.storage].t;
-        return store(t.code == kDLFloat ? (t.bits == 32 ? DType::kFloat32 : DType::kFloat16) : DType::kBFloat16);
+        return store(t.code == kDLFloat ? (t.bits == 32 ? DType::kFloat32 : DType::kFloat16)
+                                        : DType::kBFloat16);
       }
       default: {
         const int64_t value = call.slots[fill.index];
@@ -628,7 +702,7 @@ class Contract {
     }
   }
 
-  std::vector<char> kinds_;          // of each argument: t(ensor), i(nteger), b(ool), f(loat), c(hoice), o(ther)
+  std::vector<char> kinds_;  // of each argument: t(ensor), i(nteger), b(ool), f(loat), c(hoice), o(ther)
   std::vector<int> argument_slots_;  // of integers, bools and choices; else -1
   std::vector<TensorRule> tensors_;
   std::vector<Program> rules_;
@@ -662,8 +736,12 @@ PyObject* call_contract(PyObject* self, PyObject* const* arguments, Py_ssize_t c
 }
 
 inline PyObject* run_contract(const Contract& c, PyObject* const* arguments) { return c.run(arguments); }
-inline PyObject* match_on_cpu(const Contract& c, PyObject* const* arguments) { return c.match(arguments, true); }
-inline PyObject* match_anywhere(const Contract& c, PyObject* const* arguments) { return c.match(arguments, false); }
+inline PyObject* match_on_cpu(const Contract& c, PyObject* const* arguments) {
+  return c.match(arguments, true);
+}
+inline PyObject* match_anywhere(const Contract& c, PyObject* const* arguments) {
+  return c.match(arguments, false);
+}
 
 // (run, match_on_cpu, match) of a contract. Each takes the op's arguments in order and returns NotImplemented
 // for a call that does not fit as it is.

@@ -1,6 +1,6 @@
-// Products of plain tensors with lists of weights, which a contract (contract.h) cannot say. direct_<op> takes
-// the op's arguments in the order of its Python signature. It returns NotImplemented for operands that need a
-// closer look, and Python then does what they need or says what is wrong with them.
+// Products of plain tensors with lists of weights, which a contract (contract.h) cannot say. direct_<op>
+// takes the op's arguments in the order of its Python signature. It returns NotImplemented for operands that
+// need a closer look, and Python then does what they need or says what is wrong with them.
 #pragma once
 #include <algorithm>
 #include <exception>

@@ -162,7 +162,8 @@ class Torch {
   }
 
   // tensor.new_empty(shape, dtype=dtype); null for the tensor's own dtype.
-  pybind11::object new_empty(PyObject* tensor, const int64_t* shape, int ndim, PyObject* dtype = nullptr) const {
+  pybind11::object new_empty(PyObject* tensor, const int64_t* shape, int ndim,
+                             PyObject* dtype = nullptr) const {
     static PyObject* const names = pybind11::make_tuple("dtype").release().ptr();
     const auto sizes = checked(PyTuple_New(ndim));
     for (int i = 0; i < ndim; ++i) PyTuple_SET_ITEM(sizes.ptr(), i, PyLong_FromLongLong(shape[i]));
@@ -200,7 +201,8 @@ class Torch {
 
   PyObject* types_[2] = {};
   Method untyped_storage_, storage_offset_, is_neg_;
-  PyObject *new_empty_ = nullptr, *empty_like_ = nullptr, *num_threads_ = nullptr, *num_modes_ = nullptr, *disable_ = nullptr;
+  PyObject *new_empty_ = nullptr, *empty_like_ = nullptr, *num_threads_ = nullptr, *num_modes_ = nullptr,
+           *disable_ = nullptr;
   const DLPackExchange* exchange_ = nullptr;
   struct DType {
     PyObject* object;
