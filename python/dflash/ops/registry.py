@@ -257,9 +257,8 @@ class Op:
         arguments = self._completed(arguments)
         if (result := self.direct(*arguments)) is not NotImplemented:
             return result
-        scope = self.contract.check(
-            arguments
-        )  # errors of shape come first: a misfit may share memory because it is one
+        # Errors of shape come first: a misfit may share memory because it is one.
+        scope = self.contract.check(arguments)
         self.contract.check_memory(arguments)
         return self.launch(_CPU, scope)
 

@@ -15,8 +15,6 @@ from ..terminal import listed, named, printable, shortened
 
 __all__ = ["check_target_config", "check_target_size", "check_target_weights"]
 
-# One layer of any target costs transformers a millisecond. The largest published: 126 layers, 16384 wide.
-_MAX_LAYERS, _MAX_EXPERTS, _MAX_SIZE = 2**10, 2**16, 2**31 - 1
 # Keys that decide how much transformers builds, under the names of any family, and their largest value. The largest
 # published: 126 layers, of which one costs transformers a millisecond, and 16384 experts.
 _SIZES = (
