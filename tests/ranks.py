@@ -125,8 +125,8 @@ def rank_0_decides(model: PreTrainedModel, draft: dflash.Drafter) -> dict[str, A
     done["other drafts"] = [output.sequences.tolist(), output.statistics.acceptance_lengths]
     host = {"logits_processor": [differs], "stopping_criteria": [stops]}
     done["processors"] = attempt(lambda: drafted.generate(one, max_new_tokens=NEW, **host))
-    choose = drafted.engine.keyed.choose_at
-    drafted.engine.keyed.choose_at = lambda *given: (choose(*given) + RANK) % VOCAB
+    choose = drafted.engine.keyed.choose
+    drafted.engine.keyed.choose = lambda *given: (choose(*given) + RANK) % VOCAB
     done["other choices"] = attempt(lambda: drafted.generate(one, max_new_tokens=NEW))
     return done
 

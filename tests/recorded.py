@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dflash
-from dflash.engine.runner import Replay
+from dflash.engine.graphs import Replay
 from dflash.ops.registry import dispatched
 
 LATE = -7  # content of a report until it has arrived

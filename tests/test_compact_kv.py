@@ -4,8 +4,8 @@ from op_checks import DTYPES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import ops
-from dflash.cache import KVCache, RecurrentCache
 from dflash.ops import reference
+from dflash.state import KVCache, RecurrentCache
 
 pytestmark = pytest.mark.op
 

@@ -9,7 +9,7 @@ from families import make_draft, make_target
 from torch._inductor.utils import run_and_get_code
 
 import dflash
-from dflash.engine.runner import compiled_per_shape
+from dflash.engine.graphs import compiled_per_shape
 from dflash.sampling import fold
 
 MAX_LENGTH = 211  # plus the block: a capacity unlike any other size in the model

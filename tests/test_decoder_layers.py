@@ -14,10 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trees import random_shapes
 
 from dflash import decoder, ops
-from dflash.cache import RecurrentCache, RecurrentLayer
 from dflash.decoder import BlockConv, DecoderLayer, DecoderStack, DeltaNetLayer
 from dflash.ops import Int8Weight, PackedLayers
-from dflash.state import Tree
+from dflash.state import RecurrentCache, RecurrentLayer, Tree
 
 pytestmark = pytest.mark.op
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS, CAPACITY = 40, 52, 4, 2, 24, 3, 90

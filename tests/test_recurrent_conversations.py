@@ -9,7 +9,7 @@ from test_recurrent import cheat
 from tiny_tokenizers import byte_level
 
 import dflash
-from dflash.cache import RecurrentLayer
+from dflash.state import RecurrentLayer
 
 NEW = 24
 

@@ -16,11 +16,10 @@ from tiny_tokenizers import byte_level
 from torch import Tensor
 
 import dflash
-from dflash.cache import KVCache
 from dflash.engine.budget import TreeBudget, measured_costs
 from dflash.proposers import TreeProposer
 from dflash.sampling import fold
-from dflash.state import TREE_SIZES, RowReport
+from dflash.state import TREE_SIZES, KVCache, RowReport
 
 NEW = 24
 SIZES = [16, 32, 64, 128]

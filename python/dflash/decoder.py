@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .cache import KVCache, RecurrentCache
 from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers, Weight, reference, split_weights
-from .state import Tree
+from .state import KVCache, RecurrentCache, Tree
 
 
 class AttentionInputs(NamedTuple):

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
 from .drafter import Drafter, check_draft_weights, load_draft, quantized_draft
 from .engine import Direct, Engine, Replay, step
+from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
 from .engine.run import Answer, Run, event_of, output_of
-from .engine.runner import compiled_per_kind, compiled_per_shape
 from .ops import WeightStorage
 from .options import (
     GeneratorOptions,

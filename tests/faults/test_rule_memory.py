@@ -9,7 +9,7 @@ from baseline import prompt
 from recorded import record
 
 import dflash
-from dflash.engine import runner
+from dflash.engine import graphs
 
 KEPT = 16  # fewer than by default, which would need more calls to be reached
 LIVE = KEPT + 1  # and those of the call that runs
@@ -19,7 +19,7 @@ CALL = {"max_new_tokens": 8, "suppress_tokens": [3], "bad_words_ids": [[4]], "re
 
 @pytest.fixture(autouse=True)
 def fewer_graphs(monkeypatch):
-    monkeypatch.setattr(runner, "_MAX_GRAPHS", KEPT)
+    monkeypatch.setattr(graphs, "_MAX_GRAPHS", KEPT)
 
 
 def tensors(generator) -> list[weakref.ref]:

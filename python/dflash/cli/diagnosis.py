@@ -24,7 +24,7 @@ from rich.table import Table
 from .. import ops
 from ..doctor import Diagnosis, Effort, Pair, Prompts, diagnose, find_prompts
 from ..drafter import DraftConfig, draft_folder
-from ..engine import runner as replay
+from ..engine import graphs
 from ..files import read_json
 from ..options import check_config
 from ..targets import check_target
@@ -118,7 +118,7 @@ def _cuda_graphs() -> Check:
     name = "CUDA graphs"
     if not torch.cuda.is_available():
         return Check(name, "no GPU to replay them on: steps run directly")
-    if reason := replay.graph_status():
+    if reason := graphs.graph_status():
         return Check(name, f"cannot be used: {reason}", "warning", "steps run kernel by kernel, which is slower")
     return Check(name, "used: a step is one launch (if not, Generator.graph_reason says why)")
 

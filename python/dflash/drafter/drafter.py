@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..cache import KVCache
 from ..decoder import DecoderLayer, DecoderStack, rotary_table
 from ..ops import Int8Weight, NotFiniteError, WeightStorage, int8_weights, reference
+from ..state import KVCache
 from ..targets import ValuesFingerprint, not_finite
 from .config import DraftConfig
 from .parts import (

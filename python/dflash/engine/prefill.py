@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..cache import KVCache
-from ..state import FULL, INVALID, RUNNING, STOPPED, Block
+from ..state import FULL, INVALID, RUNNING, STOPPED, Block, KVCache
 from .step import Engine, walk
 
 
@@ -114,7 +113,7 @@ class Prefill:
         if engine.grammar_masks is not None:
             logits = engine.grammar_masks.apply(logits)
         if engine.host_rules is None:
-            first = engine.keyed.choose_at(logits, state.length[:, None], state)
+            first = state.sampling.select(logits, state.length[:, None])
         else:
             first, _, ended = walk(engine, block, logits, prompt, [RUNNING] * engine.batch_size)
         first = engine.target.ranks.share_(first)[rows]

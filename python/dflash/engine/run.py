@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from ..call import Call
 from ..outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from ..state import FULL, INVALID, RUNNING, STOPPED, Logprobs, RowReport, State
 from ..streaming import BatchDecoder, StopCriterion, first_stop
+from .graphs import Replay
 from .prefill import Prefill
-from .runner import Direct, Replay
 from .step import Engine, host_step, step
 
 _FINISH_REASONS = {STOPPED: "stop", FULL: "length"}
@@ -109,6 +112,42 @@ class Answer:
         state.length[row] = self.length
         state.num_context[row] = (self.length - drafted).clamp(min=0)
         state.done[row] = STOPPED
+
+
+class Direct:
+    """Runs each step at once.
+
+    Args:
+        report: ``[batch, n]`` int64, which every step writes for the host.
+    """
+
+    ahead = 0  # steps that may be launched before the oldest is read
+    warm_ups = 1  # steps of a kind that take longer than the others
+
+    def __init__(self, report: Tensor) -> None:
+        self.report = report
+        self.reason = f"the target is on {report.device}"
+
+    def start(self) -> None:
+        """Begin a call."""
+
+    def clock(self) -> float:
+        """Return the seconds by which steps are compared: this thread's own, or the clock's if it waits for others."""
+        return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+    def launch(self, step: Callable[[], None], kind: Hashable, obstacle: str = "") -> None:
+        """Run ``step``; see `Replay.launch`."""
+        step()
+
+    def read(self) -> list:
+        """Return the report of the last step."""
+        return self.report.tolist()
+
+    def clear(self) -> None:
+        """Do nothing: no graph is kept."""
+
+    def drain(self) -> None:
+        """Do nothing: no step is running."""
 
 
 class Run:

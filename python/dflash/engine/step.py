@@ -96,7 +96,7 @@ def walk(
             scores = logits[range(batch), at][:, None].float()
         for row in walking:
             scores[row] = rules.process(tokens[row : row + 1, : first[row] + j], scores[row].clone())
-        chosen = engine.keyed.choose_at(scores, positions[:, j : j + 1], state)
+        chosen = state.sampling.select(scores, positions[:, j : j + 1])
         tokens.scatter_(1, positions[:, j : j + 1], chosen.clamp(min=0))
         # 2. Rows with a draft that equals the choice, and that nothing ends, walk on to it.
         ids, matching = chosen[:, 0].tolist(), []
@@ -177,7 +177,7 @@ class Engine:
         self.budget: TreeBudget | WidthBudget | None = None
         self.costs: dict[Hashable, dict[int, float]] = {}
         self.vocab_size = target.embedding_weight.shape[0]
-        self.keyed = KeyedAcceptance(batch_size, target.device)
+        self.keyed = KeyedAcceptance()
         self.acceptance: KeyedAcceptance | RejectionAcceptance = self.keyed
         self.calls: list[Call | None] = [None] * batch_size
         self.host_rules: HostRules | None = None

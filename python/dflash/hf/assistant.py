@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cache import KVCache
 from ..drafter import Drafter, check_draft_weights, load_draft, quantized_draft
 from ..ops import WeightStorage
 from ..options import check_weights
+from ..state import KVCache
 from ..targets import transformers_version
 
 __all__ = ["as_assistant"]

@@ -1,7 +1,6 @@
 """What drafts a block of tokens: a `PaddingProposer`, a `ChainProposer` or a `TreeProposer`."""
 
-from .chain import ChainProposer, PaddingProposer, chain_widths
-from .drafting import LinkedPredictions, Predictions
+from .chain import ChainProposer, LinkedPredictions, PaddingProposer, Predictions, chain_widths
 from .tree import TreeProposer
 
 __all__ = ["ChainProposer", "LinkedPredictions", "PaddingProposer", "Predictions", "TreeProposer", "chain_widths"]

@@ -12,7 +12,7 @@ from ..drafter import Drafter
 from ..sampling import LogitRules, Sampling
 from ..state import TREE_SIZES, Block, State, Tree
 from ..targets import Target
-from .drafting import DraftPass
+from .chain import DraftPass
 
 # The most siblings. At T = 0 more than 16 of them accept at most 1 % more tokens (N = 128); at T > 0 the noise part of
 # the score spreads over more: the highest rank in a tree is 13 to 41 in 1 % of the trees (N = 64).

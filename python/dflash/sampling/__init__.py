@@ -1,8 +1,7 @@
 """How tokens are chosen: sampling parameters, logit rules, and the ways to accept a drafted block."""
 
-from .acceptance import KeyedAcceptance, RejectionAcceptance
-from .rules import HostRules, LogitRules
-from .sampling import Sampling, SamplingArguments, fold
+from .acceptance import RejectionAcceptance
+from .sampling import HostRules, KeyedAcceptance, LogitRules, Sampling, SamplingArguments, fold
 
 __all__ = [
     "HostRules",

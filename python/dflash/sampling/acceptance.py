@@ -1,9 +1,6 @@
-"""The ways to accept a drafted block: the target's choice for the position after each of its rows.
+"""Classic speculative sampling, ``acceptance="rejection"``, at fixed shapes.
 
-A proposal is accepted if it equals the choice. ``ops.accept_prefix_`` and, in a tree, ``ops.accept_path_`` keep the
-longest accepted path and one choice more, whatever the way.
-
-``acceptance="rejection"`` is classic speculative sampling at fixed shapes. A draft x from q is accepted with
+A draft x from q is accepted with
 probability min(1, p(x) / q(x)). The first rejected draft is replaced by a draw from max(p - q, 0); a fully accepted
 block is followed by a draw from p. Each token then has the target's distribution p given the tokens before it:
 Leviathan et al., "Fast inference from transformers via speculative decoding" (2023); Chen et al., "Accelerating large
@@ -29,25 +26,7 @@ from .sampling import Sampling
 if TYPE_CHECKING:
     from ..state import Block, State
 
-__all__ = ["KeyedAcceptance", "RejectionAcceptance"]
-
 DRAFT, COIN, RESIDUAL = 1, 2, 3  # streams of noise; 0 is the noise of `ops.select_tokens`
-
-
-class KeyedAcceptance:
-    """Choose by keyed noise: a function of seed, position and prefix, never of the proposals (Daliri et al.)."""
-
-    def __init__(self, batch: int, device: torch.device | str = "cpu") -> None:
-        self._sharpness = torch.ones(batch, dtype=torch.float32, device=device)  # the target's
-
-    def choose(self, logits: Tensor, block: Block, state: State) -> Tensor:
-        """Return the choices ``[batch, rows]``."""
-        positions = state.length if block.tree is None else state.chosen_positions(block)
-        return self.choose_at(logits, positions, state)
-
-    def choose_at(self, logits: Tensor, positions: Tensor, state: State) -> Tensor:
-        """Return the choices ``[batch, rows]`` for ``positions``, see `Sampling.select`."""
-        return state.sampling.select(logits, positions, self._sharpness)
 
 
 class RejectionAcceptance:

@@ -1,4 +1,4 @@
-"""Logit rules: one small class per rule on the device, and Python processors and criteria on the host.
+"""Logit rules: one small class per rule.
 
 Row ``j`` of a block chooses the token at position ``length + 1 + j``. Its prefix is ``tokens[: length + 1]`` followed
 by the drafted ids ``1 .. j`` of the block; in a tree the position follows the row's depth, and the drafted ids are
@@ -13,19 +13,14 @@ To add a rule, add its row to `dflash.settings.GenerateArguments`, and write a c
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..settings import LogitsProcessor, StoppingCriterion
-
 if TYPE_CHECKING:
-    from ..state import Block, State, Tree
-
-__all__ = ["RULES", "HostRules", "LogitRules", "Rule"]
+    from ..state import State, Tree
 
 Settings = Mapping[str, Any]
 """The rules of one row that are on, from `dflash.settings.resolve_rules`."""
@@ -531,142 +526,3 @@ RULES: tuple[type[Rule], ...] = (
     *(BannedTokens, MinLength, ForcedBos, ForcedEos, SuppressTokens, BeginSuppressTokens),
 )
 """Every rule, in the order in which they are applied."""
-
-
-# ------------------------------------------------------------------------------------------------- all rules of a step
-
-
-class LogitRules:
-    """The rules of a step. Settings with the same `layout` share one object, and one captured step.
-
-    Args:
-        settings: the rules of each row; `set_` writes the values of other settings of the same layout.
-        vocab_size: of the target's embeddings; its logits may be narrower.
-        device: of the tensors.
-    """
-
-    def __init__(self, settings: Sequence[Settings], vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.vocab_size = vocab_size
-        self.rules = [rule(rows, vocab_size, torch.device(device)) for rule, rows in _rows_with_rules(settings)]
-        self._reads_sequence = any(rule.reads_sequence for rule in self.rules)
-
-    @staticmethod
-    def layout(settings: Sequence[Settings]) -> tuple:
-        """Return what a captured step depends on; equal layouts may share a LogitRules. Empty without a rule."""
-        return tuple(rule.layout(rows) for rule, rows in _rows_with_rules(settings))
-
-    def set_(self, settings: Sequence[Settings]) -> None:
-        """Write the values of settings with the same layout in place."""
-        for rule, (_, rows) in zip(self.rules, _rows_with_rules(settings), strict=True):
-            rule.set_(rows, self.vocab_size)
-
-    def apply(self, logits: Tensor, block: Block, text: State) -> Tensor:
-        """Apply every rule to the logits of a block's rows.
-
-        Pure, of fixed shapes and without host synchronisation. After a row's first wrong draft the result means
-        nothing, and is not needed.
-
-        Args:
-            logits: ``[batch, rows, vocab]``, float32 or bfloat16; row j is for position ``length + 1 + j``, in a tree
-                for ``length + 1 + depth[j]``.
-            block: the last emitted token and drafts.
-            text: the state.
-
-        Returns:
-            ``[batch, rows, vocab]`` float32; ``logits`` unchanged where there is no rule.
-        """
-        if not self.rules:
-            return logits
-        ids, tree = block.input_ids, block.tree
-        ahead = torch.arange(1, logits.shape[1] + 1, device=logits.device) if tree is None else tree.depth + 1
-        rows = _rows(text, ahead)._replace(block=ids, tree=tree)
-        if self._reads_sequence and tree is None:
-            rows = rows._replace(sequence=ChainTokens(text.tokens, ids, rows.positions))
-        elif self._reads_sequence:
-            rows = rows._replace(sequence=TreeTokens(text.tokens, ids, text.length, tree))
-        logits = logits.float()
-        for rule in self.rules:
-            logits = rule.apply(logits, rows)
-        return logits
-
-    def apply_to_drafts(self, logits: Tensor, text: State) -> Tensor:
-        """Apply to the drafter's ``logits [batch, rows, vocab]`` the rules that certainly change the target's choice.
-
-        Those are bans, forced tokens, and biases of at least 10 in size. Penalties and small biases are left out: the
-        target's logits are further apart than a drafter's, and few of its choices fall to them. Drafts change the
-        speed, never the text.
-        """
-        if not self.rules:
-            return logits
-        rows = _rows(text, torch.arange(1, logits.shape[1] + 1, device=logits.device))
-        for rule in self.rules:
-            if rule.for_drafts:
-                logits = rule.apply_to_drafts(logits, rows)
-        return logits
-
-
-def _rows(text: State, ahead: Tensor) -> Rows:
-    return Rows(text.length[:, None] + ahead, text.prompt_length[:, None], text.limits[:, None], text)
-
-
-def _rows_with_rules(settings: Sequence[Settings]) -> Iterator[tuple[type[Rule], list[Settings | None]]]:
-    """Yield each rule that a row has, once per value of its constants, and each row's settings; None without it."""
-    unique = {id(row): row for row in settings if row}
-    if not unique:
-        return
-    for rule in RULES:
-        kinds = {key: tuple(rule.constants(row).items()) for key, row in unique.items() if rule.values(row, 0)}
-        for kind in sorted(set(kinds.values())):
-            yield rule, [row if kinds.get(id(row)) == kind else None for row in settings]
-
-
-@dataclass(frozen=True)
-class HostRules:
-    """Python processors and criteria for the first ``rows`` rows of a batch; see `dflash.call.GenerateArguments`."""
-
-    processors: tuple[LogitsProcessor, ...]
-    criteria: tuple[StoppingCriterion, ...]
-    rows: int
-
-    def process(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Call every processor in order.
-
-        Args:
-            ids: ``[1, length]`` int64, the row so far.
-            scores: ``[1, vocab]`` float32; may be overwritten.
-
-        Returns:
-            ``[1, vocab]`` float32.
-
-        Raises:
-            TypeError: a processor did not return a tensor.
-            ValueError: it returned another shape, or turned numbers into NaN.
-        """
-        shape, valid = scores.shape, not scores.isnan().any()
-        for processor in self.processors:
-            scores = processor(ids, scores)
-            wanted = f"logits_processor {_name(processor)} must return scores {list(shape)}"
-            if not isinstance(scores, Tensor):
-                raise TypeError(f"{wanted}, got {type(scores).__name__}")
-            if scores.shape != shape:
-                raise ValueError(f"{wanted}, got {list(scores.shape)}")
-            if valid and scores.isnan().any():
-                raise ValueError(f"logits_processor {_name(processor)} returned NaN for position {ids.shape[1]}")
-        return scores
-
-    def stops(self, ids: Tensor) -> bool:
-        """Ask every criterion, and return True if one of them ends the row ``ids [1, length]``."""
-        results = []
-        for criterion in self.criteria:
-            result = criterion(ids, None)
-            if not isinstance(result, (bool, Tensor)) or (isinstance(result, Tensor) and result.numel() != 1):
-                got = list(result.shape) if isinstance(result, Tensor) else repr(result)
-                raise TypeError(
-                    f"stopping_criteria {_name(criterion)} must return a bool or a tensor of one, got {got}"
-                )
-            results.append(bool(result))
-        return any(results)
-
-
-def _name(function: object) -> str:
-    return getattr(function, "__name__", type(function).__name__)

@@ -1,4 +1,4 @@
-"""Sampling parameters of a call, and as per-row tensors for `dflash.ops.select_tokens`.
+"""Sampling parameters of a call, the logit rules of its rows, and the choice by keyed noise.
 
 Tokens are chosen by keyed noise, ``argmax(filter(logits / temperature) + gumbel(seed, position, token id))``. A choice
 depends only on seed, position and prefix, so the text is the same whatever the drafter proposes. This is
@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from ..settings import LogitsProcessor, StoppingCriterion
+from .rules import RULES, ChainTokens, Rows, Rule, Settings, TreeTokens
 
-__all__ = ["Sampling", "SamplingArguments", "fold"]
+if TYPE_CHECKING:
+    from ..state import Block, State
 
 _SMALLEST_TEMPERATURE = 1e-30  # below it logits / temperature would overflow fp32
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
@@ -90,7 +93,8 @@ class Sampling:
         top_k: ``[batch]`` int64; 0 is off.
         top_p: ``[batch]`` float32; 1 is off.
         min_p: ``[batch]`` float32; 0 is off.
-        sharpness: ``[batch]`` float32, for the drafter; the target's is always 1.
+        sharpness: ``[batch]`` float32, for the drafter.
+        ones: ``[batch]`` float32, the target's sharpness.
     """
 
     seeds: Tensor
@@ -99,6 +103,7 @@ class Sampling:
     top_p: Tensor
     min_p: Tensor
     sharpness: Tensor
+    ones: Tensor
 
     @classmethod
     def create(cls, batch: int, device: torch.device | str = "cpu") -> Sampling:
@@ -108,7 +113,10 @@ class Sampling:
             return torch.full((batch,), fill, dtype=dtype, device=device)
 
         ints, floats = torch.int64, torch.float32
-        return cls(rows(0, ints), rows(0, floats), rows(0, ints), rows(1, floats), rows(0, floats), rows(1, floats))
+        return cls(
+            rows(0, ints), rows(0, floats), rows(0, ints), rows(1, floats), rows(0, floats), rows(1, floats),
+            rows(1, floats),
+        )  # fmt: skip
 
     def rows(self, rows: slice) -> Sampling:
         """Return the parameters of some rows; they share these tensors' memory."""
@@ -128,18 +136,166 @@ class Sampling:
         self.min_p[:rows] = arguments.min_p
         self.sharpness[:rows] = math.inf if sharpness > _LARGEST_FLOAT32 else sharpness
 
-    def select(self, logits: Tensor, positions: Tensor, sharpness: Tensor) -> Tensor:
+    def select(self, logits: Tensor, positions: Tensor, sharpness: Tensor | None = None) -> Tensor:
         """Choose a token per row with keyed noise. See `dflash.ops.select_tokens`.
 
         Args:
             logits: ``[batch, rows, vocab]``, any floating dtype.
             positions: ``[batch, rows]`` int64, positions of the tokens that are chosen; ``[batch]``, that of the token
                 before the first.
-            sharpness: ``[batch]`` float32.
+            sharpness: ``[batch]`` float32 for drafts; None for the target's choices.
 
         Returns:
             ``[batch, rows]`` int64; -1 where a logit is NaN.
         """
         return ops.select_tokens(
-            *(logits, positions, self.seeds, self.temperature, self.top_k, self.top_p, self.min_p, sharpness)
-        )
+            logits, positions, self.seeds, self.temperature, self.top_k, self.top_p, self.min_p,
+            self.ones if sharpness is None else sharpness,
+        )  # fmt: skip
+
+
+class KeyedAcceptance:
+    """Choose by keyed noise: a function of seed, position and prefix, never of the proposals (Daliri et al.)."""
+
+    def choose(self, logits: Tensor, block: Block, state: State) -> Tensor:
+        """Return the choices ``[batch, rows]`` after the rows of a block."""
+        return state.sampling.select(logits, state.length if block.tree is None else state.chosen_positions(block))
+
+
+# ------------------------------------------------------------------------------------------------- all rules of a step
+
+
+class LogitRules:
+    """The rules of a step. Settings with the same `layout` share one object, and one captured step.
+
+    Args:
+        settings: the rules of each row; `set_` writes the values of other settings of the same layout.
+        vocab_size: of the target's embeddings; its logits may be narrower.
+        device: of the tensors.
+    """
+
+    def __init__(self, settings: Sequence[Settings], vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.vocab_size = vocab_size
+        self.rules = [rule(rows, vocab_size, torch.device(device)) for rule, rows in _rows_with_rules(settings)]
+        self._reads_sequence = any(rule.reads_sequence for rule in self.rules)
+
+    @staticmethod
+    def layout(settings: Sequence[Settings]) -> tuple:
+        """Return what a captured step depends on; equal layouts may share a LogitRules. Empty without a rule."""
+        return tuple(rule.layout(rows) for rule, rows in _rows_with_rules(settings))
+
+    def set_(self, settings: Sequence[Settings]) -> None:
+        """Write the values of settings with the same layout in place."""
+        for rule, (_, rows) in zip(self.rules, _rows_with_rules(settings), strict=True):
+            rule.set_(rows, self.vocab_size)
+
+    def apply(self, logits: Tensor, block: Block, text: State) -> Tensor:
+        """Apply every rule to the logits of a block's rows.
+
+        Pure, of fixed shapes and without host synchronisation. After a row's first wrong draft the result means
+        nothing, and is not needed.
+
+        Args:
+            logits: ``[batch, rows, vocab]``, float32 or bfloat16; row j is for position ``length + 1 + j``, in a tree
+                for ``length + 1 + depth[j]``.
+            block: the last emitted token and drafts.
+            text: the state.
+
+        Returns:
+            ``[batch, rows, vocab]`` float32; ``logits`` unchanged where there is no rule.
+        """
+        if not self.rules:
+            return logits
+        ids, tree = block.input_ids, block.tree
+        ahead = torch.arange(1, logits.shape[1] + 1, device=logits.device) if tree is None else tree.depth + 1
+        rows = _rows(text, ahead)._replace(block=ids, tree=tree)
+        if self._reads_sequence and tree is None:
+            rows = rows._replace(sequence=ChainTokens(text.tokens, ids, rows.positions))
+        elif self._reads_sequence:
+            rows = rows._replace(sequence=TreeTokens(text.tokens, ids, text.length, tree))
+        logits = logits.float()
+        for rule in self.rules:
+            logits = rule.apply(logits, rows)
+        return logits
+
+    def apply_to_drafts(self, logits: Tensor, text: State) -> Tensor:
+        """Apply to the drafter's ``logits [batch, rows, vocab]`` the rules that certainly change the target's choice.
+
+        Those are bans, forced tokens, and biases of at least 10 in size. Penalties and small biases are left out: the
+        target's logits are further apart than a drafter's, and few of its choices fall to them. Drafts change the
+        speed, never the text.
+        """
+        if not self.rules:
+            return logits
+        rows = _rows(text, torch.arange(1, logits.shape[1] + 1, device=logits.device))
+        for rule in self.rules:
+            if rule.for_drafts:
+                logits = rule.apply_to_drafts(logits, rows)
+        return logits
+
+
+def _rows(text: State, ahead: Tensor) -> Rows:
+    return Rows(text.length[:, None] + ahead, text.prompt_length[:, None], text.limits[:, None], text)
+
+
+def _rows_with_rules(settings: Sequence[Settings]) -> Iterator[tuple[type[Rule], list[Settings | None]]]:
+    """Yield each rule that a row has, once per value of its constants, and each row's settings; None without it."""
+    unique = {id(row): row for row in settings if row}
+    if not unique:
+        return
+    for rule in RULES:
+        kinds = {key: tuple(rule.constants(row).items()) for key, row in unique.items() if rule.values(row, 0)}
+        for kind in sorted(set(kinds.values())):
+            yield rule, [row if kinds.get(id(row)) == kind else None for row in settings]
+
+
+@dataclass(frozen=True)
+class HostRules:
+    """Python processors and criteria for the first ``rows`` rows of a batch; see `dflash.call.GenerateArguments`."""
+
+    processors: tuple[LogitsProcessor, ...]
+    criteria: tuple[StoppingCriterion, ...]
+    rows: int
+
+    def process(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Call every processor in order.
+
+        Args:
+            ids: ``[1, length]`` int64, the row so far.
+            scores: ``[1, vocab]`` float32; may be overwritten.
+
+        Returns:
+            ``[1, vocab]`` float32.
+
+        Raises:
+            TypeError: a processor did not return a tensor.
+            ValueError: it returned another shape, or turned numbers into NaN.
+        """
+        shape, valid = scores.shape, not scores.isnan().any()
+        for processor in self.processors:
+            scores = processor(ids, scores)
+            wanted = f"logits_processor {_name(processor)} must return scores {list(shape)}"
+            if not isinstance(scores, Tensor):
+                raise TypeError(f"{wanted}, got {type(scores).__name__}")
+            if scores.shape != shape:
+                raise ValueError(f"{wanted}, got {list(scores.shape)}")
+            if valid and scores.isnan().any():
+                raise ValueError(f"logits_processor {_name(processor)} returned NaN for position {ids.shape[1]}")
+        return scores
+
+    def stops(self, ids: Tensor) -> bool:
+        """Ask every criterion, and return True if one of them ends the row ``ids [1, length]``."""
+        results = []
+        for criterion in self.criteria:
+            result = criterion(ids, None)
+            if not isinstance(result, (bool, Tensor)) or (isinstance(result, Tensor) and result.numel() != 1):
+                got = list(result.shape) if isinstance(result, Tensor) else repr(result)
+                raise TypeError(
+                    f"stopping_criteria {_name(criterion)} must return a bool or a tensor of one, got {got}"
+                )
+            results.append(bool(result))
+        return any(results)
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from .. import ops
-from ..cache import KVCache
+from ..state import KVCache
 from .support import UnsupportedTargetError, text_config
 
 __all__ = ["CacheView", "use_attention", "window_of"]

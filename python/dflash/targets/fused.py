@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from .. import ops
-from ..cache import KVCache
 from ..decoder import DecoderLayer, DecoderStack, DeltaNetLayer, rotary_table
 from ..ops import Int8Weight, NotFiniteError, int8_layer, split_weights
-from ..state import Tree
+from ..state import KVCache, Tree
 from .fingerprint import ValuesFingerprint
 from .quantized import is_quantized
 from .support import UnsupportedTargetError, embedding_table

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from .. import ops
-from ..cache import KVCache, RecurrentCache, RecurrentLayer
+from ..state import KVCache, RecurrentCache, RecurrentLayer
 from .weights import modules_of, repeated_modules
 
 __all__ = [

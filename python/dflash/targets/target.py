@@ -12,9 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..cache import KVCache, RecurrentCache
 from ..ops import WeightStorage
-from ..state import Tree
+from ..state import KVCache, RecurrentCache, Tree
 from .attention import CacheView, use_attention
 from .copies import structural_copy
 from .experts import use_experts_op

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from ..cache import KVCache
-from ..state import Tree
+from ..state import KVCache, Tree
 from .attention import use_attention, window_of
 from .copies import structural_copy
 from .fingerprint import Fingerprint

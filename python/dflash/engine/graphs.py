@@ -127,42 +127,6 @@ def _compiled(function: Callable, kind: Callable[..., Hashable], **options: Any)
     return run
 
 
-class Direct:
-    """Runs each step at once.
-
-    Args:
-        report: ``[batch, n]`` int64, which every step writes for the host.
-    """
-
-    ahead = 0  # steps that may be launched before the oldest is read
-    warm_ups = 1  # steps of a kind that take longer than the others
-
-    def __init__(self, report: Tensor) -> None:
-        self.report = report
-        self.reason = f"the target is on {report.device}"
-
-    def start(self) -> None:
-        """Begin a call."""
-
-    def clock(self) -> float:
-        """Return the seconds by which steps are compared: this thread's own, or the clock's if it waits for others."""
-        return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
-
-    def launch(self, step: Callable[[], None], kind: Hashable, obstacle: str = "") -> None:
-        """Run ``step``; see `Replay.launch`."""
-        step()
-
-    def read(self) -> list:
-        """Return the report of the last step."""
-        return self.report.tolist()
-
-    def clear(self) -> None:
-        """Do nothing: no graph is kept."""
-
-    def drain(self) -> None:
-        """Do nothing: no step is running."""
-
-
 class Replay:
     """Runs a kind of step twice as it is, then captures it, and from then on replays it.
 
