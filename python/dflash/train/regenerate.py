@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import time
@@ -30,13 +29,21 @@ from ..settings import checked
 from ..targets import max_positions
 
 _PREFILL_ROWS = 16384  # tokens per forward pass, over all rows of a batch
+_OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # settings that rows name only if they are on
+_OTHER_PROMPT = "answers another prompt than line {line}'s"
+_OTHER_TOKENS = (
+    "was asked with other tokens than line {line}'s are now (tokenizer, chat template, --raw, --bos, --no-thinking)"
+)
+# What must agree with the rows of an earlier run, in the order in which differences are named.
+_ASKED = ("temperature", "seed", "model", "max_new_tokens", *_OFF, "raw", "bos", "template")
+_ASKED += ("prompt", "messages", "prompt_ids")
 
 
 @dataclass(frozen=True)
 class RegenerateConfig:
     """Sampling settings of a run. Most fields are options of ``dflash regenerate``.
 
-    Attributes:
+    Args:
         temperatures: each prompt is answered once at 0, greedily, and ``samples`` times at every other temperature.
         seed: seed of the run. A response's seed is a hash of it, the prompt's line and the sample's number, so a
             response does not depend on the rest of its batch.
@@ -63,7 +70,7 @@ class RegenerateConfig:
             raise ValueError(f"temperatures must be one or more distinct values, got {list(self.temperatures)}")
         for temperature in self.temperatures:
             checked("temperature", temperature)
-        for name in ("top_k", "top_p", "min_p", "seed"):
+        for name in ("seed", *_OFF):
             checked(name, getattr(self, name))
 
 
@@ -95,20 +102,16 @@ def jobs(prompts: Sequence[dict[str, Any]], config: RegenerateConfig) -> list[Jo
 
 @dataclass(frozen=True)
 class Response:
-    """One response.
+    """One response. The ids are None if the writer does not know them; the last one is the stop token.
 
-    Attributes:
-        text: what was written.
-        finish_reason: ``"stop"``, or ``"length"`` if it was cut off and has no stop token.
-        prompt_ids, response_ids: None if the writer does not know them. ``response_ids`` ends with the stop token.
-        num_tokens: new tokens.
+    ``finish_reason`` is "stop", or "length" if it was cut off.
     """
 
     text: str
     finish_reason: str
-    prompt_ids: list[int] | None = None
+    num_tokens: int
     response_ids: list[int] | None = None
-    num_tokens: int = 0
+    prompt_ids: list[int] | None = None
 
 
 @dataclass
@@ -145,11 +148,8 @@ class Writer(ABC):
 
     acceptance_length: float | None = None
 
-    def __init__(
-        self, name: str, *, raw: bool, bos: bool, template: Mapping[str, Any] | None, skip_long: bool = False
-    ) -> None:
-        self.name, self.skip_long = name, skip_long
-        self.encoding: dict[str, Any] = {"raw": raw, "bos": bos, "template": dict(template or {})}
+    def __init__(self, name: str, encoding: dict[str, Any], skip_long: bool) -> None:
+        self.name, self.encoding, self.skip_long = name, encoding, skip_long
         self.ids: dict[int, list[int]] = {}
         self.skipped: set[int] = set()
 
@@ -177,50 +177,6 @@ def check_out(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
-class _ResponseFile:
-    """JSONL to which a run appends. A last line that a kill cut short does not count, and `append` overwrites it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> _ResponseFile:
-        check_out(self.path)
-        self._file = open(self.path, "a+b", buffering=0)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            raise ValueError(f"{self.path} is being written by another process") from error
-        self._file.seek(0)
-        content = self._file.read()
-        self._end = content.rfind(b"\n") + 1
-        self.lines = content[: self._end].splitlines()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if not os.fstat(self._file.fileno()).st_size:  # nothing was written: leave no trace
-            self.path.unlink(missing_ok=True)
-        self._file.close()
-
-    def append(self, rows: Iterable[Any]) -> None:
-        """Write rows; they are on the disk when this returns."""
-        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        try:
-            self._file.truncate(self._end)
-            rest = memoryview(data)
-            while rest:  # the file has no buffer, which would be written again when the file is closed
-                rest = rest[self._file.write(rest) :]
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(self._end)
-            raise OSError(
-                f"{self.path} could not be written ({error.strerror or error}); its lines so far are whole: make room, "
-                "and start again with the same arguments"
-            ) from error
-        self._end += len(data)
-
-
 def regenerate(
     prompts: Sequence[dict[str, Any]],
     writer: Writer,
@@ -231,10 +187,9 @@ def regenerate(
 ) -> Summary:
     """Write the responses that ``out`` does not have yet.
 
-    A row of ``out`` holds ``line``, ``sample``, ``prompt`` or ``messages``, ``response``, ``finish_reason``,
-    ``temperature``, ``seed``, ``model`` and ``max_new_tokens``. If known, it holds ``prompt_ids`` and ``response_ids``
-    too. ``top_k``, ``top_p``, ``min_p``, ``raw``, ``bos`` and ``template`` are present only if they were on.
-    `dflash.train.data.load_rows` reads such rows, and encodes each prompt as its row says.
+    A row holds ``line``, ``sample``, ``prompt`` or ``messages``, ``response``, ``finish_reason``, ``temperature``,
+    ``seed``, ``model`` and ``max_new_tokens``; if known, ``prompt_ids`` and ``response_ids``; and if they were on,
+    ``top_k``, ``top_p``, ``min_p``, ``raw``, ``bos`` and ``template``. `dflash.train.data.load_rows` reads such rows.
 
     Args:
         prompts: prompts from `dflash.train.data.load_prompts`.
@@ -252,86 +207,87 @@ def regenerate(
         OSError: ``out`` cannot be written. Rows already written remain.
     """
     # 1. Check every prompt
-    config = RegenerateConfig() if config is None else config
+    config, out = RegenerateConfig() if config is None else config, Path(out)
     wanted = jobs(prompts, config)
     writer.check(wanted, config)
-    by_key = {(job.line, job.sample): job for job in wanted if job.line not in writer.skipped}
-    with _ResponseFile(Path(out)) as file:
-        # 2. Read what an earlier run wrote
-        found = _read_found(file, by_key, config, writer)
-        missing = [job for key, job in by_key.items() if key not in found]
-        summary = Summary(found=len(found), out=str(out))
-        file.append([])
-        # 3. Write the rest
-        began = time.perf_counter()
-        with contextlib.closing(writer.answers(missing, config)) as groups:
-            for group in groups:
-                file.append(_row(job, response, config, writer) for job, response in group)
-                summary.written += len(group)
-                summary.tokens += sum(response.num_tokens for _, response in group)
-                summary.truncated += sum(response.finish_reason == "length" for _, response in group)
-                summary.seconds = time.perf_counter() - began
-                summary.acceptance_length = writer.acceptance_length
-                if progress is not None:
-                    progress(summary, len(missing))
+    check_out(out)
+    rows = {(job.line, job.sample): _asked_row(job, config, writer) for job in wanted if job.line not in writer.skipped}
+    # 2. Read what an earlier run wrote. A kill may have cut its last line short
+    content = out.read_bytes() if out.exists() else b""
+    end = content.rfind(b"\n") + 1
+    found = {_found_key(line, f"{out}, line {i}", rows) for i, line in enumerate(content[:end].splitlines(), 1)}
+    missing = [job for job in wanted if (job.line, job.sample) in rows.keys() - found]
+    if end < len(content):
+        os.truncate(out, end)
+    # 3. Write the rest
+    summary, began = Summary(found=len(found), out=str(out)), time.perf_counter()
+    with contextlib.closing(writer.answers(missing, config)) as groups:
+        for group in groups:
+            end = _append(out, end, (_answered_row(rows[job.line, job.sample], answer) for job, answer in group))
+            summary.written += len(group)
+            summary.tokens += sum(response.num_tokens for _, response in group)
+            summary.truncated += sum(response.finish_reason == "length" for _, response in group)
+            summary.seconds = time.perf_counter() - began
+            summary.acceptance_length = writer.acceptance_length
+            if progress is not None:
+                progress(summary, len(missing))
     summary.skipped = len(writer.skipped)
     return summary
 
 
-def _provenance(job: Job, config: RegenerateConfig, writer: Writer) -> dict[str, Any]:
-    """Return the fields of a row that say how and by whom it is written; None for settings that are off."""
-    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    on = {key: None if getattr(config, key) == value else getattr(config, key) for key, value in off.items()}
-    on |= {key: writer.encoding.get(key) or None for key in ("raw", "bos", "template")}
-    common = {"temperature": job.temperature, "seed": job.seed, "model": writer.name}
-    return {**common, "max_new_tokens": config.max_new_tokens, **on}
-
-
-def _row(job: Job, response: Response, config: RegenerateConfig, writer: Writer) -> dict[str, Any]:
-    """Return a row of the file."""
+def _asked_row(job: Job, config: RegenerateConfig, writer: Writer) -> dict[str, Any]:
+    """Return the fields of a row that are known before its answer."""
     row = {"line": job.line, "sample": job.sample}
-    row |= {key: job.prompt[key] for key in ("prompt", "messages") if key in job.prompt}
-    row |= {"response": response.text, "finish_reason": response.finish_reason}
-    row |= {"prompt_ids": response.prompt_ids, "response_ids": response.response_ids}
-    row |= _provenance(job, config, writer)
-    return {key: value for key, value in row.items() if value is not None}
+    row |= {name: job.prompt[name] for name in ("prompt", "messages") if name in job.prompt}
+    row |= {"temperature": job.temperature, "seed": job.seed, "model": writer.name}
+    row["max_new_tokens"] = config.max_new_tokens
+    row |= {name: value for name, off in _OFF.items() if (value := getattr(config, name)) != off}
+    row |= {name: value for name, value in writer.encoding.items() if value}
+    return row | ({"prompt_ids": writer.ids[job.line]} if job.line in writer.ids else {})
 
 
-def _read_found(
-    file: _ResponseFile, wanted: Mapping[tuple[int, int], Job], config: RegenerateConfig, writer: Writer
-) -> set[tuple[int, int]]:
-    """Return line and sample of the rows in the file; raise ``ValueError`` for a row of another run."""
-    found = set()
-    for number, line in enumerate(file.lines, 1):
-        try:
-            row = json.loads(line)
-            key = (row.get("line"), row.get("sample"))
-        except (ValueError, AttributeError) as error:
-            raise ValueError(
-                f"{file.path}, line {number}: not a row of dflash regenerate: choose another file"
-            ) from error
-        difference = "no response to any of these prompts"
-        if all(type(part) is int for part in key) and key in wanted:
-            difference = _difference(row, wanted[key], config, writer)
-        if difference:
-            raise ValueError(f"{file.path}, line {number}: {difference}: choose another file")
-        found.add(key)
-    return found
+def _answered_row(row: dict[str, Any], answer: Response) -> dict[str, Any]:
+    ids = {"prompt_ids": answer.prompt_ids, "response_ids": answer.response_ids}
+    known = {name: value for name, value in ids.items() if value is not None}
+    return row | {"response": answer.text, "finish_reason": answer.finish_reason} | known
 
 
-def _difference(row: Mapping[str, Any], job: Job, config: RegenerateConfig, writer: Writer) -> str | None:
-    """Return why ``row`` is not a response to ``job``; None if it is."""
-    for what, ours in _provenance(job, config, writer).items():
-        if row.get(what) != ours:
-            return f"was written with {what} {row.get(what)!r}, now it is {ours!r}"
-    if any(row.get(kind) != job.prompt.get(kind) for kind in ("prompt", "messages")):
-        return f"answers another prompt than line {job.line}'s"
-    if job.line in writer.ids and row.get("prompt_ids") != writer.ids[job.line]:
-        return (
-            f"was asked with other tokens than line {job.line}'s are now "
-            "(tokenizer, chat template, --raw, --bos, --no-thinking)"
-        )
-    return None
+def _found_key(line: bytes, where: str, wanted: Mapping[tuple[int, int], dict[str, Any]]) -> tuple[int, int]:
+    """Return line and sample of a row in the file; raise ``ValueError`` for a row of another run."""
+    try:
+        row = json.loads(line)
+        key = row.get("line"), row.get("sample")
+        ours = wanted.get(key)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{where}: not a row of dflash regenerate: choose another file") from error
+    if ours is None:
+        raise ValueError(f"{where}: no response to any of these prompts: choose another file")
+    for name in _ASKED:
+        if row.get(name) == ours.get(name) or (name == "prompt_ids" and name not in ours):
+            continue
+        difference = f"was written with {name} {row.get(name)!r}, now it is {ours.get(name)!r}"
+        if name in ("prompt", "messages", "prompt_ids"):
+            difference = (_OTHER_TOKENS if name == "prompt_ids" else _OTHER_PROMPT).format(line=key[0])
+        raise ValueError(f"{where}: {difference}: choose another file")
+    return key
+
+
+def _append(path: Path, end: int, rows: Iterable[dict[str, Any]]) -> int:
+    """Write rows after the first ``end`` bytes of a file, wait until they are on the disk, and return the new end."""
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    try:
+        with open(path, "ab", buffering=0) as file:  # closing a buffer would write again what failed
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.truncate(path, end)
+        raise OSError(
+            f"{path} could not be written ({error.strerror or error}); its lines so far are whole: make room, and "
+            "start again with the same arguments"
+        ) from error
+    return end + len(data)
 
 
 # ---------------------------------------------------------------------------------------------- our own generator
@@ -343,8 +299,7 @@ class LocalWriter(Writer):
     Args:
         target: a causal language model of transformers.
         tokenizer: the target's tokenizer.
-        draft: a drafter, which is faster in small batches. None writes one token per step, which is faster in large
-            batches.
+        draft: a drafter, which is faster in small batches. None is faster in large ones.
         name: the target's name in rows.
         batch_size: sequences per batch.
         raw, bos, template: see `dflash.train.data.prompt_ids`.
@@ -366,7 +321,7 @@ class LocalWriter(Writer):
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        super().__init__(name, raw=raw, bos=bos, template=template, skip_long=skip_long)
+        super().__init__(name, {"raw": raw, "bos": bos, "template": dict(template or {})}, skip_long)
         self.target, self.tokenizer, self.draft, self.batch_size = target, tokenizer, draft, batch_size
         self._steps = self._step_tokens = 0
 
@@ -374,9 +329,7 @@ class LocalWriter(Writer):
         """Tokenize every prompt. One that does not fit the target with its response raises, or is skipped."""
         positions = max_positions(self.target)
         self.ids, self.skipped = {}, set()
-        for job in jobs:
-            if job.line in self.ids:
-                continue
+        for job in {job.line: job for job in jobs}.values():
             job.check_text()
             try:
                 ids = self.ids[job.line] = prompt_ids(self.tokenizer, job.prompt, **self.encoding)
@@ -397,12 +350,11 @@ class LocalWriter(Writer):
         """Yield one group per batch; see `Writer`. Call `check` first."""
         if not jobs:
             return
-        longest = max(len(self.ids[job.line]) for job in jobs)
         rows = min(self.batch_size, len(jobs))
         generator = Generator(
             self.target,
             self.draft,
-            max_length=longest + config.max_new_tokens,
+            max_length=max(len(self.ids[job.line]) for job in jobs) + config.max_new_tokens,
             batch_size=rows,
             prefill_chunk=max(1, min(512, _PREFILL_ROWS // rows)),
             reuse_prefix=False,
@@ -416,33 +368,28 @@ class LocalWriter(Writer):
     def _answer_batch(
         self, generator: Generator, jobs: list[Job], config: RegenerateConfig
     ) -> list[tuple[Job, Response]]:
-        # 1. Pad the prompts to the right
+        # 1. Pad the prompts to the right, and generate, each row with its own seed
         prompts = [torch.tensor(self.ids[job.line], dtype=torch.int64, device="cpu") for job in jobs]
         ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
         device = self.target.get_input_embeddings().weight.device
-        # 2. Generate, each row with its own seed
         out = generator.generate(
             ids.to(device),
             attention_mask=mask.to(device),
             max_new_tokens=config.max_new_tokens,
             temperature=jobs[0].temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
             seed=[job.seed for job in jobs],
             return_dict_in_generate=True,
+            **{name: getattr(config, name) for name in _OFF},
         )
-        steps = [length for row in out.statistics.acceptance_lengths for length in row]
-        self._steps += len(steps)
-        self._step_tokens += sum(steps)
+        found = out.statistics
+        self._steps += sum(map(len, found.acceptance_lengths))
+        self._step_tokens += sum(map(sum, found.acceptance_lengths))
         if self.draft is not None and self._steps:
             self.acceptance_length = self._step_tokens / self._steps
-        # 3. Decode each row up to its own end
-        group = []
+        # 2. Decode each row up to its own end
         rows = out.sequences[:, ids.shape[1] :].tolist()
-        for job, row, length, reason in zip(jobs, rows, out.statistics.num_new_tokens, out.finish_reasons, strict=True):
-            written = row[:length]
-            text = self.tokenizer.decode(written, skip_special_tokens=True)
-            group.append((job, Response(text, reason, self.ids[job.line], written, length)))
-        return group
+        written = [row[:length] for row, length in zip(rows, found.num_new_tokens, strict=True)]
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in written]
+        answers = map(Response, texts, out.finish_reasons, found.num_new_tokens, written)
+        return list(zip(jobs, answers, strict=True))

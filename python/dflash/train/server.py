@@ -8,19 +8,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
-from urllib.parse import urlsplit
 
 from ..evaluate.prompts import as_messages, check_text
-from ..terminal import printable
+from ..terminal import printable, shortened
 from .regenerate import Job, RegenerateConfig, Response, Writer
 
 _SEED_BITS = 31  # accepted by every server
-_MAX_ANSWER_BYTES = 16 * 2**20
 _TOO_LONG = re.compile(r"context (length|window|size)|too long|max(imum)?[ _]model[ _]len|longer than", re.IGNORECASE)
-
-
-class _TooLongError(ValueError):
-    """The prompt and its response are too long for the server."""
 
 
 class ServerWriter(Writer):
@@ -32,9 +26,8 @@ class ServerWriter(Writer):
         raw: send prompts unchanged for completion, instead of as a user's message.
         template: arguments of the chat template (``chat_template_kwargs`` of vLLM and SGLang).
         concurrency: requests at a time.
-        retries: how often a request is sent again after a network error or status 408, 409, 429 or 5xx. The client
-            waits 0.5 s before the first and twice as long before each next, or as long as the server asks for.
-        timeout: seconds per request. An answer that takes as long for all tries together is given up too.
+        retries: how often the client sends a request again after a network error or status 408, 409, 429 or 5xx.
+        timeout: seconds that the server may be silent.
         api_key: sent as a bearer token; None sends none.
         token_ids: ask for the ids too (vLLM's ``return_token_ids``); rows then hold them.
         skip_long: leave out prompts that the server refuses as too long, instead of raising.
@@ -57,7 +50,7 @@ class ServerWriter(Writer):
         token_ids: bool = False,
         skip_long: bool = False,
     ) -> None:
-        if not _is_url(url):
+        if not re.match("https?://.", url):
             raise ValueError(f"the server must be an http:// or https:// URL, got {url!r}")
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
@@ -65,11 +58,12 @@ class ServerWriter(Writer):
             import openai
         except ImportError as error:
             raise ValueError("this needs the openai package: pip install '.[train]'") from error
-        super().__init__(model, raw=raw, bos=False, template=template, skip_long=skip_long)
-        self._openai = openai
-        self.url, self.raw, self.endpoint = url.rstrip("/"), raw, "/completions" if raw else "/chat/completions"
-        self.concurrency, self.retries, self.timeout = concurrency, retries, timeout
-        self.api_key, self.token_ids = api_key, token_ids
+        super().__init__(model, {"raw": raw, "bos": False, "template": dict(template or {})}, skip_long)
+        self._openai, self.raw, self.concurrency, self.token_ids = openai, raw, concurrency, token_ids
+        # The client wants a key; _request leaves the header out.
+        self._client = {"base_url": url, "api_key": api_key or "none", "max_retries": retries, "timeout": timeout}
+        self.headers = {} if api_key else {"Authorization": openai.Omit()}
+        self.endpoint = url.rstrip("/") + ("/completions" if raw else "/chat/completions")
 
     def check(self, jobs: Sequence[Job], config: RegenerateConfig) -> None:  # noqa: ARG002 - of every writer
         """Raise for text that cannot be sent, and for a conversation if ``raw`` is set. The server checks lengths."""
@@ -87,10 +81,8 @@ class ServerWriter(Writer):
         from anyio.from_thread import start_blocking_portal
 
         waiting = iter(jobs)
-        under_way: dict[Future[Response], Job] = {}
-        key = self.api_key or "none"  # the client wants one; _request leaves the header out
-        options = {"base_url": self.url, "api_key": key, "max_retries": self.retries, "timeout": self.timeout}
-        client = self._openai.AsyncOpenAI(**options)
+        under_way: dict[Future[Response | None], Job] = {}
+        client = self._openai.AsyncOpenAI(**self._client)
         with start_blocking_portal() as portal, portal.wrap_async_context_manager(client):
 
             def start(count: int) -> None:
@@ -100,55 +92,39 @@ class ServerWriter(Writer):
             try:
                 start(self.concurrency)
                 while under_way:
-                    finished = wait(under_way, return_when=FIRST_COMPLETED).done
-                    answered, failure = self._collect({future: under_way.pop(future) for future in finished})
-                    if failure is None:
+                    finished = {done: under_way.pop(done) for done in wait(under_way, None, FIRST_COMPLETED).done}
+                    failures = [error for done in finished if (error := done.exception()) is not None]
+                    if not failures:
                         start(len(finished))
-                    if answered:  # written before a failure ends the run
-                        yield answered
-                    if failure is not None:
-                        raise failure
+                    answered = [(job, done.result()) for done, job in finished.items() if done.exception() is None]
+                    if answered := [(job, answer) for job, answer in answered if answer is not None]:
+                        yield answered  # before a failure ends the run
+                    if failures:
+                        raise failures[0]
             finally:
                 for future in under_way:
                     future.cancel()
 
-    def _collect(
-        self, finished: Mapping[Future[Response], Job]
-    ) -> tuple[list[tuple[Job, Response]], BaseException | None]:
-        """Return the answers of finished requests and the first failure; note prompts that are left out."""
-        answered, failure = [], None
-        for future, job in finished.items():
-            error = future.exception()
-            if error is None:
-                answered.append((job, future.result()))
-            elif self.skip_long and isinstance(error, _TooLongError):
-                self.skipped.add(job.line)
-            else:
-                failure = failure or error
-        return answered, failure
-
-    async def _answer(self, client: Any, job: Job, config: RegenerateConfig) -> Response:
-        import anyio
-
-        request, body = self._request(job, config), bytearray()
+    async def _answer(self, client: Any, job: Job, config: RegenerateConfig) -> Response | None:
+        """Ask the server. Return None if the prompt is left out as too long."""
         resource = client.completions if self.raw else client.chat.completions
-        where = f"the answer of {self.url}{self.endpoint} to line {job.line}"
-        try:  # streamed, because the client would take any JSON of any size
-            with anyio.fail_after(self.timeout * (self.retries + 1)):
-                async with resource.with_streaming_response.create(**request) as reply:
-                    async for chunk in reply.iter_bytes():
-                        body += chunk
-                        if len(body) > _MAX_ANSWER_BYTES:
-                            break
-        except TimeoutError as error:
-            raise self._unanswered(job, "timed out") from error
-        except self._openai.OpenAIError as error:
-            raise self._explain(error, job) from error
-        except Exception as error:  # of the HTTP library, while the body is read
-            raise self._unanswered(job, printable(error)) from error
-        if len(body) > _MAX_ANSWER_BYTES:
-            raise ValueError(f"{where} is larger than {_MAX_ANSWER_BYTES // 2**20} MiB")
-        return self._read(bytes(body), where)
+        try:
+            reply = await resource.with_raw_response.create(**self._request(job, config))
+        except self._openai.APIStatusError as error:
+            reason, code = f"status {error.status_code}: {printable(_server_message(error))}", error.status_code
+            if code in (408, 409, 429) or code >= 500:
+                raise self._unanswered(job, reason) from error
+            if self.skip_long and (code == 413 or _TOO_LONG.search(reason)):
+                self.skipped.add(job.line)
+                return None
+            raise ValueError(f"{self.endpoint} refused the prompt on line {job.line}: {reason}") from error
+        except self._openai.OpenAIError as error:  # no connection, reset, timed out
+            raise self._unanswered(job, printable(str(error.__cause__ or "") or str(error))) from error
+        return self._read(reply.http_response.content, f"the answer of {self.endpoint} to line {job.line}")
+
+    def _unanswered(self, job: Job, reason: str) -> ValueError:
+        tries = self._client["max_retries"] + 1
+        return ValueError(f"{self.endpoint} did not answer the prompt on line {job.line} in {tries} tries: {reason}")
 
     def _request(self, job: Job, config: RegenerateConfig) -> dict[str, Any]:
         # Extensions of OpenAI's protocol are sent only on request.
@@ -165,7 +141,7 @@ class ServerWriter(Writer):
             "top_p": config.top_p,
             "seed": job.seed % 2**_SEED_BITS,
             "extra_body": extra,
-            "extra_headers": {} if self.api_key else {"Authorization": self._openai.Omit()},
+            "extra_headers": self.headers,
         }
 
     def _read(self, body: bytes, where: str) -> Response:
@@ -177,6 +153,7 @@ class ServerWriter(Writer):
             message = choice if self.raw else choice["message"]
             text, reason = message["text" if self.raw else "content"], choice["finish_reason"]
             thoughts = message.get("reasoning_content") or message.get("reasoning")
+            num_tokens = (reply.get("usage") or {}).get("completion_tokens") or 0
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             shown = printable(body[:200].decode(errors="replace"))
             raise ValueError(f"{where}: not an answer of OpenAI's protocol: {shown}") from error
@@ -186,44 +163,16 @@ class ServerWriter(Writer):
                 "start the server without a reasoning parser"
             )
         if not isinstance(text, str) or reason not in ("stop", "length"):
-            raise ValueError(f"{where} has finish_reason {reason!r:.60} and content {text!r:.60}")
+            raise ValueError(f"{where} has finish_reason {shortened(reason)} and content {shortened(text)}")
         check_text(text, where)
-        # 2. The number of tokens and, if they were asked for, their ids
-        usage = reply.get("usage")
-        count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        num_tokens = count if type(count) is int else 0
         if not self.token_ids:
-            return Response(text, reason, num_tokens=num_tokens)
-        ids = choice.get("token_ids")
-        prompt_ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
-        for name, found in (("token_ids", ids), ("prompt_token_ids", prompt_ids)):
-            if not found:
+            return Response(text, reason, num_tokens)
+        # 2. The ids
+        found = choice.get("token_ids"), choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
+        for name, ids in zip(("token_ids", "prompt_token_ids"), found, strict=True):
+            if not ids:
                 raise ValueError(f"{where}: {name} was asked for, and is not there (return_token_ids is vLLM's)")
-            if not isinstance(found, list) or not all(type(token) is int and token >= 0 for token in found):
-                raise ValueError(f"{where}: {name} must be a list of token ids, got {found!r:.60}")
-        return Response(text, reason, prompt_ids, ids, num_tokens or len(ids))
-
-    def _explain(self, error: Any, job: Job) -> ValueError:
-        """Turn a client's error into one line."""
-        reason = printable(str(error.__cause__ or "") or str(error))  # no connection, reset, timed out
-        if isinstance(error, self._openai.APIStatusError):
-            reason = f"status {error.status_code}: {printable(_server_message(error))}"
-            if error.status_code not in (408, 409, 429) and error.status_code < 500:
-                kind = _TooLongError if error.status_code == 413 or _TOO_LONG.search(reason) else ValueError
-                return kind(f"{self.url}{self.endpoint} refused the prompt on line {job.line}: {reason}")
-        return self._unanswered(job, reason)
-
-    def _unanswered(self, job: Job, reason: str) -> ValueError:
-        where = f"{self.url}{self.endpoint}"
-        return ValueError(f"{where} did not answer the prompt on line {job.line} in {self.retries + 1} tries: {reason}")
-
-
-def _is_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
-    except ValueError:  # a port or an IPv6 address that is not one
-        return False
+        return Response(text, reason, num_tokens or len(found[0]), *found)
 
 
 def _server_message(error: Any) -> str:
