@@ -19,8 +19,7 @@ from draft_variants import (
 
 import dflash
 from dflash import DraftConfig, cli
-from dflash.train.export import engine_warnings, export, vllm_command
-from dflash.train.speculators_layout import to_speculators, vllm_causality
+from dflash.train.export import engine_warnings, export, to_speculators, vllm_causality, vllm_command
 
 EXPRESSIBLE = ["Qwen3-4B", "Kimi-K2.5", "Llama-3.1-8B", "gpt-oss-20b", "one-layer", "dflash_config.causal-false"]
 

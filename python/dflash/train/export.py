@@ -1,4 +1,7 @@
-"""Drafters in each checkpoint layout, what serving engines read differently, and `export`."""
+"""Write drafters in each checkpoint layout, say what serving engines read differently, and `export`.
+
+`dflash.drafter.layouts` reads these layouts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import os
 import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,51 +28,59 @@ from ..drafter import (
     is_speculators,
     load_draft,
 )
+from ..drafter.config import ROPE_TYPES
+from ..drafter.keys import KEYS, LAYER
 from ..files import atomic_folder, check_writable, read_architectures, read_json, save_tensors, write_json
 from ..terminal import listed
-from .speculators_layout import SCALES, to_speculators, vllm_causality
 
 FORMATS = ("published", "speculators", "transformers")
-# Values of a dflash_config that say nothing.
-_NEUTRAL = {
-    "attention_value_scale": 1.0,
-    "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": 0.0,
-    "attention_sink_bias": False,
-}
-
-_SHAPE = (
-    *("block_size", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"),
-    "rms_norm_eps",
-)
+_SCALES = ("attention_value_scale", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_SHAPE = ("block_size", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 
 
 def _shape(config: DraftConfig) -> dict[str, Any]:
     """Return the keys that transformers' configs share."""
     return {
-        **{key: getattr(config, key) for key in _SHAPE},
+        **{key: getattr(config, key) for key in (*_SHAPE, "rms_norm_eps")},
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "attention_dropout": 0.0,
         "hidden_act": "silu",
         "layer_types": [SLIDING if window else FULL for window in config.window],
         "num_key_value_heads": config.num_kv_heads,
-        "rope_parameters": rope_section(config.rope),
+        "rope_parameters": _rope_section(config.rope),
     }
+
+
+def _rope_section(rope: Rope) -> dict[str, Any]:
+    """Return the ``rope_parameters`` that read back as ``rope``."""
+    out = {"rope_type": rope.type, "rope_theta": rope.theta}
+    out |= {key: getattr(rope, key) for key in ROPE_TYPES[rope.type]}
+    return out | ({"attention_factor": rope.attention_scaling} if rope.type == "yarn" else {})
 
 
 # ---------------------------------------------------------------------------------------------- published
 
 
 def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Return the ``config.json`` that reads back as ``config``, in the published layout; see ``from_config``."""
+    """Return the ``config.json`` that reads back as ``config``, in the published layout.
+
+    Raises:
+        ValueError: the layout cannot express something that changes the math.
+    """
+    if config.scales_like_target:
+        raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
+    if config.own_parts:
+        raise ValueError(f"a drafter with its own {listed(config.own_parts)} cannot be saved here: use dflash export")
+    if config.markov_rank or config.predicts_from_anchor:
+        raise ValueError("a DSpark drafter cannot be saved here: use dflash export")
     by_window = tuple(window > 0 for window in config.window)
-    _expect_expressible(config, by_window)
+    if len({*config.window} - {0}) > 1 or (len({*config.causal}) > 1 and config.causal != by_window):
+        raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
     out: dict[str, Any] = {
         **_shape(config),
         "architectures": ["DFlashDraftModel" if config.dflash2 is None else "DFlash2DraftModel"],
         "attention_bias": config.attention_bias,
-        "dflash_config": dflash_section(config),
+        "dflash_config": _section(config),
         "dtype": str(dtype).removeprefix("torch."),
         "initializer_range": 0.02,
         "max_position_embeddings": config.max_position_embeddings,
@@ -86,107 +97,194 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
     return out if config.causal == by_window else out | {"is_causal": config.causal[0]}
 
 
-def _expect_expressible(config: DraftConfig, by_window: tuple[bool, ...]) -> None:
-    """Raise unless `published_config` can express everything that changes the math."""
-    if config.scales_like_target:
-        raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
-    if config.own_parts:
-        raise ValueError(f"a drafter with its own {listed(config.own_parts)} cannot be saved here: use dflash export")
-    if config.markov_rank or config.predicts_from_anchor:
-        raise ValueError("a DSpark drafter cannot be saved here: use dflash export")
-    windows = {window for window in config.window if window}
-    if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):
-        raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
+def _section(config: DraftConfig) -> dict[str, Any]:
+    """Return the ``dflash_config`` of a drafter. vLLM looks for most of these keys only there."""
+    neutral = {key: getattr(DraftConfig, key) for key in _SCALES} | {"attention_sink_bias": False}
+    return {key: value for key, value in _section_values(config).items() if value != neutral.get(key)}
 
 
-def rope_section(rope: Rope) -> dict[str, Any]:
-    """Return the ``rope_parameters`` that read back as ``rope``."""
-    out: dict[str, Any] = {"rope_type": rope.type, "rope_theta": rope.theta}
-    if rope.type != "default":
-        out["factor"] = rope.factor
-    if rope.type in ("llama3", "yarn"):
-        out["original_max_position_embeddings"] = rope.original_max_position_embeddings
-    if rope.type == "llama3":
-        out |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.type == "yarn":
-        out |= {key: getattr(rope, key) for key in ("beta_fast", "beta_slow", "truncate")}
-        out["attention_factor"] = rope.attention_scaling
+def _section_values(config: DraftConfig) -> dict[str, Any]:
+    """Return every key that a ``dflash_config`` may state of a drafter, neutral values included."""
+    out: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    out |= {key: getattr(config, key) for key in _SCALES} | {"attention_sink_bias": config.attention_sinks}
+    return out | (dataclasses.asdict(config.dflash2) if config.dflash2 is not None else {})
+
+
+def _state_what_was_read(config: dict[str, Any], read: DraftConfig) -> None:
+    """Write what was read from a published ``config`` to where engines look, and into every copy of a key."""
+    # 1. What may have been left to defaults, or stood at the top level only, where vLLM does not look
+    inner, values = dict(config.get("dflash_config") or {}), _section_values(read)
+    for level in (config, inner):
+        level.update({key: value for key, value in values.items() if key in level})
+    config["dflash_config"] = inner | _section(read)
+    config["block_size"] = read.rows_per_pass
+    if config.get("rope_theta") is not None:
+        config["rope_theta"] = read.rope.theta  # the one in rope_parameters counts, where there are two
+    # 2. The one of two keys that SGLang reads
+    if config.get("is_causal") is None and inner.get("causal") is not None:
+        config["is_causal"] = inner["causal"]
+    # 3. The taps as older engines count them: vLLM would take these instead
+    config.pop("eagle_aux_hidden_state_layer_ids", None)
+
+
+# ---------------------------------------------------------------------------------------------- speculators
+
+_LAYER_METADATA = ("attention_dropout", "initializer_range", "tie_word_embeddings", "use_cache")
+
+
+def to_speculators(
+    published: Mapping[str, Any], config: DraftConfig, target: str, target_architectures: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the form of a published config in the layout of the ``speculators`` library.
+
+    Args:
+        published: the parsed ``config.json``.
+        config: the `dflash.DraftConfig` read from it.
+        target: name of the target, for engines that are started with the drafter only.
+        target_architectures: ``architectures`` of the target's config.
+
+    Raises:
+        ValueError: the layout, or vLLM's reader of it, cannot express something that changes the math.
+    """
+    _expect_speculators(config)
+    # 1. The type, and the keys that only it has
+    kind, architecture, settings = "dflash", "DFlashDraftModel", {}
+    from_anchor = {"sample_from_anchor": config.predicts_from_anchor}
+    if config.dflash2 is not None:
+        kind, architecture = "dflash2", "DFlash2DraftModel"
+        settings = dataclasses.asdict(config.dflash2) | from_anchor
+    elif config.markov_rank or config.predicts_from_anchor:
+        kind, architecture = "dspark", "DSparkSpeculator"
+        settings = {"markov_rank": config.markov_rank, "markov_head_type": "vanilla", **from_anchor}
+        settings |= {"enable_confidence_head": False, "confidence_head_with_markov": False}  # that head is not read
+    # 2. The transformer's keys
+    window = max(config.window)
+    names = [*_LAYER_METADATA, *(name for name, key in KEYS.items() if key.speculators == LAYER)]
+    layer = {name: published[name] for name in names if published.get(name) is not None and name != "is_causal"}
+    layer |= {
+        "model_type": "qwen3",
+        "head_dim": config.head_dim,
+        "layer_types": [SLIDING if size else FULL for size in config.window],
+        "sliding_window": window or None,
+        "use_sliding_window": window > 0,
+    }
+    if config.num_target_layers is not None:
+        layer["num_target_layers"] = config.num_target_layers
+    if len(set(config.causal)) == 1:
+        layer["is_causal"] = config.causal[0]  # vLLM looks here first
+    # 3. All of it
+    method = {"proposal_type": "greedy", "speculative_tokens": max(config.block_size - 1, 1)}
+    out = {
+        "architectures": [architecture],
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
+        "block_size": config.rows_per_pass,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "mask_token_id": config.mask_token_id,
+        "sliding_window_non_causal": not any(config.causal),
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method | {"accept_tolerance": 0.0, "verifier_accept_k": 1}],
+            "verifier": {"architectures": list(target_architectures), "name_or_path": target},
+        },
+        "speculators_model_type": kind,
+        "tie_word_embeddings": False,
+        LAYER: layer,
+    } | settings
+    if vllm_causality(out, config.num_hidden_layers) != config.causal:
+        raise ValueError(
+            "vLLM reads one rule of causality for all layers from the speculators layout, and "
+            f"{_causality(config)}: serve it in the published layout"
+        )
     return out
 
 
-def dflash_section(config: DraftConfig) -> dict[str, Any]:
-    """Return the ``dflash_config`` that reads back as ``config``. vLLM looks for most of these keys only there."""
-    values = section_values(config)
-    return {key: value for key, value in values.items() if key not in _NEUTRAL or value != _NEUTRAL[key]}
+def _expect_speculators(config: DraftConfig) -> None:
+    """Raise unless the speculators layout can express everything that changes the math."""
+    if config.dflash2 is not None and config.draft_vocab_size is not None:
+        raise ValueError("a DFlash 2 drafter of the speculators layout has the whole vocabulary, and this one a part")
+    if "mask_embedding" in config.own_parts:
+        raise ValueError("the speculators layout has no mask embedding, and this drafter has its own")
+    config.expect_defaults("the speculators layout", *_SCALES, "attention_sinks")
+    if config.vocab_size is None:
+        raise ValueError("the speculators layout needs vocab_size, which is missing in this drafter's config.json")
+    if len(set(config.window) - {0}) > 1:
+        raise ValueError(f"the speculators layout has one window, and this drafter has {list(config.window)}")
+    if any(causal and not window for causal, window in zip(config.causal, config.window, strict=True)):
+        raise ValueError(
+            f"full layers of the speculators layout are never causal, and {_causality(config)}: serve it in the "
+            "published layout"
+        )
 
 
-def section_values(config: DraftConfig) -> dict[str, Any]:
-    """Return every key that a ``dflash_config`` may state of a drafter, neutral values included."""
-    out: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
-    out |= {key: getattr(config, key) for key in _NEUTRAL if key != "attention_sink_bias"}
-    if config.dflash2 is not None:
-        out |= dataclasses.asdict(config.dflash2)
-    return out | {"attention_sink_bias": config.attention_sinks}
+def _causality(config: DraftConfig) -> str:
+    return f"this drafter's layers are causal {list(config.causal)} with windows {list(config.window)}"
+
+
+def vllm_causality(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Return which layers of a checkpoint in the speculators layout vLLM 0.33 runs causally.
+
+    Its order: ``is_causal`` of ``transformer_layer_config``; ``sliding_window_non_causal``, which it does not read for
+    the type dspark; else sliding layers are causal.
+    """
+    layer = config[LAYER]
+    rule = layer.get("is_causal")
+    if rule is None and config["speculators_model_type"] != "dspark":
+        rule = not config.get("sliding_window_non_causal", True)  # so a key that is null means causal
+    if rule is not None:
+        return (bool(rule),) * num_layers
+    return tuple(kind == SLIDING for kind in layer.get("layer_types") or [FULL] * num_layers)
 
 
 # ---------------------------------------------------------------------------------------------- transformers
 
-TENSOR_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+_TENSOR_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 # Written where no layer has a window: transformers wants an integer, and does not use it then.
 _UNUSED_WINDOW = 2048
 # Its cache keeps sliding_window - 1 positions, which must not be negative.
 _SMALLEST_WINDOW = 2
 
 
-def to_transformers(config: DraftConfig) -> dict[str, Any]:
+def _to_transformers(config: DraftConfig) -> dict[str, Any]:
     """Return the ``config.json`` of the DFlash drafter in transformers, `MuseGlimmerAssistantModel`.
 
     Raises:
         ValueError: that class cannot express something that changes the math.
     """
-    _expect_transformers(config)
-    # Its windows do not count the query's own position.
-    window = max(config.window) - 1 if any(config.window) else _UNUSED_WINDOW
+    what, windows = "transformers' drafter class", set(config.window) - {0}
+    if config.scales_like_target:
+        raise ValueError("a Muse Glimmer assistant is in transformers' layout already: use its folder as it is")
+    if config.dflash2 is not None or config.markov_rank or config.predicts_from_anchor:
+        kind = "DSpark" if config.dflash2 is None else "DFlash 2"
+        raise ValueError(f"{what} is of the first generation, and this is a {kind} drafter: use the published layout")
+    if config.own_parts:
+        raise ValueError(f"{what} uses the target's head and embedding, not this drafter's {listed(config.own_parts)}")
+    config.expect_defaults(what, *_SCALES, "attention_bias", "attention_sinks")
+    if any(config.causal):
+        raise ValueError(f"{what} is not causal inside a block, and this drafter's layers are {list(config.causal)}")
+    if len(windows) > 1:
+        raise ValueError(f"{what} has one window, and this drafter has {list(config.window)}")
+    if windows and min(windows) < _SMALLEST_WINDOW:
+        raise ValueError(f"{what} needs a window of at least {_SMALLEST_WINDOW}, and this drafter has {min(windows)}")
     out = {
         **_shape(config),
         "architectures": ["MuseGlimmerAssistantModel"],
         "mask_token_id": config.mask_token_id,
         "model_type": "muse_glimmer_assistant",
-        "sliding_window": window,
+        "sliding_window": max(windows) - 1 if windows else _UNUSED_WINDOW,  # the query's own position is not counted
         "target_layer_ids": list(config.target_layer_ids),
     }
-    if config.max_position_embeddings is not None:
-        out["max_position_embeddings"] = config.max_position_embeddings
-    return out
-
-
-def _expect_transformers(config: DraftConfig) -> None:
-    """Raise unless transformers' class can express everything that changes the math."""
-    what = "transformers' drafter class"
-    if config.scales_like_target:
-        raise ValueError("a Muse Glimmer assistant is in transformers' layout already: use its folder as it is")
-    if config.dflash2 is not None:
-        raise ValueError(f"{what} is of the first generation, and this is a DFlash 2 drafter: use the published layout")
-    if config.markov_rank or config.predicts_from_anchor:
-        raise ValueError(f"{what} is of the first generation, and this is a DSpark drafter: use the published layout")
-    if config.own_parts:
-        raise ValueError(f"{what} uses the target's head and embedding, not this drafter's {listed(config.own_parts)}")
-    config.expect_defaults(what, *SCALES, "attention_bias", "attention_sinks")
-    if any(config.causal):
-        raise ValueError(f"{what} is not causal inside a block, and this drafter's layers are {list(config.causal)}")
-    if len(windows := set(config.window) - {0}) > 1:
-        raise ValueError(f"{what} has one window, and this drafter has {list(config.window)}")
-    if windows and min(windows) < _SMALLEST_WINDOW:
-        raise ValueError(f"{what} needs a window of at least {_SMALLEST_WINDOW}, and this drafter has {min(windows)}")
+    longest = config.max_position_embeddings
+    return out if longest is None else out | {"max_position_embeddings": longest}
 
 
 # ---------------------------------------------------------------------------------------------- serving engines
 
 # Read from vLLM 0.33: model_executor/models/qwen3_dflash.py has none of these keys, qwen3_dflash2.py has all.
 _IGNORED_BY_VLLM = {
-    "input_embedding_scale": (1.0, "it accepts fewer drafts there"),
-    "output_multiplier": (1.0, "drafts are sampled from another distribution there; greedy drafts are the same"),
-    "final_logit_softcapping": (0.0, "drafts are sampled from another distribution there; greedy drafts are the same"),
+    "input_embedding_scale": "it accepts fewer drafts there",
+    "output_multiplier": "drafts are sampled from another distribution there; greedy drafts are the same",
+    "final_logit_softcapping": "drafts are sampled from another distribution there; greedy drafts are the same",
 }
 
 
@@ -198,29 +296,20 @@ def engine_warnings(config: DraftConfig) -> list[str]:
         return ["vLLM refuses DFlash 2 drafters whose anchor's row predicts (sample_from_anchor), as this one's does"]
     return [
         f"vLLM ignores {key} of drafters of the first generation, and this one has {getattr(config, key)}: {effect}"
-        for key, (neutral, effect) in _IGNORED_BY_VLLM.items()
-        if getattr(config, key) != neutral
+        for key, effect in _IGNORED_BY_VLLM.items()
+        if getattr(config, key) != getattr(DraftConfig, key)
     ]
 
 
-def speculators_warnings(raw: Mapping[str, Any], config: DraftConfig) -> list[str]:
-    """Return how vLLM reads the causality of a checkpoint in the speculators layout, where that differs.
-
-    Args:
-        raw: the parsed ``config.json`` of the checkpoint.
-        config: what this package reads from it, as the speculators library does.
-    """
-    if not is_speculators(raw):
-        return []
-    theirs = vllm_causality(raw, config.num_hidden_layers)
-    if theirs == config.causal:
+def _speculators_warnings(raw: Mapping[str, Any], config: DraftConfig) -> list[str]:
+    """Return how vLLM reads the causality of a checkpoint differently than this package and the speculators library."""
+    if not is_speculators(raw) or (theirs := vllm_causality(raw, config.num_hidden_layers)) == config.causal:
         return []
     key = "sliding_window_non_causal"
+    given = json.dumps(raw[key]) if key in raw else "missing"
+    reason = f"it reads one rule for all layers, and {key} is {given} there"
     if raw["speculators_model_type"] == "dspark":
         reason = f"it does not read {key} of DSpark drafters"
-    else:
-        given = json.dumps(raw[key]) if key in raw else "missing"
-        reason = f"it reads one rule for all layers, and {key} is {given} there"
     return [
         f"vLLM takes the layers of the original checkpoint for causal {list(theirs)}, because {reason}. The "
         f"speculators library and this package read {list(config.causal)}, which the exported folder says"
@@ -280,22 +369,25 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not an empty folder: choose another")
     check_writable(out.parent)
-    # 2. Read the drafter, and describe it in the layout
+    # 2. Read the drafter, and describe it in the layout. A target in a folder is found from any folder
     folder = draft_folder(draft, revision)
     drafter = load_draft(folder, dtype=dtype)
-    raw = read_json(folder / "config.json")
-    verifier, architectures = _verifier(target) if layout == "speculators" else ("", [])
-    config = _config(raw, drafter, layout, verifier, architectures)
+    raw, verifier, architectures = read_json(folder / "config.json"), target or "", []
+    path = Path(verifier).expanduser() / "config.json"
+    if layout == "speculators" and path.is_file():
+        verifier, architectures = str(path.parent.resolve()), read_architectures(read_json(path), path)
+    config = _describe(raw, drafter.config, layout, verifier, architectures)
+    config |= {"dtype": str(drafter.dtype).removeprefix("torch.")}
     # 3. Write it
     try:
-        _write(out, config, drafter, TENSOR_NAMES if layout == "transformers" else {})
+        _write(out, config, drafter, _TENSOR_NAMES if layout == "transformers" else {})
     except Exception as error:
         raise OSError(f"{out} could not be written: {' '.join(str(error).split())}") from error
     # 4. Say what engines read differently
-    differences = speculators_warnings(raw, drafter.config)
+    differences = _speculators_warnings(raw, drafter.config)
     if layout != "transformers":
         differences += engine_warnings(drafter.config)
-    if Path(verifier).is_absolute():
+    if layout == "speculators" and Path(verifier).is_absolute():
         differences.append(
             "vLLM looks for the target of a speculators checkpoint on the hub only, and this target is a folder: start "
             "it with " + vllm_command(verifier, out.absolute(), drafter.config)
@@ -303,6 +395,30 @@ def export(
     for difference in differences:
         warnings.warn(difference, UserWarning, stacklevel=2)
     return out
+
+
+def _describe(
+    raw: Mapping[str, Any], read: DraftConfig, layout: str, verifier: str, architectures: Sequence[str]
+) -> dict[str, Any]:
+    """Return the ``config.json`` of a layout for a drafter whose own one is ``raw``."""
+    if layout == "transformers":
+        return _to_transformers(read)
+    if read.scales_like_target:
+        raise ValueError(
+            "a Muse Glimmer assistant cannot be exported: the multiplier and the softcap of its logits are the "
+            "target's, which no other layout can say"
+        )
+    if layout == "published" and read.predicts_from_anchor and read.dflash2 is not None:
+        raise ValueError(
+            "the published layout cannot say that the anchor's row of a DFlash 2 drafter predicts too, as this one's "
+            "does: keep the speculators layout"
+        )
+    config = from_speculators(raw) if is_speculators(raw) else dict(raw)
+    _state_what_was_read(config, read)
+    if layout == "speculators":
+        config = to_speculators(config, read, verifier, architectures)
+    config.pop("torch_dtype", None)
+    return config
 
 
 def _write(out: Path, config: dict[str, Any], drafter: Drafter, names: Mapping[str, str]) -> None:
@@ -316,58 +432,3 @@ def _write(out: Path, config: dict[str, Any], drafter: Drafter, names: Mapping[s
             content = {"embedding": mask_embedding, "mask_token_id": drafter.config.mask_token_id}
             torch.save(content, unfinished / MASK_EMBEDDING_FILE)
         write_json(config, unfinished / "config.json")
-
-
-def _config(
-    raw: Mapping[str, Any], drafter: Drafter, layout: str, verifier: str, architectures: list[str]
-) -> dict[str, Any]:
-    """Return the ``config.json`` to write for a drafter that was read from ``raw``."""
-    dtype = str(drafter.dtype).removeprefix("torch.")
-    if layout == "transformers":
-        return to_transformers(drafter.config) | {"dtype": dtype}
-    if drafter.config.scales_like_target:
-        raise ValueError(
-            "a Muse Glimmer assistant cannot be exported: the multiplier and the softcap of its logits are the "
-            "target's, which no other layout can say"
-        )
-    if layout == "published" and drafter.config.predicts_from_anchor and drafter.config.dflash2 is not None:
-        raise ValueError(
-            "the published layout cannot say that the anchor's row of a DFlash 2 drafter predicts too, as this one's "
-            "does: keep the speculators layout"
-        )
-    config = from_speculators(raw) if is_speculators(raw) else dict(raw)
-    _state_what_was_read(config, drafter.config)
-    if layout == "speculators":
-        config = to_speculators(config, drafter.config, verifier, architectures)
-    config.pop("torch_dtype", None)
-    return config | {"dtype": dtype}
-
-
-def _state_what_was_read(config: dict[str, Any], read: DraftConfig) -> None:
-    """Write what was read from a published ``config`` to where engines look, and into every copy of a key."""
-    # 1. What may have been left to defaults, or stood at the top level only, where vLLM does not look
-    inner = dict(config.get("dflash_config") or {})
-    values = section_values(read)
-    for level in (config, inner):
-        level.update({key: value for key, value in values.items() if key in level})
-    config["dflash_config"] = inner | dflash_section(read)
-    config["block_size"] = read.rows_per_pass
-    if config.get("rope_theta") is not None:
-        config["rope_theta"] = read.rope.theta  # the one in rope_parameters counts, where there are two
-    # 2. The one of two keys that SGLang reads
-    if config.get("is_causal") is None and inner.get("causal") is not None:
-        config["is_causal"] = inner["causal"]
-    # 3. The taps as older engines count them: vLLM would take these instead
-    config.pop("eagle_aux_hidden_state_layer_ids", None)
-
-
-def _verifier(target: str) -> tuple[str, list[str]]:
-    """Return a target's name as an engine finds it from any folder, and the class names in its config.
-
-    There are no class names for a repository that is not a local folder.
-    """
-    folder = Path(target).expanduser()
-    path = folder / "config.json"
-    if not path.is_file():
-        return target, []
-    return str(folder.resolve()), read_architectures(read_json(path), path)
