@@ -1,7 +1,9 @@
+import gc
 import importlib.util
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,8 @@ from filelock import FileLock
 from op_checks import CUDA_DTYPES, DTYPES, Cuda, Emulated
 from transformers import PreTrainedModel
 
-from dflash import Drafter, ops
+import dflash
+from dflash import Drafter, Generator, ops
 from dflash.evaluate import demo
 from dflash.ops import reference
 
@@ -160,6 +163,18 @@ def shell(monkeypatch, capsys) -> Callable[..., Done]:
         return Done(code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def kept() -> Callable[[], Generator | None]:
+    """Return a function that finds the generator which one-shot calls keep, None if they keep none."""
+    dflash.release()
+    others = weakref.WeakSet(each for each in gc.get_objects() if type(each) is Generator)
+
+    def find() -> Generator | None:
+        return next((each for each in gc.get_objects() if type(each) is Generator and each not in others), None)
+
+    return find
 
 
 @pytest.fixture(scope="module")

@@ -252,6 +252,15 @@ class Cheat(dflash.Generator):
         self.engine.chain.spoil = spoil
 
 
+def cheat(target, draft, prompts, answers, spoil: int = 0, **options) -> Cheat:
+    """Return a generator that drafts ``answers`` for ``prompts``, with every ``spoil``-th token wrong."""
+    generator = Cheat(target, draft, **{"max_length": 160, "batch_size": len(prompts)} | options)
+    generator.script, generator.spoil = torch.zeros(generator.batch_size, 600, dtype=torch.int64), spoil
+    for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
+        generator.script[row, : len(p) + len(answer)] = torch.cat([p, answer])
+    return generator
+
+
 class GivenCosts(dict):
     """Stands for an engine's measured costs: steps of every kind cost the same by rows, and nothing is measured."""
 

@@ -5,17 +5,17 @@ import importlib
 import itertools
 import math
 
+import families
 import pytest
 import torch
 from baseline import check_answers, greedy, left_padded, prompt, sampled
-from draft_variants import HIDDEN, config_dict, random_drafter, sliding
 from families import Cheat, at_costs, hinted, make_draft, make_target
 from recorded import no_host_reads, record
 from torch import Tensor
 
 import dflash
 from dflash.engine import context_bucket
-from dflash.engine.budget import WidthBudget, measured_costs
+from dflash.engine.budget import WidthBudget
 from dflash.proposers import chain_widths
 from dflash.sampling import fold
 from dflash.state import RowReport
@@ -30,11 +30,8 @@ EQUAL = {4: 1.0, 16: 1.0}
 
 def cheat(target, draft, prompts, answers, costs=FLAT, **options) -> Cheat:
     """Return a generator whose drafts are the ``answers``."""
-    generator = Cheat(target, draft, **{"max_length": 100, "block_size": "auto", "batch_size": len(prompts)} | options)
-    generator.engine.chain.script = torch.zeros(len(prompts), 600, dtype=torch.int64)
-    for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
-        generator.script[row, : len(p) + len(answer)] = torch.cat([p, answer])
-    return at_costs(generator, costs)
+    options = {"max_length": 100, "block_size": "auto"} | options
+    return at_costs(families.cheat(target, draft, prompts, answers, **options), costs)
 
 
 def made(target, draft, costs=FLAT, **options) -> dflash.Generator:
@@ -224,18 +221,6 @@ def test_other_ways_to_draft_keep_the_text(target, draft, prompts, drawn, way):
     check_cycling(target, draft, prompts, drawn, temperature=1.0, seed=3, **way)
 
 
-@pytest.mark.parametrize(
-    "rule", [{"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}], ids=lambda rule: next(iter(rule))
-)
-def test_rules_that_read_the_block_read_its_changing_widths(target, draft, prompts, drawn, rule):
-    ids, mask = left_padded(prompts)
-    call = {"temperature": 1.0, "seed": 3, **rule}
-    one = dflash.Generator(target, None, max_length=100, batch_size=3)
-    answers = list(one.generate(ids, attention_mask=mask, max_new_tokens=NEW, **call)[:, ids.shape[1] :])
-    assert any(ours.tolist() != plain.tolist() for ours, plain in zip(answers, drawn, strict=True)), "it should matter"
-    check_cycling(target, draft, prompts, answers, **call)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_second_generation_drafter_changes_width(target, plain, drawn, prompts, temperature):
     answers = drawn if temperature else plain
@@ -282,31 +267,11 @@ def test_the_compiled_step_follows_the_width(monkeypatch):
 # ---------------------------------------------------------------------------------------------- windows
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_a_pass_reads_nothing_before_its_windows(is_causal):
-    """So its work does not grow with the context: NaN in every slot before the windows changes no bit."""
-    draft = random_drafter(config_dict(**sliding("sss", 12), is_causal=is_causal))
-    length, fresh, outputs = 400, 3, []
-    torch.manual_seed(0)
-    features, embeds = torch.randn(1, 16, HIDDEN), torch.randn(1, 16, HIDDEN)
-    filled = [torch.randn(1, 2, 432, 16) for _ in range(6)]
-    for unread in (0, length - 11, length - 10):
-        cache = draft.new_cache(1, 432)
-        for buffer, values in zip(cache.buffers, filled, strict=True):
-            buffer.copy_(values)
-            buffer[:, :, : max(0, unread)] = NAN
-        with torch.no_grad():
-            outputs.append(draft(features, torch.tensor([fresh]), embeds, torch.tensor([length]), cache))
-    assert torch.equal(outputs[0], outputs[1])
-    assert outputs[2].isnan().any(), "the anchor's window begins there"
-
-
 # ---------------------------------------------------------------------------------------------- costs
 
 
-def test_costs_are_measured_once_per_length_and_leave_the_text_as_it_was(target, draft, monkeypatch):
+def test_costs_are_measured_once_per_length_and_leave_the_text_as_it_was(target, draft):
     generator = dflash.Generator(target, draft, max_length=320, block_size="auto", reuse_prefix=False)
-    monkeypatch.setattr("dflash.engine.budget._ROUNDS", 1)
     for length in (40, 60, 270, 50, 280):
         p = prompt(length)
         check_answers(generator.generate(p[None], max_new_tokens=NEW), length, [greedy(target, p, NEW)])
@@ -329,37 +294,7 @@ def test_each_way_to_draft_has_costs_of_its_own(target, draft, prompts, monkeypa
         assert set(output.statistics.rows) == {width}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "turns"),
-    [(1.0, [2, 2, 2, 2]), (0.2, [3, 2, 2, 2]), (0.06, [3, 3, 3, 3, 1, 1, 1, 1])],
-)
-def test_measuring_slow_steps_ends_with_a_warm_one_of_each_width(seconds, turns):
-    """The first step of each width takes longer, here by nothing, and is not counted."""
-    taken = []
-    costs = measured_costs(lambda rows: taken.append(rows) or seconds, 1, WIDTHS, math.inf)
-    assert costs == dict.fromkeys(WIDTHS, seconds)
-    assert taken == [width for width, steps in zip(itertools.cycle(WIDTHS), turns, strict=False) for _ in range(steps)]
-
-
 # ---------------------------------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"block_size": "most"}, ValueError, "must be an integer of at least 1, \"auto\" or None, got 'most'"),
-        ({"block_size": True}, TypeError, "block_size must be an integer of at least 1, got True"),
-        ({"block_size": "auto", "tree": 16}, ValueError, "block_size='auto' cannot be combined with tree=16"),
-        ({"block_size": "auto", "acceptance": "rejection"}, ValueError, "cannot be combined with acceptance="),
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_named_before_any_work(target, draft, prompts, arguments, error, message):
-    dflash.generate(target, draft, prompts[0][None], max_new_tokens=1)
-    kept = dflash.api.kept_generator()
-    with pytest.raises(error, match=message):
-        dflash.generate(target, draft, prompts[0][None], max_new_tokens=4, **arguments)
-    assert dflash.api.kept_generator() is kept
 
 
 def test_a_generator_names_what_it_cannot_do(target, draft, prompts):

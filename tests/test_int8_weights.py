@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import itertools
 import json
-import weakref
 
 import pytest
 import torch
@@ -14,12 +13,10 @@ from families import Cheat, draft_config, make_draft, make_target
 from test_dspark import save as save_dspark
 
 import dflash
-from dflash.drafter import check_draft_weights, quantized_draft
+from dflash.drafter import check_draft_weights
 from dflash.ops import Int8Weight, reference
-from dflash.receipts import Verifier
 from dflash.session import Session
-from dflash.targets import Target, UnsupportedTargetError, check_int8, structural_copy
-from dflash.targets.fused import recognize
+from dflash.targets import Target, UnsupportedTargetError, check_int8
 
 FAMILIES = {
     "llama": {},
@@ -133,25 +130,21 @@ def test_rows_of_a_ragged_batch_write_what_they_write_alone(family, dtype):
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_the_modules_of_the_target_are_never_run(compile, monkeypatch):
+def test_the_modules_of_the_target_are_never_run(compile):
     """They have the weights as they are, which must decide no token and no log probability."""
     target = make_target("qwen3", num_hidden_layers=2)
     made = generator(target, make_draft(target), compile=compile, prefill_chunk=290)
-
-    def run(*_arguments, **_options):
-        raise AssertionError("a module was run")
-
-    monkeypatch.setattr(type(made.engine.target), "_run_modules", run)
+    for layer in made.engine.target.model.get_decoder().layers:
+        layer.forward = None
     answers = [answer(made, prompt(LONG), logprobs=2, prompt_logprobs=True), answer(made, prompt(20))]
     tree = [] if compile else [answer(made := generator(target, make_draft(target), tree=20), prompt(20), tree=20)]
     assert all(torch.equal(got, answers[1]) for got in tree)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_weights_that_change_in_place_are_quantized_again(compile):
+def test_weights_that_change_in_place_are_quantized_again():
     target = make_target("qwen3", num_hidden_layers=2)
     other = make_target("qwen3", num_hidden_layers=2, seed=5)
-    made, ids = generator(target, make_draft(target), compile=compile), prompt(20)
+    made, ids = generator(target, make_draft(target)), prompt(20)
     before = answer(made, ids)
     target.load_state_dict(other.state_dict())
     after = answer(made, ids)
@@ -171,47 +164,6 @@ def test_reset_reads_weights_that_changed_unnoticed():
     assert not torch.equal(after, before)
 
 
-def test_reset_reads_the_drafters_weights_too():
-    target = make_target("qwen3", num_hidden_layers=2)
-    config = draft_config(target)
-    config["dflash_config"]["attention_value_scale"] = 0.5
-    made = generator(target, draft := random_drafter(config), draft_weights="int8")
-    answer(made, prompt(20))
-    before, attention = made.draft._stack.layers[0], draft.layers[0].self_attn
-    for weight in (attention.o_proj.weight, draft.layers[0].mlp.up_proj.weight):
-        weight.numpy(force=True)[1::2] *= -1
-    made.reset()
-    answer(made, prompt(20))
-    after = made.draft._stack.layers[0]
-    for old, new in ((before.o, after.o), (before.up, after.up)):
-        assert torch.equal(new.values[1::2], -old.values[1::2])
-        assert torch.equal(new.values[::2], old.values[::2])
-
-
-def test_reset_forgets_values_in_its_turn(monkeypatch):
-    made = generator(target := make_target("qwen3", num_hidden_layers=2), make_draft(target))
-    held = []
-    monkeypatch.setattr(made.engine, "forget_values", lambda: held.append(made.lock.is_held_here))
-    made.reset()
-    assert held == [True]
-
-
-def test_a_rewired_drafter_has_its_own_wiring_and_copies():
-    target = make_target("qwen3", num_hidden_layers=2)
-    draft = make_draft(target)
-    quantized = quantized_draft("int8", draft)
-    config = dataclasses.replace(draft.config, causal=(True,) * 3, window=(7,) * 3)
-    rewired = quantized.rewired(config)
-    assert [(layer.causal, layer.window) for layer in rewired._stack.layers] == [(True, 7)] * 3
-    assert [(layer.causal, layer.window) for layer in quantized._stack.layers] != [(True, 7)] * 3
-    before = rewired._stack.layers[0].o.values.clone()
-    with torch.no_grad():
-        draft.layers[0].self_attn.o_proj.weight.mul_(-1)
-    for one in (quantized, rewired):
-        one.refresh()
-        assert torch.equal(one._stack.layers[0].o.values, -before)
-
-
 def test_caches_of_an_earlier_call_are_reused():
     target = make_target("qwen3", num_hidden_layers=2)
     made, ids = generator(target, make_draft(target)), prompt(LONG)
@@ -228,21 +180,36 @@ def test_a_drafter_in_8_bits_changes_no_text_and_stays_as_it_is(draft_weights):
     before = copy.deepcopy(draft.state_dict())
     made = generator(target, draft, weights=None, draft_weights=draft_weights)
     assert torch.equal(answer(made, ids), greedy(target, ids, 32))
-    stored = {type(layer.q) for layer in made.draft._stack.layers}
-    assert stored == {Int8Weight} if draft_weights else Int8Weight not in stored
+    assert torch.equal(drafted(made.draft), drafted(draft)) == (draft_weights is None)
     assert all(torch.equal(value, draft.state_dict()[name]) for name, value in before.items())
-    assert all(isinstance(layer.q, torch.Tensor) for layer in draft._stack.layers)
 
 
-def test_a_drafter_that_changes_in_place_is_quantized_again():
+@torch.no_grad()
+def drafted(draft):
+    """Return the hidden states of a drafter's pass over a given context and block."""
+    g, config = torch.Generator().manual_seed(1), draft.config
+    context = torch.randn(1, 16, config.hidden_size, generator=g)
+    block, count = torch.randn(1, BLOCK, config.hidden_size, generator=g), torch.tensor([16])
+    return draft(context, count, block, count, draft.new_cache(1, 40))
+
+
+@pytest.mark.parametrize("change", ["in place", "unnoticed, then reset", "another parameter"])
+def test_changed_weights_of_a_drafter_are_quantized_again(change):
     target = make_target("qwen3", num_hidden_layers=2)
     made = generator(target, draft := make_draft(target), draft_weights="int8")
     answer(made, prompt(20))
-    before = made.draft._stack.layers[0].o.values.clone()
+    before, linear = drafted(made.draft), draft.layers[0].mlp.down_proj
     with torch.no_grad():
-        draft.layers[0].self_attn.o_proj.weight.mul_(-1)
+        if change == "in place":
+            linear.weight.mul_(-1)
+        elif change == "another parameter":
+            linear.weight = torch.nn.Parameter(-linear.weight, requires_grad=False)
+        else:
+            linear.weight.numpy(force=True)[:] *= -1
+            made.reset()
     answer(made, prompt(20))
-    assert torch.equal(made.draft._stack.layers[0].o.values, -before)
+    assert torch.equal(drafted(made.draft), drafted(generator(target, draft, draft_weights="int8").draft))
+    assert not torch.equal(drafted(made.draft), before)
 
 
 @pytest.mark.parametrize(("family", "options", "reason"), [
@@ -278,22 +245,20 @@ def test_a_target_that_is_quantized_already_is_refused(says):
         generator(target)
 
 
-def test_targets_in_float16_and_on_other_devices_are_refused():
-    target = make_target("qwen3", dtype=torch.float16)
+def test_models_in_float16_and_on_other_devices_are_refused():
+    half, meta = make_target("qwen3", dtype=torch.float16), make_target("qwen3").to("meta")
     with pytest.raises(UnsupportedTargetError, match=r"its dtype is torch.float16, the CPU kernels take float32 and"):
-        generator(target)
-    target = make_target("qwen3").to("meta")
+        generator(half)
     with pytest.raises(UnsupportedTargetError, match=r"it is on meta\. Leave weights out"):
-        check_int8(target)
-
-
-def test_a_drafter_in_float16_or_on_another_device_is_refused():
-    draft = make_draft(make_target("qwen3"))
-    wanted = "draft_weights='int8' needs a drafter on CPU in float32 or bfloat16, got one on"
-    with pytest.raises(ValueError, match=f"{wanted} cpu in torch.float16: leave it out"):
-        check_draft_weights("int8", draft.half())
-    with pytest.raises(ValueError, match=f"{wanted} meta in torch.float16: leave it out"):
-        check_draft_weights("int8", draft.to("meta"))
+        check_int8(meta)
+    for draft, place in (
+        (make_draft(half), "cpu in torch.float16"),
+        (make_draft(half).to("meta"), "meta in torch.float16"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"needs a drafter on CPU in float32 or bfloat16, got one on {place}: leave"
+        ):
+            check_draft_weights("int8", draft)
 
 
 @torch.no_grad()
@@ -331,48 +296,6 @@ def test_a_target_that_was_not_finite_for_a_while_writes_its_text_again():
     assert torch.equal(answer(made, ids), before)
 
 
-def test_a_head_that_is_not_finite_leaves_the_layers_as_they_are():
-    target = make_target("qwen3", num_hidden_layers=2)
-    fused = recognize(structural_copy(target), ())
-    spoil(target.lm_head)
-    with pytest.raises(UnsupportedTargetError, match="got NaN in lm_head: leave it out"):
-        fused.store_as_int8()
-    assert not fused.is_int8
-    assert all(isinstance(layer.q, torch.Tensor) for layer in fused.stack.layers)
-
-
-def test_earlier_copies_are_freed_before_new_ones_are_made(monkeypatch):
-    fused = recognize(structural_copy(make_target("qwen3", num_hidden_layers=2)), ())
-    fused.store_as_int8()
-    old = [weakref.ref(layer.gate.values) for layer in fused.stack.layers]
-    alive = []
-    quantize = Int8Weight.of
-    monkeypatch.setattr(Int8Weight, "of", lambda weight: alive.extend(ref() for ref in old) or quantize(weight))
-    fused.store_as_int8()
-    assert alive
-    assert all(value is None for value in alive)
-
-
-def unfit(target):
-    """Pairs and options that are refused, whatever the weights."""
-    draft = make_draft(target)
-    yield draft, {"block_size": 17}
-    yield draft, {"block_size": 1}
-    yield draft.to(torch.bfloat16), {}
-    yield make_draft(target, "DFlash2"), {"tree": 16}
-    yield make_draft(target), {"fused": False}
-    yield make_draft(target), {"prefill_chunk": 0}
-
-
-def test_what_is_refused_quantizes_nothing(monkeypatch):
-    target, quantized = make_target("qwen3", num_hidden_layers=2), []
-    monkeypatch.setattr(Int8Weight, "of", quantized.append)
-    for draft, options in unfit(target):
-        with pytest.raises(ValueError, match=r"block_size|dtype|tree|fused|prefill_chunk"):
-            generator(target, draft, draft_weights="int8", **options)
-    assert not quantized
-
-
 def test_unknown_values_are_refused():
     target = make_target("qwen3")
     for name in ("weights", "draft_weights"):
@@ -393,41 +316,6 @@ def test_one_shot_calls_keep_the_weights_apart():
     assert torch.equal(plain[0, 20:], greedy(target, ids, 32))
     events = dflash.stream(target, draft, ids[None], max_new_tokens=32, weights="int8")
     assert [token for event in events for token in event.ids[0]] == stored[0, 20:].tolist()
-
-
-def kept():
-    return dflash.api.kept_generator()
-
-
-def test_a_kept_generator_is_one_for_its_weights():
-    target, ids = make_target("qwen3", num_hidden_layers=2), prompt(20)[None]
-    draft, made = make_draft(target), []
-    for options in ({}, {"draft_weights": "int8"}, {"weights": "int8"}, {"weights": "int8", "draft_weights": "int8"}):
-        dflash.generate(target, draft, ids, max_new_tokens=2, **options)
-        made.append(kept())
-        stored = isinstance(kept().draft._stack.layers[0].q, Int8Weight)
-        assert (kept().weights, stored) == (options.get("weights"), "draft_weights" in options)
-        dflash.generate(target, draft, ids, max_new_tokens=2, **options)
-        assert kept() is made[-1]
-    assert len(set(map(id, made))) == 4
-
-
-def test_what_is_refused_keeps_the_generator_of_the_last_pair():
-    target, experts = make_target("qwen3", num_hidden_layers=2), make_target("qwen3_moe")
-    draft, ids = make_draft(target), prompt(20)[None]
-    dflash.generate(target, draft, ids, max_new_tokens=2)
-    before = kept()
-    for model, drafter, options, message in (
-        (target, draft, {"weights": "int4"}, "weights must be"),
-        (target, draft, {"draft_weights": "int4"}, "draft_weights must be"),
-        (target, None, {"draft_weights": "int8"}, "needs a drafter, got draft=None"),
-        (target, draft, {"draft_weights": "int8", "block_size": 1}, "needs a drafter, got draft=None or block_size=1"),
-        (experts, None, {"weights": "int8"}, "it has experts"),
-        (make_target("gemma3"), None, {"weights": "int8"}, "not one of the models that are recognized"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dflash.generate(model, drafter, ids, max_new_tokens=2, **options)
-        assert kept() is before
 
 
 def test_release_reads_weights_that_changed_unnoticed():
@@ -477,25 +365,6 @@ def test_a_receipt_of_int8_weights_needs_a_target_that_can_store_them():
         dflash.verify(receipt, target)
 
 
-def verified(passes):
-    while True:
-        try:
-            next(passes)
-        except StopIteration as end:
-            return end.value
-
-
-def test_a_verifier_takes_the_target_of_a_generator(monkeypatch):
-    target, ids = make_target("qwen2", num_hidden_layers=2), prompt(20)[None]
-    made = generator(target, make_draft(target))
-    recorder = dflash.Recorder(target, ids, max_new_tokens=8)
-    receipt = recorder.receipt(made.generate(ids, return_dict_in_generate=True, **recorder.arguments))
-    monkeypatch.setattr(Int8Weight, "of", lambda _weight: pytest.fail("a weight was quantized again"))
-    assert verified(Verifier(target, prepared=made.engine.target).passes(receipt)).is_exact
-    monkeypatch.undo()
-    assert torch.equal(answer(made, ids[0], 8), answer(generator(target), ids[0], 8))
-
-
 def test_rows_of_a_session_write_the_text_of_the_quantized_target():
     target, prompts = make_target("qwen2"), [prompt(20), prompt(9), prompt(47)]
     made = generator(target, make_draft(target), prefill_chunk=16, batch_size=3, draft_weights="int8")
@@ -529,7 +398,6 @@ DRAFTERS = {
 def test_drafters_of_every_kind_change_no_text_in_8_bits(kind, weights, tmp_path):
     target, ids = make_target("qwen3"), prompt(40)
     made = generator(target, DRAFTERS[kind](target, tmp_path), weights=weights, draft_weights="int8")
-    assert {type(layer.down) for layer in made.draft._stack.layers} == {Int8Weight}
     expected = greedy(target, ids, 32) if weights is None else answer(generator(target), ids)
     assert torch.equal(answer(made, ids), expected)
 
@@ -544,16 +412,6 @@ def test_inference_tensors_are_quantized_before_every_call():
     after = answer(made, ids)
     assert not torch.equal(after, before)
     assert torch.equal(after, answer(generator(target, draft), ids))
-
-
-def test_a_parameter_of_the_drafter_that_is_replaced_is_quantized():
-    target = make_target("qwen3", num_hidden_layers=2)
-    made = generator(target, draft := make_draft(target), draft_weights="int8")
-    answer(made, prompt(20))
-    before, linear = made.draft._stack.layers[0].down.values.clone(), draft.layers[0].mlp.down_proj
-    linear.weight = torch.nn.Parameter(-linear.weight, requires_grad=False)
-    answer(made, prompt(20))
-    assert torch.equal(made.draft._stack.layers[0].down.values, -before)
 
 
 def test_a_parameter_of_the_target_that_is_replaced_is_refused():

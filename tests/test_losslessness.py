@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from baseline import greedy, left_padded, prompt, sampled
+from baseline import check_answers, greedy, left_padded, prompt, sampled
 from draft_variants import DFLASH2_VARIANTS, VARIANTS
-from families import FAMILIES, RECURRENT, Cheat, make_draft, make_target
+from families import FAMILIES, RECURRENT, cheat, make_draft, make_target
 
 import dflash
 from dflash.sampling import fold
@@ -21,14 +21,6 @@ SUPPORTED = [
 ]  # fmt: skip
 
 
-def rows_of(output: torch.Tensor, prompt_width: int, expected: list[torch.Tensor]) -> None:
-    """Check that each row holds exactly the expected new tokens, then pads."""
-    for row, answer in zip(output, expected, strict=True):
-        new = row[prompt_width:]
-        assert new[: len(answer)].tolist() == answer.tolist()
-        assert new[len(answer) :].eq(0).all()
-
-
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_greedy_equals_generate_in_ragged_batches(family):
     target = make_target(family)
@@ -36,14 +28,10 @@ def test_greedy_equals_generate_in_ragged_batches(family):
     prompts = [prompt(length) for length in LENGTHS]
     expected = [greedy(target, p, NEW) for p in prompts]
     ids, mask = left_padded(prompts)
-    script = torch.zeros(len(prompts), 200, dtype=torch.int64)
-    for row, (p, answer) in enumerate(zip(prompts, expected, strict=True)):
-        script[row, : len(p) + NEW] = torch.cat([p, answer])
     for block_size in BLOCK_SIZES:
-        generator = Cheat(target, draft, max_length=140, batch_size=len(prompts), block_size=block_size)
-        generator.script, generator.spoil = script, 5
+        generator = cheat(target, draft, prompts, expected, spoil=5, block_size=block_size)
         output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True)
-        rows_of(output.sequences, ids.shape[1], expected)
+        check_answers(output.sequences, ids.shape[1], expected)
         if block_size > 2:
             assert output.statistics.acceptance_length > 2, "correct drafts should have been accepted"
 
@@ -53,13 +41,12 @@ def test_every_family_is_tested_or_refused():
     assert refused == {"glm_moe_dsa", "deepseek_v32", "phimoe (windowed)"}  # each has a test of its refusal
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_greedy_equals_generate_for_each_prompt_length(length, block_size):
-    target = make_target("qwen3")
+def test_greedy_equals_generate_for_each_prompt_length(target, draft, length):
     p = prompt(length, seed=1)
-    output = dflash.generate(target, make_draft(target), p[None], max_new_tokens=NEW, block_size=block_size)
-    assert output[0].tolist() == p.tolist() + greedy(target, p, NEW).tolist()
+    for block_size in BLOCK_SIZES:
+        output = dflash.generate(target, draft, p[None], max_new_tokens=NEW, block_size=block_size)
+        check_answers(output, length, [greedy(target, p, NEW)])
 
 
 @pytest.mark.parametrize("variant", VARIANTS | DFLASH2_VARIANTS)
@@ -69,9 +56,9 @@ def test_no_drafter_changes_the_text(variant):
     ids, mask = left_padded(prompts)
     draft = make_draft(target, variant)
     output = dflash.generate(target, draft, ids, attention_mask=mask, max_new_tokens=NEW)
-    rows_of(output, ids.shape[1], [greedy(target, p, NEW) for p in prompts])
+    check_answers(output, ids.shape[1], [greedy(target, p, NEW) for p in prompts])
     output = dflash.generate(target, draft, ids, attention_mask=mask, max_new_tokens=NEW, temperature=1.0, seed=3)
-    rows_of(output, ids.shape[1], [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)])
+    check_answers(output, ids.shape[1], [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)])
 
 
 RULES = [
@@ -91,20 +78,10 @@ def test_sampled_output_equals_the_independent_baseline(rule):
     expected = [sampled(target, p, NEW, fold(11, row), **rule) for row, p in enumerate(prompts)]
     ids, mask = left_padded(prompts)
     for block_size, sharpness in ((16, 1.0), (5, math.inf), (2, 2.0), (1, 1.0)):
-        output = dflash.generate(
-            target,
-            draft,
-            ids,
-            attention_mask=mask,
-            max_new_tokens=NEW,
-            seed=11,
-            block_size=block_size,
-            draft_sharpness=sharpness,
-            **rule,
-        )
-        rows_of(output, ids.shape[1], expected)
+        call = {"attention_mask": mask, "max_new_tokens": NEW, "seed": 11, "draft_sharpness": sharpness, **rule}
+        check_answers(dflash.generate(target, draft, ids, block_size=block_size, **call), ids.shape[1], expected)
     alone = dflash.generate(target, draft, prompts[2][None], max_new_tokens=NEW, seed=fold(11, 2), **rule)
-    rows_of(alone, 40, expected[2:])
+    check_answers(alone, 40, expected[2:])
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
@@ -112,7 +89,7 @@ def test_sampled_output_equals_the_baseline_for_every_family(family):
     target = make_target(family)
     p = prompt(18, seed=4)
     output = dflash.generate(target, make_draft(target), p[None], max_new_tokens=NEW, temperature=0.9, seed=-5)
-    rows_of(output, len(p), [sampled(target, p, NEW, -5, 0.9)])
+    check_answers(output, len(p), [sampled(target, p, NEW, -5, 0.9)])
 
 
 def test_stop_tokens_end_a_row_in_the_middle_of_a_block():
@@ -123,14 +100,10 @@ def test_stop_tokens_end_a_row_in_the_middle_of_a_block():
     expected = [greedy(target, p, NEW, stop) for p in prompts]
     assert any(len(answer) < NEW for answer in expected)
     ids, mask = left_padded(prompts)
-    generator = Cheat(target, make_draft(target), max_length=64, batch_size=2)
-    generator.script = torch.zeros(2, 80, dtype=torch.int64)
-    for row, (p, answer) in enumerate(zip(prompts, full, strict=True)):
-        generator.script[row, : len(p) + NEW] = torch.cat([p, answer])
-    output = generator.generate(
-        ids, attention_mask=mask, max_new_tokens=NEW, stop_token_ids=stop, return_dict_in_generate=True
-    )
-    rows_of(output.sequences, ids.shape[1], expected)
+    generator = cheat(target, make_draft(target), prompts, full)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stop}
+    output = generator.generate(ids, return_dict_in_generate=True, **call)
+    check_answers(output.sequences, ids.shape[1], expected)
     assert output.finish_reasons == ["stop" if answer[-1] in stop else "length" for answer in expected]
 
 
@@ -147,14 +120,10 @@ class TestBfloat16:
         one = dflash.Generator(target, None, max_length=128, batch_size=3, block_size=16)
         expected = one.generate(ids, return_dict_in_generate=True, **call)
         assert expected.statistics.acceptance_length == 1
-        script = torch.zeros(3, 160, dtype=torch.int64)
-        for row, p in enumerate(prompts):
-            script[row, : len(p) + 40] = torch.cat([p, expected.sequences[row, ids.shape[1] :]])
-        lengths = set()
+        answers, lengths = list(expected.sequences[:, ids.shape[1] :]), set()
         for spoil in (0, 2, 5, 11):
-            cheat = Cheat(target, make_draft(target), max_length=128, batch_size=3)
-            cheat.script, cheat.spoil = script, spoil
-            output = cheat.generate(ids, return_dict_in_generate=True, **call)
+            generator = cheat(target, make_draft(target), prompts, answers, spoil, max_length=128)
+            output = generator.generate(ids, return_dict_in_generate=True, **call)
             assert torch.equal(output.sequences, expected.sequences)
             lengths.update(length for row in output.statistics.acceptance_lengths for length in row)
         assert max(lengths) == 16

@@ -15,7 +15,6 @@ from tiny_tokenizers import byte_level
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import dflash
-from dflash import api
 from dflash import generator as generator_module
 from dflash.engine import runner as replay
 from dflash.ops import registry
@@ -206,7 +205,7 @@ class TestGraphContents:
             assert late.runner.graphs <= 2
         assert late.runner.captures == 4
 
-    def test_one_shot_calls_keep_a_graph_until_they_grow_or_the_target_changes(self, monkeypatch):
+    def test_one_shot_calls_keep_a_graph_until_they_grow_or_the_target_changes(self, monkeypatch, kept):
         monkeypatch.setattr(generator_module, "Direct", Recorded)
         target = make_target("qwen3", num_hidden_layers=2)
         draft = make_draft(target)
@@ -216,7 +215,7 @@ class TestGraphContents:
             assert dflash.generate(target, draft, p[None], max_new_tokens=new)[0, length:].tolist() == (
                 greedy(target, p, new).tolist()
             )
-            return api.kept_generator().runner
+            return kept().runner
 
         runner = check(5)
         assert check(9) is runner
@@ -438,13 +437,13 @@ class TestOnAGPU:
         for _ in events:
             assert allocations() == before, "a replayed step asked the allocator for memory"
 
-    def test_capacity_grows_with_a_new_graph(self, on_gpu):
+    def test_capacity_grows_with_a_new_graph(self, on_gpu, kept):
         target, draft, _ = on_gpu(torch.float32)
         for length, new in ((5, NEW), (9, NEW), (300, NEW), (310, NEW)):
             p = prompt(length).cuda()
             output = dflash.generate(target, draft, p[None], max_new_tokens=new)
             assert output[0, length:].tolist() == greedy(target, p, new).tolist()
-            runner = api.kept_generator().runner
+            runner = kept().runner
             assert (runner.graphs, runner.reason) == (1, "")
         dflash.release()
 

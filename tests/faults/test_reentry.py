@@ -10,7 +10,6 @@ from baseline import greedy, prompt
 from families import make_draft, make_target
 
 import dflash
-from dflash import api
 from dflash.generator import locks_held_here
 
 NEW = 16
@@ -113,14 +112,20 @@ def answer(sequences, p) -> list[int]:
 
 class TestOneGenerator:
     @pytest.mark.parametrize("place", PLACES)
-    def test_a_call_on_a_generator_that_is_running_is_refused(self, target, draft, expected, place):
-        inside = Inside(lambda: answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER))
+    @pytest.mark.parametrize("act", ["generate", "reset"])
+    def test_a_call_or_a_reset_on_a_generator_that_is_running_is_refused(self, target, draft, expected, place, act):
+        def from_the_inside():
+            if act == "reset":
+                return generator.reset()
+            return answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER)
+
+        inside = Inside(from_the_inside)
         with from_inside(place, inside, target, draft, locks_held_here) as arguments:
             generator = dflash.Generator(target, draft, max_length=64)
             output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
         assert answer(output, OUTER) == expected[0]
         if place == "end":  # by then the call has its text
-            assert inside.got == [expected[1]]
+            assert inside.got == [None if act == "reset" else expected[1]]
         else:
             refused(inside.got)
         assert answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER) == expected[1]
@@ -134,18 +139,6 @@ class TestOneGenerator:
             output = generator.generate(OUTER[None], max_new_tokens=NEW, streamer=Streamer(on_put=inside))
             assert answer(output, OUTER) == expected[0]
             refused(inside.got[:1])
-
-    @pytest.mark.parametrize("place", PLACES)
-    def test_a_reset_inside_a_call_is_refused(self, target, draft, expected, place):
-        inside = Inside(lambda: generator.reset())
-        with from_inside(place, inside, target, draft, locks_held_here) as arguments:
-            generator = dflash.Generator(target, draft, max_length=64)
-            output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
-        assert answer(output, OUTER) == expected[0]
-        if place == "end":
-            assert inside.got == [None]
-        else:
-            refused(inside.got)
 
     def test_a_second_generator_of_the_same_pair_may_be_called(self, target, draft, expected):
         second = dflash.Generator(target, draft, max_length=64)
@@ -172,25 +165,6 @@ class TestOneGenerator:
 
 
 class TestOneShot:
-    @pytest.mark.parametrize("place", PLACES)
-    def test_a_call_with_the_same_pair_inside_a_call_gives_the_right_text(self, target, draft, expected, place):
-        inside = Inside(lambda: answer(dflash.generate(target, draft, INNER[None], max_new_tokens=NEW), INNER))
-        with from_inside(place, inside, target, draft) as arguments:
-            output = dflash.generate(target, draft, OUTER[None], max_new_tokens=NEW, **arguments)
-        assert answer(output, OUTER) == expected[0]
-        assert inside.got
-        assert all(got == expected[1] for got in inside.got)
-
-    def test_the_generator_of_the_outer_call_is_the_one_that_is_kept(self, target, draft):
-        dflash.generate(target, draft, OUTER[None], max_new_tokens=3)
-        kept = api.kept_generator()
-        other = make_draft(target, seed=1)
-        for drafter in (draft, other, None):
-            inside = Inside(lambda d=drafter: dflash.generate(target, d, INNER[None], max_new_tokens=NEW))
-            dflash.generate(target, draft, OUTER[None], max_new_tokens=3, streamer=Streamer(on_put=inside))
-            assert inside.got
-            assert api.kept_generator() is kept
-
     @pytest.mark.parametrize("place", PLACES)
     def test_a_release_inside_a_call_leaves_its_text_alone(self, target, draft, expected, place):
         def act() -> list[int]:

@@ -181,13 +181,13 @@ def test_an_int8_layer_that_the_copy_runs_first_keeps_its_scales_for_the_user():
     assert layer(copied).state is layer(model).state
 
 
-def test_a_second_one_shot_call_keeps_the_first_ones_generator(prompts):
+def test_a_second_one_shot_call_keeps_the_first_ones_generator(prompts, kept):
     for name in CONFIGS:
         if name in ACCEPTED:
             model, generators = methods.load(name), []
             for _ in range(2):
                 dflash.generate(model, None, prompts[0][None], max_new_tokens=2)
-                generators.append(dflash.api.kept_generator())
+                generators.append(kept())
             assert generators[0] is generators[1], name
 
 
