@@ -281,6 +281,22 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def one_line_errors(what: str, kind: type[OSError] = OSError) -> Iterator[None]:
+    """Turn an error of the block into a ``kind`` that says in one line ``what`` failed and the system's reason."""
+    try:
+        yield
+    except Exception as error:
+        errors: list[BaseException] = [error]
+        while errors[-1].__context__ is not None:
+            errors.append(errors[-1].__context__)
+        cause = next(
+            (one for one in errors if isinstance(one, OSError)), error
+        )  # "disk full", not what torch makes of it
+        reason = printable(" ".join(str(cause).split()))[:400] or type(error).__name__
+        raise kind(f"{printable(what)}: {reason}") from error
+
+
 def write_json(content: Any, path: Path) -> None:
     """Write indented JSON with sorted keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -24,7 +24,7 @@ from ..terminal import bars, printable
 from ..train import TrainConfig, add_dflash2, check_trainable, choose_mask_id, draft_config, new_drafter
 from ..train.data import load_prompts, load_rows
 from ..train.export import export as export_draft
-from ..train.features import FeatureCache, FeatureProgress, cache_features, cache_size
+from ..train.features import FeatureCache, cache_features, cache_size
 from ..train.regenerate import LocalWriter, RegenerateConfig, Summary, Writer, check_out
 from ..train.regenerate import regenerate as write_responses
 from ..train.server import ServerWriter
@@ -253,8 +253,8 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
     rank, world = accelerator.process_index, accelerator.num_processes
     with bars(["features"], shown=accelerator.is_main_process) as show:
 
-        def shown(state: FeatureProgress) -> None:
-            show("features", state.rows, state.total_rows, f"{state.tokens_per_second:,.0f} tokens/s")
+        def shown(rows: int, total: int, speed: float) -> None:
+            show("features", rows, total, f"{speed:,.0f} tokens/s")
 
         cache_features(
             trainer.target, compute, trainer.rows, taps, folder, dtype=dtype, progress=shown, rank=rank, world=world

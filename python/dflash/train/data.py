@@ -6,7 +6,8 @@ import hashlib
 import itertools
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,32 +103,26 @@ def load_rows(  # noqa: PLR0913
     datasets = import_datasets()
     import pyarrow as pa
 
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
+    if not isinstance(max_length, int) or max_length < 2:
         raise ValueError(f"max_length must be an integer of at least 2, got {max_length!r}")
-    encode = _Encoder(
-        tokenizer, max_length, raw, bos, template or {}, vocab_size or len(tokenizer), stop_token_ids, skip_long
-    )
-    features = datasets.Features(
-        input_ids=datasets.List(datasets.Value("int32")), loss_mask=datasets.List(datasets.Value("int8"))
-    )
-    tables, pending = [], []
+    size = vocab_size or len(tokenizer)
+    encode = _Encoder(tokenizer, max_length, raw, bos, template or {}, size, stop_token_ids, skip_long)
+    columns = {"input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("int8"))}
+    features, tables = datasets.Features(columns), []
 
-    def flush() -> None:
-        columns = {name: [row[index] for row in pending] for index, name in enumerate(features)}
-        tables.append(pa.table(columns, schema=features.arrow_schema))
-        pending.clear()
+    def encoded() -> Iterator[_Row]:
+        for place in [source] if isinstance(source, (str, os.PathLike)) else source:
+            found = 0
+            for where, _, row in read_records(place, split):
+                found += 1
+                yield from encode(row, where)
+            if not found:
+                raise ValueError(f"{place} is empty: it must hold at least one row")
 
-    for place in [source] if isinstance(source, (str, os.PathLike)) else source:
-        found = 0
-        for where, _, row in read_records(place, split):
-            found += 1
-            pending += encode(row, where)
-            if len(pending) >= _TABLE_ROWS:
-                flush()
-        if not found:
-            raise ValueError(f"{place} is empty: it must hold at least one row")
-    if pending:
-        flush()
+    rows = encoded()
+    while part := list(itertools.islice(rows, _TABLE_ROWS)):
+        content = dict(zip(columns, zip(*part, strict=True), strict=True))
+        tables.append(pa.table(content, schema=features.arrow_schema))
     if not tables:
         raise ValueError(f"no rows: every prompt of {source} has {max_length} tokens (max_length) or more")
     return datasets.Dataset(pa.concat_tables(tables), info=datasets.DatasetInfo(features=features))
@@ -137,26 +132,23 @@ _WRITTEN = {"line", "sample", "seed", "model", "max_new_tokens"}  # fields that 
 _Row = tuple[list[int], list[int]]  # ids and loss mask
 
 
+@dataclass
 class _Encoder:
-    """Converts source rows to training rows."""
+    """Converts source rows to training rows; see `load_rows` for the settings."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        max_length: int,
-        raw: bool,
-        bos: bool,
-        template: Mapping[str, Any],
-        vocab_size: int,
-        stop_token_ids: Sequence[int],
-        skip_long: bool,
-    ) -> None:
-        self.tokenizer, self.max_length, self.vocab_size = tokenizer, max_length, vocab_size
-        self.raw, self.bos, self.template, self.skip_long = raw, bos, template, skip_long
-        eos = tokenizer.eos_token_id
-        self.stops = list(dict.fromkeys([*([] if eos is None else [eos]), *stop_token_ids]))
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special = {*tokenizer.all_special_ids, *(token for token, about in added.items() if about.special)}
+    tokenizer: Any
+    max_length: int
+    raw: bool
+    bos: bool
+    template: Mapping[str, Any]
+    vocab_size: int
+    stop_token_ids: Sequence[int]
+    skip_long: bool
+
+    def __post_init__(self) -> None:
+        eos, added = self.tokenizer.eos_token_id, getattr(self.tokenizer, "added_tokens_decoder", {})
+        self.stops = list(dict.fromkeys([*([] if eos is None else [eos]), *self.stop_token_ids]))
+        self.special = {*self.tokenizer.all_special_ids, *(token for token, about in added.items() if about.special)}
 
     def __call__(self, row: Mapping[str, Any], where: str) -> list[_Row]:
         try:
@@ -213,12 +205,11 @@ class _Encoder:
         response = row["response"]
         if not isinstance(response, str):
             raise ValueError(f"response must be text, got {shortened(response)}")
-        asked = self.asked(row)
+        asked, stop = self.asked(row), self.stops[:1]
         given, template = prompt_ids(self.tokenizer, prompt, **asked), asked["template"]
         if row.get("finish_reason") == "length":
-            return _joined((given, 0), (self.plain(response), 1))
-        stop = self.stops[:1]
-        if "messages" in prompt or not (asked["raw"] or self.tokenizer.chat_template is None):
+            stop = []
+        elif "messages" in prompt or not (asked["raw"] or self.tokenizer.chat_template is None):
             messages = as_messages(prompt)
             before = render_chat(self.tokenizer, messages, True, template)
             said = render_chat(self.tokenizer, [*messages, {"role": "assistant", "content": response}], False, template)
@@ -236,11 +227,8 @@ class _Encoder:
         ours = {"raw": self.raw, "bos": self.bos, "template": self.template}
         if not row.keys() >= _WRITTEN:
             return ours
-        theirs = {
-            "raw": bool(row.get("raw")),
-            "bos": self.bos or bool(row.get("bos")),
-            "template": row.get("template") or {},
-        }
+        theirs = {"raw": bool(row.get("raw")), "bos": self.bos or bool(row.get("bos"))}
+        theirs["template"] = row.get("template") or {}
         if self.tokenizer.chat_template is not None:
             for name in ("raw", "template"):
                 if ours[name] and theirs[name] != ours[name]:
@@ -310,44 +298,28 @@ class MeasuredRows:
 
     Attributes:
         lengths: length of each row in tokens.
-        usable: numbers of the rows that have an anchor.
-        prompt_lengths: length of the prompt of each usable row.
-        keys: digest of the prompt of each usable row, the same for all answers to one prompt.
+        prompt_lengths: length of the prompt of each row that has an anchor, by its number.
+        keys: digest of the prompt of each such row, the same for all answers to one prompt.
         digest: digest of all tokens and loss masks.
     """
 
     def __init__(self, rows: Any, config: Any, mask_token_id: int, what: str = "row") -> None:
         self.lengths: list[int] = []
-        self.usable: list[int] = []
         self.prompt_lengths: dict[int, int] = {}
         self.keys: dict[int, bytes] = {}
-        self._bos = getattr(config, "bos_token_id", None)
-        digest = hashlib.sha256()
+        digest, bos = hashlib.sha256(), [getattr(config, "bos_token_id", None)]
         for start in range(0, len(rows), _TABLE_ROWS):
             part = rows[start : start + _TABLE_ROWS]
-            for ids, mask in zip(part["input_ids"], part["loss_mask"], strict=True):
-                _check_row(f"{what} {len(self.lengths)}", ids, mask, config, mask_token_id)
-                self._add(ids, mask)
+            for number, (ids, mask) in enumerate(zip(part["input_ids"], part["loss_mask"], strict=True), start):
+                _check_row(f"{what} {number}", ids, mask, config, mask_token_id)
+                self.lengths.append(len(ids))
                 digest.update(len(ids).to_bytes(8, "little") + array("i", ids).tobytes() + bytes(m != 0 for m in mask))
+                if any(a and b for a, b in itertools.pairwise(mask)):
+                    prompt = ids[: mask.index(1)]
+                    prompt = ids[: len(ids) // 2] if prompt in ([], bos) else prompt
+                    self.prompt_lengths[number] = len(prompt)
+                    self.keys[number] = hashlib.sha256(array("i", prompt).tobytes()).digest()[:16]
         self.digest = digest.hexdigest()[:16]
-
-    def _add(self, ids: Sequence[int], mask: Sequence[int]) -> None:
-        """Record the measurements of the next row."""
-        if any(a and b for a, b in itertools.pairwise(mask)):
-            number, length = len(self.lengths), mask.index(1)
-            if length == 0 or ids[:length] == [self._bos]:
-                length = len(ids) // 2
-            self.usable.append(number)
-            self.prompt_lengths[number] = length
-            self.keys[number] = hashlib.sha256(array("i", ids[:length]).tobytes()).digest()[:16]
-        self.lengths.append(len(ids))
-
-    def first_row_of_each_prompt(self) -> list[int]:
-        """Return the first usable row of each prompt."""
-        first: dict[bytes, int] = {}
-        for row in self.usable:
-            first.setdefault(self.keys[row], row)
-        return list(first.values())
 
 
 def _check_row(name: str, ids: Sequence[int], mask: Sequence[int], config: Any, mask_token_id: int) -> None:
@@ -384,24 +356,22 @@ def hold_out(
     """
     # 1. Choose the prompts to answer
     source, known = (rows, data) if measured is None else (heldout, measured)
-    candidates = known.first_row_of_each_prompt()
-    chosen = candidates[:count] if measured is not None else _draw(candidates, count, seed)
+    candidates = sorted({key: row for row, key in reversed(known.keys.items())}.values())  # each prompt's first row
+    if measured is None:  # draw them, in their order
+        most = max(1, len(candidates) // 10) if len(candidates) > 1 else 0
+        order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
+        chosen = sorted(candidates[i] for i in order[: min(count, most)])
+    else:
+        chosen = candidates[:count]
     if count and not chosen:
         raise ValueError(
             f"none of {len(candidates)} different prompts can be held out (--eval-rows {count}): give more prompts, "
             "held-out rows (--heldout), or --eval-rows 0"
         )
     # 2. Train on the rows of all other prompts
-    held = {known.keys[row] for row in (chosen if measured is None else measured.usable)}
-    index = [row for row in data.usable if data.keys[row] not in held]
+    held = {known.keys[row] for row in (chosen if measured is None else measured.keys)}
+    index = [row for row, key in data.keys.items() if key not in held]
     if not index:
         raise ValueError("every row answers a held-out prompt: there is nothing left to train on")
     prompts = [source[row]["input_ids"][: known.prompt_lengths[row]] for row in chosen]
-    return index, prompts, len(data.usable) - len(index)
-
-
-def _draw(candidates: Sequence[int], count: int, seed: int) -> list[int]:
-    """Draw up to ``count`` candidates, at most a tenth of them, in their order."""
-    most = max(1, len(candidates) // 10) if len(candidates) > 1 else 0
-    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
-    return sorted(candidates[i] for i in order[: min(count, most)])
+    return index, prompts, len(data.keys) - len(index)

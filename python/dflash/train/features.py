@@ -7,7 +7,6 @@ width 2560 take 25.6 kB per token in bf16.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -15,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..files import save_tensors, write_atomically
+from ..files import one_line_errors, save_tensors, write_atomically
 from ..targets import (
     check_target,
     describe_config,
@@ -90,10 +89,9 @@ class TargetFeatures:
         Returns:
             ``[batch, length, taps * hidden]``, and ``[batch, length, hidden]`` after the final norm, or None.
         """
-        with contextlib.ExitStack() as stack:
-            if self._is_recurrent:
-                # Autocast would round the products inside a recurrence, which the target computes in float32.
-                stack.enter_context(torch.autocast(input_ids.device.type, enabled=False))
+        # Autocast would round the products inside a recurrence, which the target computes in float32.
+        exact = torch.autocast(input_ids.device.type, enabled=False) if self._is_recurrent else nullcontext()
+        with exact:
             out = self.model.get_decoder()(input_ids=input_ids, use_cache=False)
         taps = torch.cat([self._taps[layer_id] for layer_id in self.layer_ids], -1)
         self._taps.clear()
@@ -101,15 +99,6 @@ class TargetFeatures:
 
 
 # ---------------------------------------------------------------------------------------------- the cache
-
-
-@dataclass
-class FeatureProgress:
-    """Progress of `cache_features`: rows done, rows in total, and tokens per second of this call."""
-
-    rows: int
-    total_rows: int
-    tokens_per_second: float = 0.0
 
 
 def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
@@ -149,7 +138,7 @@ def cache_features(  # noqa: PLR0913 - public, each documented
     shard_bytes: int = 2**30,
     rank: int = 0,
     world: int = 1,
-    progress: Callable[[FeatureProgress], None] | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
 ) -> FeatureCache | None:
     """Compute the missing shards of a feature cache for ``rows``, and open it.
 
@@ -167,7 +156,7 @@ def cache_features(  # noqa: PLR0913 - public, each documented
         shard_bytes: bytes per shard, which is assembled in memory. A longer row gets its own shard.
         rank: number of this process. It computes the missing shards with number ``rank`` modulo ``world``.
         world: number of processes that share the work.
-        progress: called after every forward pass.
+        progress: called after every forward pass with rows done, rows in total, and tokens per second of this call.
 
     Returns:
         The cache; None if shards of other processes are still missing.
@@ -186,66 +175,47 @@ def cache_features(  # noqa: PLR0913 - public, each documented
     lengths = [len(ids) for ids in _ids(rows)]
     if not lengths or not min(lengths):
         raise ValueError("features need rows of at least one token each")
-    wanted = fingerprint(target, rows, layer_ids, dtype)
+    index = {"fingerprint": fingerprint(target, rows, layer_ids, dtype), "width": width, "lengths": lengths}
     if (folder / _INDEX).is_file():
-        index = _read_index(folder, wanted)
-        shards = index["shards"]
+        index = _read_index(folder, index["fingerprint"])
     else:
-        shards = _shard_rows(lengths, max(1, shard_bytes // (width * dtype.itemsize)))
-        index = {"fingerprint": wanted, "width": width, "shards": shards, "lengths": lengths}
+        index["shards"] = _shard_rows(lengths, max(1, shard_bytes // (width * dtype.itemsize)))
     # 2. See what is missing, and whether there is room for it
+    shards = index["shards"]
     missing = [number for number in range(len(shards)) if not _shard(folder, number).is_file()]
-    _check_room(folder, sum(sum(lengths[slice(*shards[n])]) for n in missing) * width * dtype.itemsize, len(lengths))
+    needed = sum(sum(lengths[slice(*shards[number])]) for number in missing) * width * dtype.itemsize
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    if needed > (free := shutil.disk_usage(parent).free):
+        raise ValueError(
+            f"features of {len(lengths)} rows need {needed / 1e9:.1f} GB more, and {parent} has {free / 1e9:.1f} GB "
+            "free: train without a cache, or on fewer rows"
+        )
     if missing and not (folder / _INDEX).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / _INDEX, lambda path: path.write_text(json.dumps(index)))
-    # 3. Compute this process's share of the missing shards
+    # 3. Compute this process's share of the missing shards, in batches of rows of similar length
     device = target.get_input_embeddings().weight.device
     done = len(lengths) - sum(end - start for start, end in (shards[number] for number in missing))
     tokens, began = 0, time.perf_counter()
-
-    def count(rows: int, more: int) -> None:
-        nonlocal done, tokens
-        done, tokens = done + rows, tokens + more
-        if progress is not None:
-            progress(FeatureProgress(done, len(lengths), tokens / (time.perf_counter() - began)))
-
-    for number in missing:
-        if number % world == rank:
-            ids = rows[slice(*shards[number])]["input_ids"]
-            features = _compute_shard(compute, ids, width, dtype, batch_tokens, device, count)
-            _write(_shard(folder, number), functools.partial(save_tensors, {"features": features}))
-    complete = all(_shard(folder, number).is_file() for number in range(len(shards)))
-    return FeatureCache(folder) if complete else None
-
-
-def _compute_shard(
-    compute: Callable[[Tensor], Tensor],
-    ids: Sequence[Sequence[int]],
-    width: int,
-    dtype: torch.dtype,
-    batch_tokens: int,
-    device: torch.device,
-    count: Callable[[int, int], None],
-) -> Tensor:
-    """Return the features of some rows, concatenated: ``[tokens, width]``. ``count`` gets rows and tokens."""
-    lengths = list(map(len, ids))
-    offsets = [0, *accumulate(lengths)]
-    features = torch.zeros(offsets[-1], width, dtype=dtype, device="cpu")
-    for batch in group_by_length(range(len(ids)), lengths, batch_tokens):
-        # 1. Run the target over rows of similar length
-        padded = nn.utils.rnn.pad_sequence(
-            [torch.tensor(ids[row], dtype=torch.int64, device="cpu") for row in batch], batch_first=True
-        ).to(device)
-        with torch.no_grad():
-            out = compute(padded)
-        if tuple(out.shape) != (*padded.shape, width):
-            raise ValueError(f"features must be [batch, length, {width}], compute gave {list(out.shape)}")
-        # 2. Copy them into place without the padding
-        for row, found in zip(batch, out.to("cpu", dtype), strict=True):
-            features[offsets[row] : offsets[row + 1]] = found[: lengths[row]]
-        count(len(batch), sum(lengths[row] for row in batch))
-    return features
+    for number in (number for number in missing if number % world == rank):
+        ids = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in rows[slice(*shards[number])]["input_ids"]]
+        sizes = list(map(len, ids))
+        offsets = [0, *accumulate(sizes)]
+        features = torch.zeros(offsets[-1], width, dtype=dtype, device="cpu")
+        for batch in group_by_length(range(len(ids)), sizes, batch_tokens):
+            padded = nn.utils.rnn.pad_sequence([ids[row] for row in batch], batch_first=True).to(device)
+            with torch.no_grad():
+                out = compute(padded)
+            if tuple(out.shape) != (*padded.shape, width):
+                raise ValueError(f"features must be [batch, length, {width}], compute gave {list(out.shape)}")
+            for row, found in zip(batch, out.to("cpu", dtype), strict=True):
+                features[offsets[row] : offsets[row + 1]] = found[: sizes[row]]
+            done, tokens = done + len(batch), tokens + sum(sizes[row] for row in batch)
+            if progress is not None:
+                progress(done, len(lengths), tokens / (time.perf_counter() - began))
+        _write(_shard(folder, number), functools.partial(save_tensors, {"features": features}))
+    is_complete = all(_shard(folder, number).is_file() for number in range(len(shards)))
+    return FeatureCache(folder) if is_complete else None
 
 
 class FeatureCache:
@@ -266,13 +236,12 @@ class FeatureCache:
                 f"{self.folder} is incomplete: {missing} of {len(shards)} shards are missing; compute them first"
             )
         self.fingerprint: dict[str, Any] = index["fingerprint"]
+        self.lengths: list[int] = index["lengths"]
         self.target_layer_ids = tuple(self.fingerprint["target_layer_ids"])
-        self.width, self.lengths = index["width"], index["lengths"]
         self.dtype = _DTYPES[self.fingerprint["dtype"]]
         self._places: list[tuple[int, int]] = []  # per row, its shard and first token there
         for number, (start, end) in enumerate(shards):
-            offsets = accumulate(self.lengths[start:end], initial=0)
-            self._places += [(number, offset) for _, offset in zip(range(start, end), offsets, strict=False)]
+            self._places += [(number, first) for first in accumulate(self.lengths[start : end - 1], initial=0)]
         self._open = functools.lru_cache(_OPEN_SHARDS)(self._open_shard)
 
     def __len__(self) -> int:
@@ -300,10 +269,8 @@ class FeatureCache:
 
     def features(self, indices: Sequence[int]) -> Tensor:
         """Return ``[batch, length, taps * hidden]`` of some rows, on the CPU, padded with 0 on the right."""
-        found = []
-        for row in indices:
-            number, start = self._places[row]
-            found.append(self._open(number)[start : start + self.lengths[row]])
+        places = [(self._places[row], self.lengths[row]) for row in indices]
+        found = [self._open(number)[start : start + length] for (number, start), length in places]
         return nn.utils.rnn.pad_sequence(found, batch_first=True)
 
 
@@ -344,21 +311,6 @@ def _read_index(folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
     return index
 
 
-def _check_room(folder: Path, needed: int, rows: int) -> None:
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise ValueError(
-            f"features of {rows} rows need {needed / 1e9:.1f} GB more, and {parent} has {free / 1e9:.1f} GB free: "
-            "train without a cache, or on fewer rows"
-        )
-
-
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file atomically."""
-    try:
+    with one_line_errors(f"{path} could not be written (the files next to it are complete)"):
         write_atomically(path, write)
-    except Exception as error:
-        raise OSError(
-            f"{path} could not be written ({' '.join(str(error).split())}); the files next to it are complete"
-        ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..files import write_atomically
+from ..files import one_line_errors, write_atomically
 from ..terminal import bars
 from .checkpoint import CheckpointError
 from .loss import BlockLoss
@@ -33,12 +32,11 @@ class StepTotals:
     def add(self, out: BlockLoss) -> None:
         """Add a micro-batch."""
         zero, self.has_selector = torch.zeros_like(out.weight), out.selector_loss is not None
-        parts = [out.loss.detach(), out.weight, out.cross_entropy, out.selector_loss if self.has_selector else zero]
+        parts = [out.loss.detach(), out.weight, out.cross_entropy, out.selector_loss]
         if out.correct is not None:
-            found = zero if out.found is None else out.found
-            parts += [out.accepted, out.blocks, found, *out.correct, *out.counted]
+            parts += [out.accepted, out.blocks, out.found, *out.correct, *out.counted]
         self.sums = self.sums.to(out.loss.device)
-        self.sums[: len(parts)] += torch.stack([part.float() for part in parts])
+        self.sums[: len(parts)] += torch.stack([(zero if part is None else part).float() for part in parts])
 
     def means(self, accelerator: Any) -> dict[str, Any]:
         """Return the means over all processes. All processes must call this."""
@@ -66,36 +64,20 @@ class MetricsFile:
 
     def append(self, line: dict[str, Any]) -> None:
         """Write one line."""
-        try:
+        with one_line_errors(f"{self.path} could not be written (the checkpoints are intact)", CheckpointError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise CheckpointError(f"{self.path} could not be written ({error}); the checkpoints are intact") from error
 
     def drop_after(self, step: int) -> None:
         """Drop lines after ``step``. A run that was killed before its next checkpoint leaves such lines."""
         if not self.path.is_file():
             return
-        lines = [line for line in self.path.read_bytes().splitlines() if _is_step(line, step)]
-        kept = "".join(line.decode() + "\n" for line in lines)
-        write_atomically(self.path, lambda unfinished: unfinished.write_text(kept, encoding="utf-8"))
-
-
-def _is_step(line: bytes, last: int) -> bool:
-    """True if ``line`` is complete and has the metrics of a step up to ``last``."""
-    try:
-        return json.loads(line)["step"] <= last
-    except (ValueError, LookupError, TypeError):  # cut short by a kill
-        return False
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: of the GPU, or of this process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+        kept = []
+        for line in self.path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, LookupError, TypeError):  # cut short by a kill
+                kept += [line + b"\n"] if json.loads(line)["step"] <= step else []
+        write_atomically(self.path, lambda unfinished: unfinished.write_bytes(b"".join(kept)))
 
 
 _SECONDS = 10  # between lines
@@ -103,45 +85,29 @@ _SECONDS = 10  # between lines
 Show = Callable[[Any, dict[str, Any] | None], None]
 
 
-def progress(steps: int) -> contextlib.AbstractContextManager[Show]:
-    """Return a context manager that gives ``show(trainer, metrics or None)``, to be called after every step."""
-    return _bar(steps) if sys.stderr.isatty() else contextlib.nullcontext(_lines(steps))
-
-
 @contextlib.contextmanager
-def _bar(steps: int) -> Iterator[Show]:
-    text = ""
-    with bars(["steps"]) as show:
+def progress(steps: int) -> Iterator[Show]:
+    """Yield ``show(trainer, metrics or None)``, to be called after every step: a bar on a terminal, else lines."""
+    printed, text = 0.0, ""
+    with bars(["steps"]) as show_bar:
 
-        def step(trainer: Any, metrics: dict[str, Any] | None) -> None:
-            nonlocal text
-            text = text if metrics is None else _text(trainer)
-            show("steps", trainer.step, steps, text)
+        def show(trainer: Any, metrics: dict[str, Any] | None) -> None:
+            nonlocal printed, text
+            text = text if metrics is None else _text(trainer.last)
+            show_bar("steps", trainer.step, steps, text)
+            now = time.monotonic()
+            if sys.stderr.isatty() or metrics is None or (now - printed < _SECONDS and trainer.step < steps):
+                return
+            printed, left = now, (steps - trainer.step) * trainer.seconds / max(1, trainer.step)
+            line = f"step {trainer.step} of {steps}  {text}  {left / 60:.1f} min left"
+            print(line, file=sys.stderr, flush=True)
 
-        yield step
-
-
-def _lines(steps: int) -> Show:
-    printed = 0.0
-
-    def line(trainer: Any, metrics: dict[str, Any] | None) -> None:
-        nonlocal printed
-        now = time.monotonic()
-        if metrics is None or (now - printed < _SECONDS and trainer.step < steps):
-            return
-        printed = now
-        left = (steps - trainer.step) * trainer.seconds / max(1, trainer.step)
-        text = f"step {trainer.step} of {steps}  {_text(trainer)}  {left / 60:.1f} min left"
-        print(text, file=sys.stderr, flush=True)
-
-    return line
+        yield show
 
 
-def _text(trainer: Any) -> str:
-    last = trainer.last
+def _text(last: dict[str, Any]) -> str:
     parts = [f"loss {last['loss']:.3f}"]
-    if last.get("train_acceptance") is not None:
-        parts.append(f"train acceptance {last['train_acceptance']:.2f}")
-    if last.get("acceptance_length") is not None:
-        parts.append(f"held-out acceptance {last['acceptance_length']:.2f}")
+    for name, key in (("train", "train_acceptance"), ("held-out", "acceptance_length")):
+        if last.get(key) is not None:
+            parts.append(f"{name} acceptance {last[key]:.2f}")
     return "  ".join([*parts, f"{last['tokens_per_second']:,.0f} tokens/s"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +12,6 @@ from ..drafter import Drafter
 from .config import TrainConfig
 
 _BETAS = (0.9, 0.95)
-
-
-def make_adamw(
-    matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], rate: float, weight_decay: float = 0.0
-) -> list[torch.optim.Optimizer]:
-    """Return AdamW for all parameters. Only matrices decay."""
-    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": weight_decay}, {"params": others}]
-    return [torch.optim.AdamW(groups, lr=rate, betas=_BETAS, weight_decay=0.0, fused=True)]
 
 
 def make_muon(
@@ -38,11 +29,12 @@ def make_muon(
 
 def drafter_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """Return the optimizers that ``config`` selects. Norms, a selector's codebooks and fixed kernels do not decay."""
-    named = [(name.endswith("_codebook"), p) for name, p in drafter.named_parameters()]
-    matrices = [p for is_codebook, p in named if p.dim() == 2 and not is_codebook]
-    others = [p for is_codebook, p in named if p.dim() != 2 or is_codebook]
-    make = make_adamw if config.optimizer == "adamw" else make_muon
-    return make(matrices, others, config.learning_rate, config.weight_decay)
+    named = [(p.dim() == 2 and not name.endswith("_codebook"), p) for name, p in drafter.named_parameters()]
+    matrices, others = ([p for is_matrix, p in named if is_matrix == wanted] for wanted in (True, False))
+    if config.optimizer == "muon":
+        return make_muon(matrices, others, config.learning_rate, config.weight_decay)
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others}]
+    return [torch.optim.AdamW(groups, lr=config.learning_rate, betas=_BETAS, weight_decay=0.0, fused=True)]
 
 
 def learning_rate(step: int, steps: int, warmup: float, constant: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,13 +27,13 @@ from ..generator import Generator
 from ..options import check_config
 from ..targets import Target, check_target, max_positions, text_config
 from .batches import Batches, Blocks, add_noise, default_gamma, make_blocks, mix_seed, pad_rows, sample_anchors
-from .checkpoint import data_digest, fingerprint, resume_run, save_draft, save_run, target_digest
+from .checkpoint import resume_run, save_draft, save_run
 from .config import TrainConfig
 from .data import MeasuredRows, hold_out
 from .export import engine_warnings
 from .features import TargetFeatures
 from .loss import BlockLoss, block_loss
-from .metrics import MetricsFile, StepTotals, peak_memory, progress
+from .metrics import MetricsFile, StepTotals, progress
 from .model import TrainableDrafter
 from .optimizers import drafter_optimizers, learning_rate
 
@@ -59,63 +60,6 @@ def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = Fal
     from accelerate import Accelerator
 
     return Accelerator(cpu=cpu, mixed_precision=config.mixed_precision, log_with=tracker, project_dir=str(output))
-
-
-def estimate(trainer: Trainer, measured: int) -> dict[str, Any]:
-    """Time ``measured`` steps, of which the first warms up, restore the trainer, and return `Trainer.plan`."""
-    # 1. Time steps on the first batches
-    steps = trainer.batches.epoch(0)
-    step_tokens = sum(trainer.batches.tokens(group) for group in steps) / len(steps)
-    seconds_per_step, tokens_per_second = _time_steps(trainer, max(2, measured))
-    # 2. Extrapolate to the full run
-    count = sum(p.numel() for p in trainer.drafter.parameters())
-    tokens = step_tokens * trainer.steps
-    return {
-        "target_parameters": sum(p.numel() for p in trainer.target.parameters()),
-        "draft_parameters": count,
-        "device": str(trainer.device),
-        "processes": trainer.accelerator.num_processes,
-        "rows": len(trainer.index),
-        "row_tokens": int(trainer.batches.lengths.sum()),
-        "heldout_prompts": len(trainer.prompts),
-        "heldout_rows": trainer.dropped,
-        "steps": trainer.steps,
-        "epochs": trainer.steps / len(steps),
-        "tokens_per_step": round(step_tokens),
-        "tokens": round(tokens),
-        "measured_steps": max(2, measured) - 1,
-        "seconds_per_step": seconds_per_step,
-        "tokens_per_second": tokens_per_second,
-        "hours": tokens / tokens_per_second / 3600,
-        "memory_bytes": peak_memory(trainer.device),
-        "draft_bytes": 2 * count,
-        # Weights and moments in float32; Muon has one moment, AdamW two.
-        "checkpoint_bytes": (8 if trainer.config.optimizer == "muon" else 12) * count,
-        "checkpoints": trainer.config.keep,
-    }
-
-
-def _time_steps(trainer: Trainer, count: int) -> tuple[float, float]:
-    """Return seconds per step and tokens per second. The trainer is restored afterwards."""
-    # 1. Run the steps
-    steps = trainer.batches.epoch(0)
-    weights = [p.detach().to("cpu", copy=True) for p in trainer.drafter.parameters()]
-    totals, stamps = StepTotals(trainer.drafter.config.block_size), []
-    for number in range(count):
-        trainer.place = number % len(steps)
-        trainer.run_step(steps[trainer.place], totals, False)
-        if trainer.device.type == "cuda":
-            torch.cuda.synchronize(trainer.device)
-        stamps.append((time.monotonic(), trainer.tokens))
-    # 2. Put counters, optimizers and weights back
-    trainer.step = trainer.place = trainer.tokens = 0
-    for optimizer in trainer.optimizers:
-        optimizer.state.clear()
-    with torch.no_grad():
-        for parameter, weight in zip(trainer.drafter.parameters(), weights, strict=True):
-            parameter.copy_(weight)
-    (began, before), (ended, after) = stamps[0], stamps[-1]
-    return (ended - began) / (count - 1), (after - before) / (ended - began)
 
 
 class Trainer:
@@ -158,8 +102,15 @@ class Trainer:
         if drafter.config.dflash2 is None and config.selector_weight != TrainConfig.selector_weight:
             raise ValueError("selector_weight is for DFlash 2 drafters, and this one has no selector")
         self.config, self.output, self.rows, self.quiet = config, Path(output), rows, quiet
-        # 2. Measure the rows, and hold prompts out
-        data = self._split(heldout, drafter.config.mask_token_id)
+        # 2. Check all rows, and split them into training rows and held-out prompts
+        text, mask = text_config(self.target), drafter.config.mask_token_id
+        data = MeasuredRows(rows, text, mask)
+        if not data.keys:
+            raise ValueError("no row has two neighboring tokens that the target wrote (loss_mask): nothing to learn")
+        measured = None if heldout is None else MeasuredRows(heldout, text, mask, "held-out row")
+        seed = mix_seed(config.seed, 1 << 20)
+        self.index, self.prompts, self.dropped = hold_out(rows, data, config.eval_rows, seed, heldout, measured)
+        self.rows_digest = data.digest
         if features is not None:
             if config.distill:
                 raise ValueError("distill needs the target's own distribution: compute the features online")
@@ -170,7 +121,9 @@ class Trainer:
             accelerator = make_accelerator(config, self.output, cpu=cpu, tracker=tracker)
         self.accelerator, self.tracker, self.device = accelerator, tracker, accelerator.device
         # 4. Lay out the batches
-        self._set_batches(data)
+        group = accelerator.num_processes * config.accumulate
+        self.batches = Batches([data.lengths[i] for i in self.index], config.batch_tokens, group, config.seed)
+        self.steps = config.steps or self.batches.count(config.epochs)
         # 5. Create the model and its optimizers
         self.gamma = config.gamma or default_gamma(drafter.config.block_size)
         self.drafter = drafter.to(self.device)
@@ -188,26 +141,6 @@ class Trainer:
         self.step = self.epoch = self.place = self.tokens = 0
         self.seconds = 0.0
         self.last: dict[str, Any] = {}
-
-    def _split(self, heldout: Any, mask_token_id: int) -> MeasuredRows:
-        """Check all rows, and split them into training rows and held-out prompts."""
-        config, text = self.config, text_config(self.target)
-        data = MeasuredRows(self.rows, text, mask_token_id)
-        if not data.usable:
-            raise ValueError("no row has two neighboring tokens that the target wrote (loss_mask): nothing to learn")
-        measured = None if heldout is None else MeasuredRows(heldout, text, mask_token_id, "held-out row")
-        seed = mix_seed(config.seed, 1 << 20)
-        self.index, self.prompts, self.dropped = hold_out(self.rows, data, config.eval_rows, seed, heldout, measured)
-        return data
-
-    def _set_batches(self, data: MeasuredRows) -> None:
-        """Lay out the batches, and compute the digests that identify the run."""
-        config, lengths = self.config, [data.lengths[i] for i in self.index]
-        group = self.accelerator.num_processes * config.accumulate
-        self.batches = Batches(lengths, config.batch_tokens, group, config.seed)
-        self.steps = config.steps or self.batches.count(config.epochs)
-        self.data_digest = data_digest(data.digest, self.index)
-        self.target_digest = target_digest(self.target)
 
     # ------------------------------------------------------------------------------------------ the run
 
@@ -233,7 +166,7 @@ class Trainer:
                 if self.prompts and self._is_due(self.config.eval_every):
                     self._log(self.evaluate())
                 if self._is_due(self.config.save_every):
-                    self.save()
+                    save_run(self)
         if self.accelerator.is_main_process:
             save_draft(self.drafter, self.output)
         if self.tracker:
@@ -361,7 +294,52 @@ class Trainer:
         """
         if self.step:
             raise ValueError(f"plan() must run before the first step, this run has done {self.step}")
-        return estimate(self, measured)
+        # 1. Time steps on the first batches
+        steps, device = self.batches.epoch(0), self.device
+        weights = [p.detach().to("cpu", copy=True) for p in self.drafter.parameters()]
+        totals, stamps = StepTotals(self.drafter.config.block_size), []
+        for number in range(max(2, measured)):
+            self.place = number % len(steps)
+            self.run_step(steps[self.place], totals, False)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            stamps.append((time.monotonic(), self.tokens))
+        (began, before), (ended, after) = stamps[0], stamps[-1]
+        tokens_per_second = (after - before) / (ended - began)
+        # 2. Put counters, optimizers and weights back
+        self.step = self.place = self.tokens = 0
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        with torch.no_grad():
+            for parameter, weight in zip(self.drafter.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+        # 3. Extrapolate to the full run
+        count = sum(weight.numel() for weight in weights)
+        step_tokens = sum(self.batches.tokens(group) for group in steps) / len(steps)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return {
+            "target_parameters": sum(p.numel() for p in self.target.parameters()),
+            "draft_parameters": count,
+            "device": str(device),
+            "processes": self.accelerator.num_processes,
+            "rows": len(self.index),
+            "row_tokens": int(self.batches.lengths.sum()),
+            "heldout_prompts": len(self.prompts),
+            "heldout_rows": self.dropped,
+            "steps": self.steps,
+            "epochs": self.steps / len(steps),
+            "tokens_per_step": round(step_tokens),
+            "tokens": round(step_tokens * self.steps),
+            "measured_steps": len(stamps) - 1,
+            "seconds_per_step": (ended - began) / (len(stamps) - 1),
+            "tokens_per_second": tokens_per_second,
+            "hours": step_tokens * self.steps / tokens_per_second / 3600,
+            "memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak,
+            "draft_bytes": 2 * count,
+            # Weights and moments in float32; Muon has one moment, AdamW two.
+            "checkpoint_bytes": (8 if self.config.optimizer == "muon" else 12) * count,
+            "checkpoints": self.config.keep,
+        }
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
@@ -404,12 +382,6 @@ class Trainer:
             return contextlib.nullcontext(lambda *_: None)
         return progress(self.steps)
 
-    # ------------------------------------------------------------------------------------------ checkpoints
-
-    def save(self) -> None:
-        """Write a checkpoint of this step. All processes must call this."""
-        save_run(self)
-
     def resume(self) -> bool:
         """Continue from the last readable checkpoint in ``output``. Return False if there is none.
 
@@ -418,10 +390,6 @@ class Trainer:
             CheckpointError: there are checkpoints, but none can be read.
         """
         return resume_run(self)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the settings that must match for a checkpoint to be resumed."""
-        return fingerprint(self)
 
 
 def _check_models(target: nn.Module, drafter: Drafter) -> None:
