@@ -103,8 +103,8 @@ class ForcedStep:
         ours.target_cache, ours.draft_cache = theirs.target_cache, theirs.draft_cache
         self._generator.engine.target.refresh(ours.target_cache)
 
-    def launcher(self) -> tuple[Replay | Direct, Callable[[], None], Hashable]:
-        """Return the runner, the step, and the key under which the runner keeps the step's graph."""
+    def launcher(self) -> tuple[Replay | Direct, Callable[[], None], Callable[[], Hashable]]:
+        """Return the runner, the step, and what returns the key under which the runner keeps the step's graph."""
         return self._generator.runner, self._generator.step, self._generator.engine.kind
 
 

@@ -30,7 +30,7 @@ def some_logits(batch: int = BATCH) -> torch.Tensor:
 
 def sampling(temperature: float, batch: int = BATCH, **more) -> Sampling:
     out = Sampling.create(batch)
-    out.set_(batch, SamplingArguments(temperature, seed=7, **more))
+    out.set_(slice(batch), SamplingArguments(temperature, seed=7, **more))
     return out
 
 

@@ -58,7 +58,7 @@ def drawn(way: str, temperature: float) -> torch.Tensor:
     """
     logits, pairs = one_block()
     s = Sampling.create(DRAWS)
-    s.set_(DRAWS, SamplingArguments(temperature, seed=0))
+    s.set_(slice(DRAWS), SamplingArguments(temperature, seed=0))
     positions = torch.arange(9, 9 + SLOTS).expand(DRAWS, -1)
     many = pairs._replace(queries=pairs.queries.expand(DRAWS, -1, -1))
     predictions = LinkedPredictions(logits.expand(DRAWS, -1, -1), many, torch.full((DRAWS,), ANCHOR), CANDIDATES)

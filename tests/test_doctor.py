@@ -9,7 +9,7 @@ import torch
 
 from dflash import cli, ops
 from dflash.cli import diagnosis as doctor
-from dflash.engine import runner as replay
+from dflash.engine import graphs as replay
 from dflash.ops import switches
 
 

@@ -154,13 +154,13 @@ def test_nothing_is_kept_unless_a_row_asks():
     engine = session.generator.engine
     quiet = session.admit(session.resolve(PROMPTS[0][None], max_new_tokens=4))
     assert engine.logprobs is None
-    kind = engine.kind
+    kind = engine.kind()
     asking = session.admit(session.resolve(PROMPTS[1][None], max_new_tokens=4, logprobs=0))
     assert engine.logprobs is not None
-    assert engine.kind != kind  # another captured step
+    assert engine.kind() != kind  # another captured step
     session.retire(asking)
     assert engine.logprobs is None
-    assert engine.kind == kind
+    assert engine.kind() == kind
     session.retire(quiet)
     out = session.generator.generate(PROMPTS[0][None], max_new_tokens=4, return_dict_in_generate=True)
     assert (out.logprobs, out.prompt_logprobs) == (None, None)

@@ -24,7 +24,7 @@ SETTINGS = [{}, {"temperature": 0.6, "top_k": 3}, {"temperature": 1.4, "top_p": 
 
 def parameters(batch: int, temperature: float = 1.0, **filters) -> Sampling:
     sampling = Sampling.create(batch)
-    sampling.set_(batch, SamplingArguments(temperature=temperature, seed=0, **filters))
+    sampling.set_(slice(batch), SamplingArguments(temperature=temperature, seed=0, **filters))
     sampling.seeds.copy_(torch.arange(batch) * 7919 - 12345)
     return sampling
 

@@ -16,7 +16,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import dflash
 from dflash import generator as generator_module
-from dflash.engine import runner as replay
+from dflash.engine import graphs as replay
 from dflash.ops import registry
 
 NEW = 40

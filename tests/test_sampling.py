@@ -32,7 +32,7 @@ def test_values_land_in_their_rows_and_addresses_stay():
     assert torch.equal(sampling.top_p, torch.full((3,), 0.9))
     assert sampling.min_p.tolist() == [0.25] * 3
     assert sampling.sharpness.tolist() == [math.inf] * 3
-    sampling.set_(2, SamplingArguments(seed=[-1, 4]))
+    sampling.set_(slice(2), SamplingArguments(seed=[-1, 4]))
     assert sampling.seeds.tolist() == [-1, 4, fold(7, 2)]
     assert sampling.temperature.tolist() == [0.0, 0.0, 0.5]
     assert sampling.top_p[:2].tolist() == [1.0, 1.0]
@@ -45,12 +45,12 @@ def test_values_land_in_their_rows_and_addresses_stay():
 def test_seed_none_draws_from_the_default_generator():
     sampling = Sampling.create(2)
     torch.manual_seed(3)
-    sampling.set_(2, SamplingArguments(temperature=1.0))
+    sampling.set_(slice(2), SamplingArguments(temperature=1.0))
     first = sampling.seeds.tolist()
-    sampling.set_(2, SamplingArguments(temperature=1.0))
+    sampling.set_(slice(2), SamplingArguments(temperature=1.0))
     assert sampling.seeds.tolist() != first
     torch.manual_seed(3)
-    sampling.set_(2, SamplingArguments(temperature=1.0))
+    sampling.set_(slice(2), SamplingArguments(temperature=1.0))
     assert sampling.seeds.tolist() == first == [first[0], fold(first[0], 1)]
 
 
@@ -62,7 +62,7 @@ def test_integers_and_extreme_numbers_are_accepted():
     assert sampling.seeds.tolist() == [3, 4]
     assert sampling.top_k.tolist() == [2**63 - 1] * 2
     assert sampling.sharpness.tolist() == [float("inf")] * 2  # past fp32: the plain argmax
-    sampling.set_(2, SamplingArguments(temperature=1e-35))
+    sampling.set_(slice(2), SamplingArguments(temperature=1e-35))
     assert sampling.temperature.tolist() == [0.0, 0.0]
 
 

@@ -27,7 +27,7 @@ class Launcher:
     length: Tensor
     runner: Replay | Direct
     step: Callable[[], None]
-    kind: Hashable
+    kind: Callable[[], Hashable]
     obstacle: str = ""
 
 

@@ -11,20 +11,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
+from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_stream_arguments, tree_rows
 from .drafter import check_draft_weights, load_draft
 from .generator import CallLock, Generator, locks_held_here
 from .ops import WeightStorage
-from .options import (
-    BlockSize,
-    GeneratorOptions,
-    check_block_size,
-    check_tree,
-    check_width_call,
-    checked_block_size,
-    tree_rows,
-)
+from .options import GeneratorOptions, check_block_size, checked_block_size
 from .outputs import GenerateOutput, StreamEvent
+from .settings import BlockSize
 from .targets import (
     Fingerprint,
     check_int8,
@@ -133,9 +126,8 @@ def generate(
             pass the target's ``max_position_embeddings``, or the target's logits are NaN.
         TypeError: an argument is unknown or has the wrong type.
     """
-    target = _checked(target)
-    options = PairOptions(block_size, weights, draft_weights)
-    output = generate_call(target, draft, _resolve(target, ids, arguments), options)
+    target, call = _resolve(target, ids, arguments)
+    output = generate_call(target, draft, call, PairOptions(block_size, weights, draft_weights))
     return output if return_dict_in_generate else output.sequences
 
 
@@ -175,8 +167,7 @@ def stream(
         RuntimeError: the kept generator has started another call.
     """
     check_stream_arguments(arguments)
-    target = _checked(target)
-    call = _resolve(target, ids, arguments)
+    target, call = _resolve(target, ids, arguments)
     with _lock():
         generator = _generator_for(target, draft, call, PairOptions(block_size, weights, draft_weights))
     return _released_unless_finished(generator, generator.stream_call(call, skip_special_tokens))
@@ -244,7 +235,7 @@ class _CachedGenerator:
 
     def serves(self, target: nn.Module, draft: nn.Module | None, options: PairOptions, call: Call) -> bool:
         """Return True if the generator was made for this pair and has room for the call."""
-        modules = [module for module in (target, draft) if module is not None]
+        modules = (target,) if draft is None else (target, draft)
         return (
             self.generator.batch_size == len(call.prompts)
             and self.generator.max_length >= call.longest + call.max_new_tokens
@@ -262,7 +253,7 @@ _our_locks: weakref.WeakSet[CallLock] = weakref.WeakSet()  # of every generator 
 
 def _is_inside_a_call() -> bool:
     """Return True if a one-shot call on this thread has called back: from a streamer, a processor or a hook."""
-    return any(lock in _our_locks for lock in locks_held_here())
+    return not _our_locks.isdisjoint(locks_held_here())
 
 
 def _lock() -> AbstractContextManager[object]:
@@ -274,22 +265,21 @@ def _lock() -> AbstractContextManager[object]:
     return contextlib.nullcontext() if _is_inside_a_call() else _one_at_a_time.lock
 
 
-def _checked(target: nn.Module) -> nn.Module:
-    """Do what `check_target` does, but for the kept target: `_generator_for` checks it again if it has changed."""
-    cached, unwrapped = _cached, unwrap(target)
-    return unwrapped if cached is not None and cached.fingerprints[0].is_of(unwrapped) else check_target(unwrapped)
+def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> tuple[nn.Module, Call]:
+    """Check a one-shot call; return the target without wrappers, and the call.
 
-
-def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> Call:
-    """Check a one-shot call against its target, which is known to be supported."""
-    call = Call.resolve(TargetDefaults.of(target), ids, arguments)
-    positions = max_positions(target)
+    The kept target is not checked here: `_generator_for` does if it has changed.
+    """
+    cached, target = _cached, unwrap(target)
+    if cached is None or not cached.fingerprints[0].is_of(target):
+        target = check_target(target)
+    call, positions = Call.resolve(TargetDefaults.of(target), ids, arguments), max_positions(target)
     if positions is not None and call.longest + call.max_new_tokens > positions:
         raise ValueError(
             f"a prompt of {call.longest} tokens and {call.max_new_tokens} new tokens pass the target's "
             f"max_position_embeddings, {positions}"
         )
-    return call
+    return target, call
 
 
 def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, options: PairOptions) -> Generator:
@@ -298,21 +288,19 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     A call from inside a one-shot call gets a generator of its own, which is not kept.
     """
     global _cached
-    # 1. Check the call against the pair.
+    # 1. Take the kept generator if it serves the call.
+    cached, is_inside = _cached, _is_inside_a_call()  # another thread may release it meanwhile
+    if cached is not None and not is_inside and cached.serves(target, draft, options, call):
+        check_drafts(call, target, cached.generator.draft, cached.generator.engine.widths)
+        return cached.generator
+    # 2. Check the call against the pair.
     if draft is not None and not isinstance(draft, nn.Module):
         raise TypeError(
             f"draft must be a module or None, got {type(draft).__name__}: load it once, draft = dflash.load_draft(...)"
         )
-    block_size = checked_block_size(options.block_size)
-    options = options._replace(block_size=block_size)
-    check_width_call(block_size, call.tree, call.acceptance)
-    call.check_drafts(has_drafts := draft is not None and block_size != 1)
-    check_tree(target, call.tree, draft if has_drafts else None, room=call.tree)
-    # 2. Take the kept generator.
-    cached = _cached  # another thread may release it meanwhile
-    is_inside = _is_inside_a_call()
-    if cached is not None and not is_inside and cached.serves(target, draft, options, call):
-        return cached.generator
+    options = options._replace(block_size=checked_block_size(options.block_size))
+    has_drafts = draft is not None and options.block_size != 1
+    check_drafts(call, target, draft if has_drafts else None, options.block_size)
     # 3. Check what a new one needs before the old one is freed.
     check_target(target)
     capacity = -(-(call.longest + call.max_new_tokens) // _CAPACITY_STEP) * _CAPACITY_STEP
@@ -322,7 +310,7 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     sizes = GeneratorOptions(capacity, len(call.prompts), reuse_prefix=False, tree=call.tree, **options._asdict())
     sizes.check(target)
     loaded = None if draft is None else load_draft(draft)
-    check_block_size(target, loaded, block_size)
+    check_block_size(target, loaded, options.block_size)
     check_draft_weights(options.draft_weights, loaded if has_drafts else None)
     if options.weights is not None:
         check_int8(target)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .options import check_tree_call
+from .ops import MAX_TREE_ROWS
 from .sampling import HostRules, SamplingArguments
 from .settings import (
     MAX_LOGPROBS,
     SETTINGS,
     AnswerGrammar,
+    BlockSize,
     GenerateArguments,
     TreeSize,
     is_list,
@@ -22,7 +23,7 @@ from .settings import (
     resolve_rules,
 )
 from .streaming import StopCriterion, Streamer, Tokenizer, check_streamer
-from .targets import embedding_table, generation_defaults, stop_string_criterion
+from .targets import embedding_table, generation_defaults, has_recurrent_layers, stop_string_criterion
 
 __all__ = ["Call", "GenerateArguments", "TargetDefaults", "check_stream_arguments"]
 
@@ -131,7 +132,7 @@ class Call:
         rules = resolve_rules(values, target.vocab_size)
         # 3. What they are together.
         _check_together(values)
-        sampling = SamplingArguments(**{name: values[name] for name in _SAMPLING})
+        sampling = SamplingArguments(*map(values.__getitem__, _SAMPLING))
         repeats, stop = values["num_return_sequences"], values["stop_token_ids"]
         prompts, rows = ids.shape[0], ids.shape[0] * repeats
         if sampling.seed is not None:
@@ -141,7 +142,6 @@ class Call:
         if values["streamer"] is not None:
             check_streamer(values["streamer"], rows)
         processors, criteria = values["logits_processor"], values["stopping_criteria"]
-        same = ("max_new_tokens", "stop_strings", "tokenizer", "streamer", "acceptance", "denoise_steps", "tree")
         return cls(
             ids=ids,
             prompts=[row[live].long() for row, live in zip(ids, mask, strict=True)],
@@ -150,11 +150,17 @@ class Call:
             pad_token_id=(stop or [0])[0] if (pad := target.settings.get("pad_token_id")) is None else pad,
             rules=rules,
             host_rules=HostRules(processors, criteria, rows) if processors or criteria else None,
-            stop_criteria=_stop_criteria(values["stop_strings"], values["tokenizer"]),
-            grammars=_grammars(values["grammar"], prompts, repeats, values["tokenizer"], stop),
+            stop_criteria=_stop_criteria(values) if values["stop_strings"] else (),
+            grammars=() if values["grammar"] is None else _grammars(values, prompts),
             logprobs=values["logprobs"],
             prompt_logprobs=values["prompt_logprobs"],
-            **{name: values[name] for name in same},
+            max_new_tokens=values["max_new_tokens"],
+            stop_strings=values["stop_strings"],
+            tokenizer=values["tokenizer"],
+            streamer=values["streamer"],
+            acceptance=values["acceptance"],
+            denoise_steps=values["denoise_steps"],
+            tree=values["tree"],
         )
 
     def stated(self) -> dict[str, Any]:
@@ -170,11 +176,6 @@ class Call:
             *([prompt.tolist() for prompt in self.prompts], self.stated(), self.sampling, self.acceptance, self.tree),
             *(self.host_rules is None, len(self.stop_criteria)),
         )
-
-    def check_drafts(self, has_drafts: bool) -> None:
-        """Raise ValueError if this call needs drafts and there are none."""
-        if self.acceptance == "rejection" and not has_drafts:
-            raise ValueError('acceptance="rejection" needs drafts to reject, got draft=None or block_size=1')
 
 
 def check_stream_arguments(arguments: GenerateArguments) -> None:
@@ -257,28 +258,27 @@ def _check_together(values: Mapping[str, Any]) -> None:
             raise ValueError('acceptance="rejection" cannot be combined with logits_processor or stopping_criteria')
         if values["grammar"] is not None:
             raise ValueError('acceptance="rejection" cannot be combined with grammar: the drafts are not masked')
-    check_tree_call(values["tree"], steps, values["acceptance"], sharpness)
+    check_combination(values["tree"], None, steps, values["acceptance"], sharpness)
     if values["logprobs"] is None and values["prompt_logprobs"]:
         raise ValueError(f"prompt_logprobs=True needs logprobs too, a number from 0 to {MAX_LOGPROBS}")
     if values["logprobs"] is not None and values["tree"] is not None:
         raise ValueError(f"logprobs cannot be combined with tree={values['tree']!r}: pass tree=None")
 
 
-def _stop_criteria(strings: tuple[str, ...], tokenizer: Tokenizer | None) -> tuple[StopCriterion, ...]:
+def _stop_criteria(values: Mapping[str, Any]) -> tuple[StopCriterion, ...]:
     """Return transformers' criteria for stop strings."""
-    if not strings:
-        return ()
+    strings, tokenizer = list(values["stop_strings"]), values["tokenizer"]
     if tokenizer is None:
-        raise ValueError(f"stop_strings {list(strings)} need the target's tokenizer: pass tokenizer=")
-    return (stop_string_criterion(tokenizer, list(strings)),)
+        raise ValueError(f"stop_strings {strings} need the target's tokenizer: pass tokenizer=")
+    return (stop_string_criterion(tokenizer, strings),)
 
 
-def _grammars(
-    given: Any, prompts: int, repeats: int, tokenizer: Tokenizer | None, stop_token_ids: Sequence[int]
-) -> tuple[Any, ...]:
+def _grammars(values: Mapping[str, Any], prompts: int) -> tuple[Any, ...]:
     """Return, per row, where it starts in its grammar, or None without one; empty if no row has a grammar."""
-    grammars = [given] * prompts if given is None or isinstance(given, AnswerGrammar) else given
-    if not is_list(grammars) or not all(item is None or isinstance(item, AnswerGrammar) for item in grammars):
+    given, tokenizer, stop_token_ids = values["grammar"], values["tokenizer"], values["stop_token_ids"]
+    grammars = [given] * prompts if isinstance(given, AnswerGrammar) else given
+    is_known = is_list(grammars) and isinstance(grammars, Sequence)
+    if not is_known or not all(item is None or isinstance(item, AnswerGrammar) for item in grammars):
         raise TypeError(
             f"grammar must be a dflash.Grammar, or a list with one or None per prompt, got {given!r}: "
             "make one with dflash.Grammar.json_schema(...), .regex(...) or .lark(...)"
@@ -292,4 +292,83 @@ def _grammars(
     if not stop_token_ids:
         raise ValueError("a grammar ends with a stop token, and stop_token_ids is empty: name the tokenizer's EOS")
     starts = [grammar and grammar.begin(tokenizer, stop_token_ids) for grammar in grammars]
-    return tuple(start for start in starts for _ in range(repeats))
+    return tuple(start for start in starts for _ in range(values["num_return_sequences"]))
+
+
+# ----------------------------------------------------------------------------------------------- drafts for a call
+
+
+def tree_rows(tree: TreeSize) -> int:
+    """Return the most rows of a tree of this size; 0 for chains."""
+    if tree is None:
+        return 0
+    return MAX_TREE_ROWS if tree == "auto" else tree
+
+
+def check_room(call: Call, batch_size: int, max_length: int, tree: TreeSize) -> None:
+    """Raise ValueError unless a generator with these sizes has room for a call."""
+    batch, longest = len(call.prompts), call.longest
+    if batch > batch_size:
+        raise ValueError(f"ids has {batch} rows, this generator was made for {batch_size}")
+    if longest + call.max_new_tokens > max_length:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {call.max_new_tokens} new tokens do not fit this generator's "
+            f"max_length, {max_length}"
+        )
+    if call.tree is not None and tree_rows(call.tree) > tree_rows(tree):
+        raise ValueError(
+            f"tree={call.tree!r} takes up to {tree_rows(call.tree)} rows, this generator was made with tree={tree!r}: "
+            f"make one with tree={call.tree!r}"
+        )
+
+
+def check_drafts(call: Call, target: nn.Module, draft: object, block_size: BlockSize) -> None:
+    """Raise ValueError if a call needs drafts that ``draft`` cannot give; None for no drafter."""
+    if call.acceptance == "rejection" and draft is None:
+        raise ValueError('acceptance="rejection" needs drafts to reject, got draft=None or block_size=1')
+    check_combination(call.tree, block_size, acceptance=call.acceptance)
+    check_tree(target, call.tree, draft)
+
+
+def check_combination(
+    tree: TreeSize, block_size: BlockSize = None, denoise_steps: int = 1, acceptance: str = "keyed",
+    draft_sharpness: float = 1.0,
+) -> None:  # fmt: skip
+    """Raise ValueError if trees, or chains of a width chosen as a call proceeds, cannot be drafted together with it."""
+    reason = ""
+    # 1. Trees
+    if acceptance == "rejection":
+        reason = 'acceptance="rejection": a tree\'s drafts are not drawn from the drafter, and tokens would be biased'
+    elif denoise_steps > 1:
+        reason = f"denoise_steps={denoise_steps}: a tree grows from one pass of the drafter"
+    elif draft_sharpness != 1:
+        reason = f"draft_sharpness={draft_sharpness!r}: a tree holds the drafter's best tokens, and none is drawn"
+    if tree is not None and reason:
+        raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Pass tree=None, or leave that out")
+    # 2. Widths
+    reason = f"tree={tree!r}, which verifies rows of its own number" if tree is not None else ""
+    if acceptance == "rejection":
+        reason = 'acceptance="rejection": its text depends on where blocks begin, and so would on the time of steps'
+    if block_size == "auto" and reason:
+        raise ValueError(f"block_size={block_size!r} cannot be combined with {reason}. Pass a number, or leave it out")
+
+
+def check_tree(target: nn.Module, tree: TreeSize, draft: object) -> None:
+    """Raise ValueError if trees cannot be drafted, or not be verified.
+
+    ``draft`` is the drafter, or what it will be loaded from; None for none.
+    """
+    if tree is None:
+        return
+    if draft is None:
+        raise ValueError(f"tree={tree!r} needs a drafter to grow from, got draft=None or block_size=1: pass tree=None")
+    if getattr(draft, "selector", None) is not None:
+        raise ValueError(
+            f"tree={tree!r} needs a drafter of the first generation, got a DFlash 2 or DSpark drafter: a tree joins "
+            "tokens that are predicted independently, and this one scores each token by the one before. Pass tree=None"
+        )
+    if has_recurrent_layers(target):
+        raise ValueError(
+            f"tree={tree!r} needs a target whose layers are all attention, {type(target).__name__} has recurrent "
+            "layers: these take chains only, pass tree=None"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,18 +55,21 @@ class DecoderStack:
         self._options = {"eps": eps, "scale": scale, "taps": self.taps, "zero_centered": zero_centered}
         one_op = all(layer.experts is None for layer in self.layers)
         self._packed = PackedLayers(self.layers, norm, **self._options) if one_op else None
+        self._fields = _fields((*self.layers, norm))
+        self._attention_layers = [i for i, layer in enumerate(self.layers) if not layer.is_recurrent]
 
     def __reduce__(self) -> tuple:  # a copy packs its own tensors
         return functools.partial(DecoderStack, **self._options), (self.layers, self.norm)
 
     def holds(self, layers: Sequence[DecoderLayer], norm: Tensor) -> bool:
         """Return True if these are the very tensors that the stack runs."""
-        pairs = zip(_fields((*self.layers, self.norm)), _fields((*layers, norm)), strict=True)
-        return all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in pairs)
+        theirs = _fields((*layers, norm))
+        return len(theirs) == len(self._fields) and all(map(_is_same, self._fields, theirs))
 
     def replace(self, layers: Sequence[DecoderLayer], norm: Tensor) -> None:
         """Use other weights from now on, in steps that are compiled already too."""
         self.layers, self.norm = tuple(layers), norm
+        self._fields = _fields((*layers, norm))
         if self._packed is not None:
             self._packed.replace(self.layers, norm)
 
@@ -98,10 +101,11 @@ class DecoderStack:
         rows = hidden.shape[1] + (0 if context is None else context.shape[1])
         is_few = hidden.device.type == "cpu" and ops.skinny(hidden.shape[0] * rows, hidden.dtype)
         if is_few and self._packed is not None:
-            attention = [i for i, layer in enumerate(self.layers) if not layer.is_recurrent]
+            keys = list(map(cache.keys.get, self._attention_layers))
+            values = list(map(cache.values.get, self._attention_layers))
+            recurrent = self._recurrent(cache) if isinstance(cache, RecurrentCache) else ()
             out, taps = ops.decoder_layers(
-                hidden, context, num_context, lengths, *cache.rotary, [cache.keys[i] for i in attention],
-                [cache.values[i] for i in attention], self._packed.handle, *self._recurrent(cache),
+                hidden, context, num_context, lengths, *cache.rotary, keys, values, self._packed.handle, *recurrent,
                 ancestors=None if tree is None else tree.ancestors,
             )  # fmt: skip
             return out, taps if tapped is None else tapped.copy_(taps)
@@ -111,10 +115,8 @@ class DecoderStack:
             tapped = hidden.new_empty(*hidden.shape[:2], len(self.taps) * hidden.shape[2])
         return self._op_by_op(hidden, AttentionInputs(lengths, context, num_context, cache, tree), tapped), tapped
 
-    def _recurrent(self, cache: KVCache) -> tuple:
+    def _recurrent(self, cache: RecurrentCache) -> tuple:
         """Return what `ops.decoder_layers` takes for recurrent layers."""
-        if not isinstance(cache, RecurrentCache):
-            return ()
         held = [cache.recurrent[i] for i, layer in enumerate(self.layers) if layer.is_recurrent]
         windows, states = [x.window for x in held], [x.state for x in held]
         saved = [x.saved_k for x in held], [x.saved_d for x in held], [x.saved_a for x in held]
@@ -205,13 +207,16 @@ class DecoderStack:
         return _product(ops.gated_rms_norm(out, z, layer.norm, self.eps), layer.out)
 
 
-def _fields(values: Iterable[object]) -> Iterator[object]:
-    """Yield tensors and options of nested tuples."""
+def _fields(values: Iterable[object]) -> list[object]:
+    """Return the tensors and options of nested tuples."""
+    found: list[object] = []
     for value in values:
-        if isinstance(value, tuple):
-            yield from _fields(value)
-        else:
-            yield value
+        found += _fields(value) if isinstance(value, tuple) else [value]
+    return found
+
+
+def _is_same(ours: object, theirs: object) -> bool:
+    return ours is theirs or (not isinstance(ours, Tensor) and ours == theirs)
 
 
 def _prepare(conv: BlockConv | None, hidden: Tensor, front: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

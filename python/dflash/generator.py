@@ -10,28 +10,28 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal, NoReturn, SupportsIndex, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, ParamSpec, SupportsIndex, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
+from .call import (
+    Call,
+    GenerateArguments,
+    TargetDefaults,
+    check_drafts,
+    check_room,
+    check_stream_arguments,
+    check_tree,
+    tree_rows,
+)
 from .drafter import Drafter, check_draft_weights, load_draft, quantized_draft
 from .engine import Direct, Engine, Replay, step
 from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
 from .engine.run import Answer, Run, event_of, output_of
 from .ops import WeightStorage
-from .options import (
-    GeneratorOptions,
-    check_block_size,
-    check_room,
-    check_tree,
-    check_tree_trial,
-    check_width_call,
-    checked_block_size,
-    tree_rows,
-)
+from .options import GeneratorOptions, check_block_size, check_tree_trial, checked_block_size
 from .outputs import GenerateOutput, StreamEvent
 from .settings import checked
 from .state import State
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _Result = TypeVar("_Result")
+_Parameters = ParamSpec("_Parameters")
 
 
 class _Here(threading.local):
@@ -64,13 +65,10 @@ class CallLock:
         self.lock, self._device = threading.RLock(), device
         _all_locks.add(self)
 
-    @property
-    def is_held_here(self) -> bool:
-        """True inside a call on this thread: a streamer, a processor or a hook was called from there."""
-        return self in _here.locks
-
-    def run(self, work: Callable[[], _Result]) -> _Result:
-        """Return ``work()``, run alone and without the caller's inference mode and autocast.
+    def run(
+        self, work: Callable[_Parameters, _Result], *arguments: _Parameters.args, **keywords: _Parameters.kwargs
+    ) -> _Result:
+        """Return what ``work`` returns, run alone and without the caller's inference mode and autocast.
 
         Raises:
             RuntimeError: called from inside a call.
@@ -82,13 +80,13 @@ class CallLock:
             try:
                 _here.locks = (*before, self)
                 with plain_settings(self._device):
-                    return work()
+                    return work(*arguments, **keywords)
             finally:
                 _here.locks = before
 
     def refuse_inside(self) -> None:
         """Raise RuntimeError inside a call on this thread."""
-        if self.is_held_here:
+        if self in _here.locks:
             raise RuntimeError(
                 "this generator is in the middle of a call, which has called back (a streamer, a processor, a "
                 "criterion or a hook): make a second Generator for calls from there"
@@ -115,7 +113,7 @@ _all_locks: weakref.WeakSet[CallLock] = weakref.WeakSet()
 def _free_locks() -> None:
     """In a forked child, free the locks of other threads: those are gone."""
     for lock in _all_locks:
-        if not lock.is_held_here:
+        if lock not in _here.locks:
             lock.lock = threading.RLock()
 
 
@@ -227,7 +225,7 @@ class Generator:
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
         self.weights = options.weights
         self.tree = checked("tree", options.tree)
-        check_tree(target, self.tree, self._loaded, room=self.tree)
+        check_tree(target, self.tree, self._loaded)
         # 2. The pair: the target's copy, the drafter, and the engine with its state.
         check_tree_trial(prepared := self._prepare(target), self.tree)
         self.draft = None if self._loaded is None else quantized_draft(options.draft_weights, self._loaded)
@@ -244,7 +242,7 @@ class Generator:
         self.step: Callable[[], None] = functools.partial(step, self.engine)
         self.compiles_step = options.compile and not on_gpu
         if self.compiles_step:
-            self.step = compiled_per_kind(self.step, functools.partial(getattr, self.engine, "kind"))
+            self.step = compiled_per_kind(self.step, self.engine.kind)
         elif options.compile:  # only the target's part of the step, inside the CUDA graph
             prepared.compiled_forward = compiled_per_shape(prepared.forward)
         # 4. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.
@@ -350,10 +348,8 @@ class Generator:
     def resolve_call(self, ids: Tensor, arguments: GenerateArguments) -> Call:
         """Check a call against the target and this generator's sizes."""
         call = Call.resolve(self._defaults, ids, arguments, denoise_steps=self.denoise_steps, tree=self.tree)
-        call.check_drafts(self.draft is not None)
-        check_width_call(self.engine.widths, call.tree, call.acceptance)
-        check_tree(self.engine.target.model, call.tree, self.draft, room=self.tree)
-        check_room(call, self.batch_size, self.max_length)
+        check_drafts(call, self.engine.target.model, self.draft, self.engine.widths)
+        check_room(call, self.batch_size, self.max_length, self.tree)
         if self._weights.replaced():
             raise ValueError("the target's tensors were replaced since this generator was made: make a new one")
         if self.graph is True and (reason := self._graph_obstacle(call)):
@@ -366,7 +362,7 @@ class Generator:
         """Run a resolved call to its end; ``prompt_was_put`` if its streamer has had the prompt already."""
         self.lock.refuse_inside()
         try:
-            return self.lock.run(lambda: self._run_to_end(call, prompt_was_put))
+            return self.lock.run(self._run_to_end, call, prompt_was_put)
         finally:
             if call.streamer is not None:
                 call.streamer.end()
@@ -387,7 +383,7 @@ class Generator:
             text = BatchDecoder(len(call.prompts), call.tokenizer, call.stop_strings, skip_special_tokens)
         steps = self._answers(call, reads_ids=True)
         try:
-            while (answers := self.lock.run(lambda: next(steps, None))) is not None:
+            while (answers := self.lock.run(next, steps, None)) is not None:
                 yield event_of(self.engine, answers, text, began)
         finally:
             steps.close()
@@ -408,10 +404,10 @@ class Generator:
         while run.is_filling:
             run.run_chunk()
         while True:
-            for error in filter(None, (answer.error for answer in answers)):
-                raise ValueError(error)
+            if run.failed:
+                raise ValueError(next(answer.error for answer in answers if answer.error))
             yield answers
-            if not run.is_running:
+            if not run.running:
                 return
             run.step()
 

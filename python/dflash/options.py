@@ -1,30 +1,24 @@
-"""The options of a generator, checked once, and whether drafter, target and call fit each other. Nothing is run."""
+"""The options of a generator, checked once, and whether drafter and target fit each other. Nothing is run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import nn
 
+from .call import check_combination
 from .drafter import DraftConfig, Drafter
-from .ops import MAX_TREE_ROWS, WeightStorage
-from .settings import TreeSize, checked, integer_from
+from .ops import WeightStorage
+from .settings import BlockSize, TreeSize, checked, integer_from
 from .targets import (
     Target,
     embedding_table,
-    has_recurrent_layers,
     max_positions,
     ranks_in,
     refusal_of_weights,
     text_config,
 )
-
-if TYPE_CHECKING:
-    from .call import Call
-
-BlockSize = int | Literal["auto"] | None
-"""Rows of a chain; "auto" to choose them as a call proceeds; None for the drafter's own."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +44,7 @@ class GeneratorOptions:
         for name, low in lowest.items():
             integer_from(low, name, getattr(self, name))
         tree = checked("tree", self.tree)
-        check_tree_call(tree, self.denoise_steps)
-        check_width_call(checked_block_size(self.block_size), tree)
+        check_combination(tree, checked_block_size(self.block_size), self.denoise_steps)
         positions = max_positions(target)
         if positions is not None and self.max_length > positions:
             raise ValueError(f"max_length {self.max_length} is past the target's max_position_embeddings, {positions}")
@@ -83,39 +76,6 @@ def checked_block_size(block_size: object) -> BlockSize:
             raise ValueError(f'block_size must be an integer of at least 1, "auto" or None, got {block_size!r}')
         return "auto"
     return integer_from(1, "block_size", block_size)
-
-
-def check_width_call(block_size: BlockSize, tree: TreeSize = None, acceptance: str = "keyed") -> None:
-    """Raise ValueError if the rows of chains are to be chosen as a call proceeds, and something needs them fixed."""
-    reason = ""
-    if tree is not None:
-        reason = f"tree={tree!r}, which verifies rows of its own number"
-    elif acceptance == "rejection":
-        reason = 'acceptance="rejection": its text depends on where blocks begin, and so would on the time of steps'
-    if block_size == "auto" and reason:
-        raise ValueError(f"block_size={block_size!r} cannot be combined with {reason}. Pass a number, or leave it out")
-
-
-def tree_rows(tree: TreeSize) -> int:
-    """Return the most rows of a tree of this size; 0 for chains."""
-    if tree is None:
-        return 0
-    return MAX_TREE_ROWS if tree == "auto" else tree
-
-
-def check_tree_call(
-    tree: TreeSize, denoise_steps: int, acceptance: str = "keyed", draft_sharpness: float = 1.0
-) -> None:
-    """Raise ValueError if a call asks for trees and for what only chains can do."""
-    reason = ""
-    if acceptance == "rejection":
-        reason = 'acceptance="rejection": a tree\'s drafts are not drawn from the drafter, and tokens would be biased'
-    elif denoise_steps > 1:
-        reason = f"denoise_steps={denoise_steps}: a tree grows from one pass of the drafter"
-    elif draft_sharpness != 1:
-        reason = f"draft_sharpness={draft_sharpness!r}: a tree holds the drafter's best tokens, and none is drawn"
-    if tree is not None and reason:
-        raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Pass tree=None, or leave that out")
 
 
 # ----------------------------------------------------------------------------------------------------------------- fit
@@ -173,44 +133,6 @@ def check_block_size(target: nn.Module, draft: Drafter | None, block_size: Block
     if trained is not None and size > trained:
         raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {size}")
     return size
-
-
-def check_room(call: Call, batch_size: int, max_length: int) -> None:
-    """Raise ValueError unless a generator with these sizes has room for a call."""
-    batch, longest = len(call.prompts), call.longest
-    if batch > batch_size:
-        raise ValueError(f"ids has {batch} rows, this generator was made for {batch_size}")
-    if longest + call.max_new_tokens > max_length:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {call.max_new_tokens} new tokens do not fit this generator's "
-            f"max_length, {max_length}"
-        )
-
-
-def check_tree(target: nn.Module, tree: TreeSize, draft: object, room: TreeSize) -> None:
-    """Raise ValueError if trees cannot be drafted, or not be verified by a generator with this ``room``.
-
-    ``draft`` is the drafter, or what it will be loaded from; None for none.
-    """
-    if tree is None:
-        return
-    if draft is None:
-        raise ValueError(f"tree={tree!r} needs a drafter to grow from, got draft=None or block_size=1: pass tree=None")
-    if getattr(draft, "selector", None) is not None:
-        raise ValueError(
-            f"tree={tree!r} needs a drafter of the first generation, got a DFlash 2 or DSpark drafter: a tree joins "
-            "tokens that are predicted independently, and this one scores each token by the one before. Pass tree=None"
-        )
-    if has_recurrent_layers(target):
-        raise ValueError(
-            f"tree={tree!r} needs a target whose layers are all attention, {type(target).__name__} has recurrent "
-            "layers: these take chains only, pass tree=None"
-        )
-    if tree_rows(tree) > tree_rows(room):
-        raise ValueError(
-            f"tree={tree!r} takes up to {tree_rows(tree)} rows, this generator was made with tree={room!r}: make one "
-            f"with tree={tree!r}"
-        )
 
 
 def check_tree_trial(target: Target, tree: TreeSize) -> None:

@@ -99,7 +99,7 @@ class Session:
     @property
     def is_busy(self) -> bool:
         """True while a step would do anything."""
-        return self._run.is_filling or self._run.is_running
+        return self._run.is_filling or bool(self._run.running)
 
     def resolve(self, ids: Tensor, **arguments: Unpack[GenerateArguments]) -> Call:
         """Check a request; nothing is run. May be called from any thread.
@@ -146,7 +146,7 @@ class Session:
         """
         if not self.idle:
             raise RuntimeError(f"all {self.generator.batch_size} rows are taken: retire one first")
-        return self.generator.lock.run(lambda: self._admit(call, skip_special_tokens))
+        return self.generator.lock.run(self._admit, call, skip_special_tokens)
 
     def _admit(self, call: Call, skip_special_tokens: bool) -> int:
         self._run.require_open()
@@ -198,12 +198,12 @@ class Session:
     def _step(self) -> list[RowEvent]:
         self._run.require_open()
         try:
-            if self._run.is_filling and not (self._owes_step and self._run.is_running):
+            if self._run.is_filling and not (self._owes_step and self._run.running):
                 self._owes_step = True
                 if begun := self._run.run_chunk():
                     return [self._event(answer) for answer in begun]
             self._owes_step = False
-            if not self._run.is_running:
+            if not self._run.running:
                 return []
             return [self._event(answer) for answer in self._run.step()]
         except BaseException:  # out of memory, or an interrupt
@@ -224,7 +224,7 @@ class Session:
         """
         if row not in self._requests:
             raise ValueError(f"row must be one that a request has, got {row}")
-        self.generator.lock.run(lambda: self._retire(row))
+        self.generator.lock.run(self._retire, row)
 
     def _retire(self, row: int) -> None:
         self._run.require_open()

@@ -5,6 +5,7 @@ nobody sets it, and its names elsewhere. Calls, options of the command, fields o
 points for transformers read this table. A new logit rule is a row here and a class in `dflash.sampling.rules`.
 """
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,9 @@ MAX_LOGPROBS = 20
 
 TreeSize = int | Literal["auto"] | None
 """Rows of a draft tree; "auto" to choose them as a call proceeds; None for chains."""
+
+BlockSize = int | Literal["auto"] | None
+"""Rows of a chain; "auto" to choose them as a call proceeds; None for the drafter's own."""
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``(input_ids [1, length] int64, scores [1, vocab] float32) -> scores``."""
@@ -78,7 +82,7 @@ def integer(name: str, value: object) -> int:
     return int(value)
 
 
-def integer_from(low: int, name: str, value: object) -> int:
+def integer_from(low: int, name: str, value: object, _: int = 0) -> int:
     """Return ``value`` as an int of at least ``low``."""
     wanted = f"{name} must be an integer of at least {low}, got {value!r}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -105,7 +109,7 @@ def string(name: str, value: object) -> str:
 
 
 def _at_least(low: int) -> Check:
-    return lambda name, value, _: integer_from(low, name, value)
+    return functools.partial(integer_from, low)
 
 
 def _number(wanted: str, holds: Callable[[float], bool]) -> Callable[[str, object, int], float]:
@@ -467,9 +471,11 @@ def resolve(given: Mapping[str, object], configured: Mapping[str, object], vocab
     if unknown := given.keys() - SETTINGS.keys():
         raise TypeError(f"generate got an unexpected keyword argument {min(unknown)!r}")
     values = {}
-    for name, setting in SETTINGS.items():
+    for name, row in SETTINGS.items():
         value = configured.get(name) if given.get(name) is None else given[name]
-        values[name] = setting.off if value is None else checked(name, value, vocab_size)
+        if value is not None and row.check is not None:
+            value = row.check(name, value, vocab_size)
+        values[name] = row.off if value is None else value
     return values
 
 
@@ -484,6 +490,8 @@ def resolve_rules(values: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
         ValueError: two of them contradict each other.
     """
     rules = {name: values[name] for name, row in SETTINGS.items() if row.kind == "rule" and values[name] != row.off}
+    if not rules:
+        return rules
     stop = values["stop_token_ids"]
     # 1. What other settings make void.
     if "min_new_tokens" in rules:

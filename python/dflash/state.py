@@ -130,11 +130,11 @@ class Report:
 
     def read(self, values: list[list[int]]) -> list[RowReport]:
         """Unpack the tensor's values, a list per row."""
-        rows = self._rows
-        return [
-            RowReport(length, done, rest[:rows], rest[rows + 1 : 2 * rows], [x / _SCALE for x in rest[2 * rows :]])
-            for length, done, *rest in values
-        ]
+        rows, reports = self._rows, []
+        for length, done, *rest in values:
+            expected = [number / _SCALE for number in rest[2 * rows :]] if len(rest) > 2 * rows else []
+            reports.append(RowReport(length, done, rest[:rows], rest[rows + 1 : 2 * rows], expected))
+        return reports
 
 
 @dataclass
@@ -356,7 +356,7 @@ class KVCache:
 
     def rows(self, rows: slice) -> KVCache:
         """Return a cache over some of the sequences, for one pass: it shares their memory."""
-        return _KVRows(self, rows)
+        return self if rows.stop - rows.start == self.batch_size else _KVRows(self, rows)
 
     def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:
         """Follow a step that committed rows of its block, after the counters have advanced.
@@ -520,7 +520,7 @@ class RecurrentCache(KVCache):
         return self.recurrent[index]
 
     def rows(self, rows: slice) -> RecurrentCache:
-        return _RecurrentRows(self, rows)
+        return self if rows.stop - rows.start == self.batch_size else _RecurrentRows(self, rows)
 
     def begin_pass_(self, lengths: Tensor, keep: Tensor | None) -> None:
         """Set ``pending`` and ``keep`` for a pass at positions ``lengths [batch]``, of which ``keep`` rows are kept."""

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from ..call import check_tree
 from ..drafter import load_draft
 from ..evaluate import Pretrained
-from ..options import check_tree
 from ..terminal import printable
 
 
@@ -98,7 +98,7 @@ def load(
     """
     device, drafter = check_device(dtype, device), None
     if tree is not None:
-        check_tree(source.load_empty_target(), tree, None if block_size == 1 else draft, room=tree)
+        check_tree(source.load_empty_target(), tree, None if block_size == 1 else draft)
     if draft is not None:  # first, because it is small and fails quickly
         with _waiting("drafter", draft, source.quiet):
             drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)

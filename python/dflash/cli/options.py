@@ -15,11 +15,12 @@ from typing import Annotated, Any, cast
 import torch
 import typer
 
+from ..call import check_combination
 from ..evaluate import PAIR, check_text, draft_folder
 from ..files import read_json
 from ..grammar import Grammar
 from ..ops import WeightStorage
-from ..options import check_tree_call, check_width_call, checked_block_size
+from ..options import checked_block_size
 from ..settings import SETTINGS, GenerateArguments, checked
 from .loading import Source, check_device, load
 
@@ -78,8 +79,7 @@ class ModelOptions:
         """
         # 1. The rows of a step.
         tree, block_size = checked("tree", as_number(self.tree)), checked_block_size(as_number(self.block_size))
-        check_width_call(block_size, tree)
-        check_tree_call(tree, denoise_steps=1, draft_sharpness=draft_sharpness)
+        check_combination(tree, block_size, draft_sharpness=draft_sharpness)
         # 2. The weights.
         for name in ("weights", "draft_weights"):
             option = f"--{name.replace('_', '-')} {getattr(self, name)}"

@@ -172,16 +172,17 @@ class Replay:
         self._seen.clear()
         self._refused.clear()
 
-    def launch(self, step: Callable[[], None], kind: Hashable, obstacle: str = "") -> None:
+    def launch(self, step: Callable[[], None], kind_of_step: Callable[[], Hashable], obstacle: str = "") -> None:
         """Queue ``step``, and the copy of its report.
 
         Args:
             step: run, or captured; all of its work goes to the current stream.
-            kind: everything that its branches and shapes depend on. A tuple may refer weakly to what the step uses;
-                what is kept for a kind goes when that is freed.
+            kind_of_step: returns everything that its branches and shapes depend on. A tuple may refer weakly to what
+                the step uses; what is kept for a kind goes when that is freed.
             obstacle: why this step must not be captured; empty if it may.
         """
         self._follow()
+        kind = kind_of_step()
         self.reason = obstacle or self._refused.get(kind, "")
         if self.reason:
             step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ class Prefill:
     Args:
         engine: its state is written.
         prompts: per row, ``[length]`` int64.
-        limits: per row, the tokens it may hold in all.
+        max_new_tokens: of each row.
         cached: per row, how many leading tokens of its prompt both caches hold; fewer than all.
         first: the row of the first prompt.
         chunk: prompt tokens per forward pass.
@@ -32,15 +33,17 @@ class Prefill:
 
     Attributes:
         counts: per row, how many tokens of its prompt are run in all.
+        chunks: what is left to run; each is its first token, the rows of it that end a prompt, and these on the device.
     """
 
     def __init__(
-        self, engine: Engine, prompts: Sequence[Tensor], limits: Sequence[int], cached: Sequence[int], *,
+        self, engine: Engine, prompts: Sequence[Tensor], max_new_tokens: int, cached: Sequence[int], *,
         first: int = 0, chunk: int, snapshot: bool, logprobs: bool = False,
     ) -> None:  # fmt: skip
         self.engine, self.rows, self.chunk, self.snapshot = engine, slice(first, first + len(prompts)), chunk, snapshot
         self.logprobs = logprobs
-        self.counts = [len(prompt) - held for prompt, held in zip(prompts, cached, strict=True)]
+        lengths = list(map(len, prompts))
+        self.counts = list(map(operator.sub, lengths, cached))
         self._cached = list(cached)
         self._logits: list[Tensor | None] = [None] * len(prompts)
         self._ids = pad_sequence(
@@ -50,29 +53,25 @@ class Prefill:
         # 1. The state of the rows
         ids = pad_sequence(list(prompts), batch_first=True)
         state.target_cache.resume_(cached, first)
-        numbers = torch.tensor([cached, list(map(len, prompts)), limits], dtype=torch.int64, device="cpu")
-        self._held, self._lengths, room = numbers.to(device)
+        numbers = torch.tensor([cached, lengths], dtype=torch.int64, device="cpu")
+        self._held, self._lengths = numbers.to(device)
         state.tokens[rows] = 0
         state.tokens[rows, : ids.shape[1]] = ids
-        state.length[rows], state.prompt_length[rows], state.limits[rows] = self._held, self._lengths, room
+        state.length[rows], state.prompt_length[rows] = self._held, self._lengths
+        state.limits[rows] = self._lengths + max_new_tokens
         state.num_context[rows], state.done[rows] = 0, FULL
         # 2. The rows of each chunk that end a prompt; put on the device all at once, since each transfer waits for
         # what is queued.
         starts = range(0, self._ids.shape[1], chunk)
         ends = [sorted({n - 1 - start for n in self.counts if start < n <= start + chunk}) for start in starts]
         flat = torch.tensor([index for keep in ends for index in keep], dtype=torch.int64, device=device)
-        self._chunks = deque(zip(starts, ends, flat.split([len(keep) for keep in ends]), strict=True))
-
-    @property
-    def is_complete(self) -> bool:
-        """True once every prompt has been run."""
-        return not self._chunks
+        self.chunks = deque(zip(starts, ends, flat.split([len(keep) for keep in ends]), strict=True))
 
     @torch.no_grad()
     def run_chunk(self) -> None:
         """Run the next chunk of every prompt."""
         engine, state, draft = self.engine, self.engine.state, self.engine.draft
-        start, keep, keep_on_device = self._chunks.popleft()
+        start, keep, keep_on_device = self.chunks.popleft()
         ids = self._ids[:, start : start + self.chunk]
         past = torch.minimum(self._held + start, self._lengths)
         live = (self._lengths - past).clamp(max=ids.shape[1])
@@ -96,17 +95,17 @@ class Prefill:
 
     @property
     def ends(self) -> Tensor:
-        """``[rows, 1, vocab]``, the logits of each prompt's last token, once all are run."""
-        return torch.stack(self._logits)[:, None]
+        """``[batch, 1, vocab]``, the logits of each prompt's last token, once all are run; 0 for other rows."""
+        logits = self._logits[0].new_zeros(self.engine.batch_size, 1, len(self._logits[0]))
+        logits[self.rows, 0] = torch.stack(self._logits)
+        return logits
 
     @torch.no_grad()
     def choose_first(self) -> None:
         """Choose each row's first new token and set its ``done``, once all prompts are run."""
-        engine, rows, ends = self.engine, self.rows, self.ends
-        state, ended = engine.state, []
+        engine, rows, logits = self.engine, self.rows, self.ends
+        state, raw, ended = engine.state, logits[rows], []
         # 1. Rules and noise are those of all rows: the others' choices are dropped.
-        logits = ends.new_zeros(engine.batch_size, *ends.shape[1:])
-        logits[rows] = ends
         prompt = dataclasses.replace(state, length=(state.length - 1).clamp(min=0))  # a block of the last token
         block = Block(prompt.anchor)
         logits = engine.rules.apply(logits, block, prompt)
@@ -120,7 +119,7 @@ class Prefill:
         # 2. Emit it.
         length = state.length[rows]
         if engine.logprobs is not None:
-            engine.logprobs.write_(rows, ends, first, length[:, None])
+            engine.logprobs.write_(rows, raw, first, length[:, None])
         state.tokens[rows].scatter_(1, length[:, None], first.clamp(min=0))
         stopped = (first == state.stop_token_ids[rows]).any(1)
         done = torch.where(stopped, STOPPED, torch.where(length + 1 >= state.limits[rows], FULL, RUNNING))

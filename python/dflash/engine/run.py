@@ -30,11 +30,12 @@ class Answer:
     prompt_length: int
     num_prefilled_tokens: int  # tokens of the prompt that are run
     filled: int  # tokens of the prompt that the caches hold
+    reads_ids: bool  # False leaves new_ids and accepted empty
     criteria: tuple[StopCriterion, ...] = ()  # transformers' stop-string criteria
     history: list[int] = field(default_factory=list)  # prompt and answer so far, for the criteria
     length: int = 0  # the index of the last emitted token
     done: int | None = None  # RUNNING, STOPPED, FULL or INVALID; None until the prompt has been run
-    new_ids: list[int] = field(default_factory=list)  # of the last report; empty where the run does not read ids
+    new_ids: list[int] = field(default_factory=list)  # of the last report
     accepted: int = 0  # how many of them were drafts
     acceptance_lengths: list[int] = field(default_factory=list)  # the tokens that each step emitted
     rows: list[int] = field(default_factory=list)  # per step, the rows that it verified
@@ -47,15 +48,11 @@ class Answer:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the answer's first event
     error: str = ""  # what went wrong with this row
 
-    def begin(self, length: int, done: int, first: int | None, state: State) -> None:
-        """Take note that the prompt has been run; ``first`` is the first token, None if the run reads no ids."""
-        self.length = length
-        self._note(done, 0)
-        if first is not None:
-            self.new_ids = [first]
-            self._end_at_stop_string(state)
+    def begin(self, length: int, done: int, first: int, state: State) -> None:
+        """Take note that the prompt has been run, and that ``first`` is the first new token."""
+        self._follow(length, done, [first], length, state)
 
-    def record(self, report: RowReport, reads_ids: bool, state: State) -> int:
+    def record(self, report: RowReport, state: State) -> int:
         """Add what a step reported; return how many tokens it emitted.
 
         Raises:
@@ -66,14 +63,24 @@ class Answer:
             self.acceptance_lengths.append(emitted)
         elif report.done == RUNNING:
             raise RuntimeError(f"a step did nothing for row {self.row}, which is running: was it launched at all?")
-        self.length = report.length
-        self._note(report.done, 1)
-        if reads_ids:
-            self.new_ids = report.choices[:emitted]
-            matches = [token == draft for token, draft in zip(self.new_ids, report.drafts, strict=False)]
-            self.accepted = (*matches, False).index(False)
-            self._end_at_stop_string(state)
+        if self.reads_ids:
+            for token, draft in zip(report.choices[:emitted], report.drafts, strict=False):
+                if token != draft:
+                    break
+                self.accepted += 1
+        self._follow(report.length, report.done, report.choices[:emitted], report.length + 1, state)
         return emitted
+
+    def _follow(self, length: int, done: int, new_ids: list[int], position: int, state: State) -> None:
+        """Take note of new tokens, and that logits for ``position`` were NaN if the row is invalid."""
+        self.length, self.done = length, done
+        if done == INVALID:
+            grammar = ", or the grammar and the other rules together leave no token," if self.has_grammar else ""
+            self.error = f"the target's logits are NaN{grammar} in row {self.row} for position {position}"
+        if self.reads_ids:
+            self.new_ids = new_ids
+            if self.criteria and new_ids:
+                self._end_at_stop_string(state)
 
     def read_logprobs(self, start: int, kept: Logprobs) -> list[TokenLogprobs]:
         """Return the log probabilities of the tokens from ``start`` to the last."""
@@ -85,16 +92,8 @@ class Answer:
             return None
         return [None, *kept.read(self.row, 1, self.prompt_length, self.asked_logprobs or 0)]
 
-    def _note(self, done: int, ahead: int) -> None:
-        self.done = done
-        if done == INVALID:
-            grammar = ", or the grammar and the other rules together leave no token," if self.has_grammar else ""
-            self.error = f"the target's logits are NaN{grammar} in row {self.row} for position {self.length + ahead}"
-
     def _end_at_stop_string(self, state: State) -> None:
         """End the row if its new ids complete a stop string, after the token that did."""
-        if not (self.criteria and self.new_ids):
-            return
         self.history += self.new_ids
         count = first_stop(self.criteria, self.history, len(self.new_ids))
         if count is None:
@@ -135,7 +134,7 @@ class Direct:
         """Return the seconds by which steps are compared: this thread's own, or the clock's if it waits for others."""
         return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
-    def launch(self, step: Callable[[], None], kind: Hashable, obstacle: str = "") -> None:
+    def launch(self, step: Callable[[], None], kind: Callable[[], Hashable], obstacle: str = "") -> None:
         """Run ``step``; see `Replay.launch`."""
         step()
 
@@ -166,6 +165,7 @@ class Run:
     Attributes:
         answers: per row, the one that has it, or None.
         consistent: True if the caches hold what the state says.
+        failed: True if something went wrong with an answer.
         ended: set by whoever starts another run on the same engine, or cannot go on.
     """
 
@@ -175,7 +175,7 @@ class Run:
     ) -> None:  # fmt: skip
         self.engine, self.runner, self.reads_ids = engine, runner, reads_ids
         self.answers: list[Answer | None] = [None] * engine.batch_size
-        self.consistent = self.ended = False
+        self.consistent = self.failed = self.ended = False
         self._device_step, self._obstacle, self._must_capture = device_step, obstacle, must_capture
         self._prompts: deque[tuple[Prefill, float]] = deque()
         # Per step that was launched and not read: the rows that it verifies, and the answers that it continues.
@@ -197,22 +197,18 @@ class Run:
 
         The engine is configured for the call, which began when ``time.perf_counter`` was ``began``.
         """
-        limits = [len(prompt) + call.max_new_tokens for prompt in call.prompts]
         self.consistent = False
         prefill = Prefill(
-            self.engine, call.prompts, limits, cached, first=first, chunk=chunk, snapshot=snapshot,
+            self.engine, call.prompts, call.max_new_tokens, cached, first=first, chunk=chunk, snapshot=snapshot,
             logprobs=call.prompt_logprobs,
         )  # fmt: skip
-        criteria, grammars = call.stop_criteria, call.grammars or [None] * len(call.prompts)
-        parts = zip(call.prompts, prefill.counts, cached, grammars, strict=True)
-        answers = [
-            Answer(
-                row, len(prompt), count, held, criteria, prompt.tolist() if criteria else [],
-                has_grammar=grammar is not None, asked_logprobs=call.logprobs,
-                asks_prompt_logprobs=call.prompt_logprobs,
-            )
-            for row, (prompt, count, held, grammar) in enumerate(parts, first)
-        ]  # fmt: skip
+        criteria, answers = call.stop_criteria, []
+        for row, (prompt, count, held) in enumerate(zip(call.prompts, prefill.counts, cached, strict=True)):
+            answers.append(Answer(
+                first + row, len(prompt), count, held, self.reads_ids or bool(criteria), criteria,
+                prompt.tolist() if criteria else [], has_grammar=bool(call.grammars) and call.grammars[row] is not None,
+                asked_logprobs=call.logprobs, asks_prompt_logprobs=call.prompt_logprobs,
+            ))  # fmt: skip
         self.answers[prefill.rows] = answers
         self._prompts.append((prefill, began))
         return answers
@@ -223,9 +219,9 @@ class Run:
         return bool(self._prompts)
 
     @property
-    def is_running(self) -> bool:
-        """True while there are rows for a step."""
-        return any(answer is not None and answer.done == RUNNING for answer in self.answers)
+    def running(self) -> list[Answer]:
+        """The answers that the next step continues."""
+        return [answer for answer in self.answers if answer is not None and answer.done == RUNNING]
 
     def run_chunk(self) -> list[Answer]:
         """Run one chunk of the prompt that waited longest for one; return the answers that begin with it."""
@@ -233,22 +229,22 @@ class Run:
         self.consistent = False
         prefill, began = self._prompts.popleft()
         prefill.run_chunk()
-        answers = [answer for answer in self.answers[prefill.rows] if answer is not None]
+        answers = list(filter(None, self.answers[prefill.rows]))
         for answer in answers:
             answer.filled = min(answer.prompt_length, answer.filled + prefill.chunk)
-        if not prefill.is_complete:
+        if prefill.chunks:
             self._prompts.append((prefill, began))
             return []
         prefill.choose_first()
         state, rows = self.engine.state, prefill.rows
         columns = state.length[rows].tolist(), state.done[rows].tolist(), state.anchor[rows, 0].tolist()
         for answer, length, done, token in zip(answers, *columns, strict=True):
-            answer.begin(length, done, token if self._reads(answer) else None, state)
+            answer.begin(length, done, token, state)
             self._read_details(answer, is_first=True)
         seconds = time.perf_counter() - began
         for answer in answers:
             answer.time_to_first_token = seconds
-        self._settle()
+        self.consistent = not self.failed
         return answers
 
     # ------------------------------------------------------------------------------------------ steps
@@ -260,13 +256,12 @@ class Run:
         """
         self.require_open()
         # 1. Python rules wait for the step anyway, and must not be asked about one that will not count.
-        engine, runner, began = self.engine, self.runner, time.perf_counter()
+        engine, runner, began, running = self.engine, self.runner, time.perf_counter(), self.running
         waits, masked = engine.host_rules is not None, engine.grammar_masks is not None
         obstacle = self._obstacle or ("a grammar's masks are made on the host" if masked else "")
         launched = functools.partial(host_step, engine) if waits or masked else self._device_step
         for answer in filter(None, self.answers):
             answer.new_ids, answer.accepted, answer.logprobs, answer.prompt_logprobs = [], 0, [], None
-        running = [answer for answer in self.answers if answer is not None and answer.done == RUNNING]
         # 2. Measure what sizes cost, where the call chooses them.
         if engine.budget is not None:
             timed = functools.partial(step, engine) if waits or masked else self._device_step
@@ -283,19 +278,16 @@ class Run:
         # 3. Launch.
         self.consistent = False
         while len(self._launched) <= (0 if waits else runner.ahead):
-            engine.choose_rows()
+            if engine.budget is not None:
+                engine.choose_rows()
             runner.launch(launched, engine.kind, obstacle)
             if self._must_capture and runner.reason:
                 raise RuntimeError(f"graph=True cannot be followed: {runner.reason}")
-            self._launched.append((engine.rows, running))
+            self._launched.append((engine.proposer.rows, running))
         # 4. Read the oldest.
         continued = self._read(began)
-        self._settle()
+        self.consistent = not self.failed
         return continued
-
-    def _settle(self) -> None:
-        """Note that the caches hold what the state says, unless something went wrong with an answer."""
-        self.consistent = not any(answer is not None and answer.error for answer in self.answers)
 
     def _read(self, began: float) -> list[Answer]:
         """Read the oldest step into the answers that it continued, and return them."""
@@ -307,8 +299,7 @@ class Run:
             if answer.done != RUNNING:  # it has ended since
                 continue
             try:
-                report = reports[answer.row]
-                emitted[answer.row] = answer.record(report, self._reads(answer), engine.state)
+                emitted[answer.row] = answer.record(reports[answer.row], engine.state)
             except RuntimeError:
                 self.runner.clear()  # a graph that does nothing would do so again
                 raise
@@ -322,14 +313,13 @@ class Run:
             engine.budget.observe(rows, emitted, reports)
         return continued
 
-    def _reads(self, answer: Answer) -> bool:
-        return self.reads_ids or bool(answer.criteria)
-
     def _read_details(self, answer: Answer, is_first: bool = False) -> None:
         """Read why a grammar ended an answer, and the log probabilities of its event."""
         engine = self.engine
-        if answer.error and engine.grammar_masks is not None:
-            answer.error = engine.grammar_masks.errors[answer.row] or answer.error
+        if answer.error:
+            self.failed = True
+            if engine.grammar_masks is not None:
+                answer.error = engine.grammar_masks.errors[answer.row] or answer.error
         if engine.logprobs is None or answer.asked_logprobs is None or not self.reads_ids:
             return
         answer.logprobs = answer.read_logprobs(answer.length + 1 - len(answer.new_ids), engine.logprobs)
@@ -350,44 +340,50 @@ class Run:
 
 def event_of(engine: Engine, answers: Sequence[Answer], text: BatchDecoder | None, began: float) -> StreamEvent:
     """Return what a step has added to the answers of a call, which began at ``began``; ``text`` decodes them."""
-    reasons = [_FINISH_REASONS.get(answer.done) for answer in answers]
-    ids, accepted = [answer.new_ids for answer in answers], [answer.accepted for answer in answers]
+    ids, accepted, reasons, logprobs, prompts = [], [], [], [], []
+    for answer in answers:
+        ids.append(answer.new_ids)
+        accepted.append(answer.accepted)
+        reasons.append(_FINISH_REASONS.get(answer.done))
+        logprobs.append(answer.logprobs)
+        prompts.append(answer.prompt_logprobs)
     pieces = None if text is None else text.push(ids, reasons)
-    logprobs = [answer.logprobs for answer in answers] if answers[0].asked_logprobs is not None else None
-    prompts = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs is not None] or None
-    return StreamEvent(ids, accepted, pieces, reasons, _statistics(engine, answers, began), logprobs, prompts)
+    return StreamEvent(
+        ids, accepted, pieces, reasons, _statistics(engine, answers, began),
+        None if answers[0].asked_logprobs is None else logprobs, None if None in prompts else prompts,
+    )  # fmt: skip
 
 
 def output_of(engine: Engine, answers: Sequence[Answer], call: Call, began: float) -> GenerateOutput:
     """Return what a call returns, whose answers have all ended; see `event_of`."""
+    statistics, logprobs, prompts = _statistics(engine, answers, began), [], []
     # 1. The prompts as given, then the answers, right-padded.
-    tokens, (batch, width), ids = engine.state.tokens, call.ids.shape, call.ids
-    counts = [answer.length + 1 - answer.prompt_length for answer in answers]
-    joined = ids.new_full((batch, width + max(counts)), call.pad_token_id, dtype=tokens.dtype)
-    joined[:, :width] = ids
-    for row, (answer, count) in enumerate(zip(answers, counts, strict=True)):
-        start = answer.prompt_length
+    tokens, (batch, width), counts = engine.state.tokens, call.ids.shape, statistics.num_new_tokens
+    joined = call.ids.new_full((batch, width + max(counts)), call.pad_token_id, dtype=tokens.dtype)
+    joined[:, :width] = call.ids
+    for row, answer in enumerate(answers):
+        start, count = answer.prompt_length, counts[row]
         joined[row, width : width + count] = tokens[answer.row, start : start + count]
-    # 2. Log probabilities of all tokens, where asked for.
-    logprobs = prompts = None
-    if (kept := engine.logprobs) is not None:
-        logprobs = [answer.read_logprobs(answer.prompt_length, kept) for answer in answers]
-        prompts = [found for answer in answers if (found := answer.read_prompt_logprobs(kept)) is not None] or None
+        # 2. Log probabilities of all tokens, where asked for.
+        if engine.logprobs is not None:
+            logprobs.append(answer.read_logprobs(start, engine.logprobs))
+            prompts.append(answer.read_prompt_logprobs(engine.logprobs))
     reasons = [_FINISH_REASONS[answer.done] for answer in answers]
-    return GenerateOutput(joined, reasons, _statistics(engine, answers, began), logprobs, prompts)
+    asked_prompts = prompts if call.prompt_logprobs else None
+    return GenerateOutput(joined, reasons, statistics, logprobs or None, asked_prompts)
 
 
 def _statistics(engine: Engine, answers: Sequence[Answer], began: float) -> Statistics:
     """Return what was measured of answers up to now."""
-    longest = max(answers, key=lambda answer: len(answer.rows))  # it was running in every step of the others
+    lengths, counts, prefilled, first, longest = [], [], [], 0.0, answers[0]
+    for answer in answers:
+        lengths.append(list(answer.acceptance_lengths))
+        counts.append(answer.length + 1 - answer.prompt_length)
+        prefilled.append(answer.num_prefilled_tokens)
+        first = max(first, answer.time_to_first_token)
+        if len(answer.rows) > len(longest.rows):  # it was running in every step of the others
+            longest = answer
     return Statistics(
-        [list(answer.acceptance_lengths) for answer in answers],
-        engine.block_size,
-        [answer.length + 1 - answer.prompt_length for answer in answers],
-        max(answer.time_to_first_token for answer in answers),
-        time.perf_counter() - began,
-        [answer.num_prefilled_tokens for answer in answers],
-        list(longest.rows),
-        list(longest.step_seconds),
-        engine.target.weights,
-    )
+        lengths, engine.block_size, counts, first, time.perf_counter() - began, prefilled, list(longest.rows),
+        list(longest.step_seconds), engine.target.weights,
+    )  # fmt: skip

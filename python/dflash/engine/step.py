@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..call import Call
+from ..call import Call, tree_rows
 from ..drafter import Drafter
-from ..options import BlockSize, tree_rows
 from ..proposers import ChainProposer, PaddingProposer, TreeProposer, chain_widths
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance
-from ..settings import MAX_LOGPROBS
+from ..settings import MAX_LOGPROBS, BlockSize
 from ..state import FULL, RUNNING, STOPPED, Block, Logprobs, State
 from ..targets import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
@@ -38,7 +37,8 @@ def step(engine: Engine) -> None:
     raw = engine.target.verify(block, state)  # also writes state.context, the drafter's next input
     logits = engine.rules.apply(raw, block, state)
     choices = engine.acceptance.choose(logits, block, state)
-    engine.keep_logprobs_(raw, choices)
+    if engine.logprobs is not None:
+        engine.keep_logprobs_(raw, choices)
     engine.commit_(block, choices)
 
 
@@ -60,7 +60,8 @@ def host_step(engine: Engine) -> None:
         chosen = (engine.acceptance.choose(logits, block, state),)
     else:
         chosen = walk(engine, block, logits, state, state.done.tolist())
-    engine.keep_logprobs_(raw, chosen[0])
+    if engine.logprobs is not None:
+        engine.keep_logprobs_(raw, chosen[0])
     engine.commit_(block, *chosen)
 
 
@@ -212,8 +213,11 @@ class Engine:
         ranks = self.target.ranks
         if call.logprobs is not None and ranks.count > 1:
             raise ValueError(f"logprobs need a target in one process, this one is spread over {ranks.count}")
+        reuse = reuse and not call.prompt_logprobs  # a prompt that is cached has no logits
+        if ranks.count == 1:
+            return reuse
         ranks.compare("its prompts or arguments", lambda: (call.decisive(), chunk, self.block_size, self.widths))
-        return ranks.all(reuse and not call.prompt_logprobs)  # a prompt that is cached has no logits
+        return ranks.all(reuse)
 
     def configure(self, call: Call) -> None:
         """Give the first rows to ``call``, none to others, and set the ways to draft and to accept."""
@@ -261,12 +265,11 @@ class Engine:
 
     def _assign(self, rows: slice, call: Call) -> None:
         """Write into ``rows`` how the prompts of ``call`` sample, where they end and what rules they have."""
-        count = len(call.prompts)
-        self.state.sampling.rows(rows).set_(count, call.sampling)
+        self.state.sampling.set_(rows, call.sampling)
         self.target.ranks.share_(self.state.sampling.seeds)  # each rank has drawn its own if the call named none
         for row in range(rows.start, rows.stop):
             self.state.set_stop_token_ids(row, call.stop_token_ids)
-        self.calls[rows] = [call] * count
+        self.calls[rows] = [call] * len(call.prompts)
         if call.grammars:
             self._begin_grammars(rows.start, call)
         self._apply_settings()
@@ -297,17 +300,20 @@ class Engine:
     def _apply_settings(self) -> None:
         """Use the logit rules of all rows from now on, and keep log probabilities if a row asks for them."""
         # 1. Rules of one layout share tensors that never move; the least recently used layouts go.
-        settings = [{} if call is None else call.rules for call in self.calls]
-        layout = LogitRules.layout(settings)
+        settings, asks = [], False
+        for call in self.calls:
+            settings.append({} if call is None else call.rules)
+            asks = asks or (call is not None and call.logprobs is not None)
+        layout = LogitRules.layout(settings) if any(settings) else ()
         if layout not in self._rules:
             while len(self._rules) >= _MAX_RULES:
                 self._rules.popitem(last=False)
             self._rules[layout] = LogitRules(settings, self.vocab_size, self.target.device)
         self._rules.move_to_end(layout)
         self.rules = self._rules[layout]
-        self.rules.set_(settings)
+        if layout:
+            self.rules.set_(settings)
         # 2. Log probabilities
-        asks = any(call is not None and call.logprobs is not None for call in self.calls)
         if asks and self._logprobs is None:
             self._logprobs = Logprobs(*self.state.tokens.shape, MAX_LOGPROBS, self.target.device)
         self.logprobs = self._logprobs if asks else None
@@ -337,22 +343,12 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ rows of a block
 
-    @property
-    def rows(self) -> int:
-        """Rows that the next step verifies."""
-        return self.proposer.rows
-
     def choose_rows(self) -> None:
-        """Set the rows of the next step, if the call leaves them to us."""
-        if self.budget is not None:
-            self._set_rows(int(self._shared(self.budget.choose())))
-
-    def _set_rows(self, rows: int) -> None:
-        chosen = self.tree if isinstance(self.budget, TreeBudget) else self.chain
-        chosen.rows = rows
+        """Set the rows of the next step; the call leaves them to us."""
+        self.proposer.rows = int(self._shared(self.budget.choose()))
 
     def learn_costs(self, launching: Hashable, length: int, time_step: Callable[[], float], warm_ups: int) -> None:
-        """Measure what a step of each size costs, if the call has to know and it was not measured before.
+        """Measure what a step of each size costs, if the call's budget does not know and it was not measured before.
 
         Args:
             launching: how steps are launched: kernel by kernel, launches may take as long as 128 rows.
@@ -360,7 +356,7 @@ class Engine:
             time_step: takes a step, launched so, and returns its seconds.
             warm_ups: how many steps of a kind take longer than the others.
         """
-        if self.budget is None or self.budget.costs:
+        if self.budget.costs:
             return
         is_tree = isinstance(self.budget, TreeBudget)
         key = launching if is_tree else (launching, self.chain.kind[:-1], context_bucket(length))
@@ -376,7 +372,7 @@ class Engine:
         self.state.done.fill_(FULL)
 
         def time_step_of(rows: int) -> float:
-            self._set_rows(rows)
+            self.proposer.rows = rows
             return self._shared(time_step())
 
         if isinstance(self.budget, TreeBudget):
@@ -392,9 +388,8 @@ class Engine:
             return number
         return float(self.target.ranks.share_(torch.tensor(number, dtype=torch.float64, device=self.target.device)))
 
-    @property
     def kind(self) -> Hashable:
-        """What the branches of `step`, and the shapes and addresses of its tensors, depend on.
+        """Return what the branches of `step`, and the shapes and addresses of its tensors, depend on.
 
         Rules that are freed and made again are others. The stop list is replaced only by a longer one.
         """
@@ -404,9 +399,8 @@ class Engine:
     # ------------------------------------------------------------------------------------------ the end of a step
 
     def keep_logprobs_(self, logits: Tensor, choices: Tensor) -> None:
-        """Keep the log probabilities of a chain's choices, if a row asks for them. Call it before `commit_`."""
-        if self.logprobs is not None:
-            self.logprobs.write_(slice(None), logits, choices, self.state.positions(choices.shape[1]))
+        """Keep the log probabilities of a chain's choices. Call it before `commit_`."""
+        self.logprobs.write_(slice(None), logits, choices, self.state.positions(choices.shape[1]))
 
     def commit_(self, block: Block, choices: Tensor, limits: Tensor | None = None, stopped: Sequence[int] = ()) -> None:
         """Emit what was accepted, advance every row and its caches, and report to the host.
@@ -419,7 +413,8 @@ class Engine:
         """
         state, limits, path, expected = self.state, self.state.limits if limits is None else limits, None, None
         counters = state.tokens, state.length, state.num_context, state.done
-        choices = self.target.ranks.share_(choices)
+        if self.target.ranks.count > 1:
+            choices = self.target.ranks.share_(choices)
         # 1. Keep the accepted chain, whose features are in `state.context` already, or the accepted path of a tree.
         if block.tree is None:
             ops.accept_prefix_(block.ids, choices, state.stop_token_ids, limits, *counters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +17,11 @@ from ..state import Block, State
 from ..targets import Target
 
 
+@dataclass
 class Predictions:
-    """Logits of each position, from which its token is drawn independently of the others.
+    """Logits ``[batch, drafts, vocab]``, rules applied, from which tokens are drawn independently of each other."""
 
-    Args:
-        logits: ``[batch, drafts, vocab]``, rules applied.
-    """
-
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
+    logits: Tensor
 
     def fix(self, known: Tensor, drafts: Tensor) -> Predictions:  # noqa: ARG002
         """Return predictions given the tokens ``drafts`` where ``known``, both ``[batch, drafts]``."""
@@ -39,26 +36,19 @@ class Predictions:
         return acceptance.draft(self.logits, positions, sampling)
 
 
+@dataclass
 class LinkedPredictions(Predictions):
-    """Candidates of each position, scored also by the token drawn before: those of a DFlash 2 drafter's selector.
+    """Candidates of each position, scored also by the token drawn before: those of a DFlash 2 drafter's selector."""
 
-    Args:
-        logits: ``[batch, drafts, vocab]``, rules applied.
-        pairs: what scores a candidate by the token before it.
-        anchor: ``[batch]`` int64, the token before the first.
-        top_k: candidates per position.
-    """
-
-    def __init__(self, logits: Tensor, pairs: PairWeights, anchor: Tensor, top_k: int) -> None:
-        super().__init__(logits)
-        self.pairs, self.anchor, self.top_k = pairs, anchor, top_k
+    pairs: PairWeights  # what scores a candidate by the token before it
+    anchor: Tensor  # [batch] int64, the token before the first
+    top_k: int  # candidates per position
 
     def fix(self, known: Tensor, drafts: Tensor) -> Predictions:
         """Return predictions in which a known token is its position's only candidate, and precedes the next."""
         ids = torch.arange(self.logits.shape[-1], device=drafts.device)
         others = known[..., None] & (ids != drafts[..., None])
-        logits = self.logits.masked_fill(others, -torch.inf)
-        return LinkedPredictions(logits, self.pairs, self.anchor, self.top_k)
+        return replace(self, logits=self.logits.masked_fill(others, -torch.inf))
 
     def draw(self, positions: Tensor, sampling: Sampling) -> Tensor:
         """Draw a path ``[batch, drafts]``, -1 from a NaN on.
@@ -67,30 +57,28 @@ class LinkedPredictions(Predictions):
         trained pair more of them are accepted. A selector that adds nothing draws what `Predictions` draw.
         """
         sharpness = sampling.sharpness[:, None]
-        candidates = self._candidates(positions, sampling, sharpness)
-        return self._walk(candidates, positions, sampling, sharpness, stream=0)[0][:, 0]
+        return self._walk(positions, sampling, sharpness, sharpness, stream=0)[0]
 
     def draw_for(self, acceptance: RejectionAcceptance, positions: Tensor, sampling: Sampling) -> Tensor:
         """Draw from the selector's distribution, which ``acceptance`` remembers."""
         # The candidates are plain: the noise of the draw must not choose them too, which would bias the output.
-        ones = torch.ones_like(sampling.sharpness)[:, None]
-        ids, logits = self._candidates(positions, sampling, math.inf * ones)
-        path, scores = self._walk((ids, logits), positions, sampling, ones, stream=acceptance.STREAM)
-        acceptance.remember_(path[:, 0], ids[:, 0], scores[:, 0])
-        return path[:, 0]
-
-    def _candidates(self, positions: Tensor, sampling: Sampling, sharpness: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and logits of the candidates, each ``[batch, 1, drafts, top_k]``."""
-        return ops.top_candidates(self.logits, positions, sampling.seeds, sampling.temperature, sharpness, self.top_k)
+        ones = sampling.ones[:, None]
+        path, ids, scores = self._walk(positions, sampling, math.inf * ones, ones, stream=acceptance.STREAM)
+        acceptance.remember_(path, ids, scores)
+        return path
 
     def _walk(
-        self, candidates: tuple[Tensor, Tensor], positions: Tensor, s: Sampling, sharpness: Tensor, stream: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the path ``[batch, 1, drafts]`` and the scores of the candidates along it."""
-        return ops.walk_candidates(
-            self.pairs.queries, self.pairs.predecessors, self.pairs.successors, self.anchor, *candidates, positions,
+        self, positions: Tensor, s: Sampling, candidate_sharpness: Tensor, sharpness: Tensor, stream: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the path ``[batch, drafts]``, and the candidates' ids and scores along it, each ``[..., top_k]``."""
+        ids, logits = ops.top_candidates(
+            self.logits, positions, s.seeds, s.temperature, candidate_sharpness, self.top_k
+        )  # fmt: skip
+        path, scores = ops.walk_candidates(
+            self.pairs.queries, self.pairs.predecessors, self.pairs.successors, self.anchor, ids, logits, positions,
             s.seeds, s.temperature, s.top_k, s.top_p, s.min_p, sharpness, stream,
         )  # fmt: skip
+        return path[:, 0], ids[:, 0], scores[:, 0]
 
 
 class DraftRows(NamedTuple):
@@ -235,7 +223,8 @@ class ChainProposer(DraftPass):
         """Return a drafted block for every row."""
         block, known, drafts = self.rows_for(state, self.rows - 1), None, None
         features = self.draft.fuse(state.context, state.num_context)
-        for keep in (*keep_schedule(self.rows - 1, self.passes), None):
+        schedule = keep_schedule(self.rows - 1, self.passes) if self.passes > 1 else ()
+        for keep in (*schedule, None):
             # 1. One pass over what is known so far and masks.
             predictions = self.predict(block, features, state)
             linked = predictions if known is None else predictions.fix(known, drafts)

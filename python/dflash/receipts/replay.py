@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..call import Call
 from ..engine import Engine, Prefill
@@ -146,18 +145,17 @@ def mismatches_of(
     engine.agrees_to_reuse(call, chunk, False)
     engine.refresh()
     engine.configure(call)
-    limits = [len(prompt) + call.max_new_tokens for prompt in call.prompts]
     nothing = [0] * len(answers)
-    prompts = Prefill(engine, call.prompts, limits, nothing, chunk=chunk, snapshot=False)
-    while not prompts.is_complete:
+    prompts = Prefill(engine, call.prompts, call.max_new_tokens, nothing, chunk=chunk, snapshot=False)
+    while prompts.chunks:
         prompts.run_chunk()
         yield
-    state, rows, idle = engine.state, engine.block_size, engine.batch_size - len(answers)
+    state, rows = engine.state, engine.block_size
     if engine.grammar_masks is not None:
         state.done.fill_(RUNNING)  # masks are made for rows that run
     prompt = dataclasses.replace(state, length=(state.length - 1).clamp(min=0))
     search = _Search(engine, answers, call.stop_token_ids)
-    search.compare(Block(prompt.anchor), functional.pad(prompts.ends, (0, 0, 0, 0, 0, idle)), prompt, 0)
+    search.compare(Block(prompt.anchor), prompts.ends, prompt, 0)
     # 2. The answers, a block of recorded tokens at a time: row j chooses the token after its own.
     longest = max(len(answer.ids) for answer in answers)
     ids = torch.full((engine.batch_size, longest + rows), _NOTHING, dtype=torch.int64, device="cpu")

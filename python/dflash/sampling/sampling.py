@@ -122,19 +122,20 @@ class Sampling:
         """Return the parameters of some rows; they share these tensors' memory."""
         return Sampling(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
-    def set_(self, rows: int, arguments: SamplingArguments) -> None:
-        """Write the first ``rows`` rows in place.
+    def set_(self, rows: slice, arguments: SamplingArguments) -> None:
+        """Write ``rows`` in place.
 
         Raises:
-            ValueError: the number of seeds is not ``rows``.
+            ValueError: the number of seeds is not that of the rows.
         """
-        sharpness = arguments.draft_sharpness
-        self.seeds[:rows] = torch.tensor(arguments.seeds(rows), dtype=torch.int64, device="cpu")
-        self.temperature[:rows] = 0.0 if arguments.is_greedy else arguments.temperature
-        self.top_k[:rows] = min(arguments.top_k, 2**63 - 1)
-        self.top_p[:rows] = arguments.top_p
-        self.min_p[:rows] = arguments.min_p
-        self.sharpness[:rows] = math.inf if sharpness > _LARGEST_FLOAT32 else sharpness
+        sharpness, is_greedy = arguments.draft_sharpness, arguments.is_greedy
+        seeds = arguments.seeds(len(self.seeds[rows]))
+        self.seeds[rows] = torch.tensor(seeds, dtype=torch.int64, device="cpu")
+        self.temperature[rows] = 0.0 if is_greedy else arguments.temperature
+        self.top_k[rows] = min(arguments.top_k, 2**63 - 1)
+        self.top_p[rows] = arguments.top_p
+        self.min_p[rows] = arguments.min_p
+        self.sharpness[rows] = math.inf if sharpness > _LARGEST_FLOAT32 else sharpness
 
     def select(self, logits: Tensor, positions: Tensor, sharpness: Tensor | None = None) -> Tensor:
         """Choose a token per row with keyed noise. See `dflash.ops.select_tokens`.
