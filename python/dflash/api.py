@@ -36,59 +36,58 @@ __all__ = ["PairOptions", "generate", "generate_call", "release", "stream"]
 _CAPACITY_STEP = 256
 
 
-@overload
-def generate(
-    target: nn.Module,
-    draft: nn.Module | None,
-    ids: Tensor,
-    *,
-    block_size: int | Literal["auto"] | None = None,
-    weights: WeightStorage = None,
-    draft_weights: WeightStorage = None,
-    return_dict_in_generate: Literal[False] = False,
-    **arguments: Unpack[GenerateArguments],
-) -> Tensor: ...
+class PairOptions(NamedTuple):
+    """The options of a kept generator, which `Generator` documents."""
+
+    block_size: BlockSize = None
+    weights: WeightStorage = None
+    draft_weights: WeightStorage = None
+
+
+class OneShotArguments(GenerateArguments, total=False):
+    """The keyword arguments of `generate` and `stream`: those of a call, and three of the generator's options.
+
+    Attributes:
+        block_size: rows that a step verifies, 1 to the drafter's own (the default). ``"auto"`` chooses a quarter, half,
+            three quarters or all of these before each step: the width that wrote most tokens per second so far at this
+            context length. A step's time at each width is measured when a call begins at a new length. Cannot be
+            combined with ``tree`` or ``acceptance="rejection"``. Changes the speed, never the text; in bf16 as far as
+            the texts of two fixed widths are equal, and the widths then follow the clock.
+        weights: ``"int8"`` for the text of the target with its weights in 8 bits, see `Generator`. The copies are added
+            to what is in memory.
+        draft_weights: ``"int8"`` for the drafter's; changes the speed, never the text.
+    """
+
+    block_size: BlockSize
+    weights: WeightStorage
+    draft_weights: WeightStorage
 
 
 @overload
 def generate(
-    target: nn.Module,
-    draft: nn.Module | None,
-    ids: Tensor,
-    *,
-    block_size: int | Literal["auto"] | None = None,
-    weights: WeightStorage = None,
-    draft_weights: WeightStorage = None,
-    return_dict_in_generate: Literal[True],
-    **arguments: Unpack[GenerateArguments],
-) -> GenerateOutput: ...
+    target: nn.Module, draft: nn.Module | None, ids: Tensor, *, return_dict_in_generate: Literal[False] = False,
+    **arguments: Unpack[OneShotArguments],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def generate(
-    target: nn.Module,
-    draft: nn.Module | None,
-    ids: Tensor,
-    *,
-    block_size: int | Literal["auto"] | None = None,
-    weights: WeightStorage = None,
-    draft_weights: WeightStorage = None,
-    return_dict_in_generate: bool,
-    **arguments: Unpack[GenerateArguments],
-) -> Tensor | GenerateOutput: ...
+    target: nn.Module, draft: nn.Module | None, ids: Tensor, *, return_dict_in_generate: Literal[True],
+    **arguments: Unpack[OneShotArguments],
+) -> GenerateOutput: ...  # fmt: skip
+
+
+@overload
+def generate(
+    target: nn.Module, draft: nn.Module | None, ids: Tensor, *, return_dict_in_generate: bool,
+    **arguments: Unpack[OneShotArguments],
+) -> Tensor | GenerateOutput: ...  # fmt: skip
 
 
 def generate(
-    target: nn.Module,
-    draft: nn.Module | None,
-    ids: Tensor,
-    *,
-    block_size: int | Literal["auto"] | None = None,
-    weights: WeightStorage = None,
-    draft_weights: WeightStorage = None,
-    return_dict_in_generate: bool = False,
-    **arguments: Unpack[GenerateArguments],
-) -> Tensor | GenerateOutput:
+    target: nn.Module, draft: nn.Module | None, ids: Tensor, *, return_dict_in_generate: bool = False,
+    **arguments: Unpack[OneShotArguments],
+) -> Tensor | GenerateOutput:  # fmt: skip
     """Generate exactly what ``target`` would write on its own, drafting blocks with ``draft``.
 
     At temperature 0 the output is that of ``target.generate(do_sample=False)``. At a positive temperature each token is
@@ -106,16 +105,8 @@ def generate(
         target: a causal language model of transformers; never modified.
         draft: a drafter from `load_draft`, or a module it takes. None decodes one token per step.
         ids: ``[batch, length]`` int64 or int32 prompts, on the target's device.
-        block_size: rows that a step verifies, 1 to the drafter's own (the default). ``"auto"`` chooses a quarter, half,
-            three quarters or all of these before each step: the width that wrote most tokens per second so far at this
-            context length. A step's time at each width is measured when a call begins at a new length. Cannot be
-            combined with ``tree`` or ``acceptance="rejection"``. Changes the speed, never the text; in bf16 as far as
-            the texts of two fixed widths are equal, and the widths then follow the clock.
-        weights: ``"int8"`` for the text of the target with its weights in 8 bits, see `Generator`. The copies are added
-            to what is in memory.
-        draft_weights: ``"int8"`` for the drafter's; changes the speed, never the text.
         return_dict_in_generate: return a `GenerateOutput` with statistics.
-        arguments: see `dflash.call.GenerateArguments`.
+        arguments: see `OneShotArguments` and `dflash.call.GenerateArguments`.
 
     Returns:
         ``[batch, length + longest answer]`` int64: the prompt as given, then the new tokens, right-padded with the pad
@@ -126,22 +117,14 @@ def generate(
             pass the target's ``max_position_embeddings``, or the target's logits are NaN.
         TypeError: an argument is unknown or has the wrong type.
     """
-    target, call = _resolve(target, ids, arguments)
-    output = generate_call(target, draft, call, PairOptions(block_size, weights, draft_weights))
+    output = generate_call(*_resolve(target, draft, ids, arguments))
     return output if return_dict_in_generate else output.sequences
 
 
 def stream(
-    target: nn.Module,
-    draft: nn.Module | None,
-    ids: Tensor,
-    *,
-    block_size: int | Literal["auto"] | None = None,
-    weights: WeightStorage = None,
-    draft_weights: WeightStorage = None,
-    skip_special_tokens: bool = False,
-    **arguments: Unpack[GenerateArguments],
-) -> Iterator[StreamEvent]:
+    target: nn.Module, draft: nn.Module | None, ids: Tensor, *, skip_special_tokens: bool = False,
+    **arguments: Unpack[OneShotArguments],
+) -> Iterator[StreamEvent]:  # fmt: skip
     """Do what `generate` does, as an iterator over one event per step.
 
     Every argument is checked at once; the prompt is run when the first event is asked for. Closing the iterator before
@@ -151,12 +134,8 @@ def stream(
         target: see `generate`.
         draft: see `generate`.
         ids: see `generate`.
-        block_size: see `generate`.
-        weights: see `generate`.
-        draft_weights: see `generate`.
         skip_special_tokens: as in ``tokenizer.decode``.
-        arguments: see `dflash.call.GenerateArguments`, except ``streamer``. With ``tokenizer`` the events carry
-            text.
+        arguments: see `generate`, except ``streamer``. With ``tokenizer`` the events carry text.
 
     Yields:
         `StreamEvent`; the ids of a row, joined, are what `generate` returns for it.
@@ -167,9 +146,9 @@ def stream(
         RuntimeError: the kept generator has started another call.
     """
     check_stream_arguments(arguments)
-    target, call = _resolve(target, ids, arguments)
+    pair = _resolve(target, draft, ids, arguments)
     with _lock():
-        generator = _generator_for(target, draft, call, PairOptions(block_size, weights, draft_weights))
+        generator, call = _generator_for(*pair), pair[2]
     return _released_unless_finished(generator, generator.stream_call(call, skip_special_tokens))
 
 
@@ -216,14 +195,6 @@ def generate_call(
 # ---------------------------------------------------------------------------------------------- the kept generator
 
 
-class PairOptions(NamedTuple):
-    """The options of a kept generator, which `Generator` documents."""
-
-    block_size: BlockSize = None
-    weights: WeightStorage = None
-    draft_weights: WeightStorage = None
-
-
 class _CachedGenerator:
     """The generator of the last pair. It holds neither of the user's modules, and is freed with either of them."""
 
@@ -265,11 +236,16 @@ def _lock() -> AbstractContextManager[object]:
     return contextlib.nullcontext() if _is_inside_a_call() else _one_at_a_time.lock
 
 
-def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> tuple[nn.Module, Call]:
-    """Check a one-shot call; return the target without wrappers, and the call.
+def _resolve(
+    target: nn.Module, draft: nn.Module | None, ids: Tensor, arguments: OneShotArguments
+) -> tuple[nn.Module, nn.Module | None, Call, PairOptions]:
+    """Check a one-shot call; return the target without wrappers, the drafter, the call, and the generator's options.
 
     The kept target is not checked here: `_generator_for` does if it has changed.
     """
+    options = PairOptions(
+        arguments.pop("block_size", None), arguments.pop("weights", None), arguments.pop("draft_weights", None)
+    )
     cached, target = _cached, unwrap(target)
     if cached is None or not cached.fingerprints[0].is_of(target):
         target = check_target(target)
@@ -279,7 +255,7 @@ def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> tu
             f"a prompt of {call.longest} tokens and {call.max_new_tokens} new tokens pass the target's "
             f"max_position_embeddings, {positions}"
         )
-    return target, call
+    return target, draft, call, options
 
 
 def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, options: PairOptions) -> Generator:
@@ -318,7 +294,7 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     if not is_inside:
         _free()
     own = structural_copy(loaded) if loaded is not None and loaded is draft else loaded
-    generator = Generator.of_checked(target, own, sizes)
+    generator = Generator(target, own, **vars(sizes))
     _our_locks.add(generator.lock)
     if not is_inside:
         _cached = _CachedGenerator(target, draft, options, generator)

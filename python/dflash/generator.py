@@ -181,6 +181,7 @@ class Generator:
         ValueError: target and drafter do not fit, the target is not supported, or a number is out of range.
     """
 
+    @torch.inference_mode(False)  # what is made here is also written outside of inference mode
     def __init__(  # noqa: PLR0913 - the options are documented above
         self,
         target: nn.Module,
@@ -203,17 +204,7 @@ class Generator:
             *(max_length, batch_size, block_size, denoise_steps, compile, graph, fused, prefill_chunk, reuse_prefix),
             *(tree, weights, draft_weights),
         )
-        self._build(check_target(target), draft, options)
-
-    @classmethod
-    def of_checked(cls, target: nn.Module, draft: nn.Module | None, options: GeneratorOptions) -> Generator:
-        """Return a generator for a target that `dflash.targets.check_target` has returned already."""
-        generator = cls.__new__(cls)
-        generator._build(target, draft, options)
-        return generator
-
-    @torch.inference_mode(False)  # what is made here is also written outside of inference mode
-    def _build(self, target: nn.Module, draft: nn.Module | None, options: GeneratorOptions) -> None:
+        target = check_target(target)
         # 1. Check everything before anything is made.
         options.check(target)
         loaded = None if draft is None else load_draft(draft)
@@ -227,7 +218,11 @@ class Generator:
         self.tree = checked("tree", options.tree)
         check_tree(target, self.tree, self._loaded)
         # 2. The pair: the target's copy, the drafter, and the engine with its state.
-        check_tree_trial(prepared := self._prepare(target), self.tree)
+        taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
+        prepared, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
+        check_tree_trial(prepared, self.tree)
+        self._weights, self.fused_reason, self._hook = Fingerprint(target), prepared.fused_reason, first_hook(target)
+        self._modules = [module for module in (prepared.model, self._loaded) if module is not None]
         self.draft = None if self._loaded is None else quantized_draft(options.draft_weights, self._loaded)
         widths = checked_block_size(options.block_size)
         self.engine = Engine(
@@ -429,16 +424,6 @@ class Generator:
     def _end_run(self) -> None:
         if self._run is not None:
             self._run.ended, self._run = True, None
-
-    # ------------------------------------------------------------------------------------------ the target
-
-    def _prepare(self, target: nn.Module) -> Target:
-        """Return a copy of the target as it is now, on our cache and attention, and remember what it was made of."""
-        taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
-        prepared, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
-        self._weights, self.fused_reason, self._hook = Fingerprint(target), prepared.fused_reason, first_hook(target)
-        self._modules = [module for module in (prepared.model, self._loaded) if module is not None]
-        return prepared
 
     def _graph_obstacle(self, call: Call | None) -> str:
         """Return why steps must not be captured; empty if they may."""
