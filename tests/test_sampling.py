@@ -24,7 +24,7 @@ def test_values_land_in_their_rows_and_addresses_stay():
     sampling = Sampling.create(3)
     addresses = [x.data_ptr() for x in vars(sampling).values()]
     sampling.set_(
-        3, SamplingArguments(temperature=0.5, top_k=20, top_p=0.9, min_p=0.25, seed=7, draft_sharpness=math.inf)
+        slice(3), SamplingArguments(temperature=0.5, top_k=20, top_p=0.9, min_p=0.25, seed=7, draft_sharpness=math.inf)
     )
     assert sampling.seeds.tolist() == [7, fold(7, 1), fold(7, 2)]
     assert sampling.temperature.tolist() == [0.5] * 3
@@ -38,7 +38,7 @@ def test_values_land_in_their_rows_and_addresses_stay():
     assert sampling.top_p[:2].tolist() == [1.0, 1.0]
     assert [x.data_ptr() for x in vars(sampling).values()] == addresses
     assert [x.dtype for x in vars(sampling).values()] == [
-        torch.int64, torch.float32, torch.int64, torch.float32, torch.float32, torch.float32,
+        torch.int64, torch.float32, torch.int64, torch.float32, torch.float32, torch.float32, torch.float32,
     ]  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_seed_none_draws_from_the_default_generator():
 def test_integers_and_extreme_numbers_are_accepted():
     sampling = Sampling.create(2)
     sampling.set_(
-        2, SamplingArguments(temperature=1, top_p=1, min_p=0, top_k=10**30, draft_sharpness=1e300, seed=(3, 4))
+        slice(2), SamplingArguments(temperature=1, top_p=1, min_p=0, top_k=10**30, draft_sharpness=1e300, seed=(3, 4))
     )
     assert sampling.seeds.tolist() == [3, 4]
     assert sampling.top_k.tolist() == [2**63 - 1] * 2
