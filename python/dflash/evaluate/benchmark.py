@@ -95,21 +95,24 @@ def distinct_ngrams(answer: Sequence[int], size: int = _NGRAM) -> tuple[int, int
 
 def count_steps(prompt_tokens: int, answer: Answer) -> StepCounts:
     """Count the steps of an answer, each in the bucket of the position that it starts from."""
-    counts: StepCounts = {}
+    steps = []
     length = prompt_tokens  # the anchor's position: the first token comes from the prompt
     for tokens, rows, seconds in zip(answer.steps, answer.rows, answer.step_seconds, strict=True):
-        bucket = str(context_bucket(length))
-        counts[bucket] = _added(counts.get(bucket), (1, tokens, rows, seconds))
+        steps.append({str(context_bucket(length)): [1, tokens, rows, seconds]})
         length += tokens
-    return counts
+    return _total(steps)
 
 
-def _added(total: Sequence[float] | None, numbers: Sequence[float]) -> list[float]:
-    return [a + b for a, b in zip(total or (0, 0, 0, 0.0), numbers, strict=True)]
+def _total(answers: Iterable[StepCounts]) -> StepCounts:
+    total: StepCounts = {}
+    for counts in answers:
+        for bucket, numbers in counts.items():
+            total[bucket] = [a + b for a, b in zip(total.get(bucket, (0, 0, 0, 0.0)), numbers, strict=True)]
+    return total
 
 
 def _record(prompt: Sequence[int], answers: Mapping[str, Answer]) -> Record:
-    expected = answers["one-token"]
+    expected, chain = answers["one-token"], answers["dflash"]
 
     def drafted(answer: Answer) -> Record:
         return {
@@ -122,11 +125,11 @@ def _record(prompt: Sequence[int], answers: Mapping[str, Answer]) -> Record:
 
     return {
         "prompt_tokens": len(prompt),
-        **drafted(answers["dflash"]),
+        **drafted(chain),
         "one_token_new_tokens": len(expected.ids),
         "one_token_seconds": expected.seconds,
         "one_token_by_context": count_steps(len(prompt), expected),
-        "ngrams": list(distinct_ngrams(answers["dflash"].ids)),
+        "ngrams": list(distinct_ngrams(chain.ids)),
         **({"tree": drafted(answers["tree"])} if "tree" in answers else {}),
     }
 
@@ -149,10 +152,9 @@ def summarize(records: Sequence[Sequence[Record]], block_size: int, wanted: int)
         are of chains. ``tree`` has some of the same names for trees, or is None without.
     """
     turns = [turn for prompt in records for turn in prompt]
-    one_token = Total()
+    one_token, trees = Total(), [turn["tree"] for turn in turns if "tree" in turn]
     for turn in turns:
         one_token.add(turn["one_token_new_tokens"], turn["one_token_seconds"])
-    trees = [turn["tree"] for turn in turns if "tree" in turn]
     one_token_steps = [turn["one_token_by_context"] for turn in turns]
     distinct, grams = (sum(turn["ngrams"][i] for turn in turns) for i in (0, 1))
     return {
@@ -198,31 +200,15 @@ def summarize_steps(drafted: Iterable[StepCounts], one_token: Iterable[StepCount
         rows, those that a step verified; step_seconds and one_token_step_seconds, means; and speedup, of steps only.
         The last two are None where one-token decoding took no step.
     """
-    ours, theirs = _total(drafted), _total(one_token)
-    buckets = []
-    for start in sorted(ours, key=int):
-        steps, tokens, rows, seconds = ours[start]
-        one_token_seconds = theirs[start][3] / theirs[start][0] if start in theirs else None
-        buckets.append(
-            {
-                "from": int(start),
-                "steps": steps,
-                "acceptance_length": tokens / steps,
-                "rows": rows / steps,
-                "step_seconds": seconds / steps,
-                "one_token_step_seconds": one_token_seconds,
-                "speedup": None if one_token_seconds is None else one_token_seconds * tokens / seconds,
-            }
-        )
+    theirs, buckets = _total(one_token), []
+    for start, (steps, tokens, rows, seconds) in sorted(_total(drafted).items(), key=lambda bucket: int(bucket[0])):
+        bucket = {"from": int(start), "steps": steps, "acceptance_length": tokens / steps, "rows": rows / steps}
+        bucket |= {"step_seconds": seconds / steps, "one_token_step_seconds": None, "speedup": None}
+        if start in theirs:
+            each = theirs[start][3] / theirs[start][0]
+            bucket |= {"one_token_step_seconds": each, "speedup": each * tokens / seconds}
+        buckets.append(bucket)
     return buckets
-
-
-def _total(answers: Iterable[StepCounts]) -> StepCounts:
-    total: StepCounts = {}
-    for counts in answers:
-        for bucket, numbers in counts.items():
-            total[bucket] = _added(total.get(bucket), numbers)
-    return total
 
 
 # ---------------------------------------------------------------------------------------------- a whole run
@@ -302,12 +288,11 @@ def run_benchmark(
             raise ValueError(
                 f"no prompt of {name} and {config.max_new_tokens} new tokens fit the model's {positions} positions"
             )
-    most = max(longest.values())
+    most, settings = max(longest.values()), dataclasses.asdict(config)
     shared = ("max_new_tokens", "temperature", "seed", "draft_sharpness", "tree")
-    decoding = Decoding(**{name: getattr(config, name) for name in shared})
-    generators = {"block_size": config.block_size, "max_length": most, "compile": config.compile}
-    storage = {"weights": config.weights, "draft_weights": config.draft_weights}
-    comparison = Comparison(pair_runners(target, draft, decoding, padded=config.padded, **generators, **storage))
+    decoding = Decoding(**{name: settings[name] for name in shared})
+    generators = {name: settings[name] for name in ("block_size", "padded", "weights", "draft_weights", "compile")}
+    comparison = Comparison(pair_runners(target, draft, decoding, max_length=most, **generators))
     # 2. Answer every prompt, dataset by dataset
     folder, summaries = None if out is None else Path(out), {}
     if folder is not None:
@@ -322,11 +307,10 @@ def run_benchmark(
         if folder is not None:
             _write(folder / f"{name}.jsonl", "".join(json.dumps({"turns": turns}) + "\n" for turns in records))
     # 3. Report
-    header = {**describe(target, draft), **dataclasses.asdict(config), "block_size": block_size}
-    header["auto_width"] = config.block_size == "auto"
-    header["draft_sharpness"] = str(config.draft_sharpness)  # JSON has no infinity
-    finished = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    report = {"header": {**(about or {}), "finished": finished, **header}, "datasets": summaries}
+    header = {**(about or {}), "finished": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    header |= {**describe(target, draft), **settings, "block_size": block_size}
+    header |= {"auto_width": config.block_size == "auto", "draft_sharpness": str(config.draft_sharpness)}  # may be inf
+    report = {"header": header, "datasets": summaries}
     if folder is not None:
         _write(folder / "summary.json", json.dumps(report, indent=1) + "\n")
     return report
@@ -339,13 +323,14 @@ def _write(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def progress_bars(totals: Mapping[str, int]) -> Iterator[Advance]:
     """Show a bar per dataset on a terminal's standard error; yields what to call with each prompt's records."""
-    seen: dict[str, list[list[int]]] = {name: [] for name in totals}
+    prompts, steps = dict.fromkeys(totals, 0), {name: Total() for name in totals}
     with bars(totals) as show:
 
         def advance(name: str, records: list[Record]) -> None:
-            seen[name].append([length for record in records for length in record["acceptance_lengths"]])
-            steps = [length for lengths in seen[name] for length in lengths]
-            text = f"{sum(steps) / len(steps):.2f} tokens per step" if steps else ""
-            show(name, len(seen[name]), totals[name], text)
+            prompts[name] += 1
+            for record in records:
+                steps[name].add(record["new_tokens"], record["seconds"], record["acceptance_lengths"])
+            mean = steps[name].acceptance_length
+            show(name, prompts[name], totals[name], "" if mean is None else f"{mean:.2f} tokens per step")
 
         yield advance

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import ops
 from ..drafter import Drafter
@@ -68,34 +68,28 @@ class GeneratorRunner:
     def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
         """Answer one prompt."""
         began = time.perf_counter()
-        arguments = self._arguments(ids, max_new_tokens)
-        out = self.generator.generate(self._prompt(ids), return_dict_in_generate=True, **arguments)
+        out = self.generator.generate(**self._arguments(ids, max_new_tokens), return_dict_in_generate=True)
         new = out.sequences[0, len(ids) :].tolist()  # also waits for the device
         seconds, found = time.perf_counter() - began, out.statistics
         return Answer(new, found.acceptance_lengths[0], seconds, found.rows, found.step_seconds)
 
     def stream(self, ids: Sequence[int]) -> Iterator[StreamEvent]:
         """Answer one prompt, event by event."""
-        return self.generator.stream(self._prompt(ids), **self._arguments(ids, None))
-
-    def _prompt(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor([ids], dtype=torch.int64, device=self.device)
+        return self.generator.stream(**self._arguments(ids, None))
 
     def _arguments(self, ids: Sequence[int], max_new_tokens: int | None) -> dict[str, Any]:
-        decoding, generator = self.decoding, self.generator
-        room = generator.max_length - len(ids)
-        has_drafts = generator.draft is not None
-        return {
+        decoding, room = self.decoding, self.generator.max_length - len(ids)
+        arguments = {
+            "ids": torch.tensor([ids], dtype=torch.int64, device=self.device),
             "max_new_tokens": min(max_new_tokens or decoding.max_new_tokens, decoding.max_new_tokens, room),
-            "temperature": decoding.temperature,
-            "top_k": 0,
-            "top_p": 1.0,
-            "min_p": 0.0,
-            "seed": decoding.seed,
-            "draft_sharpness": decoding.draft_sharpness if has_drafts and decoding.tree is None else 1.0,
+            **{"temperature": decoding.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": decoding.seed},
             "stop_token_ids": decoding.stop_token_ids,
-            "tree": decoding.tree if has_drafts else None,
+            "tree": None,
         }
+        if self.generator.draft is None:
+            return arguments
+        is_chain = decoding.tree is None
+        return arguments | ({"draft_sharpness": decoding.draft_sharpness} if is_chain else {"tree": decoding.tree})
 
 
 class TransformersRunner:
@@ -140,7 +134,7 @@ def pair_runners(
         decoding: how all of them answer.
         block_size: of DFlash; None is the drafter's.
         padded: run one-token decoding at the shapes of a whole block.
-        draft_weights: how DFlash stores the drafter's weights.
+        draft_weights: of DFlash; see `Generator`.
         arguments: ``max_length`` and others of `Generator`.
     """
     chain, device = dataclasses.replace(decoding, tree=None), target.get_input_embeddings().weight.device

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..drafter import Drafter
-from .compare import Answer, Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, pair_runners
+from .compare import Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, pair_runners
 from .pair import ARROW, PAIR, Prompt, demo_pair, demo_prompts, encode
 from .report import print_answer, print_demo, print_legend, print_tree
 from .trees import TreeWatch
@@ -87,19 +87,12 @@ def measure(
     if len(shortest) < len(longest) and not budget.is_spent(0.5):
         comparison.warm_up(shortest)
     # 4. Answer prompts until the time is spent.
-    answers: list[dict[str, Answer]] = []
-    for row in ids:
-        if not answers or not budget.is_spent():
-            answers.append(comparison.answer(row))
-    return _report(prompts, answers, decoding, ours["dflash"].generator.block_size, tokenizer)
-
-
-def _report(
-    prompts: Sequence[Prompt], answers: list[dict[str, Answer]], decoding: Decoding, block_size: int, tokenizer: Any
-) -> dict[str, Any]:
-    totals = {name: Total() for name in answers[0]}
-    identical, right = True, 0
-    for prompt, answer in zip(prompts, answers, strict=False):
+    totals = {name: Total() for name in comparison.runners}
+    identical, right, answered = True, 0, 0
+    for prompt, row in zip(prompts, ids, strict=True):
+        if answered and budget.is_spent():
+            break
+        answer, answered = comparison.answer(row), answered + 1
         for name, total in totals.items():
             total.add(len(answer[name].ids), answer[name].seconds, answer[name].steps)
         drafted = answer["dflash"].ids
@@ -107,6 +100,7 @@ def _report(
         identical &= "tree" not in answer or answer["tree"].ids == drafted
         identical &= decoding.temperature > 0 or drafted == answer["transformers"].ids
         right += prompt.answer == tokenizer.decode(drafted, skip_special_tokens=True)
+    # 5. Report
     dflash = totals["dflash"]
     speeds = {name: total.tokens_per_second for name, total in totals.items()}
     baseline = max(speeds["transformers"], speeds["one-token"])
@@ -118,14 +112,14 @@ def _report(
         "baseline_tokens_per_second": baseline,
         "one_token_tokens_per_second": speeds["one-token"],
         "transformers_tokens_per_second": speeds["transformers"],
-        "histogram": dflash.statistics(block_size).histogram,
+        "histogram": dflash.statistics(ours["dflash"].generator.block_size).histogram,
         "temperature": decoding.temperature,
         "seed": decoding.seed,
-        "prompts": len(answers),
+        "prompts": answered,
         "available": len(prompts),
         "new_tokens": dflash.tokens,
         "right": right,
-        "answerable": sum(prompt.answer is not None for prompt in prompts[: len(answers)]),
+        "answerable": sum(prompt.answer is not None for prompt in prompts[:answered]),
         "tree": decoding.tree,
         "tree_tokens_per_second": speeds.get("tree"),
         "tree_acceptance_length": totals["tree"].acceptance_length if "tree" in totals else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,19 +25,20 @@ class Dataset(NamedTuple):
 
     files: tuple[str, ...]
     hub: dict[str, Any]
-    categories: tuple[str, ...] | None = None
+    categories: tuple[str, ...] = ()
 
 
+# fmt: off
 DATASETS = {
     "humaneval": Dataset(
-        ("HumanEval.jsonl.gz", "HumanEval.jsonl"), {"path": "openai/openai_humaneval", "split": "test"}
-    ),
+        ("HumanEval.jsonl.gz", "HumanEval.jsonl"), {"path": "openai/openai_humaneval", "split": "test"}),
     "gsm8k": Dataset(("gsm8k_test.jsonl", "gsm8k.jsonl"), {"path": "openai/gsm8k", "name": "main", "split": "test"}),
     "mt-bench": Dataset(
-        ("mt_bench.jsonl", "spec_bench.jsonl"), {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"}, _MT_BENCH
-    ),
+        ("mt_bench.jsonl", "spec_bench.jsonl"), {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"},
+        _MT_BENCH),
     "spec-bench": Dataset(("spec_bench.jsonl",), {"path": "json", "data_files": _SPEC_BENCH, "split": "train"}),
 }
+# fmt: on
 
 
 class Conversation(NamedTuple):
@@ -56,10 +57,9 @@ def load_conversations(dataset: str, data: str | Path | None = None, limit: int 
         data: the folder of the known datasets' files; None loads them from the hub, through ``datasets``.
         limit: take only so many prompts.
     """
-    source = DATASETS.get(dataset)
-    categories = None if source is None else source.categories
+    categories = DATASETS[dataset].categories if dataset in DATASETS else ()
     prompts: list[Conversation] = []
-    for where, row in _rows(dataset, source, data):
+    for where, row in _rows(dataset, data):
         if limit is not None and len(prompts) == limit:
             break
         messages, turns = parse_prompt(row, where)
@@ -76,35 +76,31 @@ def load_conversations(dataset: str, data: str | Path | None = None, limit: int 
     return prompts
 
 
-def _rows(dataset: str, source: Dataset | None, data: str | Path | None) -> Iterable[tuple[str, Any]]:
+def _rows(dataset: str, data: str | Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a dataset, each with its place for error messages."""
-    if source is None:
-        path = Path(dataset)
-        if not path.is_file():
-            raise ValueError(f"--dataset {dataset!r} is neither one of {', '.join(DATASETS)} nor a file of JSON lines")
-    elif data is None:
-        return _rows_from_hub(dataset, source)
-    else:
-        found = [Path(data) / name for name in source.files if (Path(data) / name).is_file()]
+    source, path = DATASETS.get(dataset), Path(dataset)
+    if source is not None and data is None:
+        local = f"--data DIR reads {source.files[0]} from a folder instead"
+        name = source.hub.get("data_files", source.hub["path"])
+        try:
+            rows = import_datasets("bench").load_dataset(**source.hub)
+        except Exception as error:  # several libraries raise their own: offline, moved, disk full
+            reason = str(error) if "pip install" in str(error) else f"{name} could not be loaded ({_reason(error)})"
+            raise ValueError(f"--dataset {dataset}: {reason}; {local}") from error
+        yield from ((f"{dataset}, row {index}", row) for index, row in enumerate(rows))
+        return
+    if source is not None:
+        found = [path for name in source.files if (path := Path(data) / name).is_file()]
         if not found:
             raise ValueError(f"--data {str(data)!r} holds no {' or '.join(source.files)} for {dataset}")
         path = found[0]
-    return ((where, row) for where, _, row in read_jsonl(path))
+    elif not path.is_file():
+        raise ValueError(f"--dataset {dataset!r} is neither one of {', '.join(DATASETS)} nor a file of JSON lines")
+    yield from ((where, row) for where, _, row in read_jsonl(path))
 
 
-def _rows_from_hub(dataset: str, source: Dataset) -> Iterable[tuple[str, Any]]:
-    local = f"--data DIR reads {source.files[0]} from a folder instead"
-    try:
-        datasets = import_datasets("bench")
-    except ValueError as error:
-        raise ValueError(f"--dataset {dataset}: {error}; {local}") from error
-    try:
-        rows = datasets.load_dataset(**source.hub)
-    except Exception as error:  # several libraries raise their own: offline, moved, disk full
-        where = source.hub.get("data_files", source.hub["path"])
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"--dataset {dataset}: {where} could not be loaded ({reason}); {local}") from error
-    return ((f"{dataset}, row {index}", row) for index, row in enumerate(rows))
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def import_datasets(extra: str = "train") -> Any:
@@ -129,9 +125,7 @@ def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, i
     if path.is_file():
         if not name.endswith(_TEXT_SUFFIXES):
             yield from read_jsonl(path)
-            return
-        text = "".join(line for _, line in read_lines(path))
-        if text.strip():
+        elif (text := "".join(line for _, line in read_lines(path))).strip():
             yield str(path), 1, {"text": text}
         return
     if name.startswith((".", "/", "~")) or name.endswith(_TEXT_SUFFIXES + _JSON_SUFFIXES) or name.count("/") > 1:
@@ -140,8 +134,7 @@ def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, i
     try:
         rows = import_datasets().load_dataset(hub, config or None, split=split)
     except Exception as error:  # several libraries raise their own: not found, gated, offline, no such split
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"data {name!r} is neither a file nor a data set within reach: {reason}") from error
+        raise ValueError(f"data {name!r} is neither a file nor a data set within reach: {_reason(error)}") from error
     for line, row in enumerate(rows, 1):
         yield f"{name}, row {line}", line, {key: value for key, value in row.items() if value is not None}
 
