@@ -14,9 +14,7 @@ from dflash.evaluate import compare, report
 from dflash.evaluate.benchmark import (
     BenchmarkConfig,
     answer_conversation,
-    count_steps,
     summarize,
-    summarize_steps,
 )
 from dflash.evaluate.prompts import Conversation, load_conversations
 
@@ -92,18 +90,6 @@ def test_without_a_folder_the_hub_is_asked(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert turns("mt-bench") == [("a", "b"), ("c",)]
     assert asked == [{"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"}]
-
-
-def test_an_unreachable_hub_is_one_line(monkeypatch):
-    def load_dataset(**_):
-        raise ConnectionError("no route\nto anywhere")
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(ValueError, match=r"openai/gsm8k could not be loaded \(no route\); --data DIR reads gsm8k_test"):
-        load_conversations("gsm8k")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install '\.\[bench\]'; --data DIR reads HumanEval"):
-        load_conversations("humaneval")
 
 
 @pytest.mark.parametrize(
@@ -195,19 +181,6 @@ def test_the_summary_equals_a_slow_count():
     assert nothing_kept["distinct_ngrams"] is None
 
 
-def test_steps_are_counted_by_the_context_that_they_start_from():
-    answer = compare.Answer([], [3, 1, 4], 9.0, [16, 8, 8], [0.5, 0.25, 0.5])
-    assert count_steps(252, answer) == {"0": [2, 4, 24, 0.75], "256": [1, 4, 8, 0.5]}
-    one = compare.Answer([], [1] * 6, 9.0, [1] * 6, [0.25] * 6)
-    first, second = summarize_steps([count_steps(252, answer)] * 2, [count_steps(252, one)])
-    assert (first["from"], first["steps"], first["acceptance_length"], first["rows"]) == (0, 4, 2.0, 12.0)
-    assert (first["step_seconds"], first["one_token_step_seconds"]) == (0.375, 0.25)
-    assert first["speedup"] == pytest.approx(2.0 * 0.25 / 0.375)
-    assert (second["from"], second["steps"], second["acceptance_length"]) == (256, 2, 4.0)
-    alone = summarize_steps([count_steps(600, answer)], [])
-    assert [(found["from"], found["speedup"]) for found in alone] == [(512, None)]
-
-
 def test_the_report_has_steps_by_context(run, tiny, tmp_path, shell):
     path = write(tmp_path / "long.jsonl", {"prompt": "w5 w6"}, {"prompt": "w7 " * 250})
     call = ["--dataset", path, "--max-new-tokens", 40, "--block-size", "auto", "--temperature", 1]
@@ -278,32 +251,6 @@ def test_trees_are_measured_next_to_chains(run, tiny, three, tmp_path):
     assert found["tree"]["tokens_per_second"] == pytest.approx(speed)
 
 
-def test_the_text_names_trees_and_their_gain(shell, tiny, three):
-    call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--limit", 1]
-    done = shell(*call, "--max-new-tokens", 9, "--tree", "auto")
-    assert done.code == 0, done.err
-    head = next(line for line in done.out.splitlines() if line.startswith("tree=auto"))
-    assert head.split() == [
-        "tree=auto",
-        "tokens/s",
-        "speedup",
-        "over",
-        "chains",
-        "accepted",
-        "over",
-        "chains",
-        "identical",
-    ]
-
-
-def test_the_text_without_json(shell, tiny, three):
-    call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--limit", 2]
-    done = shell(*call, "--max-new-tokens", 9)
-    assert done.code == 0, done.err
-    assert "2/2" in done.out
-    assert "three: steps of 1 .. 16 tokens:" in done.out
-
-
 def test_a_trained_pair_writes_identical_text(run, pair_dir):
     call = ["--dataset", pair_dir / "prompts.jsonl", "--raw", "--bos", "--limit", 3, "--max-new-tokens", 40]
     for dtype in (["float32"], ["bfloat16", "--padded"]):
@@ -314,13 +261,6 @@ def test_a_trained_pair_writes_identical_text(run, pair_dir):
 
 
 # ---------------------------------------------------------------------------------------------- conversations
-
-
-def test_a_conversation_reads_its_own_answers(run, chatty, three):
-    call = ["--dataset", three, "--max-new-tokens", 5]
-    assert run(chatty, *call)["datasets"]["three"]["turns"] == 3
-    found = run(chatty, *call, "--turns", "all")["datasets"]["three"]
-    assert (found["turns"], found["identical"], found["skipped"]) == (4, 4, 0)
 
 
 def test_turns_are_encoded_as_the_template_says():
@@ -340,12 +280,6 @@ def test_the_second_turn_follows_the_first_answer(chatty):
     answer_conversation(compare.Comparison(runners), tokenizer, config, Conversation(("w20", "w21 w22")), 64)
     first = dflash.generate(target, None, torch.tensor([[91, 20, 92]]), max_new_tokens=5)[0, 3:].tolist()
     assert seen[-1] == seen[-2] == [91, 20, 92, *(token for token in first if token), 91, 21, 22, 92]
-
-
-def test_prompts_that_are_too_long_are_left_out_and_counted(run, tiny, tmp_path):
-    path = write(tmp_path / "long.jsonl", {"prompt": "w5 " * 600}, {"prompt": "w5"})
-    found = run(tiny, "--dataset", path, "--max-new-tokens", 4)["datasets"]["long"]
-    assert (found["turns"], found["skipped"]) == (1, 1)
 
 
 # ---------------------------------------------------------------------------------------------- the plot
@@ -395,11 +329,3 @@ def test_a_mistake_is_one_line_and_exit_code_2(shell, tiny, three, tmp_path, cha
     assert message in done.err
     assert done.err.count("\n") == 1
     assert not out.exists()
-
-
-def test_two_datasets_of_one_name_are_refused(shell, tiny, three, tmp_path):
-    other = write(tmp_path / "three.jsonl", {"prompt": "w5"})
-    call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--dataset", other]
-    done = shell(*call)
-    assert done.code == 2
-    assert "two datasets have the name three" in done.err

@@ -75,23 +75,6 @@ def test_graphs_follow_the_call_and_belong_to_one_generator():
     assert not torch.equal(*(target.generate(p, max_new_tokens=6, do_sample=False) for target in targets))
 
 
-def test_compiling_the_target_compiles_its_blocks_and_not_its_prompts(monkeypatch):
-    """As ``compile=True`` does it on a GPU: prompts come in many lengths, blocks in one."""
-    target = make_target("qwen3", num_hidden_layers=1)
-    generator = dflash.Generator(target, None, max_length=32, block_size=4)
-    shapes = []
-
-    def compiled(function, **_options):
-        return lambda ids, *rest: shapes.append(tuple(ids.shape)) or function(ids, *rest)
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    generator.engine.target.compiled_forward = compiled_per_shape(generator.engine.target.forward)
-    for length in (5, 9):
-        p = prompt(length)
-        assert generator.generate(p[None], max_new_tokens=4)[0, length:].tolist() == greedy(target, p, 4).tolist()
-    assert set(shapes) == {(1, 4)}
-
-
 def test_a_target_is_compiled_for_each_number_of_rows_by_itself(monkeypatch):
     """A call may ask for any number of rows, and torch stops compiling a code object at eight shapes."""
     target = make_target("qwen3", num_hidden_layers=1)

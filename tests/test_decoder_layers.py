@@ -1,6 +1,3 @@
-import copy
-import gc
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -10,7 +7,6 @@ import pytest
 import torch
 from op_checks import DTYPES, OpByOp, assert_as_exact_as_torch, relative_error
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from trees import random_shapes
 
 from dflash import decoder, ops
@@ -339,14 +335,6 @@ def test_what_attention_may_read_early_is_not_what_the_kernel_ahead_appends(opti
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_stack_of_few_rows_is_the_op(dtype):
-    call = make_call(dtype, biases=True, rows=1, context_rows=3)
-    ours, op = changed(call, torch.clone), changed(call, torch.clone)
-    for a, b in zip((*ours.run_stack(), *ours.caches), (*op.run(), *op.caches), strict=True):
-        assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_weights_in_8_bits_are_as_exact_as_in_plain_torch(options, dtype):
     call = make_call(dtype, **options)
@@ -512,58 +500,6 @@ def test_replaced_storages_are_read_at_the_next_call():
     assert not torch.equal(run(stack), after)
 
 
-def test_replaced_storages_of_convolutions_are_read_at_the_next_call():
-    call = make_call(torch.float32, convs=True)
-    packed = call.packed()
-
-    def run():
-        fresh = changed(call, torch.clone)
-        return ops.decoder_layers(*fresh.varying, packed.handle)[0]
-
-    for weight in (call.layers[0].attention_conv.projection, call.layers[1].mlp_conv.base):
-        before = run()
-        weight.data = weight * 1.5
-        after = run()
-        assert not torch.equal(after, before)
-        assert torch.equal(changed(call, torch.clone).run()[0], after)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sinks_changed_in_place_are_read(dtype):
-    call = make_call(dtype, sinks=True)
-    packed = call.packed()
-
-    def run():
-        fresh = changed(call, torch.clone)
-        return ops.decoder_layers(*fresh.varying, packed.handle)[0]
-
-    before = run()
-    call.layers[0].sinks.fill_(-1e9)
-    assert not torch.equal(run(), before)
-
-
-def test_a_copy_packs_its_own_weights():
-    call = make_call(torch.float32)
-    stack = DecoderStack(call.layers, call.norm, eps=call.eps, scale=call.scale, taps=call.taps)
-    copied = copy.deepcopy(stack)
-    for layer in stack.layers:
-        layer.q.zero_()
-    fresh = changed(call, torch.clone)
-    out = stack(fresh.hidden, fresh.lengths, Cache(fresh), fresh.context, fresh.num_context)[0]
-    fresh = changed(call, torch.clone)
-    other = copied(fresh.hidden, fresh.lengths, Cache(fresh), fresh.context, fresh.num_context)[0]
-    assert not torch.equal(out, other)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_the_twin_runs_without_data(options):
-    real = make_call(torch.float32, **options)
-    with FakeTensorMode() as mode:
-        out, tapped = changed(real, mode.from_tensor).run_twin()
-    assert out.shape == real.hidden.shape
-    assert tapped.shape == (*out.shape[:2], 2 * HIDDEN)
-
-
 @pytest.mark.parametrize("options", OPTIONS[:2])
 def test_opcheck(options):
     call = changed(make_call(torch.float32, **options), lambda x: x.nan_to_num() if x.dtype.is_floating_point else x)
@@ -705,28 +641,6 @@ def test_weights_on_another_device_are_named():
     packed = changed(call, lambda x: x.to("meta")).packed()
     with pytest.raises(ValueError, match="the layers must be on cpu as hidden is, got weights on meta"):
         ops.decoder_layers(*call.varying, packed.handle)
-
-
-def test_layers_packed_in_inference_mode_run_outside_of_it():
-    call = make_call(torch.bfloat16)
-    layers = [layer._replace(sinks=torch.randn(HEADS).bfloat16()) for layer in call.layers]
-    packed = replace(call, layers=layers).packed()
-    with torch.inference_mode():
-        inside = ops.decoder_layers(*changed(call, torch.clone).varying, packed.handle)[0].clone()
-    outside = ops.decoder_layers(*changed(call, torch.clone).varying, packed.handle)[0]
-    assert torch.equal(inside.nan_to_num(9.0), outside.nan_to_num(9.0))
-
-
-def test_replaced_weights_are_not_kept_alive():
-    call = make_call(torch.float32)
-    packed = call.packed()
-    ops.decoder_layers(*changed(call, torch.clone).varying, packed.handle)
-    storage = weakref.ref(call.layers[0].gate.untyped_storage())
-    fresh = changed(call, torch.clone)
-    packed.replace(fresh.layers, fresh.norm)
-    call.layers = fresh.layers
-    gc.collect()
-    assert storage() is None
 
 
 @pytest.mark.parametrize("options", [{"delta": "apart", "context_rows": 0}, {"causal": (1, 0, 1)}])

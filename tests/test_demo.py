@@ -18,7 +18,6 @@ import dflash
 from dflash import cli
 from dflash.evaluate import compare, demo, trees
 from dflash.evaluate.compare import Decoding
-from dflash.evaluate.report import print_tree
 
 PROMPTS = [
     {"prompt": "w5 w6 w7", "answer": None, "kind": "free"},
@@ -57,10 +56,6 @@ def test_the_packages_own_pair(temperature, floor, right):
     assert steps / sum(found["histogram"]) == pytest.approx(found["acceptance_length"])
 
 
-def test_the_packages_own_pair_is_small():
-    assert sum(file.stat().st_size for file in demo.PAIR.rglob("*.safetensors")) <= 16e6
-
-
 def test_the_packages_own_pair_is_of_the_recipe_and_its_prompts_were_held_out():
     found = [json.loads(line) for line in (demo.PAIR / "prompts.jsonl").read_text().splitlines()]
     recipe = held_out_examples(48)
@@ -82,17 +77,6 @@ def test_trees_are_compared_and_one_is_drawn(tiny, shell):
     assert done.code == 0, done.err
     assert "one step: a tree of 6 rows" in done.out
     assert "DFlash, tree=6" in done.out
-
-
-def test_a_wrong_answer_of_trees_is_not_called_identical(tiny, monkeypatch):
-    class Wrong(dflash.Generator):
-        def generate(self, ids, **arguments):
-            out = super().generate(ids, **arguments)
-            out.sequences[0, -1] = (out.sequences[0, -1] + (arguments["tree"] is not None)) % 97
-            return out
-
-    monkeypatch.setattr(compare, "Generator", Wrong)
-    assert run_json(tiny, "--tree", 6, "--max-new-tokens", 8, "--prompts", 1, code=1)["identical"] is False
 
 
 #         0 -> w5; its children w10 and w20; w10's w11 and w12; and so on. The last row is missing.
@@ -118,18 +102,6 @@ def test_a_drawn_tree_shows_the_accepted_path(emitted, path, bonus, leaves, pict
     assert {token for token, kind in kinds.items() if kind == trees.BONUS} == {f"w{token}" for token in bonus}
 
 
-def test_a_tree_is_drawn_where_only_ascii_can_be_written():
-    class Words:
-        def decode(self, ids):
-            return {10: " ten", 11: "\n", 12: "zwölf"}.get(ids[0], "w")
-
-    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    print_tree(Console(file=file, width=80), Words(), trees.TreeStep(*SOME_TREE, [10, 11]))
-    file.seek(0)
-    lines = file.read().splitlines()
-    assert lines[-4:] == ["w+_ten+?-w-w", " |    `zw?lf", " |w-w", " `w"]
-
-
 def test_the_watched_steps_write_the_answer_and_the_proposer_is_put_back(tiny):
     target, draft, tokenizer = dflash.demo_pair(tiny)
     generator = dflash.Generator(target, draft, max_length=64, tree=9)
@@ -153,18 +125,6 @@ def test_a_given_prompt_is_asked_as_the_pair_was_trained():
         assert "The sum of 48213 and 90377 is 138590." in file.getvalue()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_numbers_are_consistent(tiny, temperature):
-    found = run_json(tiny, "--temperature", temperature, "--max-new-tokens", 12, "--seed", 5, "--prompts", 3)
-    assert found["identical"] is True
-    assert (found["prompts"], found["available"]) == (3, 3)
-    assert (found["right"], found["answerable"]) == (0, 1)
-    both = found["one_token_tokens_per_second"], found["transformers_tokens_per_second"]
-    assert found["baseline_tokens_per_second"] == max(both)
-    assert found["speedup"] == pytest.approx(found["tokens_per_second"] / max(both))
-    assert found["seed"] == 5
-
-
 @pytest.mark.parametrize(("drafted", "temperature"), [(True, 1.0), (True, 0.0), (None, 0.0)])
 def test_a_wrong_answer_is_not_called_identical(tiny, monkeypatch, drafted, temperature):
     """One-token decoding reveals faults of drafting; greedy ``generate`` also reveals faults that both share."""
@@ -179,26 +139,6 @@ def test_a_wrong_answer_is_not_called_identical(tiny, monkeypatch, drafted, temp
     monkeypatch.setattr(compare, "Generator", Wrong)
     found = run_json(tiny, "--temperature", temperature, "--max-new-tokens", 8, "--prompts", 1, code=1)
     assert found["identical"] is False
-
-
-def test_a_prompt_can_be_given(tiny):
-    found = run_json(tiny, "--prompt", "w20 w21", "--max-new-tokens", 9)
-    assert (found["prompts"], found["answerable"]) == (1, 0)
-    assert found["new_tokens"] == 9
-
-
-def test_the_text_is_plain_without_a_terminal(tiny, shell):
-    done = shell("demo", "--pair", tiny, "--max-new-tokens", "12", "--prompts", "2")
-    assert done.code == 0
-    assert done.err == ""
-    assert "\x1b" not in done.out
-    target, draft, tokenizer = dflash.demo_pair(tiny)
-    for prompt in demo.demo_prompts(tiny)[:2]:
-        ids = demo.encode(tokenizer, prompt.text)
-        out = dflash.generate(target, draft, ids, max_new_tokens=12)
-        assert f"{prompt.text}\n{tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)}\n" in done.out
-    assert "identical output: yes (one-token decoding, same seed, and transformers generate)" in done.out
-    assert "speedup" in done.out
 
 
 def test_accepted_and_bonus_tokens_have_two_styles(pair_dir):
@@ -222,18 +162,6 @@ def test_accepted_and_bonus_tokens_have_two_styles(pair_dir):
         assert styled(bonus) == expected["bonus"].replace("\n", "")
         if colors:
             assert styled(accepted) == expected["accepted"].replace("\n", "")
-
-
-def test_prompts_of_every_kind_come_first(tiny):
-    assert [prompt.text for prompt in demo.demo_prompts(tiny)] == ["w5 w6 w7", "w10 w11", "w8 w9"]
-
-
-def test_the_pair_is_loaded_in_float32_and_silently(tiny, capfd):
-    target, draft, tokenizer = dflash.demo_pair(tiny)
-    assert {target.dtype, draft.dtype} == {torch.float32}
-    assert demo.encode(tokenizer, "w5 w6").tolist() == [[0, 5, 6]]
-    assert {model.dtype for model in dflash.demo_pair(tiny, dtype=torch.bfloat16)[:2]} == {torch.bfloat16}
-    assert capfd.readouterr().err == ""
 
 
 def test_the_packages_pair_has_drafters_of_both_generations(tiny):

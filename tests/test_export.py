@@ -19,7 +19,7 @@ from draft_variants import (
 
 import dflash
 from dflash import DraftConfig, cli
-from dflash.train.export import engine_warnings, export, to_speculators, vllm_causality, vllm_command
+from dflash.train.export import export, vllm_causality
 
 EXPRESSIBLE = ["Qwen3-4B", "Kimi-K2.5", "Llama-3.1-8B", "gpt-oss-20b", "one-layer", "dflash_config.causal-false"]
 
@@ -90,13 +90,6 @@ def test_the_export_warns_of_what_vllm_ignores(tmp_path, key, value, effect):
         export(tmp_path / "draft", tmp_path / "out", "published")
 
 
-def test_the_export_does_not_warn_of_a_dflash2_drafter(tmp_path, recwarn):
-    """VLLM reads the scales of the second generation."""
-    checkpoint(tmp_path / "draft", DFLASH2_VARIANTS["DFlash2-scaled"])
-    export(tmp_path / "draft", tmp_path / "out", "published")
-    assert not recwarn.list
-
-
 def speculators_folder(folder, kinds: str, **changes):
     """Save a checkpoint of the speculators layout whose layers are of these kinds."""
     layer = config_dict(**sliding(kinds, 6), architectures=None, dflash_config=None, block_size=None, auto_map=None)
@@ -149,24 +142,6 @@ def test_vllm_reads_the_causality_of_an_export_as_this_package_does(tmp_path, re
     assert written[KEY] is not causal, "the speculators library reads this key only"
     assert vllm_causality(written, 2) == dflash.load_draft(tmp_path / "out").config.causal == (causal, causal)
     assert not recwarn.list
-
-
-def test_a_mixture_of_causal_and_other_layers_is_exported_for_dspark_only(tmp_path):
-    """VLLM and the speculators library take sliding layers of DSpark drafters for causal, and full ones not."""
-    folder = speculators_folder(tmp_path / "draft", "sf", **SPARK, **{KEY: False})
-    export(folder, tmp_path / "out", "speculators", target="owner/target")
-    written = read(tmp_path / "out")
-    assert (written[KEY], written["transformer_layer_config"].get("is_causal")) == (False, None)
-    assert vllm_causality(written, 2) == dflash.load_draft(tmp_path / "out").config.causal == (True, False)
-
-
-def test_vllm_runs_dflash_2_drafters_as_dflash_and_refuses_an_anchor_that_predicts():
-    """Its method dspark would run neither their convolutions nor their selector."""
-    sizes = {"speculators_model_type": "dflash2", "selector_top_k": 5, "selector_rank": 4}
-    config = DraftConfig.from_config(speculators(**sizes, sample_from_anchor=True))
-    assert '"method": "dflash"' in vllm_command("owner/target", "owner/draft", config)
-    assert [told.partition(" whose")[0] for told in engine_warnings(config)] == ["vLLM refuses DFlash 2 drafters"]
-    assert engine_warnings(DraftConfig.from_config(speculators(**sizes))) == []
 
 
 def flat(config: dict) -> dict:
@@ -240,14 +215,6 @@ def speculators(**changes) -> dict:
     return config | {"aux_hidden_state_layer_ids": [2, 3], "draft_vocab_size": 101} | changes
 
 
-def test_a_speculators_config_is_read():
-    config = DraftConfig.from_config(speculators(sample_from_anchor=False, projector_type="dflash", auf=False))
-    assert (config.target_layer_ids, config.mask_token_id, config.block_size) == ((1, 2), 5, 8)
-    assert (config.hidden_size, config.max_position_embeddings, config.rope.theta) == (64, 32768, 10000.0)
-    bare = speculators(transformer_layer_config={"num_hidden_layers": 5}, draft_vocab_size=None)
-    assert DraftConfig.from_config(bare).intermediate_size == 22016, "what is left out is a Qwen3 config's default"
-
-
 def test_a_speculators_config_of_dflash_2_has_defaults_of_its_own():
     layer = speculators()["transformer_layer_config"] | sliding("ss", 6) | {"vocab_size": 300}
     given = {"transformer_layer_config": layer, "draft_vocab_size": 300}
@@ -260,18 +227,6 @@ def test_a_speculators_config_of_dflash_2_has_defaults_of_its_own():
     second = DraftConfig.from_config(speculators(speculators_model_type="dflash2", **given))
     assert second.dflash2 == dflash.drafter.DFlash2Config(3, 16, 4, 16)
     assert second.causal == (True, True)
-
-
-def test_what_the_layouts_cannot_say_of_dflash_2_is_refused(tmp_path):
-    changes = {"selector_top_k": 5, "selector_rank": 4, "sample_from_anchor": True}
-    checkpoint(tmp_path / "draft", speculators(speculators_model_type="dflash2", **changes))
-    with pytest.raises(
-        ValueError, match="published layout cannot say that the anchor's row of a DFlash 2 drafter pred"
-    ):
-        export(tmp_path / "draft", tmp_path / "out", "published")
-    config = DraftConfig.from_config(DFLASH2_VARIANTS["DFlash2"] | {"draft_vocab_size": 50})
-    with pytest.raises(ValueError, match="a DFlash 2 drafter of the speculators layout has the whole vocabulary"):
-        to_speculators(DFLASH2_VARIANTS["DFlash2"], config, "target")
 
 
 @pytest.mark.parametrize(

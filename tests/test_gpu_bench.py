@@ -54,18 +54,6 @@ def test_the_page_has_the_newest_row_and_what_was_left_out(page_module, tmp_path
     assert "| a GPU | 580.1 | 13.0 | 2.11.0 | 5.17.0 | abc | 2 |" in page
 
 
-def test_the_page_says_what_became_of_each_stage(page_module, tmp_path):
-    first = ["build\t10:00\tabc\tok", "tests\t10:03\tabc\tbegun, did not end", "tests\t10:05\tabc\t2 min; ok"]
-    (tmp_path / "stages-20261101-100000.tsv").write_text("\n".join(first))
-    second = ["build\t11:00\tabc\tnot begun", "step\t11:00\tabc\tnot begun", "tests\t11:00\tabc\tbegun, did not end"]
-    (tmp_path / "stages-20261101-110000.tsv").write_text("\n".join(second))
-    page_module.main(tmp_path)
-    page = (tmp_path / "README.md").read_text()
-    assert "| build | 10:00 | abc | ok |" in page
-    assert "| tests | 11:00 | abc | begun, did not end |" in page
-    assert "| step | 11:00 | abc | not begun |" in page
-
-
 def test_the_page_names_the_tests_that_failed_and_counts_those_that_did_not_run(page_module, tmp_path):
     def line(test, outcome, why=""):
         return {"test": f"tests/{test}", "outcome": outcome, "why": why}

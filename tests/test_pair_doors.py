@@ -50,12 +50,6 @@ def test_a_message_becomes_the_prompt_that_was_trained(tokenizer):
             assert asked["input_ids"] == trained
 
 
-def test_only_the_last_question_of_a_conversation_is_asked(tokenizer):
-    first, last = held_out(2)
-    messages = [user(question(first)), {"role": "assistant", "content": first.answer}, user(question(last))]
-    assert prompt_ids(tokenizer, {"messages": messages}) == encode(tokenizer, last.prompt)[0].tolist()
-
-
 def test_a_conversation_with_its_answer_is_a_training_row(tokenizer):
     example = held_out(1)[0]
     messages = [user(question(example)), {"role": "assistant", "content": example.answer}]
@@ -113,18 +107,6 @@ def test_the_chat_command(shell, monkeypatch, named):
     answers = [json.loads(line)["text"] for line in done.out.splitlines()]
     assert [is_right(example, answer) for example, answer in zip(asked, answers, strict=True)] == [True] * 4
     assert (SAID in done.err) == (not named)
-
-
-def test_the_benchmark_command(shell, tmp_path):
-    path = tmp_path / "asked.jsonl"
-    turns = [[question(example) for example in held_out(6)[start : start + 2]] for start in (0, 2, 4)]
-    path.write_text("".join(json.dumps({"turns": both}) + "\n" for both in turns))
-    call = ["--dataset", path, "--turns", "all", "--max-new-tokens", 200, "--dtype", "float32", "--json"]
-    done = shell("benchmark", *NAMED, *call)
-    assert done.code == 0, done.err
-    found = json.loads(done.out)["datasets"]["asked"]
-    assert (found["turns"], found["identical"]) == (6, 6)
-    assert found["acceptance_length"] > 10
 
 
 @pytest.mark.parametrize("option", ["--model", "--draft"])

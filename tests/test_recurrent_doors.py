@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from draft_variants import VARIANTS, random_drafter
-from families import draft_config, make_draft, needs_assistant
+from families import draft_config, make_draft
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import byte_level
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
@@ -233,19 +233,6 @@ def test_one_shot_calls_and_streams_equal_generate(target, wrapper, draft, token
     dflash.release()
 
 
-def test_custom_generate_equals_generate_in_padded_batches(target, wrapper, draft):
-    ids = torch.arange(34).reshape(2, 17) * 7 % 90 + 1
-    mask = torch.ones_like(ids)
-    mask[0, :11] = 0
-    for model in (target, wrapper):
-        for call in ({"attention_mask": mask}, {"attention_mask": mask, "mm_token_type_ids": torch.zeros_like(ids)}):
-            call |= {"max_new_tokens": NEW, "do_sample": False}
-            if model is target:
-                call.pop("mm_token_type_ids", None)
-            ours = model.generate(ids, custom_generate=dflash.custom_generate, draft=draft, **call)
-            assert torch.equal(ours, model.generate(ids, **call))
-
-
 def test_images_are_refused_by_name(wrapper, draft):
     def generate(**call):
         ids = torch.tensor([[5, 102, 100, 103, 6]])
@@ -259,18 +246,6 @@ def test_images_are_refused_by_name(wrapper, draft):
         generate(mm_token_type_ids=kinds, **pixels)
     with pytest.raises(ValueError, match="position_ids other than 0, 1, 2"):
         generate(position_ids=torch.arange(1, 6).expand(3, 1, 5))
-
-
-@needs_assistant
-def test_transformers_refuses_to_assist_a_recurrent_target(target, draft):
-    """If it no longer does, `as_assistant` can serve these targets, and its docstring is wrong."""
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        target.generate(
-            torch.tensor([[5, 6]]),
-            assistant_model=dflash.as_assistant(draft),
-            speculation_type="dflash",
-            max_new_tokens=4,
-        )
 
 
 def test_a_drafter_of_another_qwen_is_refused_by_the_numbers_of_the_text_model(wrapper):

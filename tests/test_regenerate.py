@@ -73,15 +73,6 @@ def test_a_response_does_not_depend_on_its_batch(target, prompts, tmp_path, draf
     assert (summary.acceptance_length is not None) == drafted
 
 
-def test_rows_are_training_data(target, prompts, tmp_path):
-    out = tmp_path / "out.jsonl"
-    regenerate(load_prompts(prompts), LocalWriter(target, spoken(), name="tiny"), out, MIXED)
-    data = load_rows(out, spoken(), 64)
-    for written, row in zip(rows_of(out).values(), data, strict=True):
-        assert row["input_ids"] == written["prompt_ids"] + written["response_ids"]
-        assert row["loss_mask"] == [0] * len(written["prompt_ids"]) + [1] * len(written["response_ids"])
-
-
 class Stopped(Exception):
     pass
 
@@ -154,20 +145,6 @@ def test_a_file_of_another_run_is_refused_and_not_changed(target, prompts, tmp_p
     with pytest.raises(ValueError, match=r"out\.jsonl, line 1: not a row of dflash regenerate"):
         regenerate(few, writer, out, made)
     assert out.read_bytes() == b"oops\n" + before
-
-
-def test_nothing_is_written_for_prompts_that_do_not_fit(target, prompts, tmp_path):
-    out = tmp_path / "out.jsonl"
-    writer = LocalWriter(target, spoken(), name="tiny", raw=True)
-    with pytest.raises(ValueError, match=r"line 2 has 6 tokens: with 507 new ones it passes the target's 512"):
-        regenerate(load_prompts(prompts), writer, out, RegenerateConfig(max_new_tokens=507))
-    assert not out.exists()
-    chat = [{"line": 4, "messages": [{"role": "user", "content": "w7"}]}]
-    with pytest.raises(ValueError, match="line 4: messages need a chat template"):
-        regenerate(chat, LocalWriter(target, spoken(None)), out)
-    with pytest.raises(ValueError, match="there is no folder"):
-        regenerate(load_prompts(prompts), writer, tmp_path / "no" / "out.jsonl", RegenerateConfig(max_new_tokens=4))
-    assert not out.exists()
 
 
 def test_long_prompts_are_left_out_and_counted(target, tmp_path, server):
@@ -363,14 +340,6 @@ def test_malformed_answers_are_refused(server, prompts, tmp_path, reply, message
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_an_answer_that_does_not_come_runs_out_of_time(server, prompts, tmp_path):
-    server.hangs = {PROMPTS[0]}
-    writer = ServerWriter(server.url, "served", raw=True, timeout=0.2, retries=1)
-    with pytest.raises(ValueError, match=r"did not answer the prompt on line 1 in 2 tries: .*timed out"):
-        regenerate(load_prompts(prompts)[:1], writer, tmp_path / "out.jsonl")
-    server.released.set()
-
-
 def test_a_run_that_is_stopped_does_not_wait_for_the_server(server, prompts):
     server.hangs = {PROMPTS[1]}
     writer, settings = ServerWriter(server.url, "served", raw=True), RegenerateConfig()
@@ -385,19 +354,6 @@ def test_a_run_that_is_stopped_does_not_wait_for_the_server(server, prompts):
     ours = [thread for thread in threading.enumerate() if thread not in before and "process_request" not in thread.name]
     assert not ours, "no thread of the writer may remain"
     server.released.set()
-
-
-def test_no_key_is_sent_unless_one_is_given(server, prompts, tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    for raw in (False, True):
-        regenerate(load_prompts(prompts), ServerWriter(server.url, "served", raw=raw), tmp_path / f"{raw}.jsonl")
-    assert {key for _, _, key in server.requests} == {None}
-
-
-def test_a_missing_client_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ValueError, match=r"this needs the openai package: pip install '\.\[train\]'"):
-        ServerWriter("http://127.0.0.1:1/v1", "served")
 
 
 def test_an_unreachable_server_is_reported(prompts, tmp_path):

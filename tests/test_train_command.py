@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import shutil
 import socket
 import subprocess
@@ -13,8 +12,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import Done
-from draft_variants import random_drafter, random_tensors, save_checkpoint
-from families import VOCAB, draft_config, make_config, make_target
+from draft_variants import random_tensors, save_checkpoint
+from families import VOCAB, draft_config, make_target
 from safetensors.torch import load_file
 from tiny_tokenizers import spoken
 
@@ -282,33 +281,12 @@ def file(tmp_path):
     return write
 
 
-GOOD = '{"input_ids": [7, 8, 9, 10], "loss_mask": [0, 1, 1, 1]}\n'
-
-
 def assert_refused(done: Done, message: str, folder: Path) -> None:
     assert done.code == 2, done.err
     assert done.out == ""
     assert message in done.err
     assert done.err.count("\n") == 1
     assert not (folder / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "there is no data file"),
-        ("", "bad.jsonl is empty: it must hold at least one row"),
-        (GOOD + '{"prompt": "w7"}\n', "line 2: the prompt has no response: let the target write one"),
-        (
-            GOOD + json.dumps({"prompt": " ".join(["w8"] * 520), "response": "w7"}),
-            "line 2: the prompt has 524 tokens; a row holds at most 512, response included",
-        ),
-        ('{"input_ids": [7, 8, 2], "loss_mask": [0, 1, 1]}\n', "row 0 has the mask token 2 among the tokens"),
-    ],
-)
-def test_bad_data_is_one_line_and_exit_code_2(run, arguments, file, content, message, tmp_path):
-    path = tmp_path / "bad.jsonl" if content is None else file(content)
-    assert_refused(run(*arguments(data=path)), message, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -335,46 +313,6 @@ def test_bad_data_is_one_line_and_exit_code_2(run, arguments, file, content, mes
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, change, message, tmp_path):
     assert_refused(run(*arguments(**change)), message, tmp_path)
-
-
-def test_the_module_ends_as_the_command_does(arguments, monkeypatch, capsys):
-    def call(*extra: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["dflash.train", *arguments(layers=0), *extra])
-        with pytest.raises(SystemExit) as exit:
-            runpy.run_module("dflash.train", run_name="__main__")
-        return exit.value.code
-
-    assert call() == 2
-    assert capsys.readouterr().err == "dflash: the drafter's layers must be at least 1, got 0\n"
-    with pytest.raises(ValueError, match="layers must be at least 1"):
-        call("--debug")
-    dflash.cli.shell.set_debug(False)
-    monkeypatch.setattr(dflash.cli.training, "_initial_drafter", interrupted)
-    assert call() == 130
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def interrupted(*_):
-    raise KeyboardInterrupt
-
-
-def test_a_refused_target_is_named_before_its_weights_are_loaded(run, arguments, model, tmp_path):
-    folder = tmp_path / "refused"
-    shutil.copytree(model, folder)
-    (folder / "model.safetensors").unlink()
-    make_config("deepseek_v32").save_pretrained(folder)
-    assert_refused(run(*arguments(model=folder)), "selects keys with a sparse-attention indexer", tmp_path)
-
-
-def test_a_drafter_of_another_target_is_named_before_weights_are_loaded(run, arguments, model, tmp_path):
-    folder = tmp_path / "target"
-    shutil.copytree(model, folder)
-    (folder / "model.safetensors").unlink()
-    dflash.train.save_draft(random_drafter(), tmp_path / "draft")
-    done = run(*arguments(model=folder, init=tmp_path / "draft", **dict.fromkeys(NEW)))
-    assert_refused(
-        done, "the drafter does not fit the target: its num_target_layers is 36, the target's is 4", tmp_path
-    )
 
 
 @pytest.mark.parametrize(

@@ -82,19 +82,6 @@ def test_responses_are_supervised_up_to_their_stop_token(jsonl):
     assert only(jsonl(row), tokenizer, max_length=4, raw=True) == ([7, 8, 9, 10], [0, 0, 1, 1])
 
 
-def test_a_response_that_was_cut_off_ends_without_a_stop_token(jsonl):
-    row = {"prompt": "w7", "response": "w9 w10", "finish_reason": "length"}
-    assert only(jsonl(row), spoken(), raw=True) == ([7, 9, 10], [0, 1, 1])
-    assert only(jsonl(row), spoken()) == ([USER, 7, END, LINE, ASSISTANT, 9, 10], [0, 0, 0, 0, 0, 1, 1])
-
-
-def test_written_ids_are_used_unchanged(jsonl):
-    row = {"prompt": "w7", "response": "w9 w10", "prompt_ids": [BOS, 7], "response_ids": [9, 10, END]}
-    assert only(jsonl(row), spoken()) == ([BOS, 7, 9, 10, END], [0, 0, 1, 1, 1])
-    ids = {"input_ids": [7, 8, 9, END], "loss_mask": [0, 0, 1, 1]}
-    assert only(jsonl(ids), spoken()) == ([7, 8, 9, END], [0, 0, 1, 1])
-
-
 def test_every_turn_of_the_assistant_is_supervised(jsonl):
     said = [("system", "w20"), ("user", "w7"), ("assistant", "w8 w9"), ("user", "w10"), ("assistant", "w11")]
     messages = [{"role": role, "content": content} for role, content in said]

@@ -163,13 +163,6 @@ def test_a_new_dflash_2_drafter_has_the_states_of_the_one_it_starts_from(name):
     assert all(torch.equal(second.state_dict()[n], tensor) for n, tensor in first.state_dict().items())
 
 
-def test_new_drafters_of_both_types_share_their_weights():
-    config = draft_config(make_target("qwen3"), mask_token_id=MASK, num_layers=1, target_layer_ids=(1,))
-    first = new_drafter(config, seed=3).state_dict()
-    second = new_drafter(dataclasses.replace(config, dflash2=PARTS), seed=3).state_dict()
-    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
-
-
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -183,11 +176,6 @@ def test_new_drafters_of_both_types_share_their_weights():
 def test_parts_that_do_not_fit_are_named(parts, message):
     with pytest.raises(ValueError, match=message):
         add_dflash2(random_drafter(), dataclasses.replace(PARTS, **parts))
-
-
-def test_a_dflash_2_drafter_gets_no_second_parts():
-    with pytest.raises(ValueError, match="is a DFlash 2 drafter already"):
-        add_dflash2(random_drafter(DFLASH2_VARIANTS["DFlash2"]), PARTS)
 
 
 # ---------------------------------------------------------------------------------------------- a trained drafter

@@ -1,6 +1,5 @@
 """Test the training loop on a tiny target: it learns, resumes bit for bit, and names what it cannot do."""
 
-import importlib.util
 import itertools
 import json
 import math
@@ -243,16 +242,6 @@ def test_rows_that_share_a_prompt_with_the_held_out_rows_are_left_out(target, tm
         trainer(target, answered(PROMPTS[:4]), tmp_path, config, heldout=answered(PROMPTS[:4]))
 
 
-def test_little_data_and_plain_text_are_evaluated_too(target, rows, tmp_path):
-    config = changed(steps=1, eval_rows=4, eval_tokens=4)
-    few = trainer(target, rows.select(range(3)), tmp_path / "few", config)
-    assert (len(few.prompts), len(few.index)) == (1, 2)
-    text = rows.map(lambda row: {"loss_mask": [1] * len(row["input_ids"])})
-    run = trainer(target, text, tmp_path / "text", config)
-    assert run.prompts[0] in [row["input_ids"][: len(row["input_ids"]) // 2] for row in text]
-    assert run.train()["acceptance_length"] >= 1
-
-
 def test_an_evaluation_without_a_prompt_is_an_error_before_any_work(target, tmp_path):
     config = changed(eval_rows=4, eval_tokens=4)
     with pytest.raises(ValueError, match="none of 1 different prompts can be held out"):
@@ -326,14 +315,6 @@ def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(target, rows, tmp_
     assert_same(weights(done), weights(whole))
 
 
-def test_a_run_without_a_checkpoint_starts_from_the_beginning(target, rows, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"st')
-    run = trainer(target, rows, tmp_path, changed(steps=1))
-    assert not run.resume()
-    run.train()
-    assert len(metrics(tmp_path)) == 1
-
-
 def test_another_run_is_not_resumed(target, rows, tmp_path):
     trainer(target, rows, tmp_path, changed(steps=2)).train()
     others = datasets.Dataset.from_list(
@@ -386,29 +367,6 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(target, rows
     assert metrics(tmp_path) == lines
 
 
-def test_a_full_disk_ends_the_run_with_its_last_checkpoint_intact(target, rows, tmp_path, monkeypatch):
-    save, saved = torch.save, []
-
-    def full(state, path):
-        saved.append(path)
-        if len(saved) == 2:
-            path.write_bytes(b"half")
-            raise OSError(28, "No space left on device")
-        save(state, path)
-
-    whole = trainer(target, rows, tmp_path / "whole")
-    whole.train()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
-        with pytest.raises(dflash.train.CheckpointError, match=r"step-00000004 was not written .*step-00000002"):
-            trainer(target, rows, tmp_path / "full").train()
-    assert [path.name for path in (tmp_path / "full" / "checkpoints").iterdir()] == ["step-00000002"]
-    resumed = trainer(target, rows, tmp_path / "full")
-    assert resumed.resume()
-    resumed.train()
-    assert_same(weights(resumed), weights(whole))
-
-
 # ---------------------------------------------------------------------------------------------- what it tells
 
 
@@ -442,15 +400,6 @@ def test_tensorboard_gets_the_metrics(target, rows, tmp_path):
     events.Reload()
     logged = [(event.step, event.value) for event in events.Scalars("loss")]
     assert logged == [(line["step"], pytest.approx(line["loss"], rel=1e-5)) for line in metrics(tmp_path)]
-
-
-def test_a_tracker_that_is_unknown_or_missing_is_named(target, rows, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="tracker must be tensorboard or trackio, got 'wandb'"):
-        trainer(target, rows, tmp_path, tracker="wandb")
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trackio" else find(name))
-    with pytest.raises(ValueError, match="this needs the trackio package: pip install trackio"):
-        trainer(target, rows, tmp_path, tracker="trackio")
 
 
 @pytest.mark.parametrize(

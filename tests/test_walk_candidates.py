@@ -111,21 +111,6 @@ def test_a_greedy_path_is_the_reference_package_s(reference_package, kernels):
     assert not torch.equal(alone[:, 0], want)  # the codebooks matter
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_with_codebooks_of_zeros_noisy_candidates_give_what_select_tokens_gives(temperature, kernels):
-    g = torch.Generator().manual_seed(3)
-    logits, positions, seeds = torch.randn(8, 5, 300, generator=g) * 3, torch.arange(40).view(8, 5), torch.arange(8)
-    settings = parameters(8, seeds, temperature)
-    levels = torch.tensor([INFINITY, 2.0, 1.0]).repeat(8, 1)
-    ids, values = kernels.top_candidates(logits, positions, *settings[:2], levels, 6)
-    zeros = torch.zeros(300, 4)
-    path, _ = kernels.walk_candidates(
-        torch.randn(8, 5, 4), zeros, zeros, seeds, ids, values, positions, *settings[:-1], levels
-    )
-    for i, level in enumerate(levels.unbind(1)):
-        assert torch.equal(path[:, i], ops.select_tokens(logits, positions, *settings[:-1], level.contiguous()))
-
-
 def test_plain_paths_follow_the_selector_s_markov_chain(kernels, request):
     """At sharpness 1: every path of two tokens is as frequent as the product of its softmaxes."""
     batch = 2000 if "emulated" in request.node.name else 40000

@@ -145,23 +145,3 @@ def test_a_stopped_answer_keeps_what_was_written(tokens, chat, target, monkeypat
 class Terminal(io.StringIO):
     def isatty(self):
         return True
-
-
-def test_an_answer_cannot_steer_the_terminal(shell, pair, tmp_path, monkeypatch, target):
-    shutil.copytree(pair, tmp_path / "pair")
-    path = tmp_path / "pair" / "target" / "tokenizer.json"
-    content = json.loads(path.read_text())
-    words = content["model"]["vocab"]
-    content["model"]["vocab"] = {(f"\x1b]0;{word}\x07" if index < 91 else word): index for word, index in words.items()}
-    content["added_tokens"] = []
-    path.write_text(json.dumps(content))
-    config = tmp_path / "pair" / "target" / "tokenizer_config.json"
-    config.write_text(json.dumps({"chat_template": TEMPLATE, "unk_token": "w96"}))
-    call = ["--model", tmp_path / "pair" / "target", "--draft", tmp_path / "pair" / "draft", "--max-new-tokens", 3]
-    piped = shell("generate", *call, "w96").out
-    assert piped.count("\x1b]0;w") == 3
-    for command, sent in (("generate", ["w96"]), ("chat", [])):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("w96\n"))
-        monkeypatch.setattr(sys, "stdout", shown := Terminal())
-        assert shell(command, *call, *sent).code == 0
-        assert shown.getvalue() == piped.replace("\x1b", r"\x1b").replace("\x07", r"\x07")

@@ -208,18 +208,6 @@ def test_sizes_of_a_target_are_refused_by_name_before_they_cost_anything(shell, 
         assert done.err.count("\n") == 1
 
 
-def test_missing_weights_are_not_drawn_at_random(shell, copied):
-    path = copied / "target" / "model.safetensors"
-    weights = load_file(path)
-    name = "model.layers.1.mlp.up_proj.weight"
-    del weights[name]
-    save_file(weights, path, metadata={"format": "pt"})
-    done = shell("generate", *models(copied), "w5")
-    assert done.code == 2
-    assert f"has no weights for parameters of the model, {name}: its files" in done.err
-    assert done.err.count("\n") == 1
-
-
 def test_the_name_of_a_model_does_not_reach_the_terminal(shell, copied):
     done = shell("generate", "--model", copied / "target\x1b[31m", "--draft", copied / "draft", "w5")
     assert done.code == 2

@@ -28,21 +28,6 @@ def test_a_generator_cannot_be_copied(target, draft, kind, do):
     assert answer.tolist() == greedy(target, prompt(5), 6).tolist()
 
 
-def test_a_generator_in_the_middle_of_a_call_cannot_be_copied_either(target, draft):
-    class Copier:
-        def put(self, value) -> None:
-            for do in (pickle.dumps, copy.copy, copy.deepcopy):
-                with pytest.raises(TypeError, match=REFUSED):
-                    do(generator)
-
-        def end(self) -> None:
-            pass
-
-    generator = dflash.Generator(target, draft, max_length=40)
-    answer = generator.generate(prompt(5)[None], max_new_tokens=6, streamer=Copier())[0, 5:]
-    assert answer.tolist() == greedy(target, prompt(5), 6).tolist()
-
-
 def test_a_target_that_holds_its_generator_is_refused_by_name(draft):
     target = make_target("qwen3")
     expected = dflash.generate(target, draft, prompt(5)[None], max_new_tokens=6)

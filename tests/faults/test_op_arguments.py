@@ -8,7 +8,7 @@ import torch
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from op_calls import CALLS, as_list, assert_same, copied, op_of, packed_for, replaced, run, run_twin, written
+from op_calls import CALLS, as_list, assert_same, copied, packed_for, run, run_twin
 from torch import Tensor
 
 from dflash import ops
@@ -69,23 +69,6 @@ def test_disguised_tensors_give_what_plain_ones_do(op, data):
             assert_same(ours, run_twin(op, plain, layers), 1e-3, 1e-3)
         else:
             assert re.search("must be contiguous|evenly spaced|must not be a negative view", refusal)
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_a_negative_view_keeps_its_sign_in_every_argument(op):
-    layers = packed_for(op)
-    call = CALLS[op]()
-    handle = {"layers": layers.handle} if layers else {}
-    for name, disguised in replaced(call, negative):
-        twins = run_twin(op, copied(call), layers)
-        fresh = {key: value for key, value in copied(call).items() if key in written(op) and key != name.split("[")[0]}
-        if name.split("[")[0] in written(op):
-            with pytest.raises(
-                ValueError, match=re.escape(f"{op_of(op)}: {name} is written in place and must not be a neg")
-            ):
-                run(op, disguised | fresh | handle)
-            continue
-        assert_same(run(op, disguised | fresh | handle), twins, 1e-3, 1e-3)
 
 
 # ---- shapes and values
