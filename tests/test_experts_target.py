@@ -10,8 +10,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from dflash import ops
-from dflash.targets import Target, experts
-from dflash.targets.weights import kernel_obstacle
+from dflash.targets import Target, fused
+from dflash.targets.fused import kernel_obstacle
 
 FAMILIES = [
     *("qwen3_moe", "gpt_oss", "gemma4 (experts)", "glm4_moe", "deepseek_v3", "kimi_k25", "minimax_m2", "qwen3_5_moe"),
@@ -37,7 +37,7 @@ class Counted:
 @pytest.fixture
 def counted(monkeypatch) -> Counted:
     counted = Counted()
-    monkeypatch.setattr(experts, "ops", counted)
+    monkeypatch.setattr(fused, "ops", counted)
     return counted
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dflash
 from dflash import DraftConfig, Drafter
-from dflash.drafter.parts import DerivedWeight
+from dflash.drafter.drafter import DerivedWeight
 
 NEW = 10
 KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocabulary holds

@@ -11,7 +11,8 @@ from test_losslessness import SUPPORTED
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config
 
 import dflash
-from dflash.targets import Target, UnsupportedTargetError, refusal, structural_copy, support
+from dflash.targets import Target, UnsupportedTargetError, refusal, structural_copy
+from dflash.targets import model as models
 
 FUSED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 
@@ -175,10 +176,10 @@ class TakesAnything(torch.nn.Module):
 
 @pytest.mark.parametrize(("version", "name"), [((5, 23), "past_key_values"), ((5, 24), "cache"), ((6, 0), "cache")])
 def test_a_forward_that_names_no_cache_gets_it_under_the_versions_name(version, name, monkeypatch):
-    monkeypatch.setattr(support, "transformers_version", lambda: version)
-    assert support.cache_argument(TakesAnything()) == name
-    assert support.cache_argument(TakesCache()) == "cache"
-    assert support.cache_argument(TakesPastKeyValues()) == "past_key_values"
+    monkeypatch.setattr(models, "transformers_version", lambda: version)
+    assert models.cache_argument(TakesAnything()) == name
+    assert models.cache_argument(TakesCache()) == "cache"
+    assert models.cache_argument(TakesPastKeyValues()) == "past_key_values"
 
 
 def test_a_model_that_ignores_logits_to_keep_still_chooses_from_the_right_row():

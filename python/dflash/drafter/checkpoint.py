@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from ..files import FLOATING, StoredTensor, find_shards, read_header, read_json, read_tensor, read_torch_file
 from ..terminal import listed, named, printable, shortened
-from .config import DraftConfig
-from .drafter import Drafter
-from .layouts import DFLASH2_KEYS
-from .parts import target_ids
+from .config import DFLASH2_KEYS, DraftConfig
+from .drafter import Drafter, target_ids
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 _MASK_EMBEDDING_BYTES = 2**24  # at most: 2**20 values of 8 bytes, and room for what torch adds
@@ -33,10 +31,11 @@ _PREFIXES = (
 _CODEBOOKS = ("predecessor_codebook.weight", "successor_codebook.weight")
 _DFLASH2_PARTS = ("attention_conv", "mlp_conv", "candidate_selector")
 _OWN_PARTS = {"embed_tokens": "embed_tokens.weight", "lm_head": "lm_head.weight", "mask_embedding": "mask_embedding"}
-_SIZES = dict.fromkeys((  # fields of the config that decide which tensors there are, and their keys if they differ
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim", "target_layer_ids",
-    "attention_bias", "vocab_size", "draft_vocab_size", "markov_rank", "dflash2",
-)) | {"num_kv_heads": "num_key_value_heads", "attention_sinks": "attention_sink_bias"}  # fmt: skip
+_SIZES = (  # fields of the config that decide which tensors there are, and their shapes
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_kv_heads", "head_dim"),
+    *("target_layer_ids", "attention_bias", "attention_sinks", "vocab_size", "draft_vocab_size", "markov_rank"),
+    "dflash2",
+)
 # What trainers also store: the inverse of d2t, parts of the target, and a head that predicts acceptance.
 _IGNORED = (
     *("rotary_emb.inv_freq", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"),
@@ -84,11 +83,7 @@ def load_draft(
 
 
 def draft_folder(draft: str | os.PathLike, revision: str | None = None) -> Path:
-    """Return the local folder of a checkpoint, downloading it if ``draft`` is a repository.
-
-    Raises:
-        FileNotFoundError, ValueError: see `load_draft`.
-    """
+    """Return the local folder of a checkpoint, downloading it if ``draft`` is a repository; see `load_draft`."""
     name = os.fspath(draft)
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -242,10 +237,7 @@ def _translate(name: str) -> str:
 
 
 def _sizes(config: DraftConfig) -> str:
-    """Return the fields of the config that decide which tensors there are, and their shapes."""
-    sizes = {_SIZES[name] or name: value for name, value in dataclasses.asdict(config).items() if name in _SIZES}
-    sizes |= sizes.pop("dflash2") or {}
-    return ", ".join(f"{name} {value}" for name, value in sizes.items())
+    return ", ".join(f"{name} {getattr(config, name)}" for name in _SIZES)
 
 
 # ---------------------------------------------------------------------------------------------- parts of its own

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,26 @@ from torch import Tensor
 from ..files import read_architectures
 from ..ops import MAX_CANDIDATES
 from ..terminal import listed, printable, shortened
-from .keys import BOTH, FULL, KEYS, METADATA, REQUIRED, ROPE_KEYS, SECTION, SLIDING, TOP, DFlash2Config, integer
-from .layouts import (
-    DFLASH2_KEYS,
-    DSPARK_ARCHITECTURE,
-    from_muse_assistant,
-    from_speculators,
-    is_muse_assistant,
-    is_speculators,
+from .keys import (
+    BOTH,
+    FULL,
+    KEYS,
+    LAYER,
+    MAX_LAYERS,
+    METADATA,
+    REQUIRED,
+    ROPE_KEYS,
+    SECTION,
+    SLIDING,
+    TOP,
+    DFlash2Config,
+    boolean,
+    integer,
+    layers_from,
 )
+
+DFLASH2_KEYS = tuple(asdict(DFlash2Config()))
+DSPARK_ARCHITECTURE = "Qwen3DSparkModel"
 
 _ORIGINAL = "original_max_position_embeddings"
 ROPE_TYPES: dict[str, tuple[str, ...]] = {  # and the settings that each uses
@@ -38,13 +49,6 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {  # and the settings that each uses
 _DFLASH2_ARCHITECTURES = {"DFlash2DraftModel", "Qwen3DFlash2DraftModel"}
 # Names of the model class in a config: the reference package's, NeMo AutoModel's, and DeepSpec's.
 _ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel", DSPARK_ARCHITECTURE, *_DFLASH2_ARCHITECTURES}
-
-
-class SupportsToDict(Protocol):
-    """A config object, such as transformers' own."""
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the content of ``config.json``."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +150,8 @@ class DraftConfig:
                 raise ValueError(f"{layout} has no {name}, and this drafter has {value}")
 
     @classmethod
-    def from_config(cls, config: Mapping[str, object] | SupportsToDict, source: str = "draft config") -> DraftConfig:
-        """Read a parsed ``config.json``, in any of the layouts that `dflash.drafter.layouts` lists.
-
-        Unknown top-level keys are listed in one warning. Unknown keys of ``dflash_config`` are an error.
+    def from_config(cls, config: object, source: str = "draft config") -> DraftConfig:
+        """Read a parsed ``config.json``: as published, of the ``speculators`` library, or of a Muse Glimmer assistant.
 
         Args:
             config: a mapping, or an object with ``to_dict()`` such as a transformers config.
@@ -307,11 +309,7 @@ def _read_from_anchor(given: Mapping[str, Any], vocab: int | None, dflash2: DFla
 def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
     """Return the tapped target layers of a drafter that does not name them.
 
-    They are evenly spaced from layer 1 to the fourth from last. A drafter of one layer taps the middle one. Halves are
-    rounded to even, as Python does.
-
-    Raises:
-        ValueError: the target has too few layers for the rule.
+    They are evenly spaced from layer 1 to the fourth from last. A drafter of one layer taps the middle one.
     """
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
@@ -405,3 +403,85 @@ def _read_rope(given: Mapping[str, Any], config: Mapping[str, Any], head_dim: in
     if kind == "yarn":
         rope["attention_scaling"] = float(_run_rope_rule(kind, settings | {"rope_theta": theta}, head_dim)[1])
     return Rope(kind, theta, **rope)
+
+
+# ---------------------------------------------------------------------------------------------- other layouts
+
+# Muse Glimmer's assistant has every key at the top level, and leaves the multiplier and the softcap of its logits to
+# the target. The speculators layout keeps the transformer's own keys in ``transformer_layer_config`` and counts taps
+# from the embedding: ``aux_hidden_state_layer_ids`` is the tapped layer + 1. Tensors have the same names.
+
+_DFLASH_DEFAULTS = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}
+# What the speculators library takes where a key is missing, by ``speculators_model_type``.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dflash": _DFLASH_DEFAULTS,
+    "dflash2": _DFLASH_DEFAULTS | {"sliding_window_non_causal": True} | asdict(DFlash2Config()),
+    "dspark": _DFLASH_DEFAULTS | {"sample_from_anchor": True, "markov_rank": 256, "markov_head_type": "vanilla"},
+}
+# Top-level keys of the speculators layout that change nothing, or have another name in the published one.
+# fmt: off
+_DROPPED = frozenset("""
+    architectures auf auto_map aux_hidden_state_layer_ids base_model_ep_plan confidence_head_with_markov dtype emb_dim
+    enable_confidence_head gru_hidden_dim has_no_defaults_at_init lambda_base_decay_ratio lambda_base_start model_type
+    pure_draft_prefix_len shift_label sliding_window_non_causal speculators_config speculators_model_type
+    speculators_version tie_word_embeddings torch_dtype transformer_layer_config transformers_version
+""".split())  # noqa: SIM905
+# fmt: on
+
+
+def is_speculators(config: Mapping[str, Any]) -> bool:
+    """Return True if a parsed ``config.json`` is in the speculators layout."""
+    return any(config.get(key) is not None for key in ("speculators_model_type", LAYER))
+
+
+def is_muse_assistant(config: Mapping[str, Any]) -> bool:
+    """Return True if a parsed ``config.json`` is that of a Muse Glimmer assistant of the first generation."""
+    return "MuseGlimmerAssistantModel" in (config.get("architectures") or ())
+
+
+def from_muse_assistant(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the published form of a Muse Glimmer assistant's config. No layer of it is causal."""
+    out = {name: key.muse for name, key in KEYS.items() if key.muse is not None}
+    out |= {key: value for key, value in config.items() if value is not None}
+    out |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "is_causal": False}
+    if type(out["sliding_window"]) is int:
+        out["sliding_window"] += 1  # transformers' bidirectional windows do not count the query's own position
+    if type(out["num_hidden_layers"]) is int:
+        out.setdefault("layer_types", [SLIDING] * min(out["num_hidden_layers"], MAX_LAYERS))
+    return out
+
+
+def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the published form of a config in the speculators layout. Raises ValueError for other types."""
+    # 1. Check what only this layout has
+    kind, layer, taps = (config.get(key) for key in ("speculators_model_type", LAYER, "aux_hidden_state_layer_ids"))
+    if not isinstance(kind, str) or kind not in _DEFAULTS:
+        raise ValueError(f"speculators_model_type must be dflash, dflash2 or dspark, got {shortened(kind)}")
+    if not isinstance(layer, Mapping):
+        raise ValueError(f"{LAYER} must be an object, got {shortened(layer)}")
+    given = {key: value for key, value in config.items() if value is not None}
+    for key in given.keys() & {"sample_from_anchor", "shift_label", "sliding_window_non_causal"}:
+        boolean(key, given[key])
+    if given.get("shift_label"):
+        raise ValueError("shift_label = True is not supported: other block layouts are not implemented")
+    layers_from(1)("aux_hidden_state_layer_ids (counted from 1)", taps)
+    # 2. Take its keys, or what the library takes where they are missing
+    settings = {key: given.get(key, default) for key, default in _DEFAULTS[kind].items()}
+    section: dict[str, Any] = {"target_layer_ids": [tap - 1 for tap in taps]}
+    section |= {key: settings.pop(key) for key in DFLASH2_KEYS if key in settings}
+    section |= {key: given[key] for key in ("mask_token_id", "projector_type") if key in given}
+    if settings.pop("sliding_window_non_causal"):
+        section["causal"] = False  # else as in the published layout: sliding layers are causal, full ones are not
+    # 3. Name the class that drafts so
+    architecture = "DFlash2DraftModel" if kind == "dflash2" else "DFlashDraftModel"
+    if kind != "dflash2" and settings["sample_from_anchor"]:
+        architecture = DSPARK_ARCHITECTURE  # with a Markov head or without
+        settings |= {key: section[key] for key in ("mask_token_id", "target_layer_ids") if key in section}
+    elif kind == "dflash":
+        settings.pop("sample_from_anchor")  # the published layout has no such key
+    # 4. Keys that the layout does not have are judged as in the published one
+    known = _DROPPED.union(name for name, key in KEYS.items() if key.speculators == TOP)
+    out = {name: key.qwen3 for name, key in KEYS.items() if key.qwen3 is not None}
+    out |= {key: value for key, value in config.items() if key not in known}
+    out |= {**layer, "architectures": [architecture], "model_type": "qwen3", **settings, "dflash_config": section}
+    return out | {key: given[key] for key in ("draft_vocab_size", "target_hidden_size", "dtype") if key in given}

@@ -5,28 +5,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..decoder import DecoderLayer, DecoderStack, rotary_table
+from ..decoder import BlockConv, DecoderLayer, DecoderStack, rotary_table
 from ..ops import Int8Weight, NotFiniteError, WeightStorage, int8_weights, reference
 from ..state import KVCache
-from ..targets import ValuesFingerprint, not_finite
+from ..targets import Fingerprint, not_finite
 from .config import DraftConfig
-from .parts import (
-    CandidateSelector,
-    DerivedWeight,
-    GroupedConv,
-    Holder,
-    MarkovHead,
-    empty_parameter,
-    linear_of,
-    target_ids,
-)
+from .keys import DFlash2Config
 
 
 class PackedTensor(NamedTuple):
@@ -38,16 +30,12 @@ class PackedTensor(NamedTuple):
 
 
 class Drafter(nn.Module):
-    """The draft model, under the parameter names of published checkpoints.
-
-    Rows of a batch never see each other, and neither shapes nor branches depend on the values of a tensor.
+    """The draft model, under the parameter names of published checkpoints. See `load_draft`; a new one has no values.
 
     The q, k and v projections are views of ``qkv_weight [layers, (heads + 2 * kv_heads) * head_dim, hidden]`` and
     ``qkv_bias``, gate and up of ``gate_up_weight [layers, 2 * intermediate, hidden]``: prefill computes the K/V of all
     layers in one product. The packed tensors are buffers outside the state dict. Moves, copies and loads keep the
     parameters views of them.
-
-    The parameters of a new drafter are uninitialized and do not require gradients. See `load_draft`.
 
     Args:
         config: its shape and rules.
@@ -121,10 +109,7 @@ class Drafter(nn.Module):
     def rewired(self, config: DraftConfig) -> Drafter:
         """Return a drafter with these weights, in the same memory, under another config of the same shapes.
 
-        The parts of its own stay its own: a ``config.json`` need not list them.
-
-        Raises:
-            ValueError: the other config has another ``attention_value_scale``, by which the weights are scaled here.
+        Parts of its own stay its own: a ``config.json`` need not list them. ``attention_value_scale`` must be the same.
         """
         if (scale := config.attention_value_scale) != self.config.attention_value_scale:
             raise ValueError(
@@ -157,14 +142,11 @@ class Drafter(nn.Module):
     # ------------------------------------------------------------------------------------------ the forward pass
 
     def fuse(self, context: Tensor, num_context: Tensor) -> Tensor:
-        """Return the context features of tapped target states: ``hidden_norm(fc(context))``.
+        """Return the context features of tapped target states: ``hidden_norm(fc(context))``, ``[batch, rows, hidden]``.
 
         Args:
             context: ``[batch, rows, taps * hidden]``, the taps in the order of ``target_layer_ids``.
             num_context: ``[batch]`` int64. Rows at or past it may hold anything and come back as zeros.
-
-        Returns:
-            ``[batch, rows, hidden]``.
         """
         return ops.fuse_features(
             context, num_context, self.fc.weight, self.hidden_norm.weight, self.config.rms_norm_eps
@@ -219,14 +201,9 @@ class Drafter(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return draft logits: the head's with the drafter's own multiplier and softcap.
+        """Return draft logits ``[..., vocab]`` of rows ``[..., hidden]``, -inf for tokens that its own head lacks.
 
-        Args:
-            hidden: ``[..., hidden]``, rows from `forward`.
-            head: the target's, ``[..., hidden] -> [..., vocab]``; a drafter with its own head uses that.
-
-        Returns:
-            ``[..., vocab]``, -inf for tokens that a head over part of the vocabulary does not know.
+        A drafter without a head uses the target's. Its own multiplier and softcap apply.
         """
         config = self.config
         logits = ops.linear(hidden, self.lm_head.weight) if "lm_head" in config.own_parts else head(hidden)
@@ -284,8 +261,7 @@ class Drafter(nn.Module):
         layer.self_attn = attention
         weights = self._split_qkv(self.qkv_weight[index])
         biases = (None,) * 3 if self.qkv_bias is None else self._split_qkv(self.qkv_bias[index])
-        for name, weight, bias in zip(("q_proj", "k_proj", "v_proj"), weights, biases, strict=True):
-            attention.add_module(name, linear_of(weight, bias))
+        attention.q_proj, attention.k_proj, attention.v_proj = map(linear_of, weights, biases)
         o_bias = like.new_empty(hidden) if config.attention_bias else None
         attention.o_proj = linear_of(like.new_empty(hidden, heads * head_dim), o_bias)
         if config.attention_value_scale != 1.0:
@@ -322,32 +298,24 @@ class Drafter(nn.Module):
 
     def _stack_layers(self) -> list[DecoderLayer]:
         """Return the layers as the ops take them."""
-        config = self.config
-        convs = () if config.dflash2 is None else ("attention_conv", "mlp_conv")
-        return [
-            DecoderLayer(
-                input_norm=layer.input_layernorm.weight,
-                q=layer.self_attn.q_proj.weight,
-                k=layer.self_attn.k_proj.weight,
-                v=layer.self_attn.v_proj.weight,
-                o=getattr(layer.self_attn, "scaled_o", layer.self_attn.o_proj).weight,
-                post_norm=layer.post_attention_layernorm.weight,
-                gate=layer.mlp.gate_proj.weight,
-                up=layer.mlp.up_proj.weight,
-                down=layer.mlp.down_proj.weight,
-                q_norm=layer.self_attn.q_norm.weight,
-                k_norm=layer.self_attn.k_norm.weight,
-                q_bias=layer.self_attn.q_proj.bias,
-                k_bias=layer.self_attn.k_proj.bias,
-                v_bias=layer.self_attn.v_proj.bias,
-                o_bias=layer.self_attn.o_proj.bias,
-                sinks=getattr(layer.self_attn, "attention_sink_bias", None),
-                causal=causal,
-                window=window,
-                **{name: getattr(layer, name).weights() for name in convs},
-            )
-            for layer, causal, window in zip(self.layers, config.causal, config.window, strict=True)
-        ]
+        return [self._stack_layer(index, layer, layer.self_attn, layer.mlp) for index, layer in enumerate(self.layers)]
+
+    def _stack_layer(self, index: int, layer: Any, attention: Any, mlp: Any) -> DecoderLayer:
+        convs = () if self.config.dflash2 is None else ("attention_conv", "mlp_conv")
+        return DecoderLayer(
+            input_norm=layer.input_layernorm.weight,
+            o=getattr(attention, "scaled_o", attention.o_proj).weight,
+            post_norm=layer.post_attention_layernorm.weight,
+            **{name: getattr(attention, f"{name}_proj").weight for name in "qkv"},
+            **{f"{name}_bias": getattr(attention, f"{name}_proj").bias for name in "qkvo"},
+            **{name: getattr(mlp, f"{name}_proj").weight for name in ("gate", "up", "down")},
+            q_norm=attention.q_norm.weight,
+            k_norm=attention.k_norm.weight,
+            sinks=getattr(attention, "attention_sink_bias", None),
+            causal=self.config.causal[index],
+            window=self.config.window[index],
+            **{name: getattr(layer, name).weights() for name in convs},
+        )
 
     # ------------------------------------------------------------------------------------------ packed parameters
 
@@ -429,6 +397,165 @@ def scale_logits(logits: Tensor, multiplier: float, cap: float) -> Tensor:
     return torch.tanh(logits / cap) * cap if cap else logits
 
 
+# ---------------------------------------------------------------------------------------------- parts
+
+
+def empty_parameter(like: Tensor, *shape: int) -> nn.Parameter:
+    """Return an uninitialized parameter with the dtype and device of ``like``."""
+    return nn.Parameter(like.new_empty(shape), requires_grad=False)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Return a linear module whose parameters are these tensors, or views of the same storage."""
+    out, size = weight.shape
+    linear = nn.Linear(size, out, bias=bias is not None, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+class Holder(nn.Module):
+    """A module that only gives its parameter ``weight`` a name."""
+
+    def __init__(self, like: Tensor, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = empty_parameter(like, rows, columns)
+
+
+# ---------------------------------------------------------------------------------------------- DFlash 2
+
+
+class GroupedConv(nn.Module):
+    """The parameters of a convolution over a block's rows, one side in front of a sublayer and one after it."""
+
+    def __init__(self, config: DFlash2Config, hidden: int, like: Tensor) -> None:
+        super().__init__()
+        taps, groups = config.conv_kernel_size, hidden // config.conv_group_size
+        self.base_kernel = empty_parameter(like, 2, taps, hidden)
+        self.kernel_projection = linear_of(like.new_empty(2 * taps * groups, hidden))
+
+    def weights(self) -> BlockConv:
+        """Return the parameters as a decoder stack takes them."""
+        return BlockConv(self.base_kernel, self.kernel_projection.weight)
+
+
+class PairWeights(NamedTuple):
+    """What scores a candidate c after the token a: ``sum over r of A[a, r] * query[r] * B[c, r]``."""
+
+    predecessors: Tensor  # A, [vocab, rank]
+    queries: Tensor  # [batch, drafts, rank], one per position
+    successors: Tensor  # B, [vocab, rank]
+
+    def scores(self, draft: int, previous: Tensor, candidates: Tensor) -> Tensor:
+        """Return the scores ``[batch, count]`` float32 of candidates of position ``draft`` after ``previous [batch]``.
+
+        Negative ids get the score of id 0.
+        """
+        given = self.predecessors[previous].float() * self.queries[:, draft].float()
+        return (self.successors[candidates.clamp(min=0)].float() * given[:, None]).sum(-1)
+
+
+class CandidateSelector(nn.Module):
+    """Scores each of the ``top_k`` candidates of a position by the token that was drafted before it."""
+
+    def __init__(self, config: DFlash2Config, hidden: int, vocab: int, like: Tensor) -> None:
+        super().__init__()
+        self.top_k = config.selector_top_k
+        self.predecessor_codebook = empty_parameter(like, vocab, config.selector_rank)
+        self.successor_codebook = empty_parameter(like, vocab, config.selector_rank)
+        self.hidden_projection = linear_of(like.new_empty(config.selector_rank, hidden))
+
+    def pair_weights(self, hidden: Tensor) -> PairWeights:
+        """Return what scores the pairs of a block, from the rows that predict, ``[batch, drafts, hidden]``."""
+        queries = ops.linear(hidden, self.hidden_projection.weight)
+        return PairWeights(self.predecessor_codebook, queries, self.successor_codebook)
+
+
+# ---------------------------------------------------------------------------------------------- DSpark
+
+
+class MarkovHead(nn.Module):
+    """Adds ``W2 W1[a]`` to the logits that follow the token ``a``: a candidate selector whose queries are all ones.
+
+    It was trained over the whole vocabulary, so its candidates are as many as the ops take.
+    """
+
+    def __init__(self, rank: int, vocab: int, draft_vocab: int | None, like: Tensor) -> None:
+        super().__init__()
+        self.top_k = min(vocab, ops.MAX_CANDIDATES)
+        self.markov_w1, self.markov_w2 = Holder(like, vocab, rank), Holder(like, draft_vocab or vocab, rank)
+        self.spread_w2 = None if draft_vocab is None else DerivedWeight(like.new_zeros(vocab, rank))
+
+    def refresh(self, d2t: Tensor) -> None:
+        """Give each row of a reduced ``W2`` the place of its token among the target's (`target_ids`)."""
+        weight, full = self.markov_w2.weight, self.spread_w2.weight.shape
+        self.spread_w2.follow_([weight, d2t], lambda: weight.new_zeros(full).index_copy_(0, target_ids(d2t), weight))
+
+    def pair_weights(self, hidden: Tensor) -> PairWeights:
+        """Return what scores the pairs of a block, from the rows that predict, ``[batch, drafts, hidden]``."""
+        successors = (self.markov_w2 if self.spread_w2 is None else self.spread_w2).weight
+        queries = hidden.new_ones(*hidden.shape[:-1], successors.shape[1])
+        return PairWeights(self.markov_w1.weight, queries, successors)
+
+
+def target_ids(d2t: Tensor) -> Tensor:
+    """Return the target's id of each token of a reduced vocabulary: ``d2t`` stores the difference."""
+    return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+# ---------------------------------------------------------------------------------------------- derived weights
+
+
+class DerivedWeight(nn.Module):
+    """A tensor that follows from others, at a fixed address. It is computed again only after one of them has changed.
+
+    torch counts no writes through ``tensor.data``. It counts none to a tensor that was made in inference mode: what
+    follows from such is computed at every look.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+        self._seen: list[tuple[weakref.ref[Tensor], object]] = []
+
+    @torch.no_grad()
+    def follow_(self, sources: Sequence[Tensor], compute: Callable[[], Tensor]) -> None:
+        """Take the value of ``compute``, which makes it from ``sources``, if one of these has changed."""
+        if self._is_current(sources):
+            return
+        value = compute()
+        if (value.dtype, value.device) != (self.weight.dtype, self.weight.device):
+            self.weight = value
+        # A write would look like other weights to whoever compares versions, such as the reuse of prefixes.
+        elif not value.is_meta and not torch.equal(self.weight, value):
+            self.weight.copy_(value)
+        self._seen = [(weakref.ref(tensor), _version(tensor)) for tensor in (self.weight, *sources)]
+
+    def forget(self) -> None:
+        """Compute the tensor again at the next `follow_`."""
+        self._seen = []
+
+    def _is_current(self, sources: Sequence[Tensor]) -> bool:
+        """Return True if no source was replaced or written to, and this module was not moved."""
+        tensors = self.weight, *sources
+        if len(tensors) != len(self._seen) or any(map(Tensor.is_inference, sources)):
+            return False
+        # By identity: an `id` may be that of a freed tensor, and `==` compares values.
+        return all(
+            ref() is tensor and version == _version(tensor)
+            for (ref, version), tensor in zip(self._seen, tensors, strict=True)
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seen": []}  # a copy looks at sources of its own
+
+
+def _version(tensor: Tensor) -> object:
+    """Return what differs once a tensor was written to, moved or reshaped."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, None if tensor.is_inference() else tensor._version
+
+
 # ---------------------------------------------------------------------------------------------- weights in 8 bits
 
 
@@ -457,31 +584,32 @@ class Int8Drafter(Drafter):
     """
 
     _copies: list[dict[str, Int8Weight]]  # per layer
-    _quantized_values: ValuesFingerprint
+    _quantized: Fingerprint | None  # of the layers that the copies were made of
 
     @classmethod
     def of(cls, draft: Drafter) -> Int8Drafter:
         """Return a drafter with the parameters of ``draft``, in the same memory. Raises ValueError if one is NaN."""
         stored = cls.__new__(cls)
-        stored.__dict__.update(draft.__dict__, _stack=None, _copies=[], _quantized_values=ValuesFingerprint())
+        stored.__dict__.update(draft.__dict__, _stack=None, _copies=[], _quantized=None)
         stored._restack()
         return stored
 
     def forget_values(self) -> None:
         """Read all weights again at the next `refresh`."""
         super().forget_values()
-        self._quantized_values = ValuesFingerprint()
+        self._quantized = None
 
     def _stack_layers(self) -> list[DecoderLayer]:
         """Return the layers in 8 bits, made again if the weights have changed."""
         layers = super()._stack_layers()
-        if not self._quantized_values.matches([self.layers]):
+        if self._quantized is None or not self._quantized.has_same_values(self.layers):
+            self._quantized = None
             try:
                 self._copies = list(map(int8_weights, layers))
             except NotFiniteError as error:
                 raise ValueError(not_finite("draft_weights", self, error)) from error
-            self._quantized_values.take([self.layers])
+            self._quantized = Fingerprint(self.layers)
         return [layer._replace(**copies) for layer, copies in zip(layers, self._copies, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_copies": [], "_quantized_values": ValuesFingerprint()}
+        return super().__getstate__() | {"_copies": [], "_quantized": None}

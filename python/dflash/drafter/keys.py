@@ -53,7 +53,7 @@ def boolean(key: str, value: Any) -> None:
         raise ValueError(f"{key} must be true or false, got {shortened(value)}")
 
 
-def layers(least: int) -> Check:
+def layers_from(least: int) -> Check:
     """Return a check for a list of the target's layers, which are counted from ``least``."""
 
     def check(key: str, value: Any) -> None:
@@ -133,7 +133,7 @@ KEYS: dict[str, Key] = {
     "max_position_embeddings": Key(TOP, integer(1), None, LAYER, 32768, 131072),
     "target_hidden_size": Key(TOP, integer(1), speculators=TOP),
     "num_target_layers": Key(BOTH, integer(1, MAX_TARGET_LAYERS), None, LAYER),
-    "target_layer_ids": Key(BOTH, layers(0), muse=[1, 13, 25, 37, 49]),  # speculators: aux_hidden_state_layer_ids
+    "target_layer_ids": Key(BOTH, layers_from(0), muse=[1, 13, 25, 37, 49]),  # speculators: aux_hidden_state_layer_ids
     "block_size": Key(BOTH, integer(1, 2**12), 16, TOP, muse=16),
     "vocab_size": Key(TOP, integer(1, 2**24), None, LAYER, 151936),
     "draft_vocab_size": Key(TOP, integer(1, 2**24), speculators=TOP),

@@ -4,7 +4,6 @@ from .copies import structural_copy
 from .fingerprint import (
     Fingerprint,
     KnownWeights,
-    ValuesFingerprint,
     describe_config,
     sample_digest,
     version_of,
@@ -13,57 +12,30 @@ from .fingerprint import (
 )
 from .folder import check_target_config, check_target_size, check_target_weights
 from .fused import not_finite
-from .generation_config import generation_defaults, stop_string_criterion, transformers_version
-from .parallel import ranks_in
-from .recurrent import has_recurrent_layers
-from .support import (
+from .model import (
     UnsupportedTargetError,
-    check_target,
     embedding_table,
     find_layers,
     first_hook,
+    generation_defaults,
     max_positions,
-    refusal,
+    stop_string_criterion,
     tapped_modules,
     text_config,
+    transformers_version,
     unwrap,
 )
+from .parallel import ranks_in
+from .recurrent import has_recurrent_layers
+from .support import check_target, refusal, refusal_of_weights
 from .target import Target, check_int8, int8_obstacle
 from .trial import forget_trials
-from .weights import refusal_of_weights
 
 __all__ = [
-    "Fingerprint",
-    "KnownWeights",
-    "Target",
-    "UnsupportedTargetError",
-    "ValuesFingerprint",
-    "check_int8",
-    "check_target",
-    "check_target_config",
-    "check_target_size",
-    "check_target_weights",
-    "describe_config",
-    "embedding_table",
-    "find_layers",
-    "first_hook",
-    "forget_trials",
-    "generation_defaults",
-    "has_recurrent_layers",
-    "int8_obstacle",
-    "max_positions",
-    "not_finite",
-    "ranks_in",
-    "refusal",
-    "refusal_of_weights",
-    "sample_digest",
-    "stop_string_criterion",
-    "structural_copy",
-    "tapped_modules",
-    "text_config",
-    "transformers_version",
-    "unwrap",
-    "version_of",
-    "versions",
-    "weights_digest",
-]
+    "Fingerprint", "KnownWeights", "Target", "UnsupportedTargetError", "check_int8", "check_target",
+    "check_target_config", "check_target_size", "check_target_weights", "describe_config", "embedding_table",
+    "find_layers", "first_hook", "forget_trials", "generation_defaults", "has_recurrent_layers", "int8_obstacle",
+    "max_positions", "not_finite", "ranks_in", "refusal", "refusal_of_weights", "sample_digest",
+    "stop_string_criterion", "structural_copy", "tapped_modules", "text_config", "transformers_version", "unwrap",
+    "version_of", "versions", "weights_digest",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Structural copies of a model: they share its parameters and buffers and own everything else."""
+"""The copy of a model: it shares the model's tensors, owns everything else, and runs our attention on our cache."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import copy
 import types
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, PreTrainedConfig
 
+from .. import ops
+from ..state import KVCache
+from .model import UnsupportedTargetError, modules_of, text_config
 from .parallel import forward_of_copy, meshes
 from .quantized import finish_loading, forward_before_dispatch, shared_states
 from .recurrent import is_stateful
-from .support import UnsupportedTargetError
-from .weights import plain_tensors
-
-__all__ = ["structural_copy"]
 
 
 def structural_copy(module: nn.Module) -> nn.Module:
     """Return a copy of ``module``, in eval mode, that shares its tensors. Takes milliseconds.
 
-    Raises:
-        UnsupportedTargetError: something in the module cannot be copied, or a forward was replaced.
+    Raises UnsupportedTargetError if something in it cannot be copied, or a forward was replaced.
     """
     finish_loading(module)
-    tensors = (*module.parameters(), *module.buffers(), *plain_tensors(module))
-    shared = (*tensors, *shared_states(module), *meshes(module))
-    memo: dict[int, Any] = {id(value): value for value in shared}
+    # Parameters, buffers, and what lists and dicts in other attributes hold
+    tensors = [leaf for leaf in tree_leaves(list(map(vars, modules_of(module)))) if isinstance(leaf, Tensor)]
+    memo: dict[int, Any] = {id(value): value for value in (*tensors, *shared_states(module), *meshes(module))}
     try:
         result = copy.deepcopy(module, memo).eval()
     except (TypeError, RuntimeError) as error:
@@ -39,10 +39,7 @@ def structural_copy(module: nn.Module) -> nn.Module:
 
 
 def _restore_forward(original: nn.Module, copied: nn.Module) -> None:
-    """Undo an instance-level forward on the copy: one of torch.compile or accelerate would call the original.
-
-    That of transformers' tensor parallelism is made again for the copy.
-    """
+    """Undo or make again an instance-level forward on the copy, where it would call the original."""
     forward = original.__dict__.get("forward")
     if forward is None:
         return
@@ -52,15 +49,11 @@ def _restore_forward(original: nn.Module, copied: nn.Module) -> None:
     inside = getattr(forward, "_torchdynamo_orig_callable", None) or forward_before_dispatch(original)
     if inside is None and _is_idle_hook(getattr(original, "_hf_hook", None)):
         inside = getattr(original, "_old_forward", None)
-    if _is_of_class(inside or forward, original):
+    of_class = getattr(type(original), "forward", None)
+    if isinstance(inside or forward, types.MethodType) and (inside or forward).__func__ is of_class:
         del copied.__dict__["forward"]
     elif inside is not None or not isinstance(forward, types.MethodType) or is_stateful(original):
         raise UnsupportedTargetError(f"{type(original).__name__}.forward was replaced by {forward!r}")
-
-
-def _is_of_class(forward: Any, module: nn.Module) -> bool:
-    """Return True for a bound method that is the forward of the module's class."""
-    return isinstance(forward, types.MethodType) and forward.__func__ is getattr(type(module), "forward", None)
 
 
 def _is_idle_hook(hook: Any) -> bool:
@@ -70,3 +63,115 @@ def _is_idle_hook(hook: Any) -> bool:
     if type(hook).__name__ == "SequentialHook":
         return all(map(_is_idle_hook, hook.hooks))
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+# transformers tests names for "flash", so the name must not contain it. It has no mask interface: no mask is built.
+_NAME = "block_verify"
+
+
+def use_attention(model: nn.Module, name: str = _NAME) -> None:
+    """Make every module of a copy call a registered attention function, by default ours."""
+    for module in model.modules():  # attention modules may have been given a config of their own
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            module.config._attn_implementation = name
+    text_config(model)._attn_implementation = name
+
+
+def _block_attention(  # noqa: PLR0913 - transformers' signature
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    block_lengths: Tensor | None = None,
+    block_ancestors: Tensor | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend over whole cache buffers, ``key`` and ``value [batch, kv_heads, capacity, head_dim]``.
+
+    ``query`` is ``[batch, heads, rows, head_dim]``. What begins with ``block_`` passes through the model's forward.
+    """
+    if block_lengths is None and hasattr(module, "running_pass"):
+        block_lengths = module.running_pass.lengths
+    if block_lengths is None or attention_mask is not None or position_bias is not None:
+        reason = "it does not pass the cache lengths on" if block_lengths is None else "it builds its own mask or bias"
+        raise UnsupportedTargetError(f"{type(module).__name__} cannot run on dflash's attention: {reason}")
+    # Nothing may be read early (`fresh`): some families, such as deepseek_v3, attend to keys and values that the kernel
+    # ahead computes of the cache.
+    out = ops.block_attention(
+        query.transpose(1, 2),
+        key,
+        value,
+        block_lengths,
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        causal=True,
+        window=window_of(module, kwargs) or 0,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+        ancestors=block_ancestors,
+    )
+    return out, None
+
+
+def window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """Return the window of an attention module that was called with these keyword arguments, or None."""
+    if "sliding_window" in kwargs:
+        return kwargs["sliding_window"]
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window
+    if getattr(getattr(module, "config", None), "sliding_window", None) is not None:
+        raise UnsupportedTargetError(f"{type(module).__name__} applies its sliding window only through a mask")
+    return None
+
+
+AttentionInterface.register(_NAME, _block_attention)
+
+
+class Stateless:
+    """The answers of a cache that holds nothing: positions are always passed, and `recurrent` keeps the states."""
+
+    is_compileable = True
+
+    def get_seq_length(self, *_args: Any) -> int:
+        """Return 0."""
+        return 0
+
+    def get_conv_state(self, *_args: Any, **_kwargs: Any) -> None:
+        """Return None: recurrent modules then take the branch for several rows."""
+
+    get_recurrent_state = get_conv_state
+
+    def has_previous_state(self, *_args: Any, **_kwargs: Any) -> bool:
+        """Return False, which is what transformers before 5.21 asks for instead."""
+        return False
+
+    def update_conv_state(self, states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        """Return the rows as they are, without inputs in front of them."""
+        return states
+
+    update_recurrent_state = update_conv_state
+
+
+class CacheView(Stateless):
+    """The ``past_key_values`` of one forward pass: writes to slots on the device, returns whole buffers.
+
+    Args:
+        cache: written to.
+        slots: ``[batch, rows]`` int64, of the rows of this pass.
+    """
+
+    def __init__(self, cache: KVCache, slots: Tensor) -> None:
+        self.cache, self.slots = cache, slots
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append ``key`` and ``value [batch, kv_heads, rows, head_dim]`` and return the layer's buffers."""
+        keys, values = self.cache.layer(layer_idx, key, value)
+        ops.append_kv_(key, value, self.slots, keys, values)
+        return keys, values

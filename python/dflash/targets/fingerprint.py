@@ -15,19 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .model import modules_of, shard_of, tensors_of, text_config
 from .parallel import ranks_in
-from .support import text_config
-from .weights import modules_of, shard_of, tensors_of
-
-__all__ = [
-    "Fingerprint",
-    "KnownWeights",
-    "ValuesFingerprint",
-    "describe_config",
-    "sample_digest",
-    "versions",
-    "weights_digest",
-]
 
 # Keys of a config that do not affect the numbers computed by the model.
 _METADATA = frozenset(
@@ -53,8 +42,8 @@ class Fingerprint:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, modules = weakref.ref(module), modules_of(module)
-        tensors = _tensors(modules)
-        self._tensors, self._versions, self._attached = _identities(tensors), _versions(tensors), _attached(modules)
+        self._attached = _attached(modules)
+        self._tensors, self._versions = _tensors(modules)
 
     def is_of(self, module: nn.Module) -> bool:
         """Return True if ``module`` is the same object, whatever has changed in it."""
@@ -62,15 +51,13 @@ class Fingerprint:
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if ``module`` is the same one, unchanged but for values."""
-        if not self.is_of(module):
-            return False
         modules = modules_of(module)
-        return self._tensors == _identities(_tensors(modules)) and self._attached == _attached(modules)
+        return self.is_of(module) and self._tensors == _tensors(modules)[0] and self._attached == _attached(modules)
 
     def replaced(self) -> bool:
         """Return True if the module is still alive and has other tensors now."""
         module = self._module()
-        return module is not None and self._tensors != _identities(_tensors(modules_of(module)))
+        return module is not None and self._tensors != _tensors(modules_of(module))[0]
 
     def has_same_values(self, module: nn.Module, *, trusts_inference_tensors: bool = False) -> bool:
         """Return True if the module matches, and its values are the same as far as torch counts writes in place.
@@ -79,7 +66,15 @@ class Fingerprint:
         none of inference tensors: a module that has one never has the same values, unless these are trusted.
         """
         same = self.matches(module) and (trusts_inference_tensors or None not in self._versions)
-        return same and self._versions == _versions(_tensors(modules_of(module)))
+        return same and self._versions == _tensors(modules_of(module))[1]
+
+
+def _tensors(modules: list[nn.Module]) -> tuple[list[tuple[int, int, torch.dtype]], list[int | None]]:
+    """Return what identifies each tensor, this rank's part of it too, and how often it was written to."""
+    tensors = tensors_of(modules)
+    tensors += [shard for tensor in tensors if (shard := shard_of(tensor)) is not None]
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors], versions
 
 
 def _attached(modules: list[nn.Module]) -> list[tuple]:
@@ -95,54 +90,24 @@ def _attached(modules: list[nn.Module]) -> list[tuple]:
     return found
 
 
-def _tensors(modules: list[nn.Module]) -> list[Tensor]:
-    """Return parameters and buffers, and this process's part of those that are spread over several."""
-    tensors = tensors_of(modules)
-    return tensors + [shard for tensor in tensors if (shard := shard_of(tensor)) is not None]
-
-
-def _identities(tensors: list[Tensor]) -> list[tuple[int, int, torch.dtype]]:
-    return [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors]
-
-
-def _versions(tensors: list[Tensor]) -> list[int | None]:
-    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-class ValuesFingerprint:
-    """Notices changed values of several modules, as `Fingerprint` does. Matches nothing until `take` is called."""
-
-    def __init__(self) -> None:
-        self._taken: list[Fingerprint] = []
-
-    def take(self, modules: list[nn.Module]) -> None:
-        """Remember the modules' tensors as they are now."""
-        self._taken = [Fingerprint(module) for module in modules]
-
-    def matches(self, modules: list[nn.Module]) -> bool:
-        """Return True if these are the modules of the last `take`, with the same values."""
-        same = len(self._taken) == len(modules) > 0
-        return same and all(map(Fingerprint.has_same_values, self._taken, modules))
-
-
 class KnownWeights:
-    """The weights that caches were filled with and that steps were captured with."""
+    """The weights that caches were filled with and that steps were captured with. The target comes first."""
 
     def __init__(self) -> None:
         self._values: list[Fingerprint] = []
         self._addresses: list[Fingerprint] = []
 
     def fill(self, modules: list[nn.Module]) -> None:
-        """Take note that the caches are filled with the weights of these modules, the target first, from now on."""
+        """Take note that the caches are filled with the weights of these modules from now on."""
         self._values = [Fingerprint(module) for module in modules]
 
     def filled(self, modules: list[nn.Module]) -> bool:
         """Return True if nothing shows that the caches were filled with other weights."""
-        if not self._values or not self._values[0].has_same_values(modules[0]):
-            return False
         # A drafter's inference tensors are trusted: what is drafted changes the speed, never the text.
-        drafter = zip(self._values[1:], modules[1:], strict=True)
-        return all(seen.has_same_values(module, trusts_inference_tensors=True) for seen, module in drafter)
+        return bool(self._values) and all(
+            seen.has_same_values(module, trusts_inference_tensors=index > 0)
+            for index, (seen, module) in enumerate(zip(self._values, modules, strict=True))
+        )
 
     def have_moved(self, modules: list[nn.Module]) -> bool:
         """Return True if these are not the tensors that were there when this was asked before, or it never was."""
@@ -152,6 +117,9 @@ class KnownWeights:
         return True
 
 
+# ---------------------------------------------------------------------------------------------- digests
+
+
 def describe_config(target: nn.Module) -> str:
     """Return the text config as JSON, without keys that do not affect the computed numbers."""
     content = text_config(target).to_dict()
@@ -159,10 +127,7 @@ def describe_config(target: nn.Module) -> str:
 
 
 def sample_digest(model: nn.Module) -> str:
-    """Return a cheap digest of the weights: every tensor's name, shape and dtype, and about 64 of its values.
-
-    Of a tensor that is spread over processes no value is read.
-    """
+    """Return a cheap digest of the weights: names, shapes, dtypes, and about 64 values of each that is not spread."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
@@ -176,19 +141,16 @@ def sample_digest(model: nn.Module) -> str:
 def weights_digest(model: nn.Module) -> str:
     """Return the SHA-256 of all weights as hexadecimal digits. Reads every byte: a second per GB and core, or less.
 
-    It covers name, dtype, shape and bytes of every tensor in ``model.state_dict()``, whatever files, device and process
-    they come from. Of a quantized tensor these are the tensors that it is made of. Every process of a target that is
-    spread over several must call this: the whole tensors count.
+    It covers name, dtype, shape and bytes of every tensor in ``model.state_dict()``, of a quantized one of the tensors
+    inside. Every process of a target that is spread over several must call this: the whole tensors count.
     """
-    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    names = sorted(state)
-    tensors = (state[name] for name in names)
+    state = {name: tensor for name, tensor in sorted(model.state_dict().items()) if isinstance(tensor, Tensor)}
     if ranks_in(model) > 1:  # gathered one by one, in the same order everywhere
-        digests = list(map(_tensor_digest, tensors))
+        digests = list(map(_tensor_digest, state.values()))
     else:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            digests = list(pool.map(_tensor_digest, tensors))
-    return hashlib.sha256(json.dumps(list(zip(names, digests, strict=True))).encode()).hexdigest()
+            digests = list(pool.map(_tensor_digest, state.values()))
+    return hashlib.sha256(json.dumps(list(zip(state, digests, strict=True))).encode()).hexdigest()
 
 
 @torch.no_grad()
@@ -215,8 +177,11 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that compute a text, by name."""
-    packages = {"dflash": "dflash-engine", "torch": "torch", "transformers": "transformers"}
-    return {name: version_of(distribution) for name, distribution in packages.items()} | {"torch": torch.__version__}
+    return {
+        "dflash": version_of("dflash-engine"),
+        "torch": torch.__version__,
+        "transformers": version_of("transformers"),
+    }
 
 
 def version_of(distribution: str) -> str:

@@ -13,8 +13,6 @@ from torch import nn
 from ..files import find_shards, read_architectures, read_header, read_json
 from ..terminal import listed, named, printable, shortened
 
-__all__ = ["check_target_config", "check_target_size", "check_target_weights"]
-
 # Keys that decide how much transformers builds, under the names of any family, and their largest value. The largest
 # published: 126 layers, of which one costs transformers a millisecond, and 16384 experts.
 _SIZES = (
@@ -29,12 +27,9 @@ _MAX_INTEGER = 2**63 - 1  # torch has no larger ones
 
 
 def check_target_config(folder: Path) -> None:
-    """Check the values in ``config.json``, of any family, that decide how much transformers builds.
+    """Raise ValueError for a value in ``config.json``, of any family, that has transformers build too much.
 
     A missing file is left to transformers, here and in `check_target_weights`.
-
-    Raises:
-        ValueError: a value is of the wrong type or beyond every real model's; its key is named.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -48,14 +43,9 @@ def check_target_config(folder: Path) -> None:
 
 
 def check_target_weights(folder: Path) -> list[Path]:
-    """Check the index and the headers of safetensors files.
+    """Return the files of the weights. Raise ValueError if the index or a safetensors header is broken or cut.
 
-    Returns:
-        The files of the weights, of either kind that transformers loads. Empty if one is missing: a hub's snapshot may
-        not be complete yet.
-
-    Raises:
-        ValueError: a file is broken or cut; it is named.
+    Empty if a file is missing: a hub's snapshot may not be complete yet.
     """
     for name in ("model.safetensors", "pytorch_model.bin"):
         with contextlib.suppress(FileNotFoundError):
@@ -80,25 +70,16 @@ def _integers(content: Any, key: str = "") -> Iterator[tuple[str, int]]:
 
 
 def check_target_size(model: nn.Module, files: Sequence[Path], *, is_quantized: bool = False) -> None:
-    """Compare a model on the meta device with the bytes of its weights, before it is allocated.
+    """Raise ValueError if ``files`` hold far less than the parameters of a model on the meta device.
 
-    Args:
-        model: the model.
-        files: all of its weights, as `check_target_weights` returns them.
-        is_quantized: a parameter may take less than a byte, but not less than a bit.
-
-    Raises:
-        ValueError: the files hold far less than the model's parameters.
+    Quantized, a parameter may take less than a byte, but not less than a bit.
     """
     stored = sum(file.stat().st_size for file in files)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if files and parameters > (stored * 8 if is_quantized else stored):
-        sizes = [f"{key} {value}" for key, value in _integers(model.config.to_dict()) if _is_size(key)]
+        values = _integers(model.config.to_dict())
+        sizes = [f"{key} {value}" for key, value in values if any(pattern.search(key) for pattern, _ in _SIZES)]
         raise ValueError(
             f"{printable(files[0].parent)}: config.json makes a model of {parameters} parameters, and its weights have "
             f"only {stored} bytes. One of its sizes is wrong: {listed(sizes)}"
         )
-
-
-def _is_size(key: str) -> bool:
-    return any(pattern.search(key) for pattern, _ in _SIZES)

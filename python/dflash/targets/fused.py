@@ -1,4 +1,4 @@
-"""Run the layers of plain pre-norm models on `dflash.ops` instead of their modules, on the same parameters.
+"""Run the layers of plain pre-norm models, and experts of other models, on `dflash.ops` instead of their modules.
 
 A model is recognized by its exact classes, module by module: one with a subclass, an adapter, a quantized layer or a
 hook keeps its own forward, and so does every family that is not listed. `dflash.targets.trial` compares the numbers.
@@ -6,29 +6,55 @@ hook keeps its own forward, and so does every family that is not listed. `dflash
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUTanh, SiLUActivation
+from transformers.integrations import moe
 
 from .. import ops
 from ..decoder import DecoderLayer, DecoderStack, DeltaNetLayer, rotary_table
 from ..ops import Int8Weight, NotFiniteError, int8_layer, split_weights
 from ..state import KVCache, Tree
-from .fingerprint import ValuesFingerprint
-from .quantized import is_quantized
-from .support import UnsupportedTargetError, embedding_table
-from .weights import is_plain_module, is_plain_tensor, kernel_obstacle, name_of
+from .fingerprint import Fingerprint
+from .model import PLAIN_TENSORS, UnsupportedTargetError, name_of
 
-__all__ = ["FusedTarget", "not_finite", "obstacle_to_int8", "recognize", "refuse_int8"]
+_MAX_ROWS = 256  # of one pass on a GPU or of experts: a block for each row of a batch, but not a chunk of a long prompt
+KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
+"""The dtypes that our kernels multiply in."""
 
-_MAX_CUDA_ROWS = 256  # of one pass: a block for each row of a batch, but not a chunk of a long prompt
-_STORAGE = {
-    *(("cpu", dtype) for dtype in (torch.float32, torch.bfloat16)),
-    *(("cuda", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
-}
+
+def kernel_obstacle(device: torch.device, weights: Sequence[Tensor], widths: Iterable[int]) -> str:
+    """Return why our kernels cannot multiply by these weights on ``device``; empty if they can.
+
+    The ops would run in plain torch then, and a model's own modules are as fast. ``weights`` are of one dtype,
+    ``widths`` the sizes that the products sum over.
+    """
+    dtype = weights[0].dtype
+    if dtype not in KERNEL_DTYPES.get(device.type, ()):
+        return f"our kernels for {device.type} do not multiply in {dtype}"
+    if device.type != "cuda":
+        return ""
+    if reason := ops.cuda_status(device.index):
+        return f"our CUDA kernels cannot run: {reason}"
+    if any(width % 8 for width in widths) or any(weight.data_ptr() % 16 for weight in weights):
+        return "our CUDA kernels need products over multiples of 8, and weights at multiples of 16 bytes"
+    return ""
+
+
+def _is_plain_module(module: nn.Module) -> bool:
+    """Return True for a module without hooks, parametrizations or a replaced forward."""
+    changes = (module._forward_hooks, module._forward_pre_hooks, getattr(module, "parametrizations", None))
+    return not any(changes) and "forward" not in module.__dict__
+
+
+def _are_plain_tensors(tensors: Iterable[Tensor]) -> bool:
+    """Return True for tensors of one device and dtype whose values are in their memory as they are."""
+    tensors = list(tensors)
+    is_plain = all(type(x) in PLAIN_TENSORS and x.is_contiguous() and not x.is_neg() for x in tensors)
+    return is_plain and len({(tensor.device, tensor.dtype) for tensor in tensors}) == 1
 
 
 # ---------------------------------------------------------------------------------------------- recognizing models
@@ -61,13 +87,10 @@ class _Family(NamedTuple):
     def fits(self, module: nn.Module, names: str) -> bool:
         """Return True if a module and all in it are of the family's own classes; ``names`` are separated by bars."""
         name = next((name for name in names.split("|") if self.is_a(module, name)), None)
-        parts = _PARTS.get(name or "", {})
-        children = dict(module.named_children())
-        is_opaque = name == "SparseMoeBlock"  # runs as it is
-        return name is not None and (
-            is_opaque
-            or (children.keys() <= parts.keys() and all(self.fits(child, parts[n]) for n, child in children.items()))
-        )
+        if name in (None, "SparseMoeBlock"):  # the latter runs as it is
+            return name is not None
+        parts, children = _PARTS.get(name, {}), dict(module.named_children())
+        return children.keys() <= parts.keys() and all(self.fits(child, parts[n]) for n, child in children.items())
 
     def decoder(self, model: nn.Module) -> nn.Module | None:
         """Return the module that holds the layers, if the model has the family's class."""
@@ -78,46 +101,41 @@ class _Family(NamedTuple):
     def accepts(self, model: nn.Module) -> bool:
         """Return True if every module and parameter of the model is as expected."""
         decoder, head = self.decoder(model), model.get_output_embeddings()
-        if not self.is_a(decoder, f"{self.text}Model") or not all(map(is_plain_module, model.modules())):
+        if not self.is_a(decoder, f"{self.text}Model") or not all(map(_is_plain_module, model.modules())):
             return False
         if type(head) is not nn.Linear or type(decoder.embed_tokens) is not nn.Embedding:
             return False
-        if decoder.embed_tokens.max_norm is not None:  # changes few embeddings, perhaps none of a trial run's
-            return False
         layers = _layers_of(decoder)
-        if not 0 < len(layers) == decoder.config.num_hidden_layers:
-            return False
-        attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
         mixers = [layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn for layer in layers]
-        rotary = 2 * decoder.rotary_emb.inv_freq.numel()
-        parameters = [*decoder.parameters(), *head.parameters()]
-        storage = {(parameter.device.type, parameter.dtype) for parameter in parameters}
         return (
-            self.is_a(decoder.norm, "RMSNorm")
+            decoder.embed_tokens.max_norm is None  # changes few embeddings, perhaps none of a trial run's
+            and self.is_a(decoder.norm, "RMSNorm")
             and self.is_a(decoder.rotary_emb, f"{self.text}RotaryEmbedding")
             and all(self.fits(layer, "DecoderLayer") for layer in layers)
-            and bool(attentions)
+            and any(hasattr(layer, "self_attn") for layer in layers)
+            and len(layers) == decoder.config.num_hidden_layers
             and [mixer.layer_idx for mixer in mixers] == list(range(len(layers)))  # else they share keys and values
-            and all(rotary == part.head_dim or (self.gated and rotary < part.head_dim) for part in attentions)
-            and all(len({part.bias is None for part in _projections(a)[:3]}) == 1 for a in attentions)
-            and all(is_plain_tensor(p) and p.is_contiguous() for p in parameters)
-            and len(storage) == 1
-            and storage <= _STORAGE
+            and _are_plain_tensors([*decoder.parameters(), *head.parameters()])
         )
-
-    def eps(self, norm: nn.Module) -> float:
-        """Return what a norm adds to the mean square."""
-        return norm.eps if self.gated else norm.variance_epsilon
 
     def layer(self, layer: nn.Module) -> DecoderLayer | DeltaNetLayer:
         """Return the weights of an accepted layer."""
-        shared = self._around(layer)
+        norms = {"input_norm": layer.input_layernorm.weight, "post_norm": layer.post_attention_layernorm.weight}
+        shared = {**norms, **self._mlp(layer.mlp)}
         if hasattr(layer, "self_attn"):
             attention = layer.self_attn
             # Mistral reads its window off the config, Llama has none, the others keep it per layer.
             owner = attention.config if self.prefix == "Mistral" else attention
-            window = 0 if self.gated else getattr(owner, "sliding_window", None) or 0
-            return DecoderLayer(**shared, **_attention(attention), window=window, gated=self.gated)
+            projections = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
+            return DecoderLayer(
+                **shared,
+                **{name: projection.weight for name, projection in projections.items()},
+                **{f"{name}_bias": projection.bias for name, projection in projections.items()},
+                q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+                k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
+                window=0 if self.gated else getattr(owner, "sliding_window", None) or 0,
+                gated=self.gated,
+            )
         mixer = layer.linear_attn
         together = hasattr(mixer, "in_proj_qkvz")
         return DeltaNetLayer(
@@ -134,29 +152,29 @@ class _Family(NamedTuple):
             key_heads=mixer.num_k_heads,
         )
 
-    def _around(self, layer: nn.Module) -> dict[str, Tensor | Callable | None]:
-        """Return what is around the mixer. A sparse MLP runs as the module that it is."""
-        norms = {"input_norm": layer.input_layernorm.weight, "post_norm": layer.post_attention_layernorm.weight}
-        mlp = layer.mlp
+    def _mlp(self, mlp: nn.Module) -> dict[str, Tensor | Callable | None]:
+        """Return the weights of an MLP; a sparse one runs as the module that it is."""
         if self.is_a(mlp, "MLP"):
-            return {**norms, "gate": mlp.gate_proj.weight, "up": mlp.up_proj.weight, "down": mlp.down_proj.weight}
+            return {"gate": mlp.gate_proj.weight, "up": mlp.up_proj.weight, "down": mlp.down_proj.weight}
 
         def experts(hidden: Tensor) -> Tensor:
             out = mlp(hidden)
             return out[0] if isinstance(out, tuple) else out
 
-        return {**norms, "gate": None, "up": None, "down": None, "experts": experts}
+        return {"gate": None, "up": None, "down": None, "experts": experts}
 
 
 _PLAIN = {"Linear": (nn.Linear,), "Conv1d": (nn.Conv1d,), "SiLU": (nn.SiLU, SiLUActivation)}  # without biases
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 # The modules in a module of a class, and their classes. Not every family has all of them.
 _PARTS = {
     "DecoderLayer": {
         **{"self_attn": "Attention", "linear_attn": "GatedDeltaNet", "mlp": "MLP|SparseMoeBlock"},
         **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), "RMSNorm"),
     },
-    "Attention": {**dict.fromkeys(_PROJECTIONS, "BiasedLinear"), "q_norm": "RMSNorm", "k_norm": "RMSNorm"},
+    "Attention": {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "BiasedLinear"),
+        **dict.fromkeys(("q_norm", "k_norm"), "RMSNorm"),
+    },
     "MLP": {**dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "Linear"), "act_fn": "SiLU"},
     "GatedDeltaNet": {
         **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), "Linear"),
@@ -188,21 +206,6 @@ def _layers_of(decoder: nn.Module) -> nn.ModuleList:
     return decoder.layers[: decoder.config.num_hidden_layers]
 
 
-def _projections(attention: nn.Module) -> list[nn.Linear]:
-    return [getattr(attention, name) for name in _PROJECTIONS]
-
-
-def _attention(attention: nn.Module) -> dict[str, Tensor | None]:
-    q, k, v, o = _projections(attention)
-    has_head_norms = hasattr(attention, "q_norm")
-    return {
-        "q": q.weight, "k": k.weight, "v": v.weight, "o": o.weight,
-        "q_norm": attention.q_norm.weight if has_head_norms else None,
-        "k_norm": attention.k_norm.weight if has_head_norms else None,
-        "q_bias": q.bias, "k_bias": k.bias, "v_bias": v.bias, "o_bias": o.bias,
-    }  # fmt: skip
-
-
 # ---------------------------------------------------------------------------------------------- running them
 
 
@@ -223,14 +226,14 @@ class FusedTarget:
         self.embedding, self.head = decoder.embed_tokens.weight, model.get_output_embeddings()
         self._model, self.is_int8 = model, False
         self._int8_head: Int8Weight | None = None
-        self._quantized_values = ValuesFingerprint()
-        layers = _layers_of(decoder)
+        self._quantized: Fingerprint | None = None  # of the weights that the copies in 8 bits were made of
+        layers, norm = _layers_of(decoder), decoder.norm
         attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
         self.num_kv_heads, self.head_dim = attention.k_proj.weight.shape[0] // attention.head_dim, attention.head_dim
         self.stack = DecoderStack(
             [family.layer(layer) for layer in layers],
-            decoder.norm.weight,
-            eps=family.eps(decoder.norm),
+            norm.weight,
+            eps=norm.eps if family.gated else norm.variance_epsilon,
             scale=float(attention.scaling),
             taps=target_layer_ids,
             zero_centered=family.gated,
@@ -266,8 +269,7 @@ class FusedTarget:
         """
         # 1. Free earlier copies, so that no two sets are in memory. Nothing runs before `refresh` has made new ones.
         if self.is_int8:
-            self.forget_values()
-            self._int8_head = None
+            self._quantized = self._int8_head = None
             self.stack.replace(self._layers, self.stack.norm)
         # 2. Make all copies before any of them is used.
         try:
@@ -275,16 +277,15 @@ class FusedTarget:
         except NotFiniteError as error:
             raise UnsupportedTargetError(not_finite("weights", self._model, error)) from error
         self.stack.replace(layers, self.stack.norm)
-        self._int8_head, self.is_int8 = head, True
-        self._quantized_values.take([self._model])
+        self._int8_head, self.is_int8, self._quantized = head, True, Fingerprint(self._model)
 
     def forget_values(self) -> None:
         """Make copies in 8 bits again at the next `refresh`, whether the weights are known to have changed or not."""
-        self._quantized_values = ValuesFingerprint()
+        self._quantized = None
 
     def refresh(self, cache: KVCache) -> None:
         """Notice changed weights and frequencies, and fit a cache that another target has made."""
-        if self.is_int8 and not self._quantized_values.matches([self._model]):
+        if self.is_int8 and (self._quantized is None or not self._quantized.has_same_values(self._model)):
             self.store_as_int8()
         self.stack.refresh()
         if not torch.equal(self._inv_freq, self._rotary.inv_freq):
@@ -323,7 +324,7 @@ class FusedTarget:
             return True  # the modules have other weights
         if ids.device.type == "cpu":
             return ops.skinny(ids.numel(), self.embedding.dtype)
-        return ids.numel() <= _MAX_CUDA_ROWS
+        return ids.numel() <= _MAX_ROWS
 
     def forward(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, tree: Tree | None = None,
@@ -346,41 +347,79 @@ class FusedTarget:
         return ops.linear(hidden, weight, self.head.bias, prefetch=True, scales=scales)
 
 
-# ---------------------------------------------------------------------------------------------- int8
-
-
-def obstacle_to_int8(model: nn.Module, fused: FusedTarget | None, reason: str) -> str:
-    """Return why the weights of a target cannot be stored as int8; empty if they can. No value is read.
-
-    Args:
-        model: the user's.
-        fused: its fused form.
-        reason: why it has none.
-    """
-    device = embedding_table(model).device
-    if device.type != "cpu":
-        return f"it is on {device}"
-    if fused is not None:
-        return fused.int8_obstacle
-    return "its weights are quantized already" if is_quantized(model) else reason
-
-
-def refuse_int8(model: nn.Module, obstacle: str) -> None:
-    """Raise UnsupportedTargetError if there is an obstacle."""
-    if obstacle:
-        raise UnsupportedTargetError(
-            "weights='int8' needs a target on CPU whose dense layers run on the ops of this package (see fused), got "
-            f"{type(model).__name__}: {obstacle}. Leave weights out"
-        )
-
-
 def not_finite(option: str, model: nn.Module, error: NotFiniteError) -> str:
-    """Return what to say of a weight that is not finite.
-
-    Args:
-        option: that asks for the weights as int8.
-        model: the target or the drafter that has the weight.
-        error: what was raised.
-    """
+    """Return the message for a weight of a target or drafter that is not finite, with ``option`` asking for int8."""
     name = name_of(model, error.weight).removesuffix(".weight")
     return f"{option}='int8' needs finite weights, got {error.value} in {name}: leave it out"
+
+
+# ---------------------------------------------------------------------------------------------- experts
+
+# transformers runs the experts of every family by one contract: a decorated class (``use_experts_implementation``) says
+# how its weights lie, and one of two functions for all families computes the sum. A module that either of them would
+# run gets a forward that runs `dflash.ops.experts` for few rows. Routers, shared experts and all around them stay the
+# family's own. So do experts that a loop of the family (``eager``) or other kernels run.
+_IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
+_ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}
+_LAYOUT = ("has_gate", "is_concatenated", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+
+
+class _Form(NamedTuple):
+    """The last arguments of `ops.experts` for a module."""
+
+    gate: str
+    alpha: float = 0.0
+    limit: float = 0.0
+    transposed: bool = False
+
+
+def use_experts_op(copied: nn.Module) -> bool:
+    """Give the modules of a copy whose experts our op can run a forward that does. Returns True if there are any."""
+    found = [(module, form) for module in copied.modules() if (form := _form_of(module)) is not None]
+    for module, form in found:
+        kind = type(module)
+        # A class of the module's own, as in `recurrent.take_over`.
+        space = {"forward": _experts_forward(kind.forward, form), "__module__": kind.__module__}
+        module.__class__ = type(kind.__name__, (kind,), space)
+    return bool(found)
+
+
+def _experts_forward(own: Callable, form: _Form) -> Callable:
+    """Return a forward that runs our op, or ``own`` where the op does not take the tensors."""
+
+    def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x, weights = hidden_states, (self.gate_up_proj, self.down_proj)
+        is_typed = x.dtype == weights[0].dtype and top_k_weights.dtype in (x.dtype, torch.float32)
+        is_taken = is_typed and top_k_index.dtype == torch.int64 and x.dtype in KERNEL_DTYPES.get(x.device.type, ())
+        if not is_taken or x.dim() != 2 or x.shape[0] > _MAX_ROWS:
+            return own(self, hidden_states, top_k_index, top_k_weights)
+        biases = (self.gate_up_proj_bias, self.down_proj_bias) if self.has_bias else (None, None)
+        return ops.experts(x, top_k_index, top_k_weights, *weights, *biases, *form)
+
+    return forward
+
+
+def _form_of(module: nn.Module) -> _Form | None:
+    """Return how our op runs a module; None for other modules."""
+    # 1. Its gate and the layout of its weights
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if not hasattr(module, "gate_up_proj") or chosen not in _IMPLEMENTATIONS or not _is_plain_module(module):
+        return None
+    kind, layout = type(module), tuple(getattr(module, name, False) for name in _LAYOUT)
+    if (kind.__module__, kind.__name__) == ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"):
+        form, expected = _Form("clamped_silu", module.alpha, module.limit, True), (True, False, True, False, False)
+    else:
+        activation: Any = getattr(module, "act_fn", None)
+        gate = "silu" if activation is nn.functional.silu else _ACTIVATIONS.get(type(activation), "")
+        form, expected = _Form(gate), (True, True, False, False, False)
+    if layout != expected or not form.gate:
+        return None
+    if form.gate != "clamped_silu" and kind._apply_gate is not moe._default_apply_gate:
+        return None
+    # 2. The weights: those that the op takes, and no others
+    names = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set())
+    parameters, weights = dict(module.named_parameters()), (module.gate_up_proj, module.down_proj)
+    if parameters.keys() != names or not _are_plain_tensors(parameters.values()):
+        return None
+    widths = [(weight.mT if form.transposed else weight).shape[2] for weight in weights]
+    return None if kernel_obstacle(weights[0].device, weights, widths) else form  # the op's twin would copy weights

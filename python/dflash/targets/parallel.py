@@ -1,9 +1,9 @@
 """Targets that transformers' tensor parallelism (``tp_plan="auto"``) spreads over processes, the *ranks*.
 
-This is the one place that knows about ranks. Each of them runs the whole program: its shard of the target, a copy of
-the drafter, and a state of its own. All must branch alike, or the next exchange waits for ever. So rank 0 decides: its
-blocks are verified, its choices committed and its seeds used everywhere. An all-reduce usually gives every rank the
-same bits, but no backend promises it, least of all for 16-bit sums.
+Each rank runs the whole program: its shard of the target, a copy of the drafter, and a state of its own. All must
+branch alike, or the next exchange waits for ever. So rank 0 decides: its blocks are verified, its choices committed and
+its seeds used everywhere. An all-reduce usually gives every rank the same bits, but no backend promises it, least of
+all for 16-bit sums.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,16 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .weights import modules_of, shard_of
-
-__all__ = ["OneProcess", "Ranks", "forward_of_copy", "meshes", "ranks_in", "ranks_of", "refusal_of_ranks", "shards"]
+from .model import modules_of, shard_of, text_config
 
 _MODULE = "transformers.distributed.tensor_parallel"
 _PLANNED = "load it with transformers' own plan, distributed_config=DistributedConfig(tp_size=N)"
 _PROJECTIONS = {"q_proj": "attention heads", "k_proj": "key/value heads", "v_proj": "key/value heads"}
 
 
-# ---------------------------------------------------------------------------------------------- forwards
+# ---------------------------------------------------------------------------------------------- spread modules
 
 
 def _is_installed(forward: Any) -> bool:
@@ -42,11 +40,14 @@ def _cells(forward: types.FunctionType) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(forward.__code__.co_freevars, cells, strict=True)}
 
 
-def forward_of_copy(original: nn.Module, copied: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward that transformers would have given to a copy of a module; None if the module has none.
+def _spread_modules(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return the modules with a forward of transformers' tensor parallelism, and what that closes over."""
+    forwards = ((module, module.__dict__.get("forward")) for module in modules_of(model))
+    return [(module, _cells(forward)) for module, forward in forwards if _is_installed(forward)]
 
-    A plain copy of the function would run the original module.
-    """
+
+def forward_of_copy(original: nn.Module, copied: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward that transformers would have given to a copy of a module; None if the module has none."""
     forward = original.__dict__.get("forward")
     if not _is_installed(forward):
         return None
@@ -59,32 +60,26 @@ def forward_of_copy(original: nn.Module, copied: nn.Module) -> Callable[..., Any
     return types.FunctionType(forward.__code__, forward.__globals__, closure=cells)
 
 
-def _spread_modules(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
-    """Yield the modules with a forward of transformers' tensor parallelism, and what that closes over."""
-    for module in modules_of(model):
-        if "forward" in module.__dict__ and _is_installed(module.__dict__["forward"]):
-            yield module, _cells(module.__dict__["forward"])
-
-
 def meshes(module: nn.Module) -> list[Any]:
     """Return the objects by which transformers knows a model's ranks."""
     return [module.__dict__[name] for name in ("_device_mesh", "_mesh_manager") if name in module.__dict__]
 
 
+def mesh_of(model: nn.Module) -> Any:
+    """Return the mesh of the processes that transformers has spread the model over; None for one process."""
+    return next((inside["mesh"] for _, inside in _spread_modules(model) if "mesh" in inside), None)
+
+
 def ranks_in(model: nn.Module) -> int:
     """Return the number of processes that transformers has spread the model over."""
-    spread = list(_spread_modules(model))
-    return _mesh(spread).size() if spread else 1
+    mesh = mesh_of(model)
+    return 1 if mesh is None else mesh.size()
 
 
 def shards(model: nn.Module) -> dict[int, Tensor]:
     """Return this rank's part of every tensor that transformers has spread, by the ``id`` of the whole."""
-    return {
-        id(tensor): shard
-        for module, _ in _spread_modules(model)
-        for tensor in module._parameters.values()
-        if tensor is not None and (shard := shard_of(tensor)) is not None
-    }
+    tensors = (tensor for module, _ in _spread_modules(model) for tensor in module._parameters.values())
+    return {id(tensor): shard for tensor in tensors if tensor is not None and (shard := shard_of(tensor)) is not None}
 
 
 # ---------------------------------------------------------------------------------------------- judging
@@ -92,42 +87,39 @@ def shards(model: nn.Module) -> dict[int, Tensor]:
 
 def refusal_of_ranks(model: PreTrainedModel) -> str | None:
     """Return why a model that was spread over processes cannot be run, or None. Looks at the structure only."""
-    spread = list(_spread_modules(model))
+    spread = _spread_modules(model)
     if not spread:
         if (getattr(model, "_tp_size", None) or 1) > 1 and _MODULE not in sys.modules:
             return "this transformers spreads a model as plain tensors (tp_plan): transformers 5.17 or newer is needed"
         return None
-    if other := _other_parallelism(model):
-        return f"{other}: only tensor parallelism can be run, {_PLANNED}"
-    if not dist.is_initialized():
-        return "it is spread over processes whose group was destroyed: load it again"
-    size = _mesh(spread).size()
-    return _refusal_of_styles(model, spread) or _refusal_of_heads(model, size) or _refusal_of_layers(model)
-
-
-def _other_parallelism(model: PreTrainedModel) -> str:
-    """Return what else than tensor parallelism spreads the model, or an empty string."""
+    # 1. The kind of parallelism
     mesh = getattr(model, "_device_mesh", None)
     for name, size in zip(getattr(mesh, "mesh_dim_names", None) or (), getattr(mesh, "shape", ()), strict=False):
         if name != "tp" and size > 1:
-            return f"it is spread over {size} processes by {name!r}"
+            return f"it is spread over {size} processes by {name!r}: only tensor parallelism can be run, {_PLANNED}"
     for module in modules_of(model):
         forward = module.__dict__.get("forward")
         source = getattr(forward, "__globals__", {}).get("__name__", "")
         if source.startswith("transformers.distributed.") and not _is_installed(forward):
-            return f"{type(module).__name__} runs {source}"
-    return ""
-
-
-def _refusal_of_styles(model: PreTrainedModel, spread: list[tuple[nn.Module, dict[str, Any]]]) -> str | None:
+            return f"{type(module).__name__} runs {source}: only tensor parallelism can be run, {_PLANNED}"
+    if not dist.is_initialized():
+        return "it is spread over processes whose group was destroyed: load it again"
+    # 2. What each rank has of the rows and of the logits
     for module, inside in spread:
-        style = inside.get("self")
-        if type(style).__name__ == "SequenceParallel":
+        layout = getattr(inside.get("self"), "output_layouts", None)
+        if type(inside.get("self")).__name__ == "SequenceParallel":
             return f"{type(module).__name__} is sequence-parallel, so that a rank has only some of the rows: {_PLANNED}"
-        layout = getattr(style, "output_layouts", None)
         if module is model.get_output_embeddings() and not (layout is None or layout.is_replicate()):
             return f'a rank has only its part of the logits: plan the head as "colwise_gather_output", or {_PLANNED}'
-    return None
+    # 3. The layers
+    config = text_config(model)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds or getattr(model, "_is_stateful", False):
+        return (
+            "only attention over the whole past or over a window can be spread over processes yet, "
+            f"{config.model_type} has other layers: run it in one process"
+        )
+    return _refusal_of_heads(model, ranks_in(model))
 
 
 def _refusal_of_heads(model: PreTrainedModel, size: int) -> str | None:
@@ -149,58 +141,18 @@ def _refusal_of_heads(model: PreTrainedModel, size: int) -> str | None:
     return None
 
 
-def _refusal_of_layers(model: PreTrainedModel) -> str | None:
-    config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds or getattr(model, "_is_stateful", False):
-        return (
-            "only attention over the whole past or over a window can be spread over processes yet, "
-            f"{config.model_type} has other layers: run it in one process"
-        )
-    return None
-
-
 # ---------------------------------------------------------------------------------------------- running
 
 
-class OneProcess:
-    """A target that one process holds: nobody to agree with.
-
-    Attributes:
-        count: of processes.
-    """
-
-    count = 1
-
-    def share_(self, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
-        return tensor
-
-    def share_rows(self, rows: list[int], like: Tensor) -> list[int]:  # noqa: ARG002 - several processes need it
-        """Return the rows."""
-        return rows
-
-    def compare(self, what: str, value: Callable[[], object]) -> None:
-        """Do nothing."""
-
-    def all(self, flag: bool) -> bool:
-        """Return the flag."""
-        return flag
-
-    def whole(self, weight: Tensor) -> Tensor:
-        """Return the weight."""
-        return weight
-
-    def refresh(self) -> None:
-        """Do nothing."""
-
-
-class Ranks(OneProcess):
+class Ranks:
     """The processes that a target is spread over. All of them must call each method, in the same order.
 
     Args:
         mesh: of transformers' tensor parallelism, one-dimensional.
         device: of this rank.
+
+    Attributes:
+        count: of processes.
     """
 
     agreed_targets = 0  # of this process; made in the same order by every rank
@@ -263,18 +215,6 @@ class Ranks(OneProcess):
         if weight is not None and whole is not None and not self.all(self._versions == _versions(weight)):
             self._versions = _versions(weight)
             whole.copy_(_gathered(weight))
-
-
-def ranks_of(model: nn.Module) -> OneProcess:
-    """Return the ranks that a model, or a copy of it, is spread over."""
-    spread = list(_spread_modules(model))
-    if not spread:
-        return OneProcess()
-    return Ranks(_mesh(spread), next(model.parameters()).device)
-
-
-def _mesh(spread: list[tuple[nn.Module, dict[str, Any]]]) -> Any:
-    return next(inside["mesh"] for _, inside in spread if "mesh" in inside)
 
 
 @torch.no_grad()

@@ -13,17 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .weights import modules_of
-
-__all__ = [
-    "finish_loading",
-    "forward_before_dispatch",
-    "is_quantized",
-    "refusal_of_quantization",
-    "rounds_activations",
-    "shared_states",
-]
-
+from .model import modules_of
 
 _LIBRARIES = {"bitsandbytes", "compressed_tensors", "gptqmodel", "optimum", "torchao"}
 
@@ -121,10 +111,7 @@ def shared_states(model: nn.Module) -> Iterator[Any]:
 
 @torch.no_grad()
 def finish_loading(model: nn.Module) -> None:
-    """Have layers make now what they would make at their first pass, so that a copy shares it instead of repeating it.
-
-    compressed-tensors decompresses weights then, and GPTQModel packs them for the processor.
-    """
+    """Have compressed-tensors decompress and GPTQModel pack now, not at the first pass, so that a copy shares it."""
     with torch.inference_mode(False):
         handle = model.__dict__.get("ct_decompress_hook")
         hook = model._forward_pre_hooks.get(getattr(handle, "id", None))
@@ -138,10 +125,7 @@ def finish_loading(model: nn.Module) -> None:
 
 
 def forward_before_dispatch(module: nn.Module) -> types.MethodType | None:
-    """Return the class's forward of a module for which compressed-tensors has put one that moves inputs first, or None.
-
-    Layers with a forward of their own, the quantized ones, keep what they have.
-    """
+    """Return the class's forward below one of compressed-tensors that only moves inputs; None for other forwards."""
     inside = module.__dict__.get("_original_forward_func")
     is_own = inside is not None and inside is getattr(type(module), "forward", None)
     return types.MethodType(inside, module) if is_own else None

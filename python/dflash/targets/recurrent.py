@@ -9,10 +9,10 @@ yet", so that every pass takes the branch for several rows. The user's modules, 
 from __future__ import annotations
 
 import dis
-import functools
 import inspect
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,33 +22,18 @@ from transformers.activations import ACT2FN
 
 from .. import ops
 from ..state import KVCache, RecurrentCache, RecurrentLayer
-from .weights import modules_of, repeated_modules
-
-__all__ = [
-    "FUNCTIONS",
-    "Pass",
-    "clamps_prompts",
-    "has_recurrent_layers",
-    "is_stateful",
-    "only_function_in",
-    "refusal_of_recurrence",
-    "take_over",
-]
+from .model import modules_of
 
 _CONVOLUTIONS = frozenset(["causal_conv1d_fn"])
-_RECURRENCES = frozenset(
+_DELTA_RULES = frozenset(
     [
         *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
         *("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
-        "mamba2_chunk_scan",
     ]
 )
+_STATE_SPACES = frozenset(["mamba2_chunk_scan"])
 _FOR_ONE_ROW = frozenset(["causal_conv1d_update", "mamba2_selective_state_update"])  # never called in the copy
-FUNCTIONS = _CONVOLUTIONS | _RECURRENCES | _FOR_ONE_ROW
-"""Names of transformers' functions whose work is ours in the copy."""
-
-# Parts of names that only code with a state looks up.
-_CONVOLUTION_STATES, _RECURRENT_STATES = ("conv_state",), ("recurrent_state", "ssm_state", "linear_cache")
+_FUNCTIONS = _CONVOLUTIONS | _DELTA_RULES | _STATE_SPACES | _FOR_ONE_ROW
 
 
 class Pass:
@@ -69,35 +54,30 @@ class Pass:
 
 
 def is_stateful(module: nn.Module) -> bool:
-    """Return True if a module keeps the state of a convolution or a recurrence, ours to take over or not."""
-    return _keeps(_names_in_class(type(module)), _CONVOLUTION_STATES + _RECURRENT_STATES)
+    """Return True if a module keeps the state of a convolution or a recurrence by transformers' functions."""
+    return bool(_calls_of(type(module)))
 
 
 def has_recurrent_layers(model: nn.Module) -> bool:
     """Return True if a module of the model is stateful."""
-    one_per_class = {type(module): module for module in modules_of(model)}
-    return any(map(is_stateful, one_per_class.values()))
+    return any(map(_calls_of, set(map(type, modules_of(model)))))
 
 
 def refusal_of_recurrence(model: nn.Module) -> str | None:
-    """Return which module keeps a state that cannot be rolled back, and why; None if all can."""
+    """Return which stateful module's state cannot be rolled back, and why; None if all can.
+
+    A state that is kept by other functions is seen by the trial run, after a part of a block was rejected.
+    """
     indices: set[int] = set()
-    repeated = repeated_modules(model)
+    places = Counter(id(child) for module in modules_of(model) for child in module._modules.values())
     for module in filter(is_stateful, model.modules()):
-        kind, index = type(module), module.__dict__.get("layer_idx")
-        keeps, code = _names_in_class(kind), _inner_forward(kind).__code__
-        is_served = isinstance(index, int) and all(
-            not _keeps(keeps, states) or _calls_each_once(code, functions)
-            for states, functions in ((_CONVOLUTION_STATES, _CONVOLUTIONS), (_RECURRENT_STATES, _RECURRENCES))
-        )
-        if not is_served:
-            return f"{kind.__name__} keeps a state by functions that dflash does not know, and cannot roll back"
-        if id(module) in repeated:
-            return f"one {kind.__name__} is in several layers, which would share its state"
+        name, index, calls = type(module).__name__, module.__dict__.get("layer_idx"), _calls_of(type(module))
+        if not isinstance(index, int) or max(map(calls.count, _FUNCTIONS - _FOR_ONE_ROW)) != 1:
+            return f"{name} keeps a state by functions that dflash does not know, and cannot roll back"
+        if places[id(module)] > 1:
+            return f"one {name} is in several layers, which would share its state"
         if index in indices:
-            return (
-                f"{kind.__name__} has the layer_idx of another recurrent layer, {index}: they would share their states"
-            )
+            return f"{name} has the layer_idx of another recurrent layer, {index}: they would share their states"
         indices.add(index)
     return None
 
@@ -108,55 +88,27 @@ def clamps_prompts(model: nn.Module) -> bool:
     return any(limit is not None and (limit[0] > 0 or limit[1] < float("inf")) for limit in limits)
 
 
-def _keeps(names: frozenset[str], states: tuple[str, ...]) -> bool:
-    return any(state in name for name in names for state in states)
+_calls: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
 
 
-_names_of_classes: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
-
-
-def _names_in_class(kind: type) -> frozenset[str]:
-    """Return the names that the methods of a class of modules look up."""
-    if kind not in _names_of_classes:
-        bases = [base for base in kind.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
-        methods = [value for base in bases for value in vars(base).values() if isinstance(value, types.FunctionType)]
-        is_part = not any(hasattr(base, "get_input_embeddings") for base in bases)  # no whole model
-        found = [name for method in methods for name in _names(_inner(method))] if is_part else []
-        _names_of_classes[kind] = frozenset(found)
-    return _names_of_classes[kind]
-
-
-@functools.lru_cache(64)
-def _calls_each_once(code: types.CodeType, functions: frozenset[str]) -> bool:
-    """Return True if code calls one or more of these functions, none of them twice: a layer has one state."""
-    called = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
-    return max(map(called.count, functions)) == 1
-
-
-def _names(function: Callable | None) -> frozenset[str]:
-    code = getattr(function, "__code__", None)
-    return frozenset() if code is None else frozenset(code.co_names)
-
-
-def _inner_forward(kind: type) -> types.FunctionType:
-    return _inner(kind.forward)
+def _calls_of(kind: type) -> list[str]:
+    """Return the names of transformers' functions that the forward of a class calls, once per call."""
+    if kind not in _calls:
+        code = getattr(_inner(kind.forward), "__code__", None)
+        steps = dis.get_instructions(code) if code is not None and _FUNCTIONS & set(code.co_names) else ()
+        _calls[kind] = [step.argval for step in steps if step.opname == "LOAD_GLOBAL" and step.argval in _FUNCTIONS]
+    return _calls[kind]
 
 
 def _inner(function: Any) -> Any:
     """Return the method below transformers' decorators. Some of 5.15 do not say what they wrap."""
     while True:
         function = inspect.unwrap(function)
-        inside = only_function_in(function)
-        if inside is None or _names(function) & FUNCTIONS:
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        inside = [value for value in cells if isinstance(value, types.FunctionType)]
+        if len(inside) != 1 or _FUNCTIONS & set(function.__code__.co_names):
             return function
-        function = inside
-
-
-def only_function_in(wrapper: Any) -> types.FunctionType | None:
-    """Return the one function that another closes over; None if there is none, or more than one."""
-    cells = [cell.cell_contents for cell in getattr(wrapper, "__closure__", None) or ()]
-    inside = [value for value in cells if isinstance(value, types.FunctionType)]
-    return inside[0] if len(inside) == 1 else None
+        function = inside[0]
 
 
 # ---------------------------------------------------------------------------------------------- taking over
@@ -165,11 +117,7 @@ def only_function_in(wrapper: Any) -> types.FunctionType | None:
 def take_over(copied: nn.Module) -> Pass:
     """Give every stateful module of a copy a forward that keeps its states in the cache of the pass.
 
-    Args:
-        copied: a structural copy; `refusal_of_recurrence` has found nothing.
-
-    Returns:
-        What says which pass runs; to be set before each.
+    Returns what says which pass runs; to be set before each.
     """
     running = Pass()
     if has_recurrent_layers(copied):
@@ -177,7 +125,7 @@ def take_over(copied: nn.Module) -> Pass:
             if "is_causal" in module.__dict__:  # attention, to which falcon_h1 of 5.15 hands no lengths
                 module.running_pass = running
     for module in filter(is_stateful, copied.modules()):
-        forward = _inner_forward(type(module))
+        forward = _inner(type(module).forward)
         functions = _LayerFunctions(running, module.layer_idx, getattr(module, "num_k_heads", None))
         space = {**forward.__globals__, **functions.by_name()}
         space.pop("__name__", None)  # torch.compile would look the names up in the real module
@@ -197,8 +145,8 @@ class _LayerFunctions:
 
     def by_name(self) -> dict[str, Callable]:
         """Return the functions under the names that modules look up."""
-        delta = dict.fromkeys(_RECURRENCES - {"mamba2_chunk_scan"}, self.delta_rule)
-        return {**dict.fromkeys(_CONVOLUTIONS, self.convolution), **delta, "mamba2_chunk_scan": self.state_space}
+        served = {_CONVOLUTIONS: self.convolution, _DELTA_RULES: self.delta_rule, _STATE_SPACES: self.state_space}
+        return {name: function for names, function in served.items() for name in names}
 
     def _layer(self) -> tuple[RecurrentCache, RecurrentLayer]:
         cache = self.running.cache

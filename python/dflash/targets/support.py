@@ -6,51 +6,33 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import inspect
 import os
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .generation_config import transformers_version
+from .. import ops
+from .model import PLAIN_TENSORS, UnsupportedTargetError, modules_of, name_of, tensors_of, text_config, unwrap
 from .parallel import ranks_in, refusal_of_ranks, shards
 from .quantized import refusal_of_quantization
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
-from .weights import modules_of, refusal_of_weights, tensors_of
 
-__all__ = [
-    "UnsupportedTargetError",
-    "check_target",
-    "find_layers",
-    "first_hook",
-    "global_hooks",
-    "refusal",
-    "replaced_function",
-    "tapped_modules",
-    "text_config",
-    "unwrap",
-]
-
-# Families that are recurrent by their class, and may be configured with attention only.
-TESTED_FAMILIES = frozenset(
-    [
-        *("deepseek_v3", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss", "kimi_k25", "llama"),
-        *("minimax_m2", "mistral", "qwen2", "qwen3", "qwen3_moe"),
-        *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "kimi_linear"),
-        *("bailing_hybrid", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "lfm2", "lfm2_moe"),
-    ]
-)
 # Families whose states are known to need more than is kept here.
 _UNSERVED = {
-    "jamba": "has Mamba-1 layers, which transformers runs over several rows without the state of the rows before",
+    **dict.fromkeys(
+        ("jamba", "mamba", "falcon_mamba", "zamba"),
+        "has Mamba-1 layers, which transformers runs over several rows without the state of the rows before",
+    ),
+    "recurrent_gemma": "has recurrent blocks whose state is in the module",
     "minimax": "has lightning attention, whose state is in a cache of its own and is masked in several rows at once",
     "zaya": "attends to keys that were convolved with earlier ones and to delayed values, by functions of its own",
     "inkling": "has four convolutions in a layer, with a state each",
@@ -59,44 +41,8 @@ _UNSERVED = {
     "deepseek_v4": "attends to compressed blocks of keys, which a rejected row would be part of",
 }
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_RECURRENT_LAYER_TYPES = {
-    *("linear_attention", "mamba", "conv", "hybrid"),
-    *("attention", "mlp", "moe"),  # what models with these call their other layers
-}
-
-
-class UnsupportedTargetError(ValueError):
-    """The target cannot be run losslessly by this package; the message says why."""
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside ``torch.compile(model)``, or ``model`` itself."""
-    return getattr(model, "_orig_mod", model)
-
-
-def embedding_table(model: nn.Module) -> Tensor:
-    """Return the model's input embeddings, ``[vocab, hidden]``, without any scale."""
-    return model.get_input_embeddings().weight
-
-
-def text_config(model: nn.Module) -> Any:
-    """Return the configuration of the language model inside ``model``."""
-    return model.config.get_text_config(decoder=True)
-
-
-def max_positions(model: nn.Module) -> int | None:
-    """Return the model's ``max_position_embeddings``, if it has such a limit."""
-    return getattr(text_config(model), "max_position_embeddings", None)
-
-
-def cache_argument(model: nn.Module) -> str:
-    """Return what the forward pass calls its cache: ``cache`` from transformers 5.24 on, ``past_key_values`` before."""
-    theirs, before = ("cache", "past_key_values") if transformers_version() >= (5, 24) else ("past_key_values", "cache")
-    names = inspect.signature(model.forward).parameters
-    return before if before in names and theirs not in names else theirs
-
-
-# ---------------------------------------------------------------------------------------------- judging by structure
+# What models with recurrent layers call these, and their other ones.
+_RECURRENT_LAYER_TYPES = _LAYER_TYPES | {"linear_attention", "mamba", "conv", "hybrid", "attention", "mlp", "moe"}
 
 
 def check_target(model: nn.Module, *, loaded: bool = True, spread: bool = True) -> nn.Module:
@@ -131,13 +77,71 @@ def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
         return f"{text_config(model).model_type} is an encoder-decoder"
     if model.get_output_embeddings() is None or not model.can_generate():
         return f"{type(model).__name__} has no language-model head"
-    reason = refusal_of_ranks(model) or _refusal_of_weights(model, loaded)
-    return reason or _refusal_of_family(model) or _refusal_of_attention(model) or _refusal_of_loop(model)
+    return (
+        refusal_of_ranks(model)
+        or refusal_of_weights(model, loaded, shards(model))
+        or refusal_of_quantization(model)
+        or _refusal_of_storage(model)
+        or _refusal_of_family(model)
+        or _refusal_of_replacements(model)
+    )
 
 
-def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
-    if reason := refusal_of_weights(model, loaded, shards(model)) or refusal_of_quantization(model):
-        return reason
+# ---------------------------------------------------------------------------------------------- weights
+
+
+def refusal_of_weights(model: nn.Module, loaded: bool = True, shards: Mapping[int, Tensor] | None = None) -> str | None:
+    """Return why a model's modules and tensors cannot be run, or None. Reads sizes and addresses only.
+
+    Args:
+        model: the target, or a drafter.
+        loaded: False to accept weights on the meta device.
+        shards: what to judge in place of tensors spread over processes, by their ``id``; others are refused.
+    """
+    modules = modules_of(model)
+    for kind in dict.fromkeys(map(type, modules)):
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        # torch's checkpointing wraps modules that are whole
+        if name.startswith("torch.distributed.") and not name.startswith("torch.distributed.algorithms._checkpoint."):
+            return f"it is sharded by torch.distributed ({name}): one process with all of the weights is needed"
+        if name.startswith(("torch.ao.", "torch.nn.quantized")):
+            return (
+                f"{name} quantizes activations with one scale for all rows, so that a row's numbers depend on the rows "
+                "next to it: use the model before quantization, or one whose weights alone are quantized"
+            )
+    for tensor in tensors_of(modules):
+        judged = (shards or {}).get(id(tensor), tensor)
+        if not (judged.is_meta and not loaded) and (reason := _refusal_of_tensor(judged)):
+            return f"{name_of(model, tensor)} {reason}"
+    return None
+
+
+def _refusal_of_tensor(tensor: Tensor) -> str | None:
+    """Return why a tensor's values cannot be read, or None."""
+    kind = type(tensor)
+    if tensor.is_meta:
+        return "is on the meta device: it was never loaded, or it is offloaded"
+    if kind not in PLAIN_TENSORS and kind.__module__.startswith(("torch.distributed.", "torch._subclasses.")):
+        return f"is a {kind.__name__}: one process with plain tensors is needed"
+    if tensor._is_zerotensor():
+        return "is not a dense tensor (it is a zero without memory)"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        return f"is not a dense tensor (it is {what})"
+    if is_traceable_wrapper_subclass(tensor):
+        return None  # computes by itself, from tensors that it holds
+    # Sharded parameters are flat while they are elsewhere; [0, n] is a layer of no rows.
+    if tensor.numel() == 0 and tensor.dim() == 1 and isinstance(tensor, nn.Parameter):
+        return f"is empty, {list(tensor.shape)}: its values are elsewhere (a shard, or offloaded)"
+    try:
+        missing = tensor.untyped_storage().nbytes() < ops.bytes_reached(tensor)
+    except (RuntimeError, NotImplementedError):
+        return f"has no memory of its own ({kind.__name__} inside a functorch transform?)"
+    return "has lost its memory: its storage was freed (FSDP, offload)" if missing else None
+
+
+def _refusal_of_storage(model: PreTrainedModel) -> str | None:
+    """Judge devices and the dtype."""
     devices = {tensor.device for tensor in tensors_of(modules_of(model)) if isinstance(tensor, nn.Parameter)}
     if len(devices) > 1:
         return (
@@ -150,30 +154,33 @@ def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
     return None
 
 
+# ---------------------------------------------------------------------------------------------- family
+
+
 def _refusal_of_family(model: PreTrainedModel) -> str | None:
     config = text_config(model)
     family, layer_types = config.model_type, set(getattr(config, "layer_types", None) or ())
     if reason := _UNSERVED.get(family.removesuffix("_text")):
         return f"{family} {reason}"
-    is_recurrent = has_recurrent_layers(model)
+    # 1. Recurrent layers; a Qwen3.5, say, may be configured with attention only
+    is_recurrent, is_stateful = has_recurrent_layers(model), getattr(model, "_is_stateful", False)
     if is_recurrent and (reason := refusal_of_recurrence(model)):
         return f"{family} has stateful layers: {reason}"
-    may_be_recurrent = is_recurrent or getattr(model, "_is_stateful", False)
-    # A Qwen3.5, say, may be configured with attention only.
-    is_known = family in TESTED_FAMILIES and getattr(type(model), "_is_stateful", False)
-    has_attention_only = is_known and layer_types and layer_types <= _LAYER_TYPES
-    if may_be_recurrent and not is_recurrent and not has_attention_only:
+    may_have_attention_only = getattr(type(model), "_is_stateful", False) and layer_types
+    if is_stateful and not is_recurrent and not (may_have_attention_only and layer_types <= _LAYER_TYPES):
         return f"{family} has stateful layers that dflash does not know, and cannot roll back"
+    # 2. Attention
     if getattr(config, "index_topk", None) is not None:
         return f"{family} selects keys with a sparse-attention indexer"
-    if unknown := layer_types - (_LAYER_TYPES | _RECURRENT_LAYER_TYPES if is_recurrent else _LAYER_TYPES):
+    if unknown := layer_types - (_RECURRENT_LAYER_TYPES if is_recurrent else _LAYER_TYPES):
         return f"{family} has layers of type {', '.join(sorted(unknown))}"
     if dynamic := _rope_types(config) & {"dynamic", "longrope"}:
         return f"its RoPE is {dynamic.pop()!r}: its frequencies depend on the longest position in the batch"
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         return f"{family} attends in both directions"
     # Most recurrent families do not say that they take one, and do.
-    if not may_be_recurrent and not getattr(model.get_decoder(), "_supports_attention_backend", False):
+    has_backend = getattr(model.get_decoder(), "_supports_attention_backend", False)
+    if not (has_backend or is_recurrent or is_stateful):
         return f"{type(model).__name__} does not take an attention function by name (_supports_attention_backend)"
     return None
 
@@ -184,7 +191,7 @@ def _rope_types(config: Any) -> set[str]:
     return {entry.get("rope_type", "default") for entry in (nested or [parameters])}
 
 
-# ---------------------------------------------------------------------------------------------- patches and hooks
+# ---------------------------------------------------------------------------------------------- replaced functions
 
 _ACCELERATE = importlib.util.find_spec("accelerate")  # modeling files import functions of it
 _TRUSTED = (
@@ -192,7 +199,6 @@ _TRUSTED = (
     *(os.path.dirname(spec.origin) + os.sep for spec in (_ACCELERATE,) if spec is not None),
     *(module.__file__ for module in (contextlib, dataclasses, functools, typing)),
 )
-_LOOP = ("prepare_inputs_for_generation", "_sample")
 
 
 def _is_foreign(value: Any) -> bool:
@@ -226,20 +232,23 @@ def replaced_function(model: nn.Module) -> str:
     return ""
 
 
-def _refusal_of_attention(model: PreTrainedModel) -> str | None:
-    """Judge the attention function, which ours replaces. A trial run has too few rows to see what it does far back."""
+def _refusal_of_replacements(model: PreTrainedModel) -> str | None:
+    """Judge the attention function and the generation loop, whose work dflash does itself.
+
+    A trial run has too few rows to see what an attention function does far back, and does not run the loop.
+    """
     name = getattr(text_config(model), "_attn_implementation", None)
-    if name in ALL_ATTENTION_FUNCTIONS and _is_foreign(ALL_ATTENTION_FUNCTIONS[name]):
+    functions = [ALL_ATTENTION_FUNCTIONS.get(name)]
+    if name == "eager":  # each family has its own
+        files = {type(module).__module__ for module in modules_of(model)}
+        family = [sys.modules[file] for file in files if file.startswith("transformers.models.")]
+        functions = [getattr(module, "eager_attention_forward", None) for module in family]
+    if any(map(_is_foreign, functions)):
         return (
             f"its attention function {name!r} is not transformers' own, and dflash would run its own instead: choose "
             'one of transformers (set_attn_implementation("sdpa"))'
         )
-    return None
-
-
-def _refusal_of_loop(model: PreTrainedModel) -> str | None:
-    """Judge the methods of transformers' generation loop, whose work dflash does itself and no trial run sees."""
-    for name in _LOOP:
+    for name in ("prepare_inputs_for_generation", "_sample"):
         own = model.__dict__.get(name)
         bases = [base for base in type(model).__mro__ if base.__module__.startswith("transformers.")]
         is_replaced = any(_is_foreign(vars(base).get(name)) for base in bases)
@@ -247,64 +256,3 @@ def _refusal_of_loop(model: PreTrainedModel) -> str | None:
         if is_replaced or (own is not None and getattr(own, "__func__", own) is not getattr(type(model), name)):
             return f"{type(model).__name__}.{name} was replaced, which dflash would not run: undo the replacement"
     return None
-
-
-def global_hooks() -> tuple:
-    """Return torch's hooks on the forward pass of every module."""
-    hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
-    return tuple(hook for registered in hooks for hook in registered.values())
-
-
-def first_hook(model: nn.Module) -> str:
-    """Return the name of the first module with a forward hook of the user's, or an empty string."""
-    if global_hooks():
-        return "all modules (torch.nn.modules.module.register_module_forward_hook)"
-    for name, module in model.named_modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            # transformers' own hooks collect hidden states and attentions; they are idle here.
-            if not (getattr(hook, "__module__", None) or "").startswith("transformers."):
-                return name or type(model).__name__
-    return ""
-
-
-# ---------------------------------------------------------------------------------------------- finding modules
-
-
-def find_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the list of decoder layers.
-
-    Raises:
-        UnsupportedTargetError: there is none with as many layers as the config says.
-    """
-    num_layers = text_config(model).num_hidden_layers
-    decoder = model.get_decoder()
-    for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
-    # A config may ask for fewer layers than there are; transformers then runs the first ones.
-    layers = getattr(decoder, "layers", None)
-    if isinstance(layers, nn.ModuleList) and 0 < num_layers < len(layers):
-        return layers[:num_layers]
-    raise UnsupportedTargetError(f"{type(model).__name__}: no list of {num_layers} decoder layers was found")
-
-
-_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm")  # most, nemotron_h, bamba and falcon_h1, lfm2
-
-
-def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[nn.Module]:
-    """Return the modules whose outputs are the taps: decoder layers, and the final norm in place of the last layer.
-
-    Raises:
-        UnsupportedTargetError: a module was not found.
-    """
-    if not layer_ids:
-        return []
-    modules = list(find_layers(model))
-    if len(modules) - 1 in layer_ids:
-        decoder = model.get_decoder()
-        modules[-1] = next((getattr(decoder, name) for name in _FINAL_NORMS if hasattr(decoder, name)), None)
-        if modules[-1] is None:
-            raise UnsupportedTargetError(
-                f"{type(model).__name__}: the last layer is tapped, but no final norm was found"
-            )
-    return [modules[layer_id] for layer_id in layer_ids]

@@ -14,25 +14,51 @@ from torch import Tensor, nn
 
 from ..ops import WeightStorage
 from ..state import KVCache, RecurrentCache, Tree
-from .attention import CacheView, use_attention
-from .copies import structural_copy
-from .experts import use_experts_op
+from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest
-from .fused import FusedTarget, obstacle_to_int8, recognize, refuse_int8
-from .parallel import ranks_of
-from .recurrent import clamps_prompts, has_recurrent_layers, take_over
-from .support import (
+from .fused import FusedTarget, recognize, use_experts_op
+from .model import (
     UnsupportedTargetError,
     cache_argument,
+    embedding_table,
     global_hooks,
     max_positions,
-    replaced_function,
     tapped_modules,
     text_config,
 )
+from .parallel import Ranks, mesh_of
+from .quantized import is_quantized
+from .recurrent import clamps_prompts, has_recurrent_layers, take_over
+from .support import replaced_function
 from .trial import Trial
 
-__all__ = ["Target", "check_int8", "int8_obstacle"]
+
+class OneProcess:
+    """A target that one process holds: `Ranks` with nobody to agree with."""
+
+    count = 1
+
+    def share_(self, tensor: Tensor) -> Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def share_rows(self, rows: list[int], _like: Tensor) -> list[int]:
+        """Return the rows."""
+        return rows
+
+    def compare(self, what: str, value: Callable[[], object]) -> None:
+        """Do nothing."""
+
+    def all(self, flag: bool) -> bool:
+        """Return the flag."""
+        return flag
+
+    def whole(self, weight: Tensor) -> Tensor:
+        """Return the weight."""
+        return weight
+
+    def refresh(self) -> None:
+        """Do nothing."""
 
 
 class Target:
@@ -81,7 +107,7 @@ class Target:
         self.tree_obstacle = verdict.tree_fault
         # 2. Store it as int8. Its logits are then others than the model's.
         if weights is not None:
-            refuse_int8(model, obstacle_to_int8(model, self._fused, self.fused_reason))
+            check_int8(model, _int8_obstacle(model, self._fused, self.fused_reason))
             self._fused.store_as_int8()
 
     def _build(
@@ -90,19 +116,19 @@ class Target:
     ) -> None:  # fmt: skip
         """Copy the model and give the copy our attention, ops, recurrences and taps."""
         self.model = structural_copy(model)
-        self.ranks = ranks_of(self.model)
+        mesh = mesh_of(self.model)
+        self.ranks = OneProcess() if mesh is None else Ranks(mesh, embedding_table(self.model).device)
         self.ranks.compare("its weights or config", lambda: (describe_config(model), sample_digest(model)))
         trial.observe(self.model)
         use_attention(self.model)
-        foreign = replaced or ("a hook on every module" if global_hooks() else "")
-        self._fused, self.fused_reason = _fuse(self.model, target_layer_ids, fused, foreign)
+        self._fused, self.fused_reason = _fuse(self.model, target_layer_ids, fused, replaced)
         if fused is True and self._fused is None:
             raise UnsupportedTargetError(_NOT_FUSED.format(model=type(model).__name__))
         self._cache_argument = cache_argument(self.model)
         self.is_recurrent = has_recurrent_layers(self.model)
         self._pass = take_over(self.model)
-        has_op = fused is not False and not foreign and use_experts_op(self.model)
-        self.runs_ops = self._fused is not None or has_op
+        may_run_ops = fused is not False and not replaced and not global_hooks()
+        self.runs_ops = (may_run_ops and use_experts_op(self.model)) or self._fused is not None
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
             module.register_forward_hook(_tap_hook(self._taps, index))
@@ -143,23 +169,15 @@ class Target:
         layers = self._fused.stack.layers if self._fused is not None else ()
         return {index: layer.window for index, layer in enumerate(layers) if not layer.is_recurrent}
 
-    @property
-    def max_positions(self) -> int | None:
-        """The model's ``max_position_embeddings``, if it has such a limit."""
-        return max_positions(self.model)
-
     def forget_values(self) -> None:
         """Read all weights again at the next `refresh` if there are copies of them."""
         if self._fused is not None:
             self._fused.forget_values()
 
     def new_cache(self, batch_size: int, capacity: int, block_size: int) -> KVCache:
-        """Return an empty cache for ``batch_size`` sequences of ``capacity`` positions.
+        """Return an empty cache for ``batch_size`` sequences of ``capacity`` positions, lookahead slots included.
 
-        Args:
-            batch_size: sequences.
-            capacity: positions of each, lookahead slots included.
-            block_size: the most rows of a pass whose ``keep`` is None.
+        ``block_size`` is the most rows of a pass whose ``keep`` is None.
         """
         cache = KVCache(batch_size, capacity)
         if self.is_recurrent:
@@ -169,10 +187,7 @@ class Target:
         return cache
 
     def refresh(self, cache: KVCache) -> None:
-        """Prepare for a call of ``generate``: notice weights whose storage was replaced, fit the cache to this target.
-
-        Called once per call, outside of the step. ``cache`` may come from an earlier target for the same model.
-        """
+        """Notice changed weights, and fit a cache that may be an earlier target's. Called once per call."""
         self.ranks.refresh()
         if self._fused is not None:
             self._fused.refresh(cache)
@@ -189,8 +204,7 @@ class Target:
     ) -> tuple[Tensor, list[Tensor]]:
         """Run rows at positions ``lengths[b] + i``. Each sees the cache's positions and the rows before it.
 
-        A tree's rows are at positions ``lengths[b] + depth``, and each sees its ancestors instead of all rows before
-        it. A row's logits are those that it has in a chain of its ancestors.
+        A tree's rows are at positions ``lengths[b] + depth``, and each sees its ancestors instead.
 
         Args:
             ids: ``[batch, rows]`` int64; -1, where nothing is proposed, is run as 0.
@@ -205,9 +219,6 @@ class Target:
         Returns:
             Logits ``[batch, asked rows, vocab]``, and the taps: tensors that concatenate along the last dimension to
             ``[batch, rows, taps * hidden]``; none if they are written to ``features``.
-
-        Raises:
-            UnsupportedTargetError: a tree for a target with recurrent layers.
         """
         if tree is not None and self.is_recurrent:
             raise UnsupportedTargetError(
@@ -231,7 +242,7 @@ class Target:
         slots = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
         positions = slots if tree is None else lengths[:, None] + tree.depth
         # Rows past the end of a request are computed and dropped. They must not index past a learned table.
-        limit = self.max_positions
+        limit = max_positions(self.model)
         self._pass.cache, self._pass.lengths, self._pass.is_prompt = cache, lengths, is_prompt
         try:
             output = self.model(
@@ -250,15 +261,10 @@ class Target:
         return self._select_rows(output.logits, ids.shape[1], logits_to_keep), taps
 
     def verify(self, block: Any, state: Any) -> Tensor:
-        """Run a block and write its features into ``state.features(block)``, from which the drafter's next input comes.
+        """Run a block, and write its features into ``state.features(block)`` for the drafter's next pass.
 
-        Args:
-            block: its ``ids [batch, rows]`` are run at positions ``state.length[b] + i``, those of a tree at
-                ``state.length[b] + depth[i]``.
-            state: its ``target_cache`` takes their K/V.
-
-        Returns:
-            ``[batch, rows, vocab]`` logits.
+        Returns its logits ``[batch, rows, vocab]``. The rows are at positions ``state.length[b] + i``, those of a tree
+        at ``state.length[b] + depth[i]``; ``state.target_cache`` takes their K/V.
         """
         for part in (block.ids, *(block.tree or ())):
             self.ranks.share_(part)
@@ -284,9 +290,13 @@ class Target:
         return logits[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else logits[:, -asked:]
 
 
-def check_int8(model: nn.Module) -> None:
-    """Raise UnsupportedTargetError unless the weights of a target can be stored as int8, if they are finite."""
-    refuse_int8(model, int8_obstacle(model))
+def check_int8(model: nn.Module, obstacle: str | None = None) -> None:
+    """Raise UnsupportedTargetError if `int8_obstacle`, which may be given, returns an obstacle."""
+    if obstacle := int8_obstacle(model) if obstacle is None else obstacle:
+        raise UnsupportedTargetError(
+            "weights='int8' needs a target on CPU whose dense layers run on the ops of this package (see fused), got "
+            f"{type(model).__name__}: {obstacle}. Leave weights out"
+        )
 
 
 def int8_obstacle(model: nn.Module) -> str:
@@ -296,7 +306,17 @@ def int8_obstacle(model: nn.Module) -> str:
     """
     copied = structural_copy(model)
     use_attention(copied)
-    return obstacle_to_int8(model, *_fuse(copied, (), "auto", replaced_function(model)))
+    return _int8_obstacle(model, *_fuse(copied, (), "auto", replaced_function(model)))
+
+
+def _int8_obstacle(model: nn.Module, fused: FusedTarget | None, reason: str) -> str:
+    """Do what `int8_obstacle` does for a model with this fused form, or with none for this reason."""
+    device = embedding_table(model).device
+    if device.type != "cpu":
+        return f"it is on {device}"
+    if fused is not None:
+        return fused.int8_obstacle
+    return "its weights are quantized already" if is_quantized(model) else reason
 
 
 _NOT_FUSED = (
@@ -307,12 +327,12 @@ _NOT_FUSED = (
 
 
 def _fuse(
-    model: nn.Module, target_layer_ids: tuple[int, ...], fused: bool | Literal["auto"], foreign: str
+    model: nn.Module, target_layer_ids: tuple[int, ...], fused: bool | Literal["auto"], replaced: str
 ) -> tuple[FusedTarget | None, str]:
-    """Return a model's fused form, or None and why there is none; ``foreign`` is what in it is not transformers'."""
+    """Return a model's fused form, or None and why there is none; ``replaced`` is a replaced function's name."""
     if fused is False:
         return None, "fused=False was asked for"
-    if foreign:
+    if foreign := replaced or ("a hook on every module" if global_hooks() else ""):
         return None, f"{foreign} is not transformers' own"
     if (found := recognize(model, target_layer_ids)) is None:
         return None, f"{type(model).__name__} is not one of the models that are recognized, or it was changed"

@@ -13,16 +13,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from ..state import KVCache, Tree
-from .attention import use_attention, window_of
-from .copies import structural_copy
+from .copies import Stateless, structural_copy, use_attention, window_of
 from .fingerprint import Fingerprint
+from .model import UnsupportedTargetError, cache_argument, embedding_table, first_hook, max_positions, text_config
 from .quantized import rounds_activations
-from .support import UnsupportedTargetError, cache_argument, embedding_table, first_hook, max_positions, text_config
 
 if TYPE_CHECKING:
     from .target import Target
-
-__all__ = ["Trial", "Verdict", "forget_trials"]
 
 _TOKENS, _PROMPT, _ACCEPTED = 24, 8, 11  # tokens in all, those of the prompt, and where the first block is cut
 _MASKED_ROWS = 4  # rows whose masks are compared
@@ -70,41 +67,45 @@ class Trial:
             known = _remembered[model] = _Remembered(Fingerprint(model), replaced, {})
         self._model, self._verdicts = model, known.verdicts
         self._logits: Tensor | None = None
-        self._masks = _Masks()
+        self._masks: list[_Mask] = []
 
     def observe(self, copied: nn.Module) -> None:
         """Run the model's own forward if it has not been tried, on a copy that nothing has changed yet."""
-        if not self._verdicts and self._logits is None:
+        if self._logits is None and not self._verdicts:
             self._observe(copied)
 
     def _observe(self, copied: nn.Module) -> None:
-        # The model may be in training mode; but hooks may look for its own modules.
         table = embedding_table(copied)
-        with _plain_settings(table.device):
+        with _plain_settings(table.device), self._named_errors("on its own"):
+            # The model may be in training mode; but hooks may look for its own modules.
             reference = self._model if first_hook(self._model) and not self._model.training else copied
-            try:
-                self._logits = reference(input_ids=_ids(table), use_cache=False).logits.float()
-            except Exception as error:
-                raise UnsupportedTargetError(
-                    f"this target is not supported: {text_config(self._model).model_type} fails on its own in a trial "
-                    f"run, without dflash: {type(error).__name__}: {error}"
-                ) from error
-            self._masks = _Masks.of(copied)
+            self._logits = reference(input_ids=_ids(table), use_cache=False).logits.float()
+        with _plain_settings(table.device), self._named_errors("on its own past its window"):
+            self._masks = _masks_of(copied)
+
+    @contextlib.contextmanager
+    def _named_errors(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of a stranger's modules
+            raise UnsupportedTargetError(
+                f"this target is not supported: {text_config(self._model).model_type} fails {where} in a trial "
+                f"run, without dflash: {type(error).__name__}: {error}"
+            ) from error
 
     def verdict(self, target: Target) -> Verdict:
         """Return what is wrong with a target that is not stored as int8 yet."""
         if target.runs_ops not in self._verdicts:
+            if self._logits is None:
+                self._observe(structural_copy(self._model))
             with _plain_settings(target.device):
-                self._verdicts[target.runs_ops] = self._try(target)
+                self._verdicts[target.runs_ops] = self._try(target, self._logits)
         return self._verdicts[target.runs_ops]
 
-    def _try(self, target: Target) -> Verdict:
-        if self._logits is None:
-            self._observe(structural_copy(self._model))
-        logits = self._logits
+    def _try(self, target: Target, logits: Tensor) -> Verdict:
         if not logits.isfinite().all():
             return Verdict()  # says nothing; calls refuse logits that are not finite
-        # 1. A chain, with a part that is rejected.
+        # 1. A chain, with a part that is rejected
         ids, cache = _ids(target.embedding_weight), target.new_cache(1, 2 * _TOKENS, _TOKENS)
         expected = torch.cat([logits[:, :_ACCEPTED], logits[:, _ACCEPTED + 1 :: 2]], 1)
         try:
@@ -119,12 +120,13 @@ class Trial:
                 "gives other logits with dflash's cache and attention (relative difference "
                 f"{difference:.1e} in a trial run)"
             )
-        # 2. Masks at positions past every window, where logits would take long.
-        if fault := self._masks.fault(target.fused_windows):
-            return Verdict(fault)
-        # 3. A tree. Recurrent layers take none.
+        # 2. Masks at positions past every window, where logits would take long
+        for mask in self._masks:
+            if fault := mask.fault(target.fused_windows):
+                return Verdict(fault)
+        # 3. A tree; recurrent layers take none
         closer = allowed if rounds_activations(self._model) else allowed / 5
-        return Verdict(tree_fault="" if target.is_recurrent else _try_tree(target, ids, cache, closer))
+        return Verdict(tree_fault="" if target.is_recurrent else _tree_fault(target, ids, cache, closer))
 
 
 @contextlib.contextmanager
@@ -174,7 +176,7 @@ def _chain_logits(target: Target, ids: Tensor, cache: KVCache) -> Tensor:
 # ---------------------------------------------------------------------------------------------- masks
 
 
-class _LongCache:
+class _LongCache(Stateless):
     """A cache that says it holds ``length`` positions, for passes in which nothing attends."""
 
     is_compileable = False
@@ -194,53 +196,45 @@ class _LongCache:
         return key, value
 
 
-class _Masks:
-    """The masks that a model's own layers apply to the last rows of a sequence, by layer.
+class _Mask(NamedTuple):
+    """The mask that a model applies to the last rows of a sequence in one layer."""
 
-    Attributes:
-        found: layer index -> ``[rows, positions]`` bool, and the window that our attention would apply; None for none.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[int | None, tuple[Tensor, int | None]] = {}
-
-    @classmethod
-    def of(cls, copied: nn.Module) -> _Masks:
-        """Read them off a pass in which nothing attends, at positions past all windows and chunks of the config."""
-        masks, config = cls(), text_config(copied)
-        limits = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
-        length, positions = max(limits) + _MASKED_ROWS, max_positions(copied)
-        if not any(limits) or (positions is not None and positions < length + _MASKED_ROWS):
-            return masks
-        rows = torch.arange(length, length + _MASKED_ROWS, device=embedding_table(copied).device)[None]
-        cache: dict[str, Any] = {cache_argument(copied): _LongCache(length)}
-        use_attention(copied, _NOTE_MASK)
-        attentions = [module for module in copied.modules() if "is_causal" in module.__dict__]
-        for module in attentions:
-            module.masks = masks.found
-        try:
-            copied(input_ids=rows * 0, position_ids=rows, use_cache=True, **cache)
-        except UnsupportedTargetError:
-            raise
-        except Exception:
-            masks.found.clear()  # made in a way of the family's own
-        for module in attentions:
-            del module.masks
-        return masks
+    attention: nn.Module
+    options: dict[str, Any]  # that it calls its attention function with
+    seen: Tensor  # [rows, positions] bool
 
     def fault(self, fused_windows: dict[int, int]) -> str:
-        """Return which layer masks otherwise than our attention, or an empty string."""
-        for layer, (mask, window) in self.found.items():
-            window = fused_windows.get(layer, window) or 0
-            rows, positions = mask.shape
-            slots = torch.arange(positions, device=mask.device)
-            distance = slots[-rows:, None] - slots
-            if not torch.equal(mask, (distance >= 0) & (distance < (window or positions))):
-                return (
-                    f"attends over a window of {window or None} in layer {layer}, its model's config masks otherwise: "
-                    "make a new model from the config"
-                )
-        return ""
+        """Return how the layer masks otherwise than our attention, or an empty string."""
+        layer = getattr(self.attention, "layer_idx", None)
+        window = fused_windows[layer] if layer in fused_windows else window_of(self.attention, self.options) or 0
+        rows, positions = self.seen.shape
+        slots = torch.arange(positions)
+        distance = slots[-rows:, None] - slots
+        if torch.equal(self.seen, (distance >= 0) & (distance < (window or positions))):
+            return ""
+        return (
+            f"attends over a window of {window or None} in layer {layer}, its model's config masks otherwise: make a "
+            "new model from the config"
+        )
+
+
+def _masks_of(copied: nn.Module) -> list[_Mask]:
+    """Read masks off a pass in which nothing attends, at positions past all windows and chunks of the config."""
+    config, masks = text_config(copied), []
+    limits = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
+    length, positions = max(limits) + _MASKED_ROWS, max_positions(copied)
+    if not any(limits) or (positions is not None and positions < length + _MASKED_ROWS):
+        return []
+    rows = torch.arange(length, length + _MASKED_ROWS, device=embedding_table(copied).device)[None]
+    cache: dict[str, Any] = {cache_argument(copied): _LongCache(length)}
+    use_attention(copied, _NOTE_MASK)
+    attentions = [module for module in copied.modules() if "is_causal" in module.__dict__]
+    for module in attentions:
+        module.masks = masks
+    copied(input_ids=rows * 0, position_ids=rows, use_cache=True, **cache)
+    for module in attentions:
+        del module.masks
+    return masks
 
 
 def _note_mask(
@@ -248,7 +242,7 @@ def _note_mask(
 ) -> tuple[Tensor, None]:
     """Note a layer's mask, behind the signature that transformers calls. Returns zeros."""
     if mask is not None:
-        module.masks[getattr(module, "layer_idx", None)] = (mask[0, 0] >= 0).cpu(), window_of(module, options)
+        module.masks.append(_Mask(module, options, (mask[0, 0] >= 0).cpu()))
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -260,7 +254,7 @@ AttentionMaskInterface.register(_NOTE_MASK, eager_mask)
 # ---------------------------------------------------------------------------------------------- trees
 
 
-def _try_tree(target: Target, ids: Tensor, cache: KVCache, allowed: float) -> str:
+def _tree_fault(target: Target, ids: Tensor, cache: KVCache, allowed: float) -> str:
     """Run the last ids as a chain, and again among other rows of a tree; return what is wrong with the latter.
 
     Both blocks have one shape. What depends on rounding has been seen to be equal then, but for a last bit of fp32.

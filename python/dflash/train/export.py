@@ -1,6 +1,6 @@
 """Write drafters in each checkpoint layout, say what serving engines read differently, and `export`.
 
-`dflash.drafter.layouts` reads these layouts.
+`dflash.drafter.config` reads these layouts.
 """
 
 from __future__ import annotations

@@ -1,0 +1,191 @@
+"""What a transformers model says about itself: its config, modules, tensors and generation defaults."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedModel, StopStringCriteria
+
+from ..settings import SETTINGS
+
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+
+
+class UnsupportedTargetError(ValueError):
+    """The target cannot be run losslessly by this package; the message says why."""
+
+
+def transformers_version() -> tuple[int, int]:
+    """Return the major and minor version of the imported transformers."""
+    major, minor, *_ = transformers.__version__.split(".")
+    return int(major), int(minor)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside ``torch.compile(model)``, or ``model`` itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def embedding_table(model: nn.Module) -> Tensor:
+    """Return the model's input embeddings, ``[vocab, hidden]``, without any scale."""
+    return model.get_input_embeddings().weight
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the configuration of the language model inside ``model``."""
+    return model.config.get_text_config(decoder=True)
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Return the model's ``max_position_embeddings``, if it has such a limit."""
+    return getattr(text_config(model), "max_position_embeddings", None)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return what the forward pass calls its cache: ``cache`` from transformers 5.24 on, ``past_key_values`` before."""
+    theirs, before = ("cache", "past_key_values") if transformers_version() >= (5, 24) else ("past_key_values", "cache")
+    names = inspect.signature(model.forward).parameters
+    return before if before in names and theirs not in names else theirs
+
+
+# ---------------------------------------------------------------------------------------------- modules
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return what ``modules()`` does, in another order, in a third of the time."""
+    found, seen = [model], {id(model)}
+    for module in found:  # grows while it is read
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def find_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the list of decoder layers. Raises UnsupportedTargetError if none is as long as the config says."""
+    num_layers = text_config(model).num_hidden_layers
+    decoder = model.get_decoder()
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    # A config may ask for fewer layers than there are; transformers then runs the first ones.
+    layers = getattr(decoder, "layers", None)
+    if isinstance(layers, nn.ModuleList) and 0 < num_layers < len(layers):
+        return layers[:num_layers]
+    raise UnsupportedTargetError(f"{type(model).__name__}: no list of {num_layers} decoder layers was found")
+
+
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm")  # most, nemotron_h, bamba and falcon_h1, lfm2
+
+
+def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[nn.Module]:
+    """Return the modules whose outputs are the taps: decoder layers, and the final norm in place of the last layer."""
+    if not layer_ids:
+        return []
+    modules = list(find_layers(model))
+    if len(modules) - 1 in layer_ids:
+        decoder = model.get_decoder()
+        modules[-1] = next((getattr(decoder, name) for name in _FINAL_NORMS if hasattr(decoder, name)), None)
+        if modules[-1] is None:
+            raise UnsupportedTargetError(
+                f"{type(model).__name__}: the last layer is tapped, but no final norm was found"
+            )
+    return [modules[layer_id] for layer_id in layer_ids]
+
+
+def global_hooks() -> tuple:
+    """Return torch's hooks on the forward pass of every module."""
+    hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    return tuple(hook for registered in hooks for hook in registered.values())
+
+
+def first_hook(model: nn.Module) -> str:
+    """Return the name of the first module with a forward hook of the user's, or an empty string."""
+    if global_hooks():
+        return "all modules (torch.nn.modules.module.register_module_forward_hook)"
+    for name, module in model.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            # transformers' own hooks collect hidden states and attentions; they are idle here.
+            if not (getattr(hook, "__module__", None) or "").startswith("transformers."):
+                return name or type(model).__name__
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------- tensors
+
+
+def tensors_of(modules: list[nn.Module]) -> list[Tensor]:
+    """Return the parameters and buffers of these modules; a shared one may come twice."""
+    tensors: list[Tensor | None] = []
+    for module in modules:
+        tensors += module._parameters.values()
+        tensors += module._buffers.values()
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def name_of(model: nn.Module, tensor: Tensor) -> str:
+    """Return the name of a parameter or buffer of a model."""
+    named: Iterator[tuple[str, Tensor]] = chain(model.named_parameters(), model.named_buffers())
+    return next(name for name, found in named if found is tensor)
+
+
+def shard_of(tensor: Tensor) -> Tensor | None:
+    """Return this process's part of a tensor that torch.distributed spreads (a DTensor); None for any other."""
+    kind = type(tensor)
+    if kind in PLAIN_TENSORS or not kind.__module__.startswith("torch.distributed."):
+        return None
+    return getattr(tensor, "_local_tensor", None)
+
+
+# ---------------------------------------------------------------------------------------------- generation defaults
+
+# Settings that would change the text and are not applied here, and the values that turn them off.
+_UNSUPPORTED: dict[str, tuple] = {
+    **dict.fromkeys(("max_time", "penalty_alpha", "top_h", "dola_layers", "constraints", "force_words_ids"), (None,)),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), (None,)),
+    **dict.fromkeys(("encoder_repetition_penalty", "typical_p", "guidance_scale"), (None, 1.0)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "encoder_no_repeat_ngram_size"), (None, 0)),
+    **dict.fromkeys(("token_healing", "remove_invalid_values"), (None, False)),
+    "num_beams": (None, 1),
+    "renormalize_logits": (None, False, True),  # a constant added to all logits changes no choice
+}
+
+
+def generation_defaults(model: nn.Module) -> dict[str, Any]:
+    """Return what ``model.generation_config`` gives for the settings of a call, by our names; None if unset.
+
+    ``do_sample``, ``max_length`` and ``pad_token_id`` are added. ``unsupported`` maps every setting that would change
+    the text but is not applied here to its value.
+    """
+    config = model.generation_config
+    vocab, eos = embedding_table(model).shape[0], config.eos_token_id
+    eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    others = {name: value for name, off in _UNSUPPORTED.items() if (value := getattr(config, name, None)) not in off}
+    found = {name: getattr(config, row.config, None) for name, row in SETTINGS.items() if row.config}
+    if (pairs := found["logit_bias"]) is not None:  # a dict of tuples, or a list of pairs
+        pairs = pairs.items() if isinstance(pairs, dict) else pairs
+        found["logit_bias"] = {tuple(sequence): bias for sequence, bias in pairs}
+    return {
+        **{name: getattr(config, name, None) for name in ("do_sample", "max_length", "pad_token_id")},
+        **found,
+        "stop_token_ids": [token for token in eos if 0 <= token < vocab],  # ids past the vocabulary are never emitted
+        "unsupported": {name: value for name, value in others.items() if value not in ([], (), {})},
+    }
+
+
+def stop_string_criterion(tokenizer: Any, stop_strings: list[str]) -> StopStringCriteria:
+    """Return transformers' own test of stop strings. It decodes the tokenizer's vocabulary token by token."""
+    try:
+        with torch.device("cpu"):  # its tables; it moves them to the ids that it is asked about
+            return StopStringCriteria(tokenizer, stop_strings)
+    except ValueError as error:
+        name = type(tokenizer).__name__
+        raise ValueError(f"stop_strings: transformers cannot match strings with this {name}: {error}") from error
