@@ -1,4 +1,4 @@
-"""Test DFlash 2 drafters: their config, their tensors, and their hidden states against an oracle in float64."""
+"""Test DFlash 2 drafters: their config, their tensors, and what they share with the first generation."""
 
 import re
 
@@ -9,13 +9,10 @@ from draft_variants import (
     config_dict,
     dflash2_dict,
     identity_dflash2,
-    random_drafter,
     random_tensors,
     save_checkpoint,
 )
-from op_checks import assert_as_exact_as_torch
-from test_drafter import inputs, poisoned, two_passes
-from torch.nn.functional import linear, silu
+from test_drafter import inputs, two_passes
 
 from dflash import DraftConfig, Drafter, load_draft
 from dflash.drafter import DFlash2Config
@@ -91,8 +88,7 @@ def test_missing_and_misshapen_parts_of_dflash_2_are_named(name, tensors, tmp_pa
     shape = list(tensors[name].shape)
     short = tensors | {name: tensors[name][:1].clone()}
     made, got = re.escape(str(shape)), re.escape(str([1, *shape[1:]]))
-    sizes = "draft_vocab_size None, conv_kernel_size 2, conv_group_size 16, selector_rank 8, selector_top_k 5"
-    with pytest.raises(ValueError, match=rf"the config makes tensor {name} {made}, got {got} \(.*, {sizes}\)"):
+    with pytest.raises(ValueError, match=rf"the config makes tensor {name} {made}, got {got} \(.*selector_rank=8"):
         load_draft(save_checkpoint(tmp_path / "short", dflash2_dict(), short))
     del tensors[name]
     with pytest.raises(ValueError, match=f"missing tensors: {name} "):
@@ -100,85 +96,6 @@ def test_missing_and_misshapen_parts_of_dflash_2_are_named(name, tensors, tmp_pa
 
 
 # ---------------------------------------------------------------------------------------------- the forward pass
-
-
-def normed(x, weight):
-    return weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-
-
-def convolved(x, dynamic, base):
-    """Convolve one sequence's rows ``x [rows, hidden]`` row by row; ``dynamic [rows, taps, groups]``."""
-    taps, groups = dynamic.shape[1:]
-    group = torch.arange(x.shape[1]) // (x.shape[1] // groups)
-    out = torch.zeros_like(x)
-    for row in range(len(x)):
-        for tap in range(min(taps, row + 1)):
-            out[row] += (base[tap] + dynamic[row, tap, group]) * x[row - tap]
-    return out
-
-
-def oracle_pass(config: DraftConfig, tensors, context, block, dtype=torch.float64):
-    """Return the hidden states of one sequence's block after all of its context, from nothing."""
-    w = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    features = normed(linear(context.to(dtype), w["fc.weight"]), w["hidden_norm.weight"])
-    length, rows, dim = len(context), len(block), config.head_dim
-    inverse = 1 / config.rope.theta ** (torch.arange(0, dim, 2).to(dtype) / dim)
-    angles = torch.arange(length + rows).to(dtype)[:, None] * inverse
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-
-    def heads(x, name, norm, first):
-        x = normed(linear(x, w[f"{name}.weight"]).unflatten(-1, (-1, dim)), w[f"{norm}.weight"])
-        one, two = x.chunk(2, -1)
-        at = slice(first, first + len(x))
-        return torch.cat([one * cos[at] - two * sin[at], two * cos[at] + one * sin[at]], -1)
-
-    def around(x, name, inner):
-        """Run ``inner`` between the two sides of a convolution."""
-        base, taps = w[f"{name}.base_kernel"], config.dflash2.conv_kernel_size
-        dynamic = linear(x, w[f"{name}.kernel_projection.weight"]).view(rows, 2, taps, -1)
-        return convolved(inner(convolved(x, dynamic[:, 0], base[0])), dynamic[:, 1], base[1])
-
-    h = block.to(dtype) * config.input_embedding_scale
-    for i, (causal, window) in enumerate(zip(config.causal, config.window, strict=True)):
-        layer, attention = f"layers.{i}", f"layers.{i}.self_attn"
-        ahead = torch.arange(length + rows) - torch.arange(length, length + rows)[:, None]  # of key to query
-        visible = ~(ahead > 0) if causal else torch.ones_like(ahead, dtype=torch.bool)
-        visible = visible & (ahead.abs() < window) if window else visible
-
-        def attend(x, attention=attention, visible=visible):
-            rows_in = torch.cat([features, x])
-            q = heads(x, f"{attention}.q_proj", f"{attention}.q_norm", length)
-            k = heads(rows_in, f"{attention}.k_proj", f"{attention}.k_norm", 0)
-            v = linear(rows_in, w[f"{attention}.v_proj.weight"]).unflatten(-1, (-1, dim))
-            k, v = (t.repeat_interleave(config.num_attention_heads // config.num_kv_heads, 1) for t in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
-            shares = torch.where(visible, scores, -torch.inf).softmax(-1)
-            return linear(torch.einsum("hqk,khd->qhd", shares, v).flatten(1), w[f"{attention}.o_proj.weight"])
-
-        def mlp(x, name=f"{layer}.mlp"):
-            gate, up = (linear(x, w[f"{name}.{part}_proj.weight"]) for part in ("gate", "up"))
-            return linear(silu(gate) * up, w[f"{name}.down_proj.weight"])
-
-        h = h + around(normed(h, w[f"{layer}.input_layernorm.weight"]), f"{layer}.attention_conv", attend)
-        h = h + around(normed(h, w[f"{layer}.post_attention_layernorm.weight"]), f"{layer}.mlp_conv", mlp)
-    return normed(h, w["norm.weight"])
-
-
-@pytest.mark.parametrize("rows", [16, 3])
-@pytest.mark.parametrize("name", DFLASH2_VARIANTS)
-def test_hidden_states_equal_the_oracle(name, rows):
-    """Three ragged rows of a batch, blocks as long as trained and shorter, and context from an earlier step."""
-    config = DraftConfig.from_config(DFLASH2_VARIANTS[name])
-    rows, tensors, draft = min(rows, config.block_size), random_tensors(config), random_drafter(DFLASH2_VARIANTS[name])
-    (context, block), lengths = inputs(config, 3, rows=12), torch.tensor([9, 1, 5])
-    cache, counts = poisoned(draft, 3, 32), torch.tensor([3, 1, 0])
-    index, before = torch.arange(12).expand(3, -1), lengths - counts
-    draft.inject_(draft.fuse(context, before), torch.where(index < before[:, None], index, -1), cache)
-    fresh = context.gather(1, (before[:, None] + torch.arange(4))[..., None].expand(-1, -1, context.shape[2]))
-    out = draft(draft.fuse(fresh, counts), counts, draft.scale_embeddings(block[:, :rows]), lengths, cache)
-    for row in range(3):
-        given = config, tensors, context[row, : lengths[row]], block[row, :rows]
-        assert_as_exact_as_torch(out[row], oracle_pass(*given, dtype=torch.float32), oracle_pass(*given), factor=3.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from baseline import left_padded, prompt
-from draft_variants import DFLASH2_VARIANTS, random_drafter
 from families import make_draft, make_target
 
 import dflash
@@ -134,9 +133,6 @@ def watched(generator: dflash.Generator) -> list[torch.Tensor]:
     return drafted
 
 
-CALLS = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "seed": 3, "draft_sharpness": 1.0}]
-
-
 BANS = [
     {"denoise_steps": 3},
     {"temperature": 1.0, "seed": 5, "draft_sharpness": 1.0},
@@ -162,18 +158,6 @@ def test_banned_tokens_leave_their_places_to_other_candidates(target, more, monk
     assert not candidates & ({*banned} if "denoise_steps" in more else {-1, *banned})
 
 
-@pytest.mark.parametrize("variant", ["DFlash2", "DFlash2-wide-kernel"])
-def test_sharpness_changes_what_is_drafted(target, variant):
-    generator, p = dflash.Generator(target, make_draft(target, variant), max_length=60), prompt(21)
-    drafted, first = watched(generator), set()
-    for sharpness in (math.inf, 2.0, 1.0):
-        generator.generate(p[None], max_new_tokens=8, temperature=1.0, seed=3, draft_sharpness=sharpness)
-        first.add(tuple(drafted[0].flatten().tolist()))
-        drafted.clear()
-        generator.reset()
-    assert len(first) == 3
-
-
 def test_several_passes_and_rejection_run_and_keep_the_text(target):
     draft, ids = make_draft(target, "DFlash2-causal"), prompt(21)[None]
     alone = dflash.generate(target, None, ids, max_new_tokens=16)
@@ -190,9 +174,3 @@ def test_trees_are_refused_with_the_reason(target):
         dflash.Generator(target, draft, max_length=60, tree=16)
     with pytest.raises(ValueError, match="tree='auto' needs a drafter of the first generation"):
         dflash.generate(target, draft, prompt(4)[None], max_new_tokens=4, tree="auto")
-
-
-def test_transformers_loop_is_refused():
-    draft = random_drafter(DFLASH2_VARIANTS["DFlash2"])
-    with pytest.raises(ValueError, match="as_assistant takes drafters of the first generation"):
-        dflash.as_assistant(draft)

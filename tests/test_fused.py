@@ -12,8 +12,9 @@ from recorded import no_host_reads, record
 import dflash
 from dflash import decoder, ops
 from dflash.state import KVCache, RecurrentCache
-from dflash.targets import Target, UnsupportedTargetError, fused, structural_copy
-from dflash.targets.fused import FusedTarget, recognize
+from dflash.targets import Target, UnsupportedTargetError, structural_copy
+from dflash.targets import target as targets
+from dflash.targets.target import FusedTarget, fuse
 
 TAPS = (1, 0)  # the last layer's tap is read after the norm
 FAMILIES = ["llama", "mistral (windowed)", "qwen2", "qwen3 (windowed)"]
@@ -28,13 +29,13 @@ RECURRENT = {
 
 
 def on_ops(model, capacity: int, batch: int = 1) -> tuple[FusedTarget, KVCache]:
-    layers, cache = FusedTarget(structural_copy(model), TAPS), KVCache(batch, capacity)
+    layers, cache = fuse(structural_copy(model), TAPS), KVCache(batch, capacity)
     layers.prepare_(cache)
     return layers, cache
 
 
 def run_op_by_op(monkeypatch, kernels) -> None:
-    monkeypatch.setattr(fused, "ops", kernels)
+    monkeypatch.setattr(targets, "ops", kernels)
     monkeypatch.setattr(decoder, "ops", OpByOp(kernels))
 
 
@@ -86,7 +87,7 @@ def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, mon
 @torch.no_grad()
 def check_written_taps(dtype: torch.dtype, taps: tuple[int, ...]) -> None:
     model = make_target("qwen3", dtype=dtype, num_hidden_layers=2)
-    layers, cache, ids = FusedTarget(structural_copy(model), taps), KVCache(2, 20), torch.stack([prompt(16)] * 2)
+    layers, cache, ids = fuse(structural_copy(model), taps), KVCache(2, 20), torch.stack([prompt(16)] * 2)
     layers.prepare_(cache)
     lengths = torch.zeros(2, dtype=torch.int64)
     _, tapped = layers.forward(ids, lengths, cache, 0)
@@ -128,7 +129,7 @@ def test_a_layer_is_eight_launches(dtype, emulation, monkeypatch):  # a chunk's 
 def test_layers_with_experts_give_the_models_own_logits(kernels, monkeypatch):
     model = make_target("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0])
     copied, ids = structural_copy(model), prompt(40)[None]
-    assert recognize(copied, TAPS) is not None
+    assert fuse(copied, TAPS) is not None
     (layers, cache), plain = on_ops(model, 40), model(ids, output_hidden_states=True)
     run_op_by_op(monkeypatch, kernels)
     layers.forward(ids[:, :24], torch.tensor([0]), cache, 1)
@@ -187,7 +188,7 @@ def test_recurrent_layers_are_as_exact_as_the_models_own(family, kernels, dtype,
     ids = torch.stack([prompt(60, seed) for seed in (1, 2)])
     plain, exact = model(ids).logits, copy.deepcopy(model).double()(ids).logits
     run_op_by_op(monkeypatch, kernels)
-    logits, where = run_recurrent(FusedTarget(structural_copy(model), TAPS), ids)
+    logits, where = run_recurrent(fuse(structural_copy(model), TAPS), ids)
     plain, exact = (torch.cat([x[at] for at in where]) for x in (plain, exact))
     assert_as_exact_as_torch(logits, plain, exact, factor=3.0)
 
@@ -198,8 +199,8 @@ def test_recurrent_layers_give_the_models_own_logits(family):
     model = make_recurrent_target(family)
     ids = torch.stack([prompt(60, seed) for seed in (1, 2)])
     copied = structural_copy(model)
-    assert recognize(copied, TAPS) is not None
-    logits, where = run_recurrent(FusedTarget(copied, TAPS), ids)
+    assert fuse(copied, TAPS) is not None
+    logits, where = run_recurrent(fuse(copied, TAPS), ids)
     plain = model(ids).logits
     torch.testing.assert_close(logits, torch.cat([plain[at] for at in where]), rtol=1e-2, atol=5e-3)
 
@@ -233,9 +234,9 @@ OTHER_NUMBERS = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_recurrent_model_is_not_recognized(change):
     model = make_recurrent_target("qwen3_5")
-    assert recognize(model, TAPS) is not None
+    assert fuse(model, TAPS) is not None
     CHANGES[change](model)
-    assert recognize(model, TAPS) is None
+    assert fuse(model, TAPS) is None
 
 
 @pytest.mark.parametrize("change", OTHER_NUMBERS)
@@ -249,7 +250,7 @@ def test_other_numbers_are_seen_by_the_trial_run(change):
 
 def test_recurrent_layers_use_the_models_own_tensors():
     model = make_recurrent_target("qwen3_5")
-    stack, delta = recognize(structural_copy(model), TAPS).stack, delta_net(model)
+    stack, delta = fuse(structural_copy(model), TAPS).stack, delta_net(model)
     assert stack.layers[0].conv is delta.conv1d.weight
     assert stack.layers[0].a_log is delta.A_log
     assert stack.layers[3].q is model.model.layers[3].self_attn.q_proj.weight

@@ -166,15 +166,6 @@ def test_the_generate_command_writes_the_targets_own_text(shell, models, target,
     assert done.out == own_text(target, tokenizer, asked(tokenizer, "abc def")) + "\n"
 
 
-def test_bfloat16_equals_one_token_decoding_at_the_same_shapes(shell, models, root, tokenizer):
-    done = shell("generate", *models, "--dtype", "bfloat16", "--max-new-tokens", NEW, "--json", "abc def")
-    assert done.code == 0, done.err
-    low = AutoModelForCausalLM.from_pretrained(root / "text", dtype=torch.bfloat16)
-    ids = torch.tensor([asked(tokenizer, "abc def")])
-    out = dflash.Generator(low, None, max_length=64, block_size=16).generate(ids, max_new_tokens=NEW)
-    assert json.loads(done.out)["text"] == tokenizer.decode(out[0, ids.shape[1] :])
-
-
 def chat(shell, monkeypatch, models, messages):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(messages)))
     done = shell("chat", *models, "--max-new-tokens", NEW, "--json")
@@ -309,14 +300,6 @@ def test_a_drafter_is_planned_trained_and_exported(train, shell, target, tokeniz
         trained = dflash.load_draft(folder, dtype=torch.float32)
         out = dflash.generate(target, trained, torch.tensor([ids]), max_new_tokens=NEW)
         assert tokenizer.decode(out[0, len(ids) :]) == own_text(target, tokenizer, ids)
-
-
-def test_a_trained_drafter_has_the_shape_of_the_text_model(train, tmp_path):
-    train(tmp_path / "draft", "--dtype", "bfloat16")
-    config = dflash.load_draft(tmp_path / "draft").config
-    assert (config.hidden_size, config.vocab_size, config.num_target_layers) == (64, 104, 4)
-    assert (config.num_attention_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32)
-    assert config.rope == dflash.DraftConfig.from_config(VARIANTS["Qwen3.5-27B-September"]).rope  # not m-RoPE
 
 
 def test_cached_features_are_the_hidden_states_of_each_row_alone(train, target, tmp_path):

@@ -4,7 +4,6 @@ A wrong mask inside the block does not show in acceptance, but it does in hidden
 """
 
 import copy
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,7 @@ from draft_variants import (
     save_checkpoint,
 )
 from families import Cheat, draft_config, make_target
-from op_checks import assert_as_exact_as_torch, relative_error
+from op_checks import assert_as_exact_as_torch
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -56,14 +55,14 @@ def in_float64(model):
     return model
 
 
-def simulate(package, config: dict, *, change=lambda parsed: parsed, folder, seed=0):
+def simulate(package, config: dict, *, folder, seed=0):
     """Generate with both drafters, a batch of two ragged rows with ours: yields ``(ours, theirs, exact)`` per step.
 
     Row b accepts a random number of rows each step. Ours runs on device-side lengths and a cache full of NaN;
     the reference on its own cache, one row at a time; ``exact`` recomputes the row from nothing in float64.
     """
     generator = torch.Generator().manual_seed(seed)
-    parsed = change(DraftConfig.from_config(config))
+    parsed = DraftConfig.from_config(config)
     tensors = random_tensors(parsed, seed)
     draft = Drafter(parsed)
     draft.load_state_dict(load_draft(save_checkpoint(folder, config, tensors)).state_dict())
@@ -175,34 +174,6 @@ def test_hidden_states_are_equal_at_every_step_of_a_generation(reference_package
         seen = length
         exact = exact_model(target_hidden=taps[None].double(), noise_embedding=embeds.double(), position_ids=positions)
         assert_as_exact_as_torch(ours, theirs[0], exact[0], factor=4.0)  # sums in another order, layers deep
-
-
-def _flip_causal(config: DraftConfig) -> DraftConfig:
-    return dataclasses.replace(config, causal=tuple(not causal for causal in config.causal))
-
-
-def _wider_window(config: DraftConfig) -> DraftConfig:
-    return dataclasses.replace(config, window=tuple(window and window + 1 for window in config.window))
-
-
-def _no_rope_scaling(config: DraftConfig) -> DraftConfig:
-    return dataclasses.replace(config, rope=dataclasses.replace(config.rope, attention_scaling=1.0))
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("Qwen3-4B", _flip_causal),
-        ("is_causal-false-with-window", _flip_causal),
-        ("is_causal-false-with-window", _wider_window),
-        ("Qwen3.6-27B", _wider_window),
-        ("gpt-oss-20b", _no_rope_scaling),
-    ],
-)
-@torch.no_grad()
-def test_a_wrong_rule_shows_in_the_hidden_states(reference_package, name, change, tmp_path):
-    results = list(simulate(reference_package, VARIANTS[name], change=change, folder=tmp_path))
-    assert max(relative_error(ours, exact) for ours, _, exact in results) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["Gemma4-31B", "is_causal-false-with-window", "Qwen3-4B"])

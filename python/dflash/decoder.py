@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,21 +55,14 @@ class DecoderStack:
         self._options = {"eps": eps, "scale": scale, "taps": self.taps, "zero_centered": zero_centered}
         one_op = all(layer.experts is None for layer in self.layers)
         self._packed = PackedLayers(self.layers, norm, **self._options) if one_op else None
-        self._fields = _fields((*self.layers, norm))
         self._attention_layers = [i for i, layer in enumerate(self.layers) if not layer.is_recurrent]
 
     def __reduce__(self) -> tuple:  # a copy packs its own tensors
         return functools.partial(DecoderStack, **self._options), (self.layers, self.norm)
 
-    def holds(self, layers: Sequence[DecoderLayer], norm: Tensor) -> bool:
-        """Return True if these are the very tensors that the stack runs."""
-        theirs = _fields((*layers, norm))
-        return len(theirs) == len(self._fields) and all(map(_is_same, self._fields, theirs))
-
     def replace(self, layers: Sequence[DecoderLayer], norm: Tensor) -> None:
         """Use other weights from now on, in steps that are compiled already too."""
         self.layers, self.norm = tuple(layers), norm
-        self._fields = _fields((*layers, norm))
         if self._packed is not None:
             self._packed.replace(self.layers, norm)
 
@@ -205,18 +198,6 @@ class DecoderStack:
         inputs = ops.delta_net_inputs(qkv, b, a, layer.a_log, layer.dt_bias, key_heads, key_dim)
         out = ops.gated_recurrence_(*inputs, held.state, held.saved_k, held.saved_d, held.saved_a, *counts)
         return _product(ops.gated_rms_norm(out, z, layer.norm, self.eps), layer.out)
-
-
-def _fields(values: Iterable[object]) -> list[object]:
-    """Return the tensors and options of nested tuples."""
-    found: list[object] = []
-    for value in values:
-        found += _fields(value) if isinstance(value, tuple) else [value]
-    return found
-
-
-def _is_same(ours: object, theirs: object) -> bool:
-    return ours is theirs or (not isinstance(ours, Tensor) and ours == theirs)
 
 
 def _prepare(conv: BlockConv | None, hidden: Tensor, front: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -1,40 +1,8 @@
 """A default dtype or device that the user has set changes no text, no dtype and no device inside the engine."""
 
-import ast
-import re
-from pathlib import Path
-
 import process
-import pytest
 
-import dflash
-
-PACKAGE = Path(dflash.__file__).parent
 # Functions of torch that ask the default dtype, or the default device, where a call does not say.
-TYPED = {"tensor", "zeros", "ones", "empty", "full", "rand", "randn", "eye", "linspace", "scalar_tensor", "as_tensor"}
-PLACED = TYPED | {"arange", "randperm", "randint"}
-_FLOAT = re.compile(r"-?((math|torch)\.(inf|nan)|\d*\.\d*)")  # two of them make a tensor of the default dtype
-
-
-def called(node: ast.AST) -> str:
-    """Return ``name`` of a call ``torch.name(...)``, or an empty string."""
-    function = getattr(node, "func", None)
-    is_torch = isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "torch"
-    return function.attr if is_torch else ""
-
-
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_every_new_tensor_says_its_dtype_and_device(path):
-    silent = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        name, given = called(node), {keyword.arg for keyword in getattr(node, "keywords", ())}
-        needed = ({"dtype"} if name in TYPED else set()) | ({"device"} if name in PLACED else set())
-        if needed - given and None not in given:  # None: **options, which say both
-            silent.append((node.lineno, name))
-        values = [ast.unparse(value) for value in node.args[1:]] if name == "where" else []
-        if values and all(_FLOAT.fullmatch(value) for value in values):
-            silent.append((node.lineno, f"where of {values}"))
-    assert not silent
 
 
 # Every attempt runs in each of the states; what it returns, and the dtype and device of every tensor that it makes,

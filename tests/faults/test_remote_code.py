@@ -1,6 +1,5 @@
 """A model's own Python code runs only with `--trust-remote-code`, and nobody is asked on standard input."""
 
-import ast
 import io
 import json
 import shutil
@@ -154,7 +153,6 @@ def test_a_drafter_never_brings_code(strange, asked, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"attn_implementation": "someone/kernel"},
         {"attn_implementation": "someone/kernel@main:function"},
         {"_attn_implementation": "someone/kernel"},
     ],
@@ -186,13 +184,6 @@ def test_weights_that_are_pickles_run_nothing(strange, asked, tmp_path):
     assert not (tmp_path / "mark").exists()
     assert done.code == 2
     assert len(done.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("command", ["generate", "chat", "benchmark", "regenerate", "train"])
-def test_the_help_says_what_the_option_does(command, shell, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
-    [line] = [line for line in shell(command, "--help").out.splitlines() if "--trust-remote-code" in line]
-    assert "Run the Python code that comes with the model, with your rights; without this, it is never run." in line
 
 
 def test_a_server_has_no_code_to_trust(shell, tmp_path):
@@ -231,13 +222,3 @@ def test_python_doors_refuse_code_too(strange, tmp_path, monkeypatch):
             load(Pretrained(folder / "target"))
     assert sys.stdin.read() == STDIN
     assert not (tmp_path / "mark").exists()
-
-
-def test_only_one_place_of_the_package_knows_the_auto_classes():
-    users = set()
-    for path in PACKAGE.rglob("*.py"):
-        names = {alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
-                 for alias in node.names}  # fmt: skip
-        if any(name.startswith(("AutoConfig", "AutoModel", "AutoTokenizer")) for name in names):
-            users.add(path.relative_to(PACKAGE).as_posix())
-    assert users == {"evaluate/pretrained.py"}

@@ -98,12 +98,6 @@ def test_weights_of_any_layout_give_the_same_text(layout, where):
     assert one_shot(model, make_draft(model)) == expected(model) == answered(model)
 
 
-def test_the_neg_bit_is_really_there():
-    weight = nn.Parameter(neg_bit(torch.ones(4, 4)))
-    assert weight.is_neg()
-    assert weight.eq(1).all()
-
-
 class Double(nn.Module):
     def forward(self, weight):
         return weight * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from ..decoder import BlockConv, DecoderLayer, DecoderStack, rotary_table
 from ..ops import Int8Weight, NotFiniteError, WeightStorage, int8_weights, reference
 from ..state import KVCache
 from ..targets import Fingerprint, not_finite
+from ..targets.model import modules_of, tensors_of
 from .config import DraftConfig
 from .keys import DFlash2Config
 
@@ -81,6 +83,7 @@ class Drafter(nn.Module):
             self.register_buffer("d2t", like.new_empty(config.draft_vocab_size, dtype=torch.int64))
         self.shared_parts: set[str] = set()  # those that are the target's tensors, see `share_`
         self._stack: DecoderStack | None = None
+        self._stacked: list[Tensor] = []  # the tensors that it runs
         self._restack()
 
     @property
@@ -127,11 +130,15 @@ class Drafter(nn.Module):
         self._scale_outputs()
         if self.markov_head is not None and self.config.draft_vocab_size is not None:
             self.markov_head.refresh(self.d2t)
-        layers, norm = self._stack_layers(), self.norm.weight
-        if self._stack.holds(layers, norm):
+        if self._is_stacked():
             self._stack.refresh()
-        else:  # a parameter is another object now
-            self._stack.replace(layers, norm)
+        else:
+            self._restack()
+
+    def _is_stacked(self) -> bool:
+        """Return True if every parameter is the object that the stack runs."""
+        tensors = tensors_of(modules_of(self))
+        return len(tensors) == len(self._stacked) and all(map(operator.is_, tensors, self._stacked))
 
     def forget_values(self) -> None:
         """Compute what follows from the weights again at the next `refresh`, whether they have changed or not."""
@@ -290,6 +297,7 @@ class Drafter(nn.Module):
     def _restack(self) -> None:
         """Run the parameters as they are now; a compiled step keeps its stack."""
         layers, norm = self._stack_layers(), self.norm.weight
+        self._stacked = tensors_of(modules_of(self))
         if self._stack is not None:
             self._stack.replace(layers, norm)
             return
@@ -356,9 +364,9 @@ class Drafter(nn.Module):
     def _scale_outputs(self) -> None:
         """Scale the output projections that have changed, in copies: as good as scaling all values."""
         scale = self.config.attention_value_scale
-        for attention in (layer.self_attn for layer in self.layers if scale != 1.0):
-            weight = attention.o_proj.weight
-            attention.scaled_o.follow_([weight], functools.partial(torch.mul, weight, scale))
+        for layer in self.layers if scale != 1.0 else ():
+            weight = layer.self_attn.o_proj.weight
+            layer.self_attn.scaled_o.follow_([weight], functools.partial(torch.mul, weight, scale))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
         frequencies = self.inv_freq
@@ -383,7 +391,7 @@ class Drafter(nn.Module):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stack": None}  # the copy packs its own parameters
+        return self.__dict__ | {"_stack": None, "_stacked": []}  # the copy packs its own parameters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -598,6 +606,10 @@ class Int8Drafter(Drafter):
         """Read all weights again at the next `refresh`."""
         super().forget_values()
         self._quantized = None
+
+    def _is_stacked(self) -> bool:
+        is_quantized = self._quantized is not None and self._quantized.has_same_values(self.layers)
+        return super()._is_stacked() and is_quantized
 
     def _stack_layers(self) -> list[DecoderLayer]:
         """Return the layers in 8 bits, made again if the weights have changed."""

@@ -11,7 +11,6 @@ from .fingerprint import (
     weights_digest,
 )
 from .folder import check_target_config, check_target_size, check_target_weights
-from .fused import not_finite
 from .model import (
     UnsupportedTargetError,
     embedding_table,
@@ -28,7 +27,7 @@ from .model import (
 from .parallel import ranks_in
 from .recurrent import has_recurrent_layers
 from .support import check_target, refusal, refusal_of_weights
-from .target import Target, check_int8, int8_obstacle
+from .target import Target, check_int8, int8_obstacle, not_finite
 from .trial import forget_trials
 
 __all__ = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import operator
 import os
 import weakref
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .model import modules_of, shard_of, tensors_of, text_config
+from .model import PLAIN_TENSORS, modules_of, shard_of, tensors_of, text_config
 from .parallel import ranks_in
 
 # Keys of a config that do not affect the numbers computed by the model.
@@ -27,6 +28,7 @@ _METADATA = frozenset(
         *("transformers_version", "use_cache"),
     ]
 )
+_DTYPE = operator.attrgetter("dtype")
 _DIGEST_BYTES = 2**26  # of a tensor that are hashed at a time
 
 
@@ -42,8 +44,8 @@ class Fingerprint:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, modules = weakref.ref(module), modules_of(module)
-        self._attached = _attached(modules)
-        self._tensors, self._versions = _tensors(modules)
+        tensors = _with_shards(modules)
+        self._tensors, self._versions, self._attached = _identities(tensors), _versions(tensors), _attached(modules)
 
     def is_of(self, module: nn.Module) -> bool:
         """Return True if ``module`` is the same object, whatever has changed in it."""
@@ -52,12 +54,13 @@ class Fingerprint:
     def matches(self, module: nn.Module) -> bool:
         """Return True if ``module`` is the same one, unchanged but for values."""
         modules = modules_of(module)
-        return self.is_of(module) and self._tensors == _tensors(modules)[0] and self._attached == _attached(modules)
+        same = self.is_of(module) and self._tensors == _identities(_with_shards(modules))
+        return same and self._attached == _attached(modules)
 
     def replaced(self) -> bool:
         """Return True if the module is still alive and has other tensors now."""
         module = self._module()
-        return module is not None and self._tensors != _tensors(modules_of(module))[0]
+        return module is not None and self._tensors != _identities(_with_shards(modules_of(module)))
 
     def has_same_values(self, module: nn.Module, *, trusts_inference_tensors: bool = False) -> bool:
         """Return True if the module matches, and its values are the same as far as torch counts writes in place.
@@ -66,15 +69,23 @@ class Fingerprint:
         none of inference tensors: a module that has one never has the same values, unless these are trusted.
         """
         same = self.matches(module) and (trusts_inference_tensors or None not in self._versions)
-        return same and self._versions == _tensors(modules_of(module))[1]
+        return same and self._versions == _versions(_with_shards(modules_of(module)))
 
 
-def _tensors(modules: list[nn.Module]) -> tuple[list[tuple[int, int, torch.dtype]], list[int | None]]:
-    """Return what identifies each tensor, this rank's part of it too, and how often it was written to."""
+def _with_shards(modules: list[nn.Module]) -> list[Tensor]:
+    """Return parameters and buffers, and this process's part of those that are spread over several."""
     tensors = tensors_of(modules)
-    tensors += [shard for tensor in tensors if (shard := shard_of(tensor)) is not None]
-    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-    return [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors], versions
+    if not PLAIN_TENSORS.issuperset(map(type, tensors)):
+        tensors += filter(torch.is_tensor, map(shard_of, tensors))
+    return tensors
+
+
+def _identities(tensors: list[Tensor]) -> list[tuple[int, int, torch.dtype]]:
+    return list(zip(map(id, tensors), map(Tensor.data_ptr, tensors), map(_DTYPE, tensors), strict=True))
+
+
+def _versions(tensors: list[Tensor]) -> list[int | None]:
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _attached(modules: list[nn.Module]) -> list[tuple]:

@@ -15,13 +15,10 @@ from transformers.activations import GELUTanh, SiLUActivation
 from transformers.integrations import moe
 
 from .. import ops
-from ..decoder import DecoderLayer, DecoderStack, DeltaNetLayer, rotary_table
-from ..ops import Int8Weight, NotFiniteError, int8_layer, split_weights
-from ..state import KVCache, Tree
-from .fingerprint import Fingerprint
-from .model import PLAIN_TENSORS, UnsupportedTargetError, name_of
+from ..decoder import DecoderLayer, DeltaNetLayer
+from .model import PLAIN_TENSORS
 
-_MAX_ROWS = 256  # of one pass on a GPU or of experts: a block for each row of a batch, but not a chunk of a long prompt
+_MAX_ROWS = 256  # of one pass of experts: a block for each row of a batch, but not a chunk of a long prompt
 KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
 """The dtypes that our kernels multiply in."""
 
@@ -193,164 +190,31 @@ _FAMILIES = {  # by model_type; windows, head norms and biases are read off the 
 }
 
 
-def recognize(model: nn.Module, target_layer_ids: tuple[int, ...]) -> FusedTarget | None:
-    """Return the fused form of a model, or None if the model must keep its own forward."""
+class Recognized(NamedTuple):
+    """What a recognized model is made of; ``attention`` is a module, like all that has attention."""
+
+    decoder: nn.Module
+    layers: list[DecoderLayer | DeltaNetLayer]
+    attention: nn.Module
+    eps: float
+    gated: bool
+
+
+def recognize(model: nn.Module) -> Recognized | None:
+    """Return the parts of a model that may run on the ops, or None if it must keep its own forward."""
     family = _FAMILIES.get(model.config.model_type)
-    if family is None or len(set(target_layer_ids)) < len(target_layer_ids) or not family.accepts(model):
+    if family is None or not family.accepts(model):
         return None
-    return FusedTarget(model, target_layer_ids)
+    decoder = family.decoder(model)
+    layers, norm = _layers_of(decoder), decoder.norm
+    attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
+    eps = norm.eps if family.gated else norm.variance_epsilon
+    return Recognized(decoder, [family.layer(layer) for layer in layers], attention, eps, family.gated)
 
 
 def _layers_of(decoder: nn.Module) -> nn.ModuleList:
     """Return the layers that run: transformers runs the first ones if the config asks for fewer."""
     return decoder.layers[: decoder.config.num_hidden_layers]
-
-
-# ---------------------------------------------------------------------------------------------- running them
-
-
-class FusedTarget:
-    """Embedding, decoder stack and head of a recognized model.
-
-    Args:
-        model: a copy of the user's model. Its parameters are used where they are.
-        target_layer_ids: the tapped layers.
-
-    Attributes:
-        is_int8: True if products multiply by copies of the weights in 8 bits, see `store_as_int8`.
-    """
-
-    def __init__(self, model: nn.Module, target_layer_ids: tuple[int, ...]) -> None:
-        family = _FAMILIES[model.config.model_type]
-        decoder = family.decoder(model)
-        self.embedding, self.head = decoder.embed_tokens.weight, model.get_output_embeddings()
-        self._model, self.is_int8 = model, False
-        self._int8_head: Int8Weight | None = None
-        self._quantized: Fingerprint | None = None  # of the weights that the copies in 8 bits were made of
-        layers, norm = _layers_of(decoder), decoder.norm
-        attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
-        self.num_kv_heads, self.head_dim = attention.k_proj.weight.shape[0] // attention.head_dim, attention.head_dim
-        self.stack = DecoderStack(
-            [family.layer(layer) for layer in layers],
-            norm.weight,
-            eps=norm.eps if family.gated else norm.variance_epsilon,
-            scale=float(attention.scaling),
-            taps=target_layer_ids,
-            zero_centered=family.gated,
-        )
-        self._layers = self.stack.layers  # of the model's own weights
-        self._rotary = decoder.rotary_emb
-        self._inv_freq = self._rotary.inv_freq.detach().clone()  # what the tables were made of
-        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def device(self) -> torch.device:
-        """Device of all weights."""
-        return self.embedding.device
-
-    @property
-    def obstacle(self) -> str:
-        """Why our kernels cannot multiply by these weights; empty if they can."""
-        weights = [w for layer in self.stack.layers for w in layer if isinstance(w, Tensor) and w.dim() == 2]
-        weights.append(self.head.weight)
-        return kernel_obstacle(self.device, weights, {weight.shape[1] for weight in weights})
-
-    @property
-    def int8_obstacle(self) -> str:
-        """Why these weights, on CPU, cannot be stored as int8; empty if they can."""
-        return "it has experts" if any(layer.experts for layer in self._layers) else self.obstacle
-
-    def store_as_int8(self) -> None:
-        """Multiply by copies of the weights in 8 bits from now on, also in passes of many rows.
-
-        Raises:
-            UnsupportedTargetError: a value is infinite or NaN. Earlier copies are gone then, and `refresh` raises until
-                the values are finite; without earlier copies nothing has changed.
-        """
-        # 1. Free earlier copies, so that no two sets are in memory. Nothing runs before `refresh` has made new ones.
-        if self.is_int8:
-            self._quantized = self._int8_head = None
-            self.stack.replace(self._layers, self.stack.norm)
-        # 2. Make all copies before any of them is used.
-        try:
-            head, layers = Int8Weight.of(self.head.weight), [int8_layer(layer) for layer in self._layers]
-        except NotFiniteError as error:
-            raise UnsupportedTargetError(not_finite("weights", self._model, error)) from error
-        self.stack.replace(layers, self.stack.norm)
-        self._int8_head, self.is_int8, self._quantized = head, True, Fingerprint(self._model)
-
-    def forget_values(self) -> None:
-        """Make copies in 8 bits again at the next `refresh`, whether the weights are known to have changed or not."""
-        self._quantized = None
-
-    def refresh(self, cache: KVCache) -> None:
-        """Notice changed weights and frequencies, and fit a cache that another target has made."""
-        if self.is_int8 and (self._quantized is None or not self._quantized.has_same_values(self._model)):
-            self.store_as_int8()
-        self.stack.refresh()
-        if not torch.equal(self._inv_freq, self._rotary.inv_freq):
-            self._inv_freq = self._rotary.inv_freq.detach().clone()
-            for positions, tables in self._tables.items():  # in place: compiled and captured steps hold their addresses
-                for table, new in zip(tables, self._table(positions), strict=True):
-                    table.copy_(new)
-        self.prepare_(cache)
-
-    def prepare_(self, cache: KVCache) -> None:
-        """Give a cache its rotary table and the buffers of all layers."""
-        positions = cache.capacity
-        if positions not in self._tables:
-            self._tables[positions] = self._table(positions)
-        cache.rotary = self._tables[positions]
-        like = self.embedding.detach()
-        heads = like.new_empty(1, self.num_kv_heads, 0, self.head_dim)
-        for i, layer in enumerate(self.stack.layers):
-            if not layer.is_recurrent:
-                cache.layer(i, heads, heads)
-                continue
-            key_heads, num_heads, key_dim, value_dim, width = layer.sizes
-            wide, buffers = like.new_empty(1, 0, 1, 1, dtype=torch.float32), cache.recurrent_layer(i)
-            buffers.convolution(like.new_empty(1, 0, layer.conv.shape[0]), width)
-            buffers.recurrence(
-                wide.expand(1, 0, key_heads, key_dim), wide.expand(1, 0, num_heads, value_dim),
-                wide[..., 0].expand(1, 0, num_heads),
-            )  # fmt: skip
-
-    def _table(self, positions: int) -> tuple[Tensor, Tensor]:
-        return rotary_table(self._inv_freq, self._rotary.attention_scaling, positions)
-
-    def handles(self, ids: Tensor) -> bool:
-        """Return True if a pass over these rows runs here. torch's matrix products are faster for more rows."""
-        if self.is_int8:
-            return True  # the modules have other weights
-        if ids.device.type == "cpu":
-            return ops.skinny(ids.numel(), self.embedding.dtype)
-        return ids.numel() <= _MAX_ROWS
-
-    def forward(
-        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, tree: Tree | None = None,
-        tapped: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Run as `dflash.targets.Target.forward`, with all taps in one tensor, ``tapped`` if it is given."""
-        table = self.embedding.detach()[None]
-        embeds = table.new_empty(1, ids.numel(), table.shape[2])
-        ops.gather_rows_(table, ids.reshape(1, -1), embeds)  # an id of -1 counts as 0
-        hidden, tapped = self.stack(embeds.view(*ids.shape, -1), lengths, cache, tree=tree, tapped=tapped)
-        if isinstance(logits_to_keep, Tensor):
-            hidden = hidden.index_select(1, logits_to_keep)
-        elif logits_to_keep:
-            hidden = hidden[:, -logits_to_keep:]
-        return self.logits(hidden), tapped
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the head's logits of any rows ``[..., hidden]``."""
-        (weight,), scales = split_weights(self.head.weight if self._int8_head is None else self._int8_head)
-        return ops.linear(hidden, weight, self.head.bias, prefetch=True, scales=scales)
-
-
-def not_finite(option: str, model: nn.Module, error: NotFiniteError) -> str:
-    """Return the message for a weight of a target or drafter that is not finite, with ``option`` asking for int8."""
-    name = name_of(model, error.weight).removesuffix(".weight")
-    return f"{option}='int8' needs finite weights, got {error.value} in {name}: leave it out"
 
 
 # ---------------------------------------------------------------------------------------------- experts

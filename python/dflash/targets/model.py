@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, StopStringCriteria
 
 from ..settings import SETTINGS
 
-PLAIN_TENSORS = (Tensor, nn.Parameter)
+PLAIN_TENSORS = frozenset([Tensor, nn.Parameter])  # types whose values are in their memory as they are
 
 
 class UnsupportedTargetError(ValueError):
@@ -101,15 +101,14 @@ def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[n
     return [modules[layer_id] for layer_id in layer_ids]
 
 
-def global_hooks() -> tuple:
-    """Return torch's hooks on the forward pass of every module."""
-    hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
-    return tuple(hook for registered in hooks for hook in registered.values())
+def has_global_hooks() -> bool:
+    """Return True if torch has hooks on the forward pass of every module."""
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 def first_hook(model: nn.Module) -> str:
     """Return the name of the first module with a forward hook of the user's, or an empty string."""
-    if global_hooks():
+    if has_global_hooks():
         return "all modules (torch.nn.modules.module.register_module_forward_hook)"
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
@@ -168,7 +167,6 @@ def generation_defaults(model: nn.Module) -> dict[str, Any]:
     config = model.generation_config
     vocab, eos = embedding_table(model).shape[0], config.eos_token_id
     eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    others = {name: value for name, off in _UNSUPPORTED.items() if (value := getattr(config, name, None)) not in off}
     found = {name: getattr(config, row.config, None) for name, row in SETTINGS.items() if row.config}
     if (pairs := found["logit_bias"]) is not None:  # a dict of tuples, or a list of pairs
         pairs = pairs.items() if isinstance(pairs, dict) else pairs
@@ -177,7 +175,11 @@ def generation_defaults(model: nn.Module) -> dict[str, Any]:
         **{name: getattr(config, name, None) for name in ("do_sample", "max_length", "pad_token_id")},
         **found,
         "stop_token_ids": [token for token in eos if 0 <= token < vocab],  # ids past the vocabulary are never emitted
-        "unsupported": {name: value for name, value in others.items() if value not in ([], (), {})},
+        "unsupported": {
+            name: value
+            for name, off in _UNSUPPORTED.items()
+            if (value := getattr(config, name, None)) not in (*off, [], (), {})
+        },
     }
 
 

@@ -12,17 +12,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..ops import WeightStorage
+from .. import ops
+from ..decoder import DecoderStack, rotary_table
+from ..ops import Int8Weight, NotFiniteError, WeightStorage, int8_layer, split_weights
 from ..state import KVCache, RecurrentCache, Tree
 from .copies import CacheView, structural_copy, use_attention
-from .fingerprint import describe_config, sample_digest
-from .fused import FusedTarget, recognize, use_experts_op
+from .fingerprint import Fingerprint, describe_config, sample_digest
+from .fused import Recognized, kernel_obstacle, recognize, use_experts_op
 from .model import (
     UnsupportedTargetError,
     cache_argument,
     embedding_table,
-    global_hooks,
+    has_global_hooks,
     max_positions,
+    name_of,
     tapped_modules,
     text_config,
 )
@@ -127,7 +130,7 @@ class Target:
         self._cache_argument = cache_argument(self.model)
         self.is_recurrent = has_recurrent_layers(self.model)
         self._pass = take_over(self.model)
-        may_run_ops = fused is not False and not replaced and not global_hooks()
+        may_run_ops = fused is not False and not replaced and not has_global_hooks()
         self.runs_ops = (may_run_ops and use_experts_op(self.model)) or self._fused is not None
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
@@ -290,6 +293,159 @@ class Target:
         return logits[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else logits[:, -asked:]
 
 
+# ---------------------------------------------------------------------------------------------- running on the ops
+
+
+_MAX_CUDA_ROWS = 256  # of one pass: a block for each row of a batch, but not a chunk of a long prompt
+
+
+class FusedTarget:
+    """Embedding, decoder stack and head of a recognized model.
+
+    Args:
+        model: a copy of the user's model. Its parameters are used where they are.
+        found: its parts.
+        target_layer_ids: the tapped layers.
+
+    Attributes:
+        is_int8: True if products multiply by copies of the weights in 8 bits, see `store_as_int8`.
+    """
+
+    def __init__(self, model: nn.Module, found: Recognized, target_layer_ids: tuple[int, ...]) -> None:
+        attention, decoder = found.attention, found.decoder
+        self.embedding, self.head = decoder.embed_tokens.weight, model.get_output_embeddings()
+        self._model, self.is_int8 = model, False
+        self._int8_head: Int8Weight | None = None
+        self._quantized: Fingerprint | None = None  # of the weights that the copies in 8 bits were made of
+        self.num_kv_heads, self.head_dim = attention.k_proj.weight.shape[0] // attention.head_dim, attention.head_dim
+        self.stack = DecoderStack(
+            found.layers, decoder.norm.weight, eps=found.eps, scale=float(attention.scaling), taps=target_layer_ids,
+            zero_centered=found.gated,
+        )  # fmt: skip
+        self._layers = self.stack.layers  # of the model's own weights
+        self._rotary = decoder.rotary_emb
+        self._inv_freq = self._rotary.inv_freq.detach().clone()  # what the tables were made of
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all weights."""
+        return self.embedding.device
+
+    @property
+    def obstacle(self) -> str:
+        """Why our kernels cannot multiply by these weights; empty if they can."""
+        weights = [w for layer in self.stack.layers for w in layer if isinstance(w, Tensor) and w.dim() == 2]
+        weights.append(self.head.weight)
+        return kernel_obstacle(self.device, weights, {weight.shape[1] for weight in weights})
+
+    @property
+    def int8_obstacle(self) -> str:
+        """Why these weights, on CPU, cannot be stored as int8; empty if they can."""
+        return "it has experts" if any(layer.experts for layer in self._layers) else self.obstacle
+
+    def store_as_int8(self) -> None:
+        """Multiply by copies of the weights in 8 bits from now on, also in passes of many rows.
+
+        Raises:
+            UnsupportedTargetError: a value is infinite or NaN. Earlier copies are gone then, and `refresh` raises until
+                the values are finite; without earlier copies nothing has changed.
+        """
+        # 1. Free earlier copies, so that no two sets are in memory. Nothing runs before `refresh` has made new ones.
+        if self.is_int8:
+            self._quantized = self._int8_head = None
+            self.stack.replace(self._layers, self.stack.norm)
+        # 2. Make all copies before any of them is used.
+        try:
+            head, layers = Int8Weight.of(self.head.weight), [int8_layer(layer) for layer in self._layers]
+        except NotFiniteError as error:
+            raise UnsupportedTargetError(not_finite("weights", self._model, error)) from error
+        self.stack.replace(layers, self.stack.norm)
+        self._int8_head, self.is_int8, self._quantized = head, True, Fingerprint(self._model)
+
+    def forget_values(self) -> None:
+        """Make copies in 8 bits again at the next `refresh`, whether the weights are known to have changed or not."""
+        self._quantized = None
+
+    def refresh(self, cache: KVCache) -> None:
+        """Notice changed weights and frequencies, and fit a cache that another target has made."""
+        if self.is_int8 and (self._quantized is None or not self._quantized.has_same_values(self._model)):
+            self.store_as_int8()
+        self.stack.refresh()
+        if not torch.equal(self._inv_freq, self._rotary.inv_freq):
+            self._inv_freq = self._rotary.inv_freq.detach().clone()
+            for positions, tables in self._tables.items():  # in place: compiled and captured steps hold their addresses
+                for table, new in zip(tables, self._table(positions), strict=True):
+                    table.copy_(new)
+        self.prepare_(cache)
+
+    def prepare_(self, cache: KVCache) -> None:
+        """Give a cache its rotary table and the buffers of all layers."""
+        positions = cache.capacity
+        if positions not in self._tables:
+            self._tables[positions] = self._table(positions)
+        cache.rotary = self._tables[positions]
+        like = self.embedding.detach()
+        heads = like.new_empty(1, self.num_kv_heads, 0, self.head_dim)
+        for i, layer in enumerate(self.stack.layers):
+            if not layer.is_recurrent:
+                cache.layer(i, heads, heads)
+                continue
+            key_heads, num_heads, key_dim, value_dim, width = layer.sizes
+            wide, buffers = like.new_empty(1, 0, 1, 1, dtype=torch.float32), cache.recurrent_layer(i)
+            buffers.convolution(like.new_empty(1, 0, layer.conv.shape[0]), width)
+            buffers.recurrence(
+                wide.expand(1, 0, key_heads, key_dim), wide.expand(1, 0, num_heads, value_dim),
+                wide[..., 0].expand(1, 0, num_heads),
+            )  # fmt: skip
+
+    def _table(self, positions: int) -> tuple[Tensor, Tensor]:
+        return rotary_table(self._inv_freq, self._rotary.attention_scaling, positions)
+
+    def handles(self, ids: Tensor) -> bool:
+        """Return True if a pass over these rows runs here. torch's matrix products are faster for more rows."""
+        if self.is_int8:
+            return True  # the modules have other weights
+        if ids.device.type == "cpu":
+            return ops.skinny(ids.numel(), self.embedding.dtype)
+        return ids.numel() <= _MAX_CUDA_ROWS
+
+    def forward(
+        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, tree: Tree | None = None,
+        tapped: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Run as `dflash.targets.Target.forward`, with all taps in one tensor, ``tapped`` if it is given."""
+        table = self.embedding.detach()[None]
+        embeds = table.new_empty(1, ids.numel(), table.shape[2])
+        ops.gather_rows_(table, ids.reshape(1, -1), embeds)  # an id of -1 counts as 0
+        hidden, tapped = self.stack(embeds.view(*ids.shape, -1), lengths, cache, tree=tree, tapped=tapped)
+        if isinstance(logits_to_keep, Tensor):
+            hidden = hidden.index_select(1, logits_to_keep)
+        elif logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
+        return self.logits(hidden), tapped
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the head's logits of any rows ``[..., hidden]``."""
+        (weight,), scales = split_weights(self.head.weight if self._int8_head is None else self._int8_head)
+        return ops.linear(hidden, weight, self.head.bias, prefetch=True, scales=scales)
+
+
+def fuse(model: nn.Module, target_layer_ids: tuple[int, ...]) -> FusedTarget | None:
+    """Return the fused form of a copy; None if it must keep its own forward."""
+    is_new = len(set(target_layer_ids)) == len(target_layer_ids)
+    return FusedTarget(model, found, target_layer_ids) if is_new and (found := recognize(model)) is not None else None
+
+
+# ---------------------------------------------------------------------------------------------- int8
+
+
+def not_finite(option: str, model: nn.Module, error: NotFiniteError) -> str:
+    """Return the message for a weight of a target or drafter that is not finite, with ``option`` asking for int8."""
+    name = name_of(model, error.weight).removesuffix(".weight")
+    return f"{option}='int8' needs finite weights, got {error.value} in {name}: leave it out"
+
+
 def check_int8(model: nn.Module, obstacle: str | None = None) -> None:
     """Raise UnsupportedTargetError if `int8_obstacle`, which may be given, returns an obstacle."""
     if obstacle := int8_obstacle(model) if obstacle is None else obstacle:
@@ -332,9 +488,9 @@ def _fuse(
     """Return a model's fused form, or None and why there is none; ``replaced`` is a replaced function's name."""
     if fused is False:
         return None, "fused=False was asked for"
-    if foreign := replaced or ("a hook on every module" if global_hooks() else ""):
+    if foreign := replaced or ("a hook on every module" if has_global_hooks() else ""):
         return None, f"{foreign} is not transformers' own"
-    if (found := recognize(model, target_layer_ids)) is None:
+    if (found := fuse(model, target_layer_ids)) is None:
         return None, f"{type(model).__name__} is not one of the models that are recognized, or it was changed"
     reason = "" if fused is True else found.obstacle
     return (None if reason else found), reason
