@@ -251,19 +251,9 @@ def test_a_drafter_of_another_qwen_is_refused_by_the_numbers_of_the_text_model(w
 # ---------------------------------------------------------------------------------------------- measure, write, train
 
 
-@pytest.mark.parametrize("padded", [(), ("--padded",)], ids=["plain", "padded"])
-def test_the_benchmark_finds_identical_answers(shell, models, questions, padded):
-    done = shell("benchmark", *models, "--dataset", questions, "--max-new-tokens", NEW, "--json", *padded)
-    assert done.code == 0, done.err
-    report = json.loads(done.out)["datasets"]["questions"]
-    assert (report["turns"], report["identical"]) == (len(PROMPTS), len(PROMPTS))
-
-
-@pytest.mark.parametrize("drafts", [True, False], ids=["drafted", "one-token"])
-def test_regenerated_answers_are_those_of_generate(shell, models, questions, target, tokenizer, tmp_path, drafts):
+def test_regenerated_answers_are_those_of_generate(shell, models, questions, target, tokenizer, tmp_path):
     out = tmp_path / "answers.jsonl"
-    named = models if drafts else models[:2]
-    done = shell("regenerate", questions, *named, "--out", out, "--max-new-tokens", NEW, "--batch-size", 3)
+    done = shell("regenerate", questions, *models, "--out", out, "--max-new-tokens", NEW, "--batch-size", 3)
     assert done.code == 0, done.err
     rows = sorted(map(json.loads, out.read_text().splitlines()), key=lambda row: row["line"])
     assert [row["response"] for row in rows] == [
@@ -285,21 +275,6 @@ def train(shell, models, questions, tmp_path):
         return json.loads(done.out)
 
     return run
-
-
-def test_a_drafter_is_planned_trained_and_exported(train, shell, target, tokenizer, tmp_path):
-    plan = train(tmp_path / "draft", "--dry-run")
-    assert plan["target_parameters"] == sum(parameter.numel() for parameter in target.parameters())
-    assert not (tmp_path / "draft").exists()
-    assert train(tmp_path / "draft", "--distill", 0.5)["step"] == 2
-    exported = tmp_path / "exported"
-    call = ["--draft", tmp_path / "draft", "--out", exported, "--format", "speculators", "--target", "tiny"]
-    assert shell("export", *call).code == 0
-    ids = asked(tokenizer, "abc def")
-    for folder in (tmp_path / "draft", exported):
-        trained = dflash.load_draft(folder, dtype=torch.float32)
-        out = dflash.generate(target, trained, torch.tensor([ids]), max_new_tokens=NEW)
-        assert tokenizer.decode(out[0, len(ids) :]) == own_text(target, tokenizer, ids)
 
 
 def test_cached_features_are_the_hidden_states_of_each_row_alone(train, target, tmp_path):

@@ -175,22 +175,6 @@ def test_a_weight_that_is_a_tensor_subclass_is_not_taken_for_a_dense_one(name):
         dflash.Generator(model, max_length=64, weights="int8")
 
 
-def test_an_int8_layer_that_the_copy_runs_first_keeps_its_scales_for_the_user():
-    model = methods.load("bitsandbytes int8, threshold 0")
-    copied = dflash.Generator(model, None, max_length=64).engine.target.model
-    assert layer(copied).state is layer(model).state
-
-
-def test_a_second_one_shot_call_keeps_the_first_ones_generator(prompts, kept):
-    for name in CONFIGS:
-        if name in ACCEPTED:
-            model, generators = methods.load(name), []
-            for _ in range(2):
-                dflash.generate(model, None, prompts[0][None], max_new_tokens=2)
-                generators.append(kept())
-            assert generators[0] is generators[1], name
-
-
 def test_a_quantized_cache_of_compressed_tensors_is_refused(tmp_path):
     folder = methods.compressed("compressed-tensors FP8, dynamic", demo.PAIR / "target")
     config = json.loads((folder / "config.json").read_text())
@@ -218,14 +202,6 @@ def test_the_command_reads_a_saved_checkpoint(name, tokenizer, shell, tmp_path):
     prompt = torch.tensor([0, *tokenizer.encode("add 48213 and 90377\n=>\n")])
     answer = tokenizer.decode(greedy(methods.load(name), prompt, NEW, (0,)), skip_special_tokens=True)
     assert json.loads(done.out)["text"].strip() == answer.strip()
-
-
-def test_the_command_names_what_is_refused(tokenizer, shell, tmp_path):
-    methods.load("bitsandbytes int8, threshold 6").save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    done = shell("generate", "add 1 and 2", "--model", tmp_path, "--draft", demo.PAIR / "draft")
-    assert done.code != 0
-    assert "llm_int8_threshold=0.0" in done.err
 
 
 def test_layers_quantized_by_hand_are_judged_too(prompts):
