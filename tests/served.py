@@ -20,10 +20,8 @@ import torch
 
 import dflash
 from dflash.serve import Scheduler
-from dflash.serve.app import build_app
-from dflash.serve.receipts import ReceiptFolder
-from dflash.serve.server import Server, bind
-from dflash.serve.service import Service
+from dflash.serve.app import Server, bind, build_app
+from dflash.serve.service import ReceiptFolder, Service
 
 SUM = "add 48213 and 90377"
 TRIP = "trip: from Lorne; to Dalmere; train 362; hour 7; person Tilda"

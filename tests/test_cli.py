@@ -217,7 +217,7 @@ def test_chat_and_serve_store_weights_as_asked(run, chat_folders, stored, monkey
     done = run("chat", *options, "--max-new-tokens", "4")
     assert done.code == 0, done.err
     assert ", int8 weights, first token" in done.err
-    monkeypatch.setattr("dflash.serve.server.run_server", lambda _server, bound: bound.close())
+    monkeypatch.setattr("dflash.serve.app.Server.run", lambda _server, sockets: sockets[0].close())
     done = run("serve", *options, "--port", "0")
     assert done.code == 0, done.err
     assert stored == [("int8", "int8")] * 2

@@ -51,7 +51,7 @@ def serve(
     # 1. Check everything that needs no model.
     if any(importlib.util.find_spec(package) is None for package in ("fastapi", "uvicorn", "prometheus_client")):
         raise ValueError("dflash serve needs FastAPI, uvicorn and prometheus-client: pip install '.[serve]'")
-    from ..serve.server import Server, bind, run_server
+    from ..serve.app import Server, bind
 
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
         raise ValueError("--api-key must be visible ASCII characters without spaces: a header can hold no other key")
@@ -66,8 +66,7 @@ def serve(
     tokenizer = load_tokenizer(source)
     target, drafter, _ = models.load(source)
     from ..serve import Scheduler
-    from ..serve.receipts import ReceiptFolder
-    from ..serve.service import Service
+    from ..serve.service import ReceiptFolder, Service
 
     sizes = {"max_length": room_of(target, max_length), "batch_size": rows, "prefill_chunk": prefill_chunk}
     generator = Generator(target, drafter, **sizes, **models.generator)
@@ -80,7 +79,7 @@ def serve(
         typer.echo("dflash: anyone who reaches this address can use the server: --api-key asks for a key", err=True)
     shown = f"[{address}]" if ":" in address else address
     typer.echo(f"{printable(name)} on http://{shown}:{found}/v1", err=True)
-    run_server(Server(service, api_key=api_key, grace=grace), bound)
+    Server(service, api_key=api_key, grace=grace).run(sockets=[bound])
 
 
 def _prepare_folder(folder: Path) -> None:

@@ -1,20 +1,22 @@
-"""The server's routes, and what is refused before a request is read."""
+"""The server: its routes, what is refused before a request is read, and its run to an orderly end."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import hmac
 import json
 import re
+import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import uvicorn
 from anyio import to_thread
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,8 +32,11 @@ _CLIENT_GONE = 499  # as nginx logs it; nobody reads it
 # Of a request: 128 bytes per token of a context of 32,768, and ids of one of 500,000.
 _MAX_BODY_BYTES = 4 * 2**20
 _BODY_SECONDS = 30.0  # to send a body
+_AFTER_GRACE = 5.0  # seconds for streams to send their last event
+_UNREAD_SECONDS = 60.0  # a client may read nothing, then its connection is closed
 _OPEN = ("/health", "/")  # paths without a key
 _LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|\[?::1\]?|localhost", re.IGNORECASE)
+_PAGE = Path(__file__).with_name("page.html")
 # The page shows text of models as text only; this keeps it from loading anything, should that fail.
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -194,28 +199,30 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes | N
 # ---------------------------------------------------------------------------------------------- completions
 
 
+def _service(request: Request) -> Service:
+    return request.app.state.service
+
+
+Served = Annotated[Service, Depends(_service)]
+
+
 @router.post("/v1/chat/completions", response_model=None, responses=_documented_answers(
     "chat.completion", message=_object(role={"const": "assistant"}, content=_MAYBE)
 ))  # fmt: skip
-async def chat_completions(body: ChatRequest, request: Request) -> Response:
+async def chat_completions(body: ChatRequest, request: Request, service: Served) -> Response:
     """Answer a conversation."""
-    service = _service(request)
-    choices = await to_thread.run_sync(service.read_chat, body)
-    return await _respond(service, request, body, choices, ChatFormat(service.name, service.fingerprint))
+    return await _respond(service, request, body, ChatFormat)
 
 
 @router.post("/v1/completions", response_model=None, responses=_documented_answers("text_completion", text=_TEXT))
-async def completions(body: CompletionRequest, request: Request) -> Response:
+async def completions(body: CompletionRequest, request: Request, service: Served) -> Response:
     """Continue texts, or token ids."""
-    service = _service(request)
-    choices = await to_thread.run_sync(service.read_completion, body)
-    prompts = len(choices) // (body.n or 1)
-    return await _respond(service, request, body, choices, TextFormat(service.name, service.fingerprint, prompts))
+    return await _respond(service, request, body, TextFormat)
 
 
-async def _respond(
-    service: Service, request: Request, body: GenerationRequest, choices: list[Choice], form: Format
-) -> Response:
+async def _respond(service: Service, request: Request, body: GenerationRequest, kind: type[Format]) -> Response:
+    choices = await to_thread.run_sync(service.read, body)
+    form = kind(service.name, service.fingerprint, prompts=len(choices) // (body.n or 1))
     completion = service.start(choices, form.id)
     if body.stream:
         return _Stream(service, completion, _lines(body, completion, form))
@@ -309,16 +316,15 @@ Index = Annotated[int, Query(ge=0, lt=2**31, description="Of the answer in `choi
 
 
 @router.get("/v1/receipts/{completion}", response_model=None)
-async def receipt(completion: str, request: Request, index: Index = 0) -> Response:
+async def receipt(completion: str, service: Served, index: Index = 0) -> Response:
     """Return the receipt of an answer, for `dflash verify`."""
-    found = await to_thread.run_sync(_service(request).receipts_or_refuse().read, completion, index)
+    found = await to_thread.run_sync(service.receipts_or_refuse().read, completion, index)
     return Response(found.to_json(), media_type="application/json")
 
 
 @router.post("/v1/receipts/{completion}/verify", response_model=None)
-async def verify_receipt(completion: str, request: Request, index: Index = 0) -> Response:
+async def verify_receipt(completion: str, request: Request, service: Served, index: Index = 0) -> Response:
     """Derive every token of an answer again, with the model of this server."""
-    service = _service(request)
     receipts = service.receipts_or_refuse()
     found = await to_thread.run_sync(receipts.read, completion, index)
     try:
@@ -344,16 +350,16 @@ async def verify_receipt(completion: str, request: Request, index: Index = 0) ->
 
 
 @router.get("/v1/models")
-async def models(request: Request) -> dict[str, Any]:
+async def models(service: Served) -> dict[str, Any]:
     """List the model."""
-    return {"object": "list", "data": [_describe(_service(request))]}
+    return {"object": "list", "data": [_describe(service)]}
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, request: Request) -> dict[str, Any]:
+async def model(name: str, service: Served) -> dict[str, Any]:
     """Describe the model."""
-    _service(request).check_model(name)
-    return _describe(_service(request))
+    service.check_model(name)
+    return _describe(service)
 
 
 def _describe(service: Service) -> dict[str, Any]:
@@ -364,28 +370,63 @@ def _describe(service: Service) -> dict[str, Any]:
 
 
 @router.get("/health", response_model=None, responses={503: {"description": "The server is about to end."}})
-async def health(request: Request) -> Response:
+async def health(service: Served) -> Response:
     """Return 200 while requests are taken."""
-    is_open = not _service(request).is_ending
-    return JSONResponse({"status": "ok" if is_open else "ending"}, 200 if is_open else 503)
+    return JSONResponse({"status": "ending"}, 503) if service.is_ending else JSONResponse({"status": "ok"})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(request: Request) -> Response:
+async def metrics(service: Served) -> Response:
     """Return the counters for Prometheus."""
-    return Response(_service(request).metrics.page(), media_type=CONTENT_TYPE_LATEST)
-
-
-@functools.cache
-def _page() -> str:
-    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/", response_model=None, include_in_schema=False)
 async def page() -> Response:
     """Return the chat page."""
-    return Response(_page(), media_type="text/html", headers={"Content-Security-Policy": _PAGE_POLICY})
+    return FileResponse(_PAGE, media_type="text/html", headers={"Content-Security-Policy": _PAGE_POLICY})
 
 
-def _service(request: Request) -> Service:
-    return request.app.state.service
+# ---------------------------------------------------------------------------------------------- the server
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound and does not listen yet; port 0 takes a free one. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it. The kernel drops one whose data is not taken, also after the application has sent all.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _UNREAD_SECONDS))
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, f"--host {host} --port {port}: {error.strerror}") from error
+    return bound
+
+
+class Server(uvicorn.Server):
+    """A server whose answers may still take ``grace`` seconds at its end; then their streams end in an error."""
+
+    def __init__(self, service: Service, *, api_key: str | None = None, grace: float = 30.0) -> None:
+        app, end = build_app(service, api_key), int(grace + _AFTER_GRACE) + 1
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=end, server_header=False, lifespan="off"))
+        self._service, self._grace = service, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, let answers finish, end the others, and stop the scheduler.
+
+        A second signal ends them at once.
+        """
+        self._service.is_ending = True
+        closing = asyncio.ensure_future(self._close())
+        await super().shutdown(sockets)
+        await closing
+
+    async def _close(self) -> None:
+        scheduler, until = self._service.scheduler, time.monotonic() + self._grace
+        finished = asyncio.ensure_future(asyncio.to_thread(scheduler.close))
+        while not (finished.done() or self.force_exit or time.monotonic() > until):
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(scheduler.close, drain=False)
+        await finished

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 from .completion import Choice
-from .logprobs import ShownToken, chat_logprobs, completion_logprobs
+from .logprobs import chat_logprobs, completion_logprobs
 from .text import CallPiece, Delta
 
 
@@ -20,15 +20,10 @@ def event_line(content: dict[str, Any] | str) -> str:
 
 
 class Format:
-    """Writes one response to a request of so many ``prompts``. A subclass has what chats and texts do not share."""
+    """Writes one response to a request of so many ``prompts``.
 
-    prefix: ClassVar[str]
-    whole_object: ClassVar[str]
-    chunk_object: ClassVar[str]
-    logprobs: ClassVar[Callable[[Sequence[ShownToken]], dict[str, Any]]]
-    opening: ClassVar[Callable[..., dict[str, Any] | None]]  # the chunk before a choice's text, if there is one
-    _whole: ClassVar[Callable[..., dict[str, Any]]]
-    _part: ClassVar[Callable[..., dict[str, Any]]]
+    A subclass has what chats and texts do not share: names, the chunk before a choice's text, and an answer's place.
+    """
 
     def __init__(self, model: str, fingerprint: str, prompts: int = 1) -> None:
         self._prompts, self.id = prompts, f"{self.prefix}-{secrets.token_hex(12)}"

@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationInfo,
+    WithJsonSchema,
     create_model,
     field_validator,
     model_validator,
@@ -56,29 +57,21 @@ def refusing(param: str | None, where: str = "") -> Iterator[None]:
         raise bad_request(f"{where}{error}", param) from error
 
 
-# Fields of OpenAI's API that are not applied, with the values that ask for nothing. null always does.
-_ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "best_of": (1,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "verbosity": ("medium",),
-}
+def _not_applied(**fields: tuple[Any, ...]) -> Any:
+    """Return fields of OpenAI's API that are not applied, each with the values that ask for nothing; null always does.
 
+    Their JSON schemas say so.
+    """
 
-def _refuse(value: object, info: ValidationInfo) -> None:
-    neutral = _ASKS_NOTHING.get(info.field_name or "", ())
-    if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
-        raise PydanticCustomError("unsupported", "this server does not apply it: leave it out")
+    def field(neutral: tuple[Any, ...]) -> Any:
+        def check(value: object) -> None:
+            if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
+                raise PydanticCustomError("unsupported", "this server does not apply it: leave it out")
 
+        schema = WithJsonSchema({"enum": [None, *neutral], "description": "Not applied."})
+        return Annotated[Any, AfterValidator(check), schema], None
 
-_REFUSED = AfterValidator(_refuse)
-NotApplied = Annotated[Any, _REFUSED]
-Text = Annotated[str, Field(min_length=1)]
+    return {name: field(neutral) for name, neutral in fields.items()}
 
 
 def _stops(value: object) -> object:
@@ -91,6 +84,7 @@ def _parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TokenIds = list[Annotated[int, Field(ge=0)]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]  # OpenAI's range; numbers near the largest would make logits infinite
@@ -98,24 +92,16 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Top = Annotated[int, Field(ge=0, le=20)]
 
 
-def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Say in a model's JSON schema which values fields that are not applied may have."""
-    for name, field in model.model_fields.items():
-        if _REFUSED in field.metadata:
-            schema["properties"][name] = {"enum": [None, *_ASKS_NOTHING.get(name, ())], "description": "Not applied."}
-
-
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_describe)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(create_model("_Options", __base__=_Strict, **_not_applied(include_obfuscation=()))):
     """Options of a stream. Extensions: ``continuous_usage_stats``, as in vLLM, and ``include_drafts``."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_drafts: bool | None = None
-    include_obfuscation: NotApplied = None
 
 
 class JsonSchema(_Strict):
@@ -128,8 +114,6 @@ class JsonSchema(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """The form of an answer."""
-
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -182,15 +166,8 @@ class GenerationRequest(create_model("_Numbers", __base__=_Strict, **_PLAIN)):
             raise PydanticCustomError("pairs", "ignore_eos cannot be combined with stop_token_ids")
         return self
 
-    @property
-    def new_tokens(self) -> int | None:
-        """The most tokens of an answer, if the request says."""
-        return self.max_tokens
-
 
 class TextPart(_Strict):
-    """A part of a message's content."""
-
     type: Literal["text"]
     text: str
 
@@ -205,53 +182,43 @@ class Function(_Strict):
 
 
 class Tool(_Strict):
-    """A tool."""
-
     type: Literal["function"]
     function: Function
 
 
 class NamedFunction(_Strict):
-    """A function by its name."""
-
     name: str
 
 
 class NamedChoice(_Strict):
-    """The function that must be called."""
-
     type: Literal["function"]
     function: NamedFunction
 
 
 class CalledFunction(_Strict):
-    """A function, and its arguments as a JSON object."""
-
     name: str
     arguments: str
 
 
 class ToolCall(_Strict):
-    """A call that an assistant made."""
-
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class Message(_Strict):
+class Message(
+    create_model(
+        "_Message", __base__=_Strict, **_not_applied(refusal=(), audio=(), annotations=([],), function_call=("none",))
+    )
+):
     """A message of a conversation. The chat template decides which roles it takes, and what it shows of a name."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[TextPart], BeforeValidator(_parts, str | list[TextPart])] | None = None
     reasoning_content: str | None = None
     name: str | None = None
-    refusal: NotApplied = None
-    audio: NotApplied = None
-    annotations: NotApplied = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    function_call: NotApplied = None
 
     @model_validator(mode="after")
     def _check_tools(self) -> Message:
@@ -267,7 +234,14 @@ class Message(_Strict):
         return "\n".join(part.text for part in self.content or ())
 
 
-class ChatRequest(GenerationRequest):
+_UNUSED_BY_CHATS = _not_applied(
+    functions=([],), function_call=("none",), audio=(), modalities=(["text"],), prediction=(), reasoning_effort=(),
+    prompt_cache_retention=(), service_tier=("auto", "default"), store=(False,), verbosity=("medium",),
+    web_search_options=(),
+)  # fmt: skip
+
+
+class ChatRequest(create_model("_Chat", __base__=GenerationRequest, **_UNUSED_BY_CHATS)):
     """A request of ``/v1/chat/completions``. ``chat_template_kwargs`` is an extension."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -282,17 +256,6 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Top | None = None
     echo: ClassVar[None] = None  # completions have it
-    functions: NotApplied = None
-    function_call: NotApplied = None
-    audio: NotApplied = None
-    modalities: NotApplied = None
-    prediction: NotApplied = None
-    prompt_cache_retention: NotApplied = None
-    reasoning_effort: NotApplied = None
-    service_tier: NotApplied = None
-    store: NotApplied = None
-    verbosity: NotApplied = None
-    web_search_options: NotApplied = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -302,15 +265,12 @@ class ChatRequest(GenerationRequest):
         return value
 
     @model_validator(mode="after")
-    def _check_limits(self) -> ChatRequest:
+    def _join_limits(self) -> ChatRequest:
+        """Keep the most tokens of an answer in ``max_tokens``, whichever field has them."""
         if None not in (both := (self.max_tokens, self.max_completion_tokens)) and both[0] != both[1]:
             raise PydanticCustomError("pairs", "max_tokens and max_completion_tokens differ: give one of them")
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
-
-    @property
-    def new_tokens(self) -> int | None:
-        """The most tokens of an answer, if the request says."""
-        return self.max_completion_tokens or self.max_tokens
 
     @property
     def most_logprobs(self) -> int | None:
@@ -318,15 +278,15 @@ class ChatRequest(GenerationRequest):
         return self.top_logprobs or 0 if self.logprobs else None
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(
+    create_model("_Completion", __base__=GenerationRequest, **_not_applied(best_of=(1,), suffix=("",)))
+):
     """A request of ``/v1/completions``. With ``echo``, ``max_tokens`` may be 0, and ``logprobs`` has the prompt's."""
 
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Top | None = None
-    best_of: NotApplied = None
-    suffix: NotApplied = None
 
     @property
     def most_logprobs(self) -> int | None:

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
+import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from torch import nn
 
 from ..call import GenerateArguments
 from ..evaluate.compare import machine_name
+from ..receipts import Receipt, RecordedAnswer, RecordedSettings, Verifier, lines_of
 from ..sampling import fold
 from ..settings import SETTINGS
 from ..targets import describe_config, sample_digest, version_of
 from .completion import Choice, Completion
 from .logprobs import Pieces
-from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools
-from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, bad_request
-from .receipts import ReceiptFolder
+from .prompts import PromptReader, answer_grammar, read_tools
+from .protocol import ApiError, ChatRequest, GenerationRequest, bad_request, refusing
 from .scheduler import Scheduler
 from .text import AnswerText
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for text completions
 _NAMES = {row.request: name for name, row in SETTINGS.items() if row.request}  # of arguments, by field
+_RECEIPT = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{24}")  # the id of a completion: no other path is opened
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -41,17 +46,16 @@ class Metrics:
         # 1. Requests.
         self.requests = Counter("dflash_requests", "Requests by how they ended.", ["outcome"], **own)
         waiting = Gauge("dflash_answers_waiting", "Answers that wait for a row.", **own)
-        waiting.set_function(lambda: scheduler.waiting)
         running = Gauge("dflash_answers_running", "Answers that have a row.", **own)
+        waiting.set_function(lambda: scheduler.waiting)
         running.set_function(lambda: scheduler.running)
         # 2. Tokens.
         self._prompt = Counter("dflash_prompt_tokens", "Prompt tokens of answers that began.", **own)
         self._cached = Counter("dflash_cached_prompt_tokens", "Those that a row's caches already held.", **own)
         self._new = Counter("dflash_new_tokens", "Tokens of answers.", **own)
-        self._step_tokens = Histogram(
-            "dflash_step_tokens", "Tokens that a step added to an answer: accepted drafts and the bonus token.",
-            buckets=range(1, scheduler.generator.block_size + 1), **own,
-        )  # fmt: skip
+        help = "Tokens that a step added to an answer: accepted drafts and the bonus token."
+        sizes = range(1, scheduler.generator.block_size + 1)
+        self._step_tokens = Histogram("dflash_step_tokens", help, buckets=sizes, **own)
         # 3. Times.
         own["buckets"] = _SECONDS
         self._first = Histogram("dflash_first_token_seconds", "From a request to its first token.", **own)
@@ -77,6 +81,46 @@ class Metrics:
     def page(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class ReceiptFolder:
+    """Writes ``COMPLETION-INDEX.json`` for each answer to a folder that exists, and checks them. Deletes nothing.
+
+    Reads all weights when it is made.
+    """
+
+    def __init__(self, folder: Path, target: nn.Module, tokenizer: Any, scheduler: Scheduler) -> None:
+        self._folder, self._tokenizer, self._generator = folder, tokenizer, scheduler.generator
+        self._verifier = Verifier(target, tokenizer, prepared=self._generator.engine.target)
+        self.fingerprints = self._verifier.fingerprints
+
+    def write(self, completion: str, choice: Choice, index: int, reason: str) -> None:
+        """Write the receipt of an answer that has ended. If that fails, the log says so and the answer goes on."""
+        call, generator = choice.call, self._generator
+        recorded = RecordedAnswer(tuple(call.prompts[0].tolist()), tuple(choice.ids), *call.sampling.seeds(1), reason)
+        shapes = generator.block_size, generator.batch_size, generator.prefill_chunk
+        receipt = Receipt((recorded,), RecordedSettings.of(call), self.fingerprints, *shapes, generator.weights)
+        try:
+            receipt.write(self._path(completion, index))
+        except OSError as error:
+            logging.getLogger(__name__).error("the receipt of %s was not written: %s", completion, error)
+
+    def read(self, completion: str, index: int) -> Receipt:
+        """Return the receipt of an answer; raises ApiError if there is none, or its file was changed."""
+        path = self._path(completion, index)
+        if not _RECEIPT.fullmatch(completion) or not path.is_file():
+            message = f"there is no receipt of answer {index} of {completion!r}: only answers that have ended have one"
+            raise ApiError(404, message, code="no_receipt")
+        with refusing(None):
+            return Receipt.read(path)
+
+    def passes(self, receipt: Receipt) -> Generator[None, None, dict[str, Any]]:
+        """Check a receipt, one pass of the target at a time; return what was found as JSON, with ``lines`` in words."""
+        found = yield from self._verifier.passes(receipt)
+        return {**found.to_json(), "lines": lines_of(found, receipt.fingerprints.dtype, self._tokenizer)}
+
+    def _path(self, completion: str, index: int) -> Path:
+        return self._folder / f"{completion}-{index}.json"
 
 
 @dataclass
@@ -119,54 +163,46 @@ class Service:
             message = f"this server has the model {self.name!r}, not {name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def read_chat(self, request: ChatRequest) -> list[Choice]:
-        """Return the choices that a request asks for, checked; nothing is run. Call it outside of the event loop.
+    def read(self, request: GenerationRequest) -> list[Choice]:
+        """Return the choices that a request asks for, checked: all of the first prompt, then those of the next.
+
+        Nothing is run, but long prompts are slow to encode: call it outside of the event loop.
 
         Raises:
             ApiError: the request cannot be served.
         """
         self.check_model(request.model)
-        tools = read_tools(request, self.reader.tool_form)
-        prompt = self.reader.read_chat(request, tools)
-        return self._choices(request, [prompt], self.scheduler.generator.max_length, self.reader.thinks, tools)
-
-    def read_completion(self, request: CompletionRequest) -> list[Choice]:
-        """Return the choices that a request asks for, as `read_chat` does: all of the first prompt, then the next."""
-        self.check_model(request.model)
-        return self._choices(request, self.reader.read_completion(request), _COMPLETION_TOKENS, False, None)
-
-    def _choices(
-        self,
-        request: GenerationRequest,
-        prompts: Sequence[EncodedPrompt],
-        default: int,
-        thinks: bool,
-        tools: Tools | None,
-    ) -> list[Choice]:
         generator, count = self.scheduler.generator, request.n or 1
+        # 1. The prompts.
+        if isinstance(request, ChatRequest):
+            tools = read_tools(request, self.reader.tool_form)
+            prompts = [self.reader.read_chat(request, tools)]
+            default, thinks = generator.max_length, self.reader.thinks
+        else:
+            prompts, tools, default, thinks = self.reader.read_completion(request), None, _COMPLETION_TOKENS, False
         most = generator.batch_size + self.scheduler.max_waiting  # more could never be queued
         if count * len(prompts) > most:
             raise bad_request(f"one request may ask for {most} answers, this one asks for {count * len(prompts)}", "n")
-        # Drawn here, so that several choices differ as those of one `generate` with num_return_sequences do.
+        # 2. The calls. The seed is drawn here, so that choices differ as those of num_return_sequences do.
         seed = secrets.randbits(63) if request.seed is None else request.seed
         choices = []
         for prompt in prompts:
             grammar = answer_grammar(request, prompt, tools)
-            arguments = generate_arguments(request, len(prompt.ids), default, generator.max_length)
+            arguments = _arguments(request, len(prompt.ids), default, generator.max_length)
             arguments |= {"tokenizer": self.tokenizer, "grammar": grammar}
             ids = torch.tensor([prompt.ids], dtype=torch.int64, device=generator.engine.target.device)
             for number in range(count):
                 try:
                     call = self.scheduler.resolve(ids, seed=fold(seed, number), **arguments)
                     if self.receipts is not None:
-                        self.receipts.check_call(call)
+                        RecordedSettings.of(call)  # a receipt can state it
                 except (ValueError, TypeError) as error:
                     raise bad_request(str(error), _field_named(request, str(error))) from error
                 text = AnswerText(request.stop or (), thinks=thinks, is_thinking=prompt.reasoning == "begun")
                 calls = None if tools is None else tools.text()
                 pieces = None if call.logprobs is None else self._pieces
                 echo = prompt.text if request.echo else ""
-                choices.append(Choice(call, text, echo, calls, pieces, is_empty=request.new_tokens == 0))
+                choices.append(Choice(call, text, echo, calls, pieces, is_empty=request.max_tokens == 0))
         return choices
 
     def start(self, choices: Sequence[Choice], id: str) -> Completion:
@@ -187,16 +223,12 @@ class Service:
         return self.receipts
 
 
-def generate_arguments(request: GenerationRequest, prompt_length: int, default: int, room: int) -> GenerateArguments:
+def _arguments(request: GenerationRequest, prompt_length: int, default: int, room: int) -> GenerateArguments:
     """Return a request's arguments for ``generate``, without seed, tokenizer and grammar.
 
-    Args:
-        request: checked by pydantic. The engine checks the ranges of numbers.
-        prompt_length: its prompt's tokens.
-        default: new tokens if the request does not say.
-        room: the most tokens of prompt and answer together.
+    ``default`` is the number of new tokens if the request names none; prompt and answer together have ``room``.
     """
-    asked = request.new_tokens
+    asked = request.max_tokens
     if asked == 0 and not request.echo:
         raise bad_request("max_tokens must be at least 1, or echo true", "max_tokens")
     if prompt_length + (asked or 1) > room:
