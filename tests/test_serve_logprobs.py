@@ -10,7 +10,8 @@ from tiny_tokenizers import byte_fallback, byte_level
 
 import dflash
 from dflash.outputs import TokenLogprobs
-from dflash.serve.logprobs import AnswerTokens, Pieces, completion_logprobs
+from dflash.serve.answers import AnswerTokens, Pieces
+from dflash.serve.formats import completion_logprobs
 
 BOUND = 1e-4  # float32, sums in another order; the values are as low as -30
 QUESTION = [{"role": "user", "content": SUM}]

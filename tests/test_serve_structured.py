@@ -13,9 +13,9 @@ from llguidance.hf import from_tokenizer
 from served import SUM, ask, chat, direct, live, pair, prompt_ids, serving
 
 import dflash
+from dflash.serve.answers import CallText
 from dflash.serve.prompts import EncodedPrompt, ToolForm, answer_grammar, find_form, read_tools
 from dflash.serve.protocol import ChatRequest
-from dflash.serve.text import CallText
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RECORD = "ini to json:\n[item]\nname=oak\nsize=12\ncolor=amber\nport=8080"

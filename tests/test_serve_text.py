@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.serve.text import AnswerText
+from dflash.serve.answers import AnswerText
 
 
 def shown(pieces: list[str], *stop: str, **options: bool) -> tuple[str, str]:

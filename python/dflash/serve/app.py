@@ -22,11 +22,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..outputs import StreamEvent
-from .completion import Choice, Completion, refusal_of
+from .answers import Delta
 from .formats import ChatFormat, Format, TextFormat, event_line
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions, bad_request
-from .service import Service
-from .text import Delta
+from .service import Choice, Completion, Service, refusal_of
 
 _CLIENT_GONE = 499  # as nginx logs it; nobody reads it
 # Of a request: 128 bytes per token of a context of 32,768, and ids of one of 500,000.
@@ -63,18 +62,14 @@ _ERRORS: dict[int | str, dict[str, Any]] = {  # FastAPI's own 422 is never sent
     "4XX": _documented("The request cannot be served.", **_ERROR),
     "5XX": _documented("The answer failed, took too long, or the server is about to end.", **_ERROR),
 }
-
-
-def _documented_answers(kind: str, **answer: Any) -> dict[int | str, dict[str, Any]]:
-    """Describe a response of the given ``object`` kind, whose choices hold ``answer``."""
-    choice = _object(index=_COUNT, finish_reason=_TEXT, logprobs={"type": ["object", "null"]}, **answer)
-    whole = _object(
-        id=_TEXT, object={"const": kind}, created=_COUNT, model=_TEXT, system_fingerprint=_TEXT,
-        choices={"type": "array", "minItems": 1, "items": choice},
-        usage=_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
-    )  # fmt: skip
-    events = {"type": "string", "description": "With stream=true: chunks or an error, then [DONE]."}
-    return {200: _documented("The answers.", **{"application/json": whole, "text/event-stream": events})}
+_CHOICE = _object(index=_COUNT, finish_reason=_TEXT, logprobs={"type": ["object", "null"]})
+_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_CHOICES = {"type": "array", "minItems": 1, "items": _CHOICE}
+_WHOLE = _object(id=_TEXT, object=_TEXT, created=_COUNT, model=_TEXT, choices=_CHOICES, usage=_USAGE)
+_EVENTS = {"type": "string", "description": "With stream=true: chunks or an error, then [DONE]."}
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: _documented("The answers.", **{"application/json": _WHOLE, "text/event-stream": _EVENTS})
+}
 
 
 # ---------------------------------------------------------------------------------------------- the application
@@ -140,8 +135,7 @@ class _Guard:
             return
         headers = dict(scope["headers"])
         try:
-            self._check_key(scope["path"], headers)
-            self._check_host(scope, headers)
+            self._check(scope, headers)
             body = await asyncio.wait_for(_read_body(headers, receive), _BODY_SECONDS)
         except asyncio.TimeoutError:
             late = ApiError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s", code="timeout")
@@ -159,27 +153,22 @@ class _Guard:
 
         await self._app(scope, replay, send)
 
-    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if self._expected is None or path in _OPEN:
-            return
-        if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-            raise ApiError(
-                401, "this server needs its key: send the header Authorization: Bearer KEY", code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
-
-    def _check_host(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Refuse requests for another host on this machine's own address, unless there is a key.
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Refuse requests without the key or, if there is none, for another host on this machine's own address.
 
         A page of any site may give its name this address after it was loaded (DNS rebinding), and then read answers.
         """
+        if self._expected is not None:
+            given = headers.get(b"authorization", b"")
+            if scope["path"] not in _OPEN and not hmac.compare_digest(given, self._expected):
+                message = "this server needs its key: send the header Authorization: Bearer KEY"
+                raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            return
         address, host = (scope.get("server") or ("",))[0], headers.get(b"host", b"").decode("latin-1")
         name = re.sub(r":\d*$", "", host)
-        if self._expected is None and name and _LOOPBACK.fullmatch(address) and not _LOOPBACK.fullmatch(name):
-            raise ApiError(
-                403, f"without a key this server answers to localhost only, not to {host!r}: start it with --api-key",
-                code="host_not_allowed",
-            )  # fmt: skip
+        if name and _LOOPBACK.fullmatch(address) and not _LOOPBACK.fullmatch(name):
+            message = f"without a key this server answers to localhost only, not to {host!r}: start it with --api-key"
+            raise ApiError(403, message, code="host_not_allowed")
 
 
 async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
@@ -206,15 +195,13 @@ def _service(request: Request) -> Service:
 Served = Annotated[Service, Depends(_service)]
 
 
-@router.post("/v1/chat/completions", response_model=None, responses=_documented_answers(
-    "chat.completion", message=_object(role={"const": "assistant"}, content=_MAYBE)
-))  # fmt: skip
+@router.post("/v1/chat/completions", response_model=None, responses=_ANSWERS)
 async def chat_completions(body: ChatRequest, request: Request, service: Served) -> Response:
     """Answer a conversation."""
     return await _respond(service, request, body, ChatFormat)
 
 
-@router.post("/v1/completions", response_model=None, responses=_documented_answers("text_completion", text=_TEXT))
+@router.post("/v1/completions", response_model=None, responses=_ANSWERS)
 async def completions(body: CompletionRequest, request: Request, service: Served) -> Response:
     """Continue texts, or token ids."""
     return await _respond(service, request, body, TextFormat)
@@ -223,13 +210,13 @@ async def completions(body: CompletionRequest, request: Request, service: Served
 async def _respond(service: Service, request: Request, body: GenerationRequest, kind: type[Format]) -> Response:
     choices = await to_thread.run_sync(service.read, body)
     form = kind(service.name, service.fingerprint, prompts=len(choices) // (body.n or 1))
-    completion = service.start(choices, form.id)
+    completion = Completion(service, choices, form.id)
     if body.stream:
-        return _Stream(service, completion, _lines(body, completion, form))
+        return _Stream(completion, _lines(body, completion, form))
     try:
         is_finished = await _unless_gone(request, completion.finish())
     finally:
-        service.end(completion)
+        completion.end()
     return JSONResponse(form.whole(choices)) if is_finished else Response(status_code=_CLIENT_GONE)
 
 
@@ -255,17 +242,17 @@ async def _unless_gone(request: Request, work: Any) -> bool:
 class _Stream(StreamingResponse):
     """A stream of server-sent events whose rows are freed whatever happens."""
 
-    def __init__(self, service: Service, completion: Completion, lines: AsyncIterator[str]) -> None:
+    def __init__(self, completion: Completion, lines: AsyncIterator[str]) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(lines, media_type="text/event-stream", headers=headers)
-        self._service, self._completion = service, completion
+        self._completion = completion
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._service.end(self._completion)
+            self._completion.end()
 
 
 async def _lines(body: GenerationRequest, completion: Completion, form: Format) -> AsyncIterator[str]:

@@ -8,15 +8,47 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .completion import Choice
-from .logprobs import chat_logprobs, completion_logprobs
-from .text import CallPiece, Delta
+from .answers import CallPiece, Delta, Piece, ShownToken
+from .service import Choice
 
 
 def event_line(content: dict[str, Any] | str) -> str:
     """Return a server-sent event."""
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text}\n\n"
+
+
+def chat_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
+    """Return ``logprobs`` of a chat's choice."""
+    content = []
+    for token in tokens:
+        top = [_entry(piece, value) for piece, value in token.top or ()]
+        content.append({**_entry(token.piece, token.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _entry(piece: Piece, value: float | None) -> dict[str, Any]:
+    return {"token": piece.text, "bytes": list(piece.bytes), "logprob": value}
+
+
+def completion_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
+    """Return ``logprobs`` of a text's choice."""
+    return {
+        "tokens": [token.piece.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [_top_of(token) for token in tokens],
+        "text_offset": [token.start for token in tokens],
+    }
+
+
+def _top_of(token: ShownToken) -> dict[str, float] | None:
+    """Return the probable tokens and the one that was chosen by their texts; of equal texts the most probable."""
+    if token.top is None or token.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for piece, value in (*token.top, (token.piece, token.logprob)):
+        found.setdefault(piece.text, value)
+    return found
 
 
 class Format:

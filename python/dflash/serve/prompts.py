@@ -6,15 +6,15 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ..evaluate import check_text, render_chat, text_ids
 from ..grammar import Grammar
 from . import protocol
+from .answers import CLOSE, OPEN, CallText
 from .protocol import bad_request, refusing
-from .text import CLOSE, OPEN, CallText
 
 
 class ToolForm(NamedTuple):
@@ -23,11 +23,6 @@ class ToolForm(NamedTuple):
     begin: str = ""
     end: str = ""
     between: str = "\n"
-
-    @property
-    def mark(self) -> str:
-        """The beginning of a call, without its trailing spaces."""
-        return self.begin.rstrip()
 
 
 _CALL = {"type": "function", "function": {"name": "probe", "arguments": {"a": "b"}}}
@@ -63,14 +58,14 @@ class Tools:
 
     def text(self) -> CallText:
         """Return what splits the calls off an answer."""
-        return CallText(self.form.mark, self.form.end)
+        return CallText(self.form.begin.rstrip(), self.form.end)
 
     def rules(self, answer: Grammar | None, unlike: str) -> list[str]:
         """Return the Lark rules of an answer, of which ``body`` is the first.
 
         ``answer`` is what text must match instead of calls; if that is None, free text may not match ``unlike``.
         """
-        begin, marked = self.form.begin, self.form.begin.removeprefix(self.form.mark)
+        begin, mark = self.form.begin, self.form.begin.rstrip()
         calls = "call" if self.is_single else f"call ({json.dumps(self.form.between)} call)*"
         if self.is_forced:
             rules = [f"body: {calls}"]
@@ -78,17 +73,18 @@ class Tools:
             rules = [f"body: answer | {calls}", f"answer: {answer.rule}"]
         else:
             # A lazy lexeme ends with the first mark, and then a call must follow.
-            begin, free = marked, f" & ~/{unlike}/" if unlike else ""
+            begin, free = begin.removeprefix(mark), f" & ~/{unlike}/" if unlike else ""
             rules = [
                 "body: TEXT | marked call" if self.is_single else "body: (marked call)* TEXT",
-                f"marked[lazy]: TEXT {json.dumps(self.form.mark)}",
+                f"marked[lazy]: TEXT {json.dumps(mark)}",
                 f"TEXT: /(?s:.*)/{free}",
             ]
-        heads = [begin + f'{{"name": "{function.name}", "arguments": ' for function in self.callable]
-        end = json.dumps("}" + self.form.end)
-        ways = [f"{json.dumps(head)} arguments_{number} {end}" for number, head in enumerate(heads)]
-        schemas = [f"arguments_{number}: {_schema(one).rule}" for number, one in enumerate(self.callable)]
-        return [*rules, "call: " + " | ".join(ways), *schemas]
+        end, calls, schemas = json.dumps("}" + self.form.end), [], []
+        for number, function in enumerate(self.callable):
+            head = begin + f'{{"name": "{function.name}", "arguments": '
+            calls.append(f"{json.dumps(head)} arguments_{number} {end}")
+            schemas.append(f"arguments_{number}: {_schema(function).rule}")
+        return [*rules, "call: " + " | ".join(calls), *schemas]
 
 
 def read_tools(request: protocol.ChatRequest, form: ToolForm | None) -> Tools | None:
@@ -110,11 +106,8 @@ def read_tools(request: protocol.ChatRequest, form: ToolForm | None) -> Tools | 
         return None
     is_forced = named is not None or choice == "required"
     if form is None and not is_forced:
-        raise bad_request(
-            'this server knows no form of free tool calls for this chat template: set tool_choice to "required", to a '
-            'function or to "none"',
-            "tool_choice" if choice else "tools",
-        )
+        message = "this server knows no form of free tool calls for this chat template: set tool_choice to "
+        raise bad_request(f'{message}"required", to a function or to "none"', "tool_choice" if choice else "tools")
     for number, function in enumerate(functions):
         with refusing("tools", f"tools.{number}.function.parameters: "):
             if (function.parameters or {}).get("type", "object") != "object":
@@ -145,20 +138,16 @@ class EncodedPrompt(NamedTuple):
     hides_reasoning: bool = False
 
 
-@dataclass(frozen=True)
 class PromptReader:
-    """Encodes prompts by a target's tokenizer. Slow for long ones: call it outside of the event loop."""
+    """Encodes prompts by a target's tokenizer. Slow for long ones: call it outside of the event loop.
 
-    tokenizer: Any
+    ``thinks`` is True if the chat template knows reasoning.
+    """
 
-    @property
-    def thinks(self) -> bool:
-        """True if the chat template knows reasoning."""
-        return CLOSE in self._template
-
-    @property
-    def _template(self) -> str:
-        return self.tokenizer.get_chat_template() if self.tokenizer.chat_template is not None else ""
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._template = tokenizer.get_chat_template() if tokenizer.chat_template is not None else ""
+        self.thinks = CLOSE in self._template
 
     @functools.cached_property
     def tool_form(self) -> ToolForm | None:
@@ -174,7 +163,10 @@ class PromptReader:
         if not self._template:
             raise bad_request("this model has no chat template: use /v1/completions", "messages")
         arguments = request.chat_template_kwargs or {}
-        self._check_arguments(arguments)
+        own = inspect.signature(self.tokenizer.apply_chat_template).parameters  # transformers would take these itself
+        for name in arguments:
+            if name in own or name == "messages" or not self._reads(name):
+                raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
         if tools is not None and self._reads("tools"):
             arguments = {**arguments, "tools": tools.shown}
         if any(message.tool_calls for message in request.messages) and not self._reads("tool_calls"):
@@ -191,13 +183,6 @@ class PromptReader:
     def _reads(self, name: str) -> bool:
         """Return True if the chat template mentions a name."""
         return re.search(rf"\b{re.escape(name)}\b", self._template) is not None
-
-    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse arguments that transformers would take for its own, or that the template does not read."""
-        own = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        for name in arguments:
-            if name in own or name == "messages" or not self._reads(name):
-                raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
 
     def read_completion(self, request: protocol.CompletionRequest) -> list[EncodedPrompt]:
         """Return the prompts; raises ApiError if one is empty or not Unicode."""
@@ -222,8 +207,9 @@ def _message(number: int, message: protocol.Message) -> dict[str, Any]:
     for name in ("reasoning_content", "name", "tool_call_id"):
         if getattr(message, name) is not None:
             fields[name] = getattr(message, name)
-    texts = {name: _unicode(text, f"message {number}: {name}") for name, text in fields.items()}
-    return texts | ({"tool_calls": [_call(number, call) for call in message.tool_calls]} if message.tool_calls else {})
+    if message.tool_calls:
+        fields["tool_calls"] = [_call(number, call) for call in message.tool_calls]
+    return fields
 
 
 def _call(number: int, call: protocol.ToolCall) -> dict[str, Any]:
@@ -242,10 +228,7 @@ def _unicode(text: str, where: str) -> str:
         return check_text(text, where)
 
 
-# They may ban all that a grammar allows.
-_CONTRADICTING = ("ignore_eos", "min_tokens", "no_repeat_ngram_size")
-
-
+_CONTRADICTING = ("ignore_eos", "min_tokens", "no_repeat_ngram_size")  # they may ban all that a grammar allows
 _KINDS: dict[str, Callable[[Any], Grammar]] = {
     "json": lambda value: Grammar.json_schema(json.loads(value) if isinstance(value, str) else value),
     "regex": Grammar.regex,
@@ -267,27 +250,21 @@ def answer_grammar(request: protocol.GenerationRequest, prompt: EncodedPrompt, t
     for name in _CONTRADICTING:
         if getattr(request, name):
             raise bad_request(f"{name} cannot be combined with {field or 'tools'}: leave one of them out", name)
-    if tools is None and answer is not None:
-        if not prompt.reasoning:
-            return answer
-        rules = [f"body: {answer.rule}"]
-    elif tools is not None:
-        rules = tools.rules(answer, f"[ \\n]{{0,2}}{OPEN}(?s:.*)" if prompt.reasoning == "optional" else "")
-    return _lark(prompt, rules, field or "tools")
-
-
-def _lark(prompt: EncodedPrompt, rules: list[str], field: str) -> Grammar:
-    """Return the grammar with these rules, the reasoning before."""
+    if tools is None and not prompt.reasoning:
+        return answer
+    # The rules of the answer, after those of the reasoning.
+    field = field or "tools"
     if prompt.reasoning and prompt.hides_reasoning:
         raise bad_request(f"the tokenizer's {CLOSE} is a special token: {field} cannot follow reasoning", field)
-    start = {"": "body", "begun": "thought SPACE body", "optional": "(OPEN thought SPACE)? body"}[prompt.reasoning]
-    head = [f"start: {start}"]
+    unlike = f"[ \\n]{{0,2}}{OPEN}(?s:.*)" if prompt.reasoning == "optional" else ""
+    rules = [f"body: {answer.rule}"] if tools is None else tools.rules(answer, unlike)
     if prompt.reasoning:
-        head += [f"thought[lazy]: /(?s:.*)/ {json.dumps(CLOSE)}", "SPACE: /[ \\n]{0,4}/"]
+        rules += [f"thought[lazy]: /(?s:.*)/ {json.dumps(CLOSE)}", "SPACE: /[ \\n]{0,4}/"]
     if prompt.reasoning == "optional":
-        head += [f"OPEN: /[ \\n]{{0,2}}{OPEN}/"]
+        rules += [f"OPEN: /[ \\n]{{0,2}}{OPEN}/"]
+    start = {"": "body", "begun": "thought SPACE body", "optional": "(OPEN thought SPACE)? body"}[prompt.reasoning]
     with refusing(field):
-        return Grammar.lark("\n".join([*head, *rules]))
+        return Grammar.lark("\n".join([f"start: {start}", *rules]))
 
 
 def _asked(request: protocol.GenerationRequest) -> tuple[str, Grammar | None]:
