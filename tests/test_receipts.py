@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForCausalLM
 
 import dflash
-from dflash.receipts import Fingerprints, replay, verification
+from dflash.receipts import Fingerprints, verification
 from dflash.targets import weights_digest
 
 NEW = 24
@@ -152,7 +152,7 @@ class TestChangesAreFound:
         assert any(answer.mismatch for answer in found.answers)
 
     def test_the_search_goes_on_after_a_near_tie(self, receipt, target, monkeypatch):
-        monkeypatch.setitem(replay._ROUNDING, torch.float32, 1e9)
+        monkeypatch.setitem(verification._ROUNDING, torch.float32, 1e9)
         ids = list(receipt.answers[4].ids)
         for index in (3, 18):
             ids[index] = (ids[index] + 1) % 97
@@ -251,7 +251,7 @@ class TestEnds:
         assert receipt.answers[0].ids == whole.answers[0].ids[: len(receipt.answers[0].ids)]
         assert receipt.answers[0].finish_reason == "stop"
         for at_once in (512, 3):
-            monkeypatch.setattr("dflash.receipts.replay._AT_ONCE", at_once)
+            monkeypatch.setattr("dflash.receipts.verification._AT_ONCE", at_once)
             assert dflash.verify(receipt, target, tokenizer).is_exact
             goes_on = with_answer(receipt, ids=whole.answers[0].ids, finish_reason="length")
             assert "ends it" in self.end_of(goes_on, target, tokenizer)
@@ -457,7 +457,7 @@ class TestCommand:
 
     def test_a_near_tie_counts_as_asked(self, shell, folder, written, monkeypatch):
         self.edit(written, 11)
-        monkeypatch.setattr("dflash.receipts.replay._ROUNDING", {torch.float32: math.inf})
+        monkeypatch.setattr("dflash.receipts.verification._ROUNDING", {torch.float32: math.inf})
         done = shell("verify", written, "--model", folder / "target")
         assert done.code == 0
         assert done.out.startswith("near-tie in float32: token 12 is ")

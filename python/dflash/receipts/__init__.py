@@ -1,9 +1,7 @@
 """Receipts: what was asked and answered, from which every token of an answer can be derived again."""
 
-from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings
-from .recorder import Recorder
-from .replay import Mismatch
-from .verification import CheckedAnswer, Verification, Verifier, lines_of, verify
+from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings, Recorder
+from .verification import CheckedAnswer, Mismatch, Verification, Verifier, lines_of, verify
 
 __all__ = [
     "CheckedAnswer",

@@ -1,4 +1,4 @@
-"""The receipt of a call: what was asked and answered, and all that decided it; as a file, JSON of unknown origin."""
+"""The receipt of a call: what was asked and answered, and all that decided it. A file of one has an unknown origin."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..call import Call, TargetDefaults
+from ..call import Call, GenerateArguments, TargetDefaults
 from ..files import read_json, write_atomically
 from ..grammar import Grammar
 from ..ops import WeightStorage
+from ..options import GeneratorOptions
+from ..outputs import GenerateOutput, StreamEvent
 from ..settings import SETTINGS, integer, resolve, resolve_rules
-from ..streaming import Tokenizer
 from ..targets import check_target, describe_config, embedding_table, version_of, versions, weights_digest
 from ..terminal import MAX_SHOWN, listed, printable, shortened
 
 if TYPE_CHECKING:
-    from ..call import GenerateArguments
+    from typing_extensions import Unpack
 
 # Bytes of a receipt: ids of a million tokens; its answers, and what else is read of it.
 MAX_BYTES, MAX_ANSWERS = 2**23, 2**10
@@ -37,11 +37,6 @@ MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 2**6, 2**10  # of all together
 MAX_GRAMMAR_CHARACTERS = 2**18
 
 STATED = tuple(name for name, row in SETTINGS.items() if row.receipt == "stated")
-
-
-def unset(vocab_size: int, device: torch.device | str = "cpu") -> TargetDefaults:
-    """Return the defaults of a target whose generation_config asks for nothing."""
-    return TargetDefaults({}, vocab_size, torch.device(device))
 
 
 @dataclass(frozen=True)
@@ -129,15 +124,10 @@ def _parse_grammar(value: object) -> Grammar | None:
         raise TypeError(f"grammar must have a kind and a text, got {shortened(value)}")
     kind, text = str(given["kind"]), str(given["text"])
     _check_grammar(text)
-    makers: dict[str, Callable[[str], Grammar]] = {
-        "json_schema": lambda text: Grammar.json_schema(json.loads(text)),
-        "regex": Grammar.regex,
-        "lark": Grammar.lark,
-    }
-    if kind not in makers:
+    if kind not in ("json_schema", "regex", "lark"):
         raise ValueError(f"grammar must be of the kind json_schema, regex or lark, got {shortened(kind)}")
     try:
-        return makers[kind](text)
+        return Grammar.json_schema(json.loads(text)) if kind == "json_schema" else getattr(Grammar, kind)(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"grammar: {printable(str(error)[:MAX_SHOWN])}") from error
 
@@ -379,13 +369,7 @@ class Receipt:
 
     def to_json(self) -> str:
         """Return the receipt as JSON."""
-        content = {
-            "format": _FORMAT,
-            "answers": [dataclasses.asdict(answer) for answer in self.answers],
-            "settings": self.settings.to_json(),
-            "fingerprints": dataclasses.asdict(self.fingerprints),
-            **{name: getattr(self, name) for name in ("block_size", "batch_size", "prefill_chunk", "weights")},
-        }
+        content = {"format": _FORMAT, **dataclasses.asdict(self), "settings": self.settings.to_json()}
         return json.dumps(content, allow_nan=False)
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -397,21 +381,88 @@ class Receipt:
         write_atomically(Path(path), lambda unfinished: unfinished.write_text(self.to_json() + "\n", encoding="utf-8"))
 
 
-def call_of(
-    answers: Sequence[RecordedAnswer], receipt: Receipt, device: torch.device, tokenizer: object = None
-) -> Call:
-    """Return the call that asks for some answers of a receipt, without its stop strings.
+class Recorder:
+    """Makes the receipt of one call of `dflash.generate`, `dflash.stream` or a `Generator`.
 
-    ``tokenizer`` is the receipt's own, for a grammar. Raises ValueError or TypeError for settings that no call takes.
+    >>> recorder = dflash.Recorder(target, ids, tokenizer=tokenizer, temperature=1.0, max_new_tokens=200)
+    >>> output = dflash.generate(target, draft, ids, return_dict_in_generate=True, **recorder.arguments)
+    >>> recorder.receipt(output).write("receipt.json")
+
+    With `dflash.stream`, `add` every event, then ask for the receipt.
+
+    Args:
+        target: the target of the call.
+        ids: ``[batch, length]`` int64 or int32 prompts.
+        fingerprints: of the target and its tokenizer, if they are known already. Otherwise they are computed when the
+            receipt is asked for.
+        arguments: those of the call, see `dflash.call.GenerateArguments`. With ``tokenizer`` the receipt has its
+            fingerprints too.
+
+    Attributes:
+        arguments: what to pass to the call: the same, with a seed for every row.
+
+    Raises:
+        ValueError: the answer could not be checked: ``acceptance="rejection"``, Python processors or criteria, several
+            grammars, or rules larger than a receipt may state; or the call itself is wrong.
+        TypeError: an argument is unknown or has the wrong type.
     """
-    width = max(len(answer.prompt) for answer in answers)
-    ids = torch.zeros(len(answers), width, dtype=torch.int64, device="cpu")
-    mask = torch.zeros_like(ids)
-    for row, answer in enumerate(answers):
-        ids[row, : len(answer.prompt)] = torch.tensor(answer.prompt, dtype=torch.int64, device="cpu")
-        mask[row, : len(answer.prompt)] = 1
-    arguments = receipt.settings.arguments()
-    if receipt.settings.grammar is not None:
-        arguments |= {"grammar": receipt.settings.grammar, "tokenizer": cast("Tokenizer", tokenizer)}
-    arguments |= {"attention_mask": mask.to(device), "seed": [answer.seed for answer in answers]}
-    return Call.resolve(unset(receipt.fingerprints.vocab_size, device), ids.to(device), arguments)
+
+    def __init__(
+        self,
+        target: nn.Module,
+        ids: Tensor,
+        *,
+        fingerprints: Fingerprints | None = None,
+        **arguments: Unpack[GenerateArguments],
+    ) -> None:
+        target = check_target(target)
+        call = Call.resolve(TargetDefaults.of(target), ids, arguments)
+        if call.acceptance == "rejection":
+            raise ValueError(
+                'a receipt needs acceptance="keyed", got "rejection", whose text depends on the drafter and could not '
+                "be derived again"
+            )
+        if call.host_rules is not None:
+            raise ValueError(
+                "a receipt cannot state logits_processor and stopping_criteria, which are Python code: use the rules "
+                "of dflash.call.GenerateArguments"
+            )
+        if unknown := [name for name, value in arguments.items() if not SETTINGS[name].receipt and value is not None]:
+            raise ValueError(f"a receipt cannot state {listed(unknown)} yet")
+        self._settings = RecordedSettings.of(call)
+        rows = len(call.prompts)
+        self._seeds = call.sampling.seeds(rows)  # drawn now if the call names none
+        self.arguments = cast("GenerateArguments", {**arguments, "seed": self._seeds})
+        self._target, self._fingerprints, self._tokenizer = target, fingerprints, arguments.get("tokenizer")
+        self._prompts: list[list[int]] = [prompt.tolist() for prompt in call.prompts]
+        self._width = call.ids.shape[1]
+        self._answers: list[list[int]] = [[] for _ in range(rows)]
+        self._last: StreamEvent | GenerateOutput | None = None
+
+    def add(self, event: StreamEvent) -> None:
+        """Add an event of `dflash.stream`."""
+        for answer, new in zip(self._answers, event.ids, strict=True):
+            answer.extend(new)
+        self._last = event
+
+    def receipt(self, output: GenerateOutput | None = None) -> Receipt:
+        """Return the receipt.
+
+        Args:
+            output: of `dflash.generate`; None if the events of a stream were added.
+
+        Raises:
+            ValueError: the call has not ended, or ``output`` has another number of rows.
+        """
+        if output is not None:
+            rows = zip(output.sequences[:, self._width :].tolist(), output.statistics.num_new_tokens, strict=True)
+            self._answers, self._last = [row[:count] for row, count in rows], output
+        reasons = [None] if self._last is None else self._last.finish_reasons
+        if None in reasons or len(self._answers) != len(self._prompts):
+            raise ValueError(f"a receipt needs all {len(self._prompts)} answers of the call, and these to their end")
+        parts = zip(self._prompts, self._answers, self._seeds, reasons, strict=True)
+        answers = (RecordedAnswer(tuple(prompt), tuple(ids), seed, str(reason)) for prompt, ids, seed, reason in parts)
+        fingerprints = self._fingerprints or Fingerprints.of(self._target, self._tokenizer)
+        statistics = cast("StreamEvent | GenerateOutput", self._last).statistics
+        shapes = statistics.block_size, len(self._prompts), GeneratorOptions.prefill_chunk
+        return Receipt(tuple(answers), self._settings, fingerprints, *shapes, statistics.weights)

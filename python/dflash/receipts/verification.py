@@ -1,28 +1,62 @@
-"""Derive every token of a receipt again: one pass of the target over the recorded text, with the rules of the call."""
+"""Derive every token of a receipt again: run the target over the recorded text, under the rules of the call."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..engine import Engine
+from ..call import Call, TargetDefaults
+from ..engine import Engine, Prefill
 from ..generator import plain_settings
 from ..ops import WeightStorage
+from ..sampling import Sampling
+from ..state import RUNNING, Block, State
+from ..streaming import StopCriterion, Tokenizer, first_stop
 from ..targets import Target, check_target, embedding_table, int8_obstacle, max_positions, stop_string_criterion
 from ..terminal import printable
-from .receipt import Fingerprints, Receipt, RecordedAnswer, call_of
-from .replay import Mismatch, mismatches_of, wrong_end
+from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings
 
+# Two ways to sum the same numbers differ by about this share of the logits: two units in the last place of the 16-bit
+# types, and in float32, where only sums are rounded, what a few layers make of them.
+_ROUNDING = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-16}
+_LARGEST_MARGIN, _HALVINGS = 1024.0, 40
+_AT_ONCE = 512  # tokens that a stop-string criterion is asked about
+_NOTHING = -1  # pads answers; no token has this id
 _ROWS = 128  # of a pass, over all answers: on a GPU they cost little more than a block
 _TOKENS_AT_ONCE = 2**16  # prompts and answers, padding included, above which answers are checked one by one
 _END = object()
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A recorded token that is not the target's choice.
+
+    Attributes:
+        index: of the token in the answer, from 0.
+        token: the recorded id.
+        chosen: the id that seed and weights choose there.
+        margin: how much one logit would have to change for the recorded token to be chosen: its own upward, or that of
+            the chosen one downward. Infinite if a rule forbids the token.
+        rounding: margins up to this may come from rounding.
+    """
+
+    index: int
+    token: int
+    chosen: int
+    margin: float
+    rounding: float
+
+    @property
+    def is_near_tie(self) -> bool:
+        """True if another order of sums may choose the recorded token."""
+        return self.margin <= self.rounding
 
 
 @dataclass(frozen=True)
@@ -121,9 +155,7 @@ class Verifier:
     """Checks many receipts with one target, which must not change; takes what `verify` takes.
 
     Args:
-        target: a causal language model of transformers; never modified.
-        tokenizer: its own; needed for receipts with stop strings or a grammar.
-        fingerprints: of the target and the tokenizer, if they are known already.
+        target, tokenizer, fingerprints: as `verify` takes them.
         prepared: the target as a `Generator` runs it, so that no second copy of its weights is made.
     """
 
@@ -170,7 +202,7 @@ class Verifier:
         for answer, mismatches in zip(receipt.answers, found, strict=True):
             first = next((mismatch for mismatch in mismatches if not mismatch.is_near_tie), None)
             near_ties = tuple(mismatch for mismatch in mismatches if mismatch.is_near_tie)
-            end = "" if first is not None else wrong_end(answer, receipt.settings, criteria)
+            end = "" if first is not None else _wrong_end(answer, receipt.settings, criteria)
             answers.append(CheckedAnswer(len(answer.ids), first, near_ties, end))
         return Verification(tuple(answers), differences, seconds)
 
@@ -225,10 +257,10 @@ def _check_all(
     answers = receipt.answers
     fits = len(answers) * _capacity(answers) <= _TOKENS_AT_ONCE
     for batch in [answers] if fits else [[answer] for answer in answers]:
-        call, mismatches = call_of(batch, receipt, target.device, tokenizer), []
+        call, mismatches = _call_of(batch, receipt, target.device, tokenizer), []
         for size, rows in _shapes(receipt, batch):
             engine = Engine(target, None, batch_size=size, max_length=_capacity(batch), block_size=rows)
-            mismatches = yield from mismatches_of(engine, call, batch, receipt.prefill_chunk)
+            mismatches = yield from _mismatches_of(engine, call, batch, receipt.prefill_chunk)
             if not any(mismatches):
                 break
         found += mismatches
@@ -246,6 +278,174 @@ def _capacity(answers: Sequence[RecordedAnswer]) -> int:
     """Return room for the longest answer and its prompt: a power of two, since a target keeps a table for each."""
     longest = max(len(answer.prompt) for answer in answers) + max(len(answer.ids) for answer in answers)
     return 1 << (longest - 1).bit_length()
+
+
+# ---------------------------------------------------------------------------------------------- the passes
+
+
+def _call_of(
+    answers: Sequence[RecordedAnswer], receipt: Receipt, device: torch.device, tokenizer: object = None
+) -> Call:
+    """Return the call that asks for some answers of a receipt, without its stop strings; ``tokenizer`` is its own."""
+    width = max(len(answer.prompt) for answer in answers)
+    ids = torch.zeros(len(answers), width, dtype=torch.int64, device="cpu")
+    mask = torch.zeros_like(ids)
+    for row, answer in enumerate(answers):
+        ids[row, : len(answer.prompt)] = torch.tensor(answer.prompt, dtype=torch.int64, device="cpu")
+        mask[row, : len(answer.prompt)] = 1
+    arguments = receipt.settings.arguments()
+    if receipt.settings.grammar is not None:
+        arguments |= {"grammar": receipt.settings.grammar, "tokenizer": cast("Tokenizer", tokenizer)}
+    arguments |= {"attention_mask": mask.to(device), "seed": [answer.seed for answer in answers]}
+    # The generation_config of the target here does not count: a receipt states every setting.
+    defaults = TargetDefaults({}, receipt.fingerprints.vocab_size, device)
+    return Call.resolve(defaults, ids.to(device), arguments)
+
+
+def _least(is_enough: Callable[[float], bool]) -> float:
+    """Return the least change that is enough, by bisection; infinity if none is."""
+    low, high = 0.0, _LARGEST_MARGIN
+    if not is_enough(high):
+        return math.inf
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+def _wrong_end(answer: RecordedAnswer, settings: RecordedSettings, criteria: Sequence[StopCriterion]) -> str:
+    """Return why an answer cannot end where it does; empty if it can. ``criteria`` look for stop strings."""
+    count = len(answer.ids)
+    if count > settings.max_new_tokens:
+        return f"it has {count} tokens, and max_new_tokens is {settings.max_new_tokens}"
+    stop, ends = {*settings.stop_token_ids}, [_stop_string_end(answer, criteria)] if criteria else []
+    ends += [index for index, token in enumerate(answer.ids, 1) if token in stop][:1]
+    end = min((end for end in ends if end is not None), default=None)
+    if end is not None and end < count:
+        return f"it has {count} tokens, and token {end} ends it"
+    if end is None and count < settings.max_new_tokens:
+        return f"it ends after {count} tokens, and nothing ends it before max_new_tokens, {settings.max_new_tokens}"
+    reason = "length" if end is None else "stop"
+    if reason != answer.finish_reason:
+        return f'its finish_reason is "{answer.finish_reason}", and it ends by "{reason}"'
+    return ""
+
+
+def _stop_string_end(answer: RecordedAnswer, criteria: Sequence[StopCriterion]) -> int | None:
+    """Return after how many tokens a stop string is complete; None if never."""
+    width = max(criterion.maximum_token_len for criterion in criteria)
+    history = [*answer.prompt, *answer.ids]
+    for start in range(0, len(answer.ids), _AT_ONCE):
+        new = min(_AT_ONCE, len(answer.ids) - start)
+        end = len(answer.prompt) + start + new
+        found = first_stop(criteria, history[max(0, end - new - width) : end], new)
+        if found is not None:
+            return start + found
+    return None
+
+
+def _mismatches_of(
+    engine: Engine, call: Call, answers: Sequence[RecordedAnswer], chunk: int
+) -> Generator[None, None, list[list[Mismatch]]]:
+    """Find each answer's tokens that are not the target's choice, up to the first that is not a near-tie.
+
+    Every choice is made after the recorded tokens before it. Yields after each pass of the target. ``chunk`` is the
+    number of prompt tokens per pass.
+    """
+    # 1. The prompts, whose last row chooses the first token.
+    engine.agrees_to_reuse(call, chunk, False)
+    engine.refresh()
+    engine.configure(call)
+    nothing = [0] * len(answers)
+    prompts = Prefill(engine, call.prompts, call.max_new_tokens, nothing, chunk=chunk, snapshot=False)
+    while prompts.chunks:
+        prompts.run_chunk()
+        yield
+    state, rows = engine.state, engine.block_size
+    if engine.grammar_masks is not None:
+        state.done.fill_(RUNNING)  # masks are made for rows that run
+    prompt = dataclasses.replace(state, length=(state.length - 1).clamp(min=0))
+    search = _Search(engine, answers, call.stop_token_ids)
+    search.compare(Block(prompt.anchor), prompts.ends, prompt, 0)
+    # 2. The answers, a block of recorded tokens at a time: row j chooses the token after its own.
+    longest = max(len(answer.ids) for answer in answers)
+    ids = torch.full((engine.batch_size, longest + rows), _NOTHING, dtype=torch.int64, device=engine.target.device)
+    for row, answer in enumerate(answers):
+        start, count = len(answer.prompt), len(answer.ids)
+        ids[row, :count] = torch.tensor(answer.ids, dtype=torch.int64, device="cpu")
+        state.tokens[row, start : start + count] = ids[row, :count]
+    for start in range(0, longest - 1, rows):
+        if search.is_over:
+            break
+        block = Block(ids[:, start : start + rows])
+        if engine.grammar_masks is not None:
+            engine.grammar_masks.ask(block)
+        search.compare(block, engine.target.verify(block, state), state, start + 1)
+        state.length.add_(rows)
+        state.num_context.fill_(rows)
+        state.target_cache.commit_(state.length, state.num_context)
+        yield
+    return search.found
+
+
+class _Search:
+    """The mismatches found so far, per answer; an answer is done with its first that is not a near-tie.
+
+    Nothing is compared after a stop token, since a grammar allows nothing there; `_wrong_end` reports such an answer.
+    """
+
+    def __init__(self, engine: Engine, answers: Sequence[RecordedAnswer], stop: Sequence[int]) -> None:
+        self._engine, self._rounding = engine, _ROUNDING.get(engine.target.dtype, 0.0)
+        ends = [next((end for end, token in enumerate(a.ids, 1) if token in stop), None) for a in answers]
+        self._recorded = [answer.ids[:end] for answer, end in zip(answers, ends, strict=True)]
+        self.found: list[list[Mismatch]] = [[] for _ in answers]
+
+    @property
+    def is_over(self) -> bool:
+        """True once every answer is done."""
+        return all(found and not found[-1].is_near_tie for found in self.found)
+
+    def compare(self, block: Block, raw: Tensor, state: State, first: int) -> None:
+        """Compare the target's choices after each row of a block with the tokens ``first ..`` of the answers."""
+        engine = self._engine
+        logits = engine.rules.apply(raw, block, state)
+        if engine.grammar_masks is not None:
+            logits = engine.grammar_masks.apply(logits)
+        choices = engine.target.ranks.share_(engine.keyed.choose(logits, block, state)).tolist()
+        positions = state.chosen_positions(block)
+        for row, (ids, found) in enumerate(zip(self._recorded, self.found, strict=True)):
+            for index, (token, chosen) in enumerate(zip(ids[first:], choices[row], strict=False)):
+                if chosen == token or (found and not found[-1].is_near_tie):
+                    continue
+                if chosen < 0:
+                    raise ValueError(f"the target's logits are NaN in answer {row + 1} for token {first + index + 1}")
+                sampling, position = state.sampling.rows(slice(row, row + 1)), positions[row, index]
+                measured = self._measure(raw[row, index], logits[row, index], position, sampling, token, chosen)
+                found.append(Mismatch(first + index, token, chosen, *measured))
+
+    def _measure(
+        self, raw: Tensor, logits: Tensor, position: Tensor, sampling: Sampling, token: int, chosen: int
+    ) -> tuple[float, float]:
+        """Return the margin by which ``token`` lost against ``chosen``, and what of it rounding may explain.
+
+        ``raw`` and ``logits`` are ``[vocab]``: the target's own, and with rules applied.
+        """
+        if token >= len(logits):  # ids that the embedding table has and the head has not
+            return math.inf, 0.0
+        logits, one = logits.float(), torch.ones(1, dtype=torch.float32, device=logits.device)
+
+        def wins(changed_token: int, change: float) -> bool:
+            changed = logits.clone()
+            changed[changed_token] += change
+            return int(sampling.select(changed[None, None], position.reshape(1, 1), one)) == token
+
+        margin = min(_least(lambda change: wins(token, change)), _least(lambda change: wins(chosen, -change)))
+        # A bias is added to what was rounded, however large it is.
+        largest = float(torch.minimum(raw.float().abs(), logits.abs())[[token, chosen]].nan_to_num(posinf=0.0).max())
+        return margin, self._rounding * max(1.0, largest)
+
+
+# ---------------------------------------------------------------------------------------------- words
 
 
 def lines_of(found: Verification, dtype: str, tokenizer: Any) -> list[str]:
