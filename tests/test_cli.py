@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dflash
-from dflash.cli import loading
+from dflash.cli import options as loading
 from dflash.train.checkpoint import save_draft
 
 
@@ -238,7 +238,7 @@ def test_weights_that_cannot_be_stored_are_refused_before_models_are_loaded(
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n')
     monkeypatch.setattr("dflash.cli.options.check_device", lambda _dtype, device: device or "cuda")
     monkeypatch.setattr(loading, "load_target", lambda *_: pytest.fail("the target was loaded"))
-    monkeypatch.setattr("dflash.cli.loading.load_draft", lambda *_, **__: pytest.fail("the drafter was loaded"))
+    monkeypatch.setattr("dflash.cli.options.load_draft", lambda *_, **__: pytest.fail("the drafter was loaded"))
     more = {"generate": ["w5"], "benchmark": ["--dataset", str(tmp_path / "prompts.jsonl")]}.get(command, [])
     done = run(command, "--model", model, "--draft", draft, *options.split(), *more)
     assert done.code == 2
@@ -251,7 +251,9 @@ def test_a_receipt_of_int8_weights_is_verified_on_the_cpu(run, folders, tmp_path
     call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "6", "--receipt", file, "w5 w6"]
     assert run(*call, "--weights", "int8").code == 0
     asked = []
-    monkeypatch.setattr("dflash.cli.text.check_device", lambda _dtype, device: asked.append(device) or device or "cuda")
+    monkeypatch.setattr(
+        "dflash.cli.options.check_device", lambda _dtype, device: asked.append(device) or device or "cuda"
+    )
     done = run("verify", file, "--model", model)
     assert (done.code, asked) == (0, ["cpu"]), done.err
 
@@ -299,7 +301,7 @@ def test_trees_that_cannot_be_are_refused_before_models_are_loaded(run, chat_fol
     make_target("qwen3_5").config.save_pretrained(recurrent)
     prompts.write_text('{"prompt": "w5 w6"}\n')
     monkeypatch.setattr(loading, "load_target", lambda *_: pytest.fail("the target was loaded"))
-    monkeypatch.setattr("dflash.cli.loading.load_draft", lambda *_, **__: pytest.fail("the drafter was loaded"))
+    monkeypatch.setattr("dflash.cli.options.load_draft", lambda *_, **__: pytest.fail("the drafter was loaded"))
     rest = {"generate": ["w5"], "benchmark": ["--dataset", prompts]}[command]
     mistakes = [
         (recurrent, [], "Qwen3_5ForCausalLM has recurrent layers: these take chains only"),

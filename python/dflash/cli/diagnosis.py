@@ -29,8 +29,7 @@ from ..files import read_json
 from ..options import check_config
 from ..targets import check_target
 from ..terminal import bars, printable
-from .loading import Source, load, load_tokenizer
-from .options import Bos, Device, Dtype, Json, NoThinking, TrustRemoteCode
+from . import options
 
 
 @dataclass(frozen=True)
@@ -156,25 +155,25 @@ def examine() -> list[Check]:
     ]
 
 
-_MAX_NEW_TOKENS = 128
 _POSITIONS = (1, 2, 3, 4, 6, 8, 12)  # and the last
 # docs/doctor.md has the sources.
 _HEALTHY = "published drafters keep the first draft in about 80 % of the steps, and 4 to 8 tokens per step"
 
 
 def doctor(
+    context: typer.Context,
     model: Annotated[str | None, typer.Option(help="Examine a pair: its target, a folder or a hub id.")] = None,
     draft: Annotated[str | None, typer.Option(help="Its DFlash drafter: a folder or a hub id.")] = None,
     prompts: Annotated[
         str | None, typer.Option(help="JSON lines to answer, 32 at most; default: a few of the pair's or of our own.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens of an answer at most.")] = _MAX_NEW_TOKENS,
-    no_thinking: NoThinking = False,
-    bos: Bos = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Json = False,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens of an answer at most.")] = 128,
+    no_thinking: options.NoThinking = False,
+    bos: options.Bos = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
 ) -> None:
     """Check this installation or, with --model and --draft, say whether a pair is wired as it was trained.
 
@@ -185,27 +184,21 @@ def doctor(
     The exit code is 0 if nothing was found, 1 if something does not work or the pair has a fault, and 2 if the pair
     cannot be examined at all.
     """
-    if model is None and draft is None:
-        given = {
-            **{"--prompts": prompts is not None, "--max-new-tokens": max_new_tokens != _MAX_NEW_TOKENS},
-            **{"--no-thinking": no_thinking, "--bos": bos, "--dtype": dtype != "auto", "--device": device is not None},
-            **{"--trust-remote-code": trust_remote_code},
-        }
-        if options := [option for option, is_given in given.items() if is_given]:
-            need = "needs" if len(options) == 1 else "need"
-            options = f"{', '.join(options)} {need} --model and --draft"
-            raise ValueError(f"{options}: without a pair, the installation is checked")
+    options.check_pair(model, draft, "a pair is examined; without both, the installation is")
+    if model is None:
+        source = context.get_parameter_source
+        given = [name for name in context.params if name != "as_json" and source(name).name == "COMMANDLINE"]
+        if given:
+            names = f"{', '.join(map(options.option_of, given))} {'needs' if len(given) == 1 else 'need'}"
+            raise ValueError(f"{names} --model and --draft: without a pair, the installation is checked")
         _examine_installation(as_json)
         return
-    if model is None or draft is None:
-        given, missing = ("--draft", "--model") if model is None else ("--model", "--draft")
-        raise ValueError(f"{given} needs {missing} too: a pair is examined; without both, the installation is")
     if max_new_tokens < 4:
         raise ValueError(f"--max-new-tokens must be at least 4, got {max_new_tokens}")
     # 1. Read the small files first, so that what does not fit is refused before weights are loaded.
-    source = Source(model, trust_remote_code, quiet=as_json)
+    source = options.Source(model, trust_remote_code, quiet=as_json)
     rows, origin = find_prompts(prompts, str(source.name))
-    tokenizer = load_tokenizer(source)
+    tokenizer = options.load_tokenizer(source)
     if bos and tokenizer.chat_template is not None:
         raise ValueError("--bos is for tokenizers without a chat template, and this one has one")
     folder = draft_folder(draft)
@@ -220,7 +213,7 @@ def doctor(
     asked = Prompts(rows, tokenizer, {"enable_thinking": False} if no_thinking else {}, bos=bos, origin=origin)
     asked.check_room(empty)
     # 2. Load the weights, and run.
-    target, drafter, _ = load(source, str(folder), dtype, device)
+    target, drafter, _ = options.load(source, str(folder), dtype, device)
     with bars(["answers", "wirings"], shown=not as_json) as show:
         found = diagnose(Pair(target, drafter, keys), asked, Effort(max_new_tokens), show)
     if as_json:

@@ -19,7 +19,6 @@ from ..evaluate.demo import run_demo
 from ..evaluate.prompts import DATASETS, load_conversations
 from ..settings import checked
 from . import options
-from .loading import load_tokenizer
 
 
 def demo(
@@ -105,7 +104,7 @@ def benchmark(
         raise ValueError(f"--out must be a folder, {str(out)!r} is a file")
     datasets = _load_datasets(dataset, data, limit)
     source = models.source(quiet=as_json)
-    tokenizer = load_tokenizer(source)
+    tokenizer = options.load_tokenizer(source)
     config.check(tokenizer)
     # 2. Load the models and run.
     target, drafter, _ = models.load(source)

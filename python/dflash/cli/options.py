@@ -1,28 +1,33 @@
-"""Options shared by several commands, and a decorator for commands that take a dataclass of options."""
+"""Options shared by several commands, what they load, and a decorator for commands that take a dataclass of options."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import torch
 import typer
+from rich.console import Console
+from rich.markup import escape
 
-from ..call import check_combination
-from ..evaluate import PAIR, check_text, draft_folder
+from ..call import check_combination, check_tree
+from ..drafter import load_draft
+from ..evaluate import PAIR, Pretrained, check_text, draft_folder
 from ..files import read_json
 from ..grammar import Grammar
 from ..ops import WeightStorage
 from ..options import checked_block_size
 from ..settings import SETTINGS, GenerateArguments, checked
-from .loading import Source, check_device, load
+from ..targets import max_positions
+from ..terminal import printable
 
 Model = Annotated[str, typer.Option(help="The target: a folder or a hub id.")]
 Draft = Annotated[str, typer.Option(help="Its DFlash drafter: a folder or a hub id.")]
@@ -50,6 +55,124 @@ BlockSize = Annotated[
     typer.Option(help="Rows that a step verifies, or auto: chosen before each step; default: the drafter's."),
 ]
 TreeRows = Annotated[str | None, typer.Option("--tree", help=SETTINGS["tree"].help)]
+
+
+def option_of(name: str) -> str:
+    """Return the option for a Python name."""
+    return "--" + name.replace("_", "-")
+
+
+def check_pair(model: str | None, draft: str | None, otherwise: str) -> None:
+    """Raise ValueError if one of a pair's options is given without the other; ``otherwise`` says what neither means."""
+    if (model is None) != (draft is None):
+        given, missing = ("--draft", "--model") if model is None else ("--model", "--draft")
+        raise ValueError(f"{given} needs {missing} too: {otherwise}")
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+@dataclass(frozen=True)
+class Source(Pretrained):
+    """A target and its tokenizer, as named on the command line; ``quiet`` shows no spinner and no bars."""
+
+    quiet: bool = False
+
+
+def _existing(name: str) -> str:
+    """Return ``name`` if it can be a folder or a hub id; a missing path raises before any download."""
+    if Path(name).is_dir():
+        return name
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ValueError(f"no folder {name!r}, and it is not a hub id (owner/name) either")
+    return name
+
+
+@contextlib.contextmanager
+def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
+    """On a terminal, show a spinner while ``what`` is loaded, or the hub's bars for a download, on standard error."""
+    console = Console(stderr=True)
+    quiet, local = quiet or not console.is_terminal, Path(source).is_dir()
+    with contextlib.ExitStack() as stack:
+        if not quiet and local:
+            size = sum(file.stat().st_size for file in Path(source).glob("*.safetensors")) / 1e9
+            size = f", {size:.1f} GB" if size >= 0.05 and what != "tokenizer" else ""
+            stack.enter_context(console.status(f"loading the {what}{size}"))
+        elif not quiet:
+            console.print(f"[dim]loading the {what} from {escape(printable(source))}[/]")
+        from transformers.utils import logging  # a slow import
+
+        if (quiet or local) and logging.is_progress_bar_enabled():
+            logging.disable_progress_bar()  # and the hub's
+            stack.callback(logging.enable_progress_bar)
+        yield
+
+
+def load_tokenizer(source: Source) -> Any:
+    """Load the target's tokenizer."""
+    with _waiting("tokenizer", _existing(source.name), source.quiet):
+        return source.load_tokenizer()
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise ValueError unless there is such a dtype."""
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+
+
+def check_device(dtype: str, device: str | None) -> str:
+    """Return the device, by default cuda if there is a GPU; raises ValueError if it or the dtype does not exist."""
+    check_dtype(dtype)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, dtype=torch.float32, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def load_target(source: Source, dtype: str, device: Any) -> Any:
+    """Load the target, in eval mode."""
+    with _waiting("target", source.name, source.quiet):
+        return source.load_target(dtype, device)
+
+
+def load(
+    source: Source,
+    draft: str | None,
+    dtype: str,
+    device: str | None,
+    *,
+    tree: Any = None,
+    block_size: Any = None,
+) -> tuple[Any, Any, str]:
+    """Load the target, its drafter (if one is named), and return both with the device.
+
+    With the dtype "auto", the target keeps that of its files, and the drafter gets the target's. If the target cannot
+    verify trees of ``tree`` rows, nothing is loaded.
+
+    Raises:
+        ValueError: a file is broken, or the target takes no trees.
+    """
+    device, drafter = check_device(dtype, device), None
+    if tree is not None:
+        check_tree(source.load_empty_target(), tree, None if block_size == 1 else draft)
+    if draft is not None:  # first, because it is small and fails quickly
+        with _waiting("drafter", draft, source.quiet):
+            drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
+    target = load_target(source, dtype, device)
+    if drafter is not None and dtype == "auto":
+        drafter = load_draft(drafter, dtype=target.dtype)
+    return target, drafter, device
+
+
+def room_of(target: Any, max_length: int) -> int:
+    """Return ``max_length``, or the target's positions if these are fewer."""
+    return min(max_length, max_positions(target) or max_length)
+
+
+# ---------------------------------------------------------------------------------------------- groups of options
 
 
 @dataclass(frozen=True)
@@ -82,9 +205,9 @@ class ModelOptions:
         check_combination(tree, block_size, draft_sharpness=draft_sharpness)
         # 2. The weights.
         for name in ("weights", "draft_weights"):
-            option = f"--{name.replace('_', '-')} {getattr(self, name)}"
             if getattr(self, name) is None:
                 continue
+            option = f"{option_of(name)} {getattr(self, name)}"
             if torch.device(found := check_device(self.dtype, self.device)).type != "cpu":
                 raise ValueError(f"{option} needs the models on the CPU, got {found}: pass --device cpu")
             if name == "draft_weights" and block_size == 1:
@@ -93,11 +216,9 @@ class ModelOptions:
                 )
         # 3. The models.
         resolved = dataclasses.replace(self, tree=tree, block_size=block_size)
-        if self.model is not None and self.draft is not None:
+        check_pair(self.model, self.draft, "without both, the pair inside the package answers")
+        if self.model is not None:
             return resolved
-        if self.model is not None or self.draft is not None:
-            given, missing = ("--draft", "--model") if self.model is None else ("--model", "--draft")
-            raise ValueError(f"{given} needs {missing} too; without both, the pair inside the package answers")
         typer.echo(
             "no --model: the pair inside the package answers; it knows sums, letters and records (docs/demo-pair.md)",
             err=True,
@@ -111,8 +232,7 @@ class ModelOptions:
 
     def load(self, source: Source) -> tuple[Any, Any, str]:
         """Load target and drafter; return both with the device."""
-        rows = {"tree": self.tree, "block_size": self.block_size}
-        return load(source, self.draft, self.dtype, self.device, **cast(Any, rows))
+        return load(source, self.draft, self.dtype, self.device, tree=self.tree, block_size=self.block_size)
 
     @property
     def generator(self) -> dict[str, Any]:
@@ -150,7 +270,7 @@ class GrammarOptions:
         if not given:
             return None
         if len(given) > 1:
-            raise ValueError(f"give one of {' and '.join('--' + name.replace('_', '-') for name in given)}, not both")
+            raise ValueError(f"give one of {' and '.join(option_of(name) for name in given)}, not both")
         if self.regex is not None:
             grammar = Grammar.regex(self.regex)
         elif self.grammar is not None:
@@ -222,7 +342,7 @@ def _field_options(kind: Any, without: tuple[str, ...]) -> list[inspect.Paramete
         help = next((item for item in getattr(annotation, "__metadata__", ()) if isinstance(item, str)), None)
         if help is not None:
             plain = typing.get_args(annotation)[0]
-            names = [f"--{field.name.replace('_', '-')}"] if plain is bool else []
+            names = [option_of(field.name)] if plain is bool else []
             annotation = Annotated[plain, typer.Option(*names, help=help)]
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         out.append(

@@ -13,8 +13,7 @@ import typer
 from ..generator import Generator
 from ..targets import versions
 from ..terminal import printable
-from .loading import load_tokenizer, room_of
-from .options import ModelOptions, takes_dataclasses
+from .options import ModelOptions, load_tokenizer, room_of, takes_dataclasses
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _PACKAGED_NAME = "dflash-pair"

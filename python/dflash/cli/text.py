@@ -25,7 +25,6 @@ from ..receipts import Receipt, Recorder, lines_of
 from ..receipts import verify as verify_receipt
 from ..terminal import printable, shortened
 from . import options
-from .loading import Source, check_device, load_target, load_tokenizer, room_of
 from .shell import check_new_file, print_error, require_output
 
 # ---------------------------------------------------------------------------------------------- generate
@@ -62,7 +61,7 @@ def generate(
     models = models.resolve(draft_sharpness)
     options.check_sampling(max_new_tokens, draft_sharpness=draft_sharpness, **dataclasses.asdict(sampling))
     source = models.source(quiet=as_json)
-    tokenizer = load_tokenizer(source)
+    tokenizer = options.load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
     grammar = constraint.resolve(tokenizer)
     if receipt is not None:
@@ -206,12 +205,12 @@ def chat(
     models = models.resolve()
     options.check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
     source = models.source(quiet=as_json)
-    tokenizer = load_tokenizer(source)
+    tokenizer = options.load_tokenizer(source)
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     _check_system(tokenizer, system)
     target, drafter, device = models.load(source)
-    length = room_of(target, max_length)
+    length = options.room_of(target, max_length)
     generator = Generator(target, drafter, max_length=length, tree=models.tree, **models.generator)
     conversation = _Conversation(generator, tokenizer, device, system, max_new_tokens, sampling)
     # 2. Answer line by line.
@@ -320,14 +319,14 @@ def verify(
     # 1. Read the receipt: what is wrong with it is said before a model is loaded.
 
     receipt = Receipt.read(file)
-    source = Source(str(PAIR / "target") if model is None else model, trust_remote_code, quiet=as_json)
+    source = options.Source(str(PAIR / "target") if model is None else model, trust_remote_code, quiet=as_json)
     if device is None and receipt.weights is not None:
         device = "cpu"  # int8 weights are computed with there only
-    device = check_device(receipt.fingerprints.dtype, device)
-    tokenizer = load_tokenizer(source)
+    device = options.check_device(receipt.fingerprints.dtype, device)
+    tokenizer = options.load_tokenizer(source)
     # 2. Derive the tokens again.
     try:
-        found = verify_receipt(receipt, load_target(source, receipt.fingerprints.dtype, device), tokenizer)
+        found = verify_receipt(receipt, options.load_target(source, receipt.fingerprints.dtype, device), tokenizer)
     except (RuntimeError, MemoryError) as error:  # exit code 1 would say that a token does not follow
         raise ValueError(f"the receipt cannot be checked here: {error}") from error
     # 3. Say what was found.

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,29 +29,29 @@ from ..train.regenerate import LocalWriter, RegenerateConfig, Summary, Writer, c
 from ..train.regenerate import regenerate as write_responses
 from ..train.server import ServerWriter
 from ..train.trainer import Trainer, make_accelerator
-from .loading import Source, check_device, load, load_target, load_tokenizer, room_of
-from .options import Bos, Device, Draft, Dtype, Json, Limit, Model, NoThinking, Raw, TrustRemoteCode, takes_dataclasses
+from . import options
 from .shell import set_debug
+
+_DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_SHAPE = ("layers", "block_size", "taps", "mask_token_id", "intermediate_size", "sliding_window")
+
+
+def _show_traceback(debug: bool) -> bool:
+    if debug:
+        set_debug(True)
+    return debug
 
 
 @dataclass(frozen=True)
-class _Paths:
-    """Inputs and outputs of a run."""
+class _Run:
+    """Inputs and outputs of a run, the shape of a new drafter, how rows are encoded, and where the run happens."""
 
-    model: Model
+    model: options.Model
     data: Annotated[str, "Training rows: JSONL of chats, texts or tokens, or a data set's name."]
     output: Annotated[Path, "Folder for the draft, its checkpoints and metrics.jsonl."]
     heldout: Annotated[str | None, "Held-out rows; default: some of the data's prompts."] = None
     init: Annotated[str | None, "Start from this drafter: a folder or a hub id."] = None
     resume: Annotated[bool, "Continue from the last checkpoint in the folder."] = False
-
-
-_DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-
-
-@dataclass(frozen=True)
-class _DraftShape:
-    """The shape of a new drafter; None for the default."""
 
     type: Annotated[str | None, "dflash or dflash2; default: that of --init, or dflash."] = None
     layers: Annotated[int | None, "Draft layers; default: 5."] = None
@@ -65,56 +65,35 @@ class _DraftShape:
     selector_rank: Annotated[int | None, "Columns of a DFlash 2 selector's codebooks; default: 256."] = None
     selector_top_k: Annotated[int | None, "Candidates that it scores; default: 16."] = None
 
-    def dflash2(self) -> dict[str, int]:
-        """Return the sizes given of what DFlash 2 adds."""
-        return {name: value for name in _DFLASH2_SIZES if (value := getattr(self, name)) is not None}
-
-
-@dataclass(frozen=True)
-class _RowReading:
-    """Options for encoding rows."""
-
     raw: Annotated[bool, "Prompts have no chat template."] = False
     bos: Annotated[bool, "Raw prompts start with the tokenizer's BOS token."] = False
-    no_thinking: NoThinking = False
+    no_thinking: options.NoThinking = False
     max_length: Annotated[int, "Tokens per row at most; the target's positions, if fewer."] = 3072
     skip_long: Annotated[bool, "Leave out rows whose prompt is longer."] = False
 
-
-def _show_traceback(debug: bool) -> bool:
-    if debug:
-        set_debug(True)
-    return debug
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Device, output and debugging options of the command."""
-
-    cache_features: Annotated[Path | None, "Keep the target's features in this folder, and read them from there."] = (
-        None
-    )
+    cache_features: Annotated[Path | None, "Keep the target's features in this folder, and read them there."] = None
     threads: Annotated[int | None, "CPU threads per process."] = None
     tracker: Annotated[str | None, "tensorboard or trackio."] = None
     dtype: Annotated[str, "The target's dtype: float32, bfloat16, float16 or auto."] = "auto"
-    device: Device = None
-    trust_remote_code: TrustRemoteCode = False
+    device: options.Device = None
+    trust_remote_code: options.TrustRemoteCode = False
     dry_run: Annotated[bool, "Time a few steps, and print what the run would do."] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the last metrics, or the plan, as JSON.")] = False
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_show_traceback)
     ] = False
 
+    def given(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return those of the options that were given."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
-@takes_dataclasses(config=("eval_temperatures",))
+
+@options.takes_dataclasses(config=("eval_temperatures",))
 def train(
     *,
-    paths: _Paths,
-    shape: _DraftShape,
-    reading: _RowReading,
+    run: _Run,
     config: TrainConfig,
     eval_temperatures: Annotated[str, typer.Option(help="Temperatures of the held-out answers, as in 0,1.")] = "0",
-    run: _Run,
 ) -> None:
     """Train a drafter for the target MODEL on rows of DATA, and write it to OUTPUT in the published layout.
 
@@ -122,24 +101,24 @@ def train(
     """
     # 1. Check the options before loading a model
     config = replace(config, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float))
-    device = _check(paths, shape, config, run)
+    device = _check(run, config)
 
     # 2. Create the drafter and read the rows, checked against the target without its weights
     quiet = run.as_json or not _is_first_process()
-    source = Source(paths.model, run.trust_remote_code, quiet=quiet)
-    tokenizer = load_tokenizer(source)
+    source = options.Source(run.model, run.trust_remote_code, quiet=quiet)
+    tokenizer = options.load_tokenizer(source)
     empty_target = check_target(source.load_empty_target(), loaded=False)
-    drafter = _initial_drafter(empty_target, tokenizer, paths.init, shape, config.seed)
+    drafter = _initial_drafter(empty_target, tokenizer, run, config.seed)
     if drafter.config.dflash2 is None and config.selector_weight != TrainConfig.selector_weight:
         raise ValueError("--selector-weight is for DFlash 2 drafters, and this one has no selector: leave it out")
-    rows, heldout = (_rows(data, source, empty_target, tokenizer, reading) for data in (paths.data, paths.heldout))
+    rows, heldout = (_rows(data, source, empty_target, tokenizer, run) for data in (run.data, run.heldout))
 
     # 3. Load the target's weights
     tracker = None if run.dry_run else run.tracker
-    accelerator = make_accelerator(config, paths.output, cpu=device == "cpu", tracker=tracker)
-    target = load_target(source, run.dtype, accelerator.device).requires_grad_(False)
+    accelerator = make_accelerator(config, run.output, cpu=device == "cpu", tracker=tracker)
+    target = options.load_target(source, run.dtype, accelerator.device).requires_grad_(False)
     others = {"heldout": heldout, "accelerator": accelerator, "tracker": tracker}
-    trainer = Trainer(target, drafter, rows, config, paths.output, **others)
+    trainer = Trainer(target, drafter, rows, config, run.output, **others)
     if run.dry_run:
         _print_plan(trainer, run)
         return
@@ -147,8 +126,8 @@ def train(
     # 4. Train
     if run.cache_features is not None:
         trainer.features = _cached_features(trainer, run.cache_features)
-    if paths.resume and not trainer.resume() and accelerator.is_main_process:
-        print(f"dflash: no checkpoint under {paths.output}: starting from the beginning", file=sys.stderr)
+    if run.resume and not trainer.resume() and accelerator.is_main_process:
+        print(f"dflash: no checkpoint under {run.output}: starting from the beginning", file=sys.stderr)
     last = trainer.train()
     if run.as_json and accelerator.is_main_process:
         typer.echo(json.dumps(last))
@@ -158,21 +137,21 @@ def _is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _check(paths: _Paths, shape: _DraftShape, config: TrainConfig, run: _Run) -> str:
+def _check(run: _Run, config: TrainConfig) -> str:
     """Check the options, set the number of threads, and return the device."""
-    if shape.type not in (None, "dflash", "dflash2"):
-        raise ValueError(f"--type must be dflash or dflash2, got {shape.type!r}")
-    if shape.dflash2() and shape.type != "dflash2":
-        raise ValueError(f"{_option(next(iter(shape.dflash2())))} is for DFlash 2 drafters: add --type dflash2")
-    if run.dry_run and paths.resume:
+    if run.type not in (None, "dflash", "dflash2"):
+        raise ValueError(f"--type must be dflash or dflash2, got {run.type!r}")
+    if (sizes := run.given(_DFLASH2_SIZES)) and run.type != "dflash2":
+        raise ValueError(f"{options.option_of(next(iter(sizes)))} is for DFlash 2 drafters: add --type dflash2")
+    if run.dry_run and run.resume:
         raise ValueError("--dry-run plans a run from its start: leave out --resume")
     if run.cache_features is not None and config.distill:
         raise ValueError("--distill needs the target's own distribution, which --cache-features does not store")
-    device = check_device(run.dtype, run.device)
+    device = options.check_device(run.dtype, run.device)
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {device!r}")
     if _is_first_process():
-        _check_output(paths.output, paths.resume)
+        _check_output(run.output, run.resume)
     _check_packages("accelerate", "datasets")
     if run.threads is not None:
         if run.threads < 1:
@@ -181,10 +160,9 @@ def _check(paths: _Paths, shape: _DraftShape, config: TrainConfig, run: _Run) ->
     return device
 
 
-def _initial_drafter(target: Any, tokenizer: Any, init: str | None, shape: _DraftShape, seed: int) -> Any:
+def _initial_drafter(target: Any, tokenizer: Any, run: _Run, seed: int) -> Any:
     """Return the drafter to start from, checked against the target."""
-    given = {name: value for name, value in asdict(shape).items() if value is not None}
-    kind, sizes = given.pop("type", None), {name: given.pop(name) for name in shape.dflash2()}
+    init, kind, given, sizes = run.init, run.type, run.given(_SHAPE), run.given(_DFLASH2_SIZES)
     # 1. A new one, or that of --init, whose shape is fixed.
     if init is None:
         mask = choose_mask_id(target, tokenizer, given.pop("mask_token_id", None))
@@ -210,16 +188,12 @@ def _initial_drafter(target: Any, tokenizer: Any, init: str | None, shape: _Draf
     return drafter
 
 
-def _expect_not_given(options: dict[str, Any]) -> None:
-    if options:
-        raise ValueError(f"{_option(next(iter(options)))} is fixed by --init: leave it out")
+def _expect_not_given(given: dict[str, Any]) -> None:
+    if given:
+        raise ValueError(f"{options.option_of(next(iter(given)))} is fixed by --init: leave it out")
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _rows(data: str | None, source: Source, target: Any, tokenizer: Any, reading: _RowReading) -> Any:
+def _rows(data: str | None, source: options.Source, target: Any, tokenizer: Any, run: _Run) -> Any:
     """Return the training rows of ``data``; None without data."""
     if data is None:
         return None
@@ -227,13 +201,13 @@ def _rows(data: str | None, source: Source, target: Any, tokenizer: Any, reading
     return load_rows(
         data,
         tokenizer,
-        room_of(target, reading.max_length),
-        raw=reading.raw,
-        bos=reading.bos,
-        template={"enable_thinking": False} if reading.no_thinking else None,
+        options.room_of(target, run.max_length),
+        raw=run.raw,
+        bos=run.bos,
+        template={"enable_thinking": False} if run.no_thinking else None,
         vocab_size=config.vocab_size,
         stop_token_ids=source.load_stop_token_ids(config),
-        skip_long=reading.skip_long,
+        skip_long=run.skip_long,
     )
 
 
@@ -327,19 +301,19 @@ class _Asking:
     out: Annotated[Path, "JSONL of responses; an interrupted run continues."]
     draft: Annotated[str | None, "A drafter for the target; faster in small batches."] = None
     server: Annotated[str | None, "Ask an OpenAI-compatible server: http://HOST:PORT/v1."] = None
-    raw: Raw = False
-    bos: Bos = False
-    no_thinking: NoThinking = False
+    raw: options.Raw = False
+    bos: options.Bos = False
+    no_thinking: options.NoThinking = False
     skip_long: Annotated[bool, "Leave out prompts that are too long."] = False
-    limit: Limit = None
+    limit: options.Limit = None
     split: Annotated[str, "Split of a data set of the hub."] = "train"
     batch_size: Annotated[int, "Sequences per batch."] = 64
     concurrency: Annotated[int, "Requests to the server at a time."] = 32
     token_ids: Annotated[bool, "Ask the server for token ids too (vLLM)."] = False
-    dtype: Dtype = "auto"
-    device: Device = None
-    trust_remote_code: TrustRemoteCode = False
-    as_json: Json = False
+    dtype: options.Dtype = "auto"
+    device: options.Device = None
+    trust_remote_code: options.TrustRemoteCode = False
+    as_json: options.Json = False
 
     def writer(self) -> Writer:
         """Return what answers the prompts: a server, or the target loaded here."""
@@ -351,14 +325,14 @@ class _Asking:
                 raise ValueError(f"--{given[0]} does not go with --server: the server decides")
             common |= {"concurrency": self.concurrency, "token_ids": self.token_ids}
             return ServerWriter(self.server, self.model, api_key=os.environ.get("OPENAI_API_KEY"), **common)
-        source = Source(self.model, self.trust_remote_code, quiet=self.as_json)
-        tokenizer = load_tokenizer(source)
-        target, drafter, _ = load(source, self.draft, self.dtype, self.device)
+        source = options.Source(self.model, self.trust_remote_code, quiet=self.as_json)
+        tokenizer = options.load_tokenizer(source)
+        target, drafter, _ = options.load(source, self.draft, self.dtype, self.device)
         common |= {"name": self.model, "batch_size": self.batch_size, "bos": self.bos}
         return LocalWriter(target, tokenizer, drafter, **common)
 
 
-@takes_dataclasses(config=("temperatures",))
+@options.takes_dataclasses(config=("temperatures",))
 def regenerate(
     prompts: Annotated[str, typer.Argument(help="JSONL with prompt, messages, question or turns; or a hub name.")],
     *,
@@ -402,16 +376,15 @@ def _summary_text(summary: Summary) -> str:
 
 
 def export(
-    draft: Draft,
+    draft: options.Draft,
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist, or be empty.")],
     layout: Annotated[str, typer.Option("--format", help="published, speculators or transformers.")],
     target: Annotated[str | None, typer.Option(help="The target's name, which the speculators layout stores.")] = None,
-    dtype: Dtype = "auto",
-    as_json: Json = False,
+    dtype: options.Dtype = "auto",
+    as_json: options.Json = False,
 ) -> None:
     """Convert a drafter from the published or the speculators layout to the one given by --format."""
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    options.check_dtype(dtype)
     with _printed_warnings():
         export_draft(draft, out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
     if as_json:
