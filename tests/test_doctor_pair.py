@@ -30,9 +30,8 @@ from tokenizers import processors
 
 from dflash import Generator, cli, load_draft
 from dflash.doctor import Effort, Pair, Prompts, Wiring, diagnose, find_prompts
-from dflash.doctor.faults import Facts, variants
-from dflash.doctor.prompts import Answered, answer
-from dflash.doctor.replay import Replay, record
+from dflash.doctor.answers import Answered, Replay, answer, record
+from dflash.doctor.wiring import Facts, variants
 from dflash.evaluate import PAIR
 
 # These take more places to tell from chance.

@@ -10,7 +10,7 @@ from tiny_tokenizers import byte_level
 
 from dflash.doctor import Wiring
 from dflash.doctor.diagnosis import check_positions
-from dflash.doctor.faults import Facts, variants
+from dflash.doctor.wiring import Facts, variants
 from dflash.drafter import DraftConfig, Drafter, Rope
 
 CHANGES = {

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from ..drafter import Drafter, is_speculators
 from ..targets import embedding_table, text_config
 from ..terminal import listed
-from .faults import Facts, Variant, variants
-from .prompts import Pair, Prompts, Show, answer
-from .replay import Replay, Score, record
-from .wiring import Wiring
+from .answers import Pair, Prompts, Replay, Score, Show, answer, record
+from .wiring import Facts, Variant, Wiring, variants
 
 _TARGET_DTYPE = "run the pair in bfloat16 or float32 (--dtype)"
 _TARGET_WEIGHTS = "these are not the weights of the model that the drafter was trained on"
