@@ -453,6 +453,7 @@ def test_a_wrong_grammar_is_refused_when_it_is_made(make, error, message):
 WRONG_CALLS = [
     ({"grammar": {"type": "object"}}, TypeError, r"grammar must be a dflash.Grammar, .* got .*make one with"),
     ({"grammar": [Grammar.regex("a"), "b"]}, TypeError, "grammar must be a dflash.Grammar"),
+    ({"grammar": (Grammar.regex("a") for _ in range(1))}, TypeError, "or a list with one or None per prompt, got <gen"),
     ({"grammar": [Grammar.regex("a")] * 2}, ValueError, "one per prompt, 1 in all, got 2"),
     ({"tokenizer": None}, ValueError, "a grammar needs the target's tokenizer"),
     ({"stop_token_ids": []}, ValueError, "stop_token_ids is empty"),

@@ -16,8 +16,6 @@ from .masks import Matcher
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["Grammar"]
-
 _NAMES = {"json_schema": "JSON schema", "regex": "regex", "lark": "Lark grammar"}
 _WHITESPACE = r" ?(\r?\n[ \t]{0,32})?"
 _MAX_REASON = 500  # characters of an error; some repeat the grammar
@@ -29,8 +27,7 @@ _MAX_COMPILED = 64  # grammars per tokenizer and stop list that are kept compile
 class Grammar:
     """What an answer must match, from its first token to the stop token.
 
-    Make one with `json_schema`, `regex` or `lark`. llguidance defines the syntax and the keywords (the extra
-    ``grammar``); what it does not support is refused.
+    Make one with `json_schema`, `regex` or `lark`. llguidance (the extra ``grammar``) defines syntax and keywords.
 
     Attributes:
         kind: ``"json_schema"``, ``"regex"`` or ``"lark"``.
@@ -47,9 +44,6 @@ class Grammar:
         Between two JSON tokens there may be a space, and a line break with up to 32 spaces or tabs: free whitespace
         would let a model write nothing else. ``"x-guidance": {"whitespace_flexible": False}`` in the schema forbids it,
         ``{"whitespace_pattern": REGEX}`` allows other.
-
-        Args:
-            schema: a JSON schema.
 
         Raises:
             ValueError: the schema is invalid, contradicts itself or has an unsupported keyword, or llguidance is not
@@ -71,9 +65,6 @@ class Grammar:
         The syntax is that of Rust's ``regex`` without look-around: ``\w`` and ``\d`` are Unicode. ``^`` and ``$`` may
         stand at the ends.
 
-        Args:
-            pattern: the regular expression.
-
         Raises:
             ValueError: the pattern is invalid, or llguidance is not installed.
             TypeError: it is not a string.
@@ -83,9 +74,6 @@ class Grammar:
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
         """Return a context-free grammar in Lark's syntax, as llguidance reads it, with the rule ``start``.
-
-        Args:
-            grammar: its rules.
 
         Raises:
             ValueError: the grammar is invalid, or llguidance is not installed.
@@ -98,19 +86,15 @@ class Grammar:
         """The grammar as llguidance takes it."""
         if self.kind == "regex":
             return _llguidance().LLMatcher.grammar_from_regex(self.text)
-        if self.kind == "lark":
-            return json.dumps({"grammars": [{"lark_grammar": self.text}]})
-        return json.dumps({"grammars": [{"json_schema": self._schema}]})
+        given = {"lark_grammar": self.text} if self.kind == "lark" else {"json_schema": self._schema}
+        return json.dumps({"grammars": [given]})
 
     @property
     def rule(self) -> str:
         """The grammar as what a rule of a larger Lark grammar stands for."""
         if self.kind == "json_schema":
             return f"%json {json.dumps(self._schema)}"
-        lark = self.text
-        if self.kind == "regex":
-            (given,) = json.loads(self.source)["grammars"]
-            lark = given["lark_grammar"]
+        lark = self.text if self.kind == "lark" else json.loads(self.source)["grammars"][0]["lark_grammar"]
         return f"%lark {{\n{lark}\n}}"
 
     @property
@@ -118,11 +102,7 @@ class Grammar:
         return {"x-guidance": {"whitespace_pattern": _WHITESPACE}} | json.loads(self.text)
 
     def begin(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> Matcher:
-        """Return the place of a row that has not begun.
-
-        Args:
-            tokenizer: the target's.
-            stop_token_ids: the ids that end a row.
+        """Return the place of a row that has not begun; ``stop_token_ids`` end it.
 
         Raises:
             ValueError: the grammar allows no token of this tokenizer, or the tokenizer cannot be used.
@@ -137,19 +117,11 @@ class Grammar:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance reads it, and the grammars that were compiled for it.
-
-    Args:
-        tokenizer: the target's.
-        stop: the ids that end a row.
-    """
+    """A tokenizer as llguidance reads it, and the grammars compiled for it; the ids ``stop`` end a row."""
 
     def __init__(self, tokenizer: Any, stop: tuple[int, ...]) -> None:
-        _llguidance()
-        from llguidance.hf import from_tokenizer
-
         try:
-            self.tokens = from_tokenizer(tokenizer, eos_token=list(stop))
+            self.tokens = _llguidance().hf.from_tokenizer(tokenizer, eos_token=list(stop))
         except (ValueError, AttributeError) as error:
             raise ValueError(f"grammars cannot be used with this {type(tokenizer).__name__}: {error}") from error
         if plain := [token for token in stop if not self.tokens.is_special_token(token)]:
@@ -191,7 +163,7 @@ def _vocabulary(tokenizer: Any, stop: tuple[int, ...]) -> _Vocabulary:
 
 def _llguidance() -> Any:
     try:
-        import llguidance
+        import llguidance.hf
     except ImportError as error:
         raise ValueError("a grammar needs the llguidance package: pip install '.[grammar]'") from error
     return llguidance

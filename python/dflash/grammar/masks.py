@@ -14,20 +14,15 @@ from ..state import RUNNING, Block, State
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["GrammarMasks", "Matcher", "first_banned"]
-
 
 class Matcher:
-    """One row's place in its grammar.
+    """One row's place in its grammar; ``words`` is the size of a mask, 32 tokens in each.
 
     Args:
         grammar: what is matched; only kept.
         state: llguidance's, not in error.
         vocab_size: tokens that it knows.
         stop: the ids that end a row.
-
-    Attributes:
-        words: of a mask, 32 tokens in each.
     """
 
     def __init__(self, grammar: Hashable, state: LLMatcher, vocab_size: int, stop: frozenset[int]) -> None:
@@ -43,18 +38,12 @@ class Matcher:
         return Matcher(self.grammar, self._state.deep_copy(), self._vocab_size, self._stop)
 
     def consume(self, ids: Sequence[int]) -> None:
-        """Move on by emitted tokens.
-
-        Raises:
-            ValueError: the grammar does not allow them, or is too complex for llguidance's limits.
-        """
+        """Move on by emitted tokens; raises ValueError if the grammar bans one or passes llguidance's limits."""
         if not self._state.consume_tokens(list(ids)):
             raise ValueError(_reason(self._state))
 
     def fill_(self, masks: Tensor, ids: Sequence[int], parents: Sequence[int] | None = None) -> None:
-        """Write which tokens may follow each row of a block.
-
-        Of a chain, one call computes all masks, without Python's lock.
+        """Write which tokens may follow each row of a block. A chain's masks are one call, without Python's lock.
 
         Args:
             masks: ``[rows, words]`` int32 on the host, contiguous; bit ``i % 32`` of word ``i // 32`` is for token i.
@@ -66,7 +55,7 @@ class Matcher:
             ValueError: no token may follow the anchor.
         """
         if parents is None:
-            drafts = self._texts(ids[1:])
+            drafts = list(itertools.takewhile(self._is_text, ids[1:]))
             state = self._state.deep_copy()  # a draft may lead to an error, which llguidance never leaves
             state.unsafe_compute_mask_ptr_with_draft_token(masks.data_ptr(), 4 * self.words, drafts)
             if not state.is_error():
@@ -91,10 +80,6 @@ class Matcher:
                 ahead = state.deep_copy()
                 ahead.consume_token(ids[child])
                 self._visit(ahead, child, masks, ids, children)
-
-    def _texts(self, drafts: Sequence[int]) -> list[int]:
-        """Return the drafts before the first that is missing, a stop token or unknown."""
-        return list(itertools.takewhile(self._is_text, drafts))
 
     def _is_text(self, token: int) -> bool:
         return 0 <= token < self._vocab_size and token not in self._stop
@@ -121,10 +106,8 @@ class GrammarMasks:
     """Masks for the rows of a batch, made on the host by llguidance.
 
     Those of a drafted chain are made before the target runs: they also say which drafts to draw again. Those of other
-    blocks are made after the target's pass was launched, which on a GPU runs meanwhile. A step waits for the device
-    once, and once more each time that drafts are drawn again.
-
-    What goes wrong with a row's grammar ends that row only: its masks then allow nothing.
+    blocks are made while the target's pass runs. A step waits for the device once, and once more each time that drafts
+    are drawn again. If a row's grammar goes wrong, that row ends: its masks allow nothing.
 
     Args:
         state: of the running batch.
@@ -159,10 +142,7 @@ class GrammarMasks:
         return any(matcher is not None for matcher in self._matchers)
 
     def set_(self, row: int, matcher: Matcher | None, prompt_length: int = 0) -> None:
-        """Let a row begin a grammar after its prompt, or have none. The first `apply` of the row masks its first token.
-
-        On a GPU this waits for the step that is running.
-        """
+        """Let a row begin a grammar after its prompt, or have none. On a GPU this waits for the step that runs."""
         self._asked = None  # a step that failed before it got its answer has left this
         if matcher is None and self._matchers[row] is None:
             return
@@ -202,12 +182,16 @@ class GrammarMasks:
     def apply(self, logits: Tensor) -> Tensor:
         """Return ``logits [batch, rows, vocab]`` with -inf for what a grammar does not allow, NaN where it leaves none.
 
-        Waits for what was asked and makes the masks. If nothing was asked, they are made, or the logits are for the
-        first token of rows that begin. Rows that are not running get what they had.
+        Waits for what was asked and makes the masks. Rows that are not running keep theirs.
         """
         rows = logits.shape[1]
         if self._asked is not None:
-            self._answer(rows)
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            values, self._asked = self._asked.tolist(), None
+            for row, ids in self._advance(values).items():
+                if (self._consumed[row], ids[1:]) != self._masked[row]:
+                    self._fill(row, ids[:rows], ids[rows:] or None)
         masks = self._masks[:, :rows].to(logits.device, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
@@ -215,15 +199,6 @@ class GrammarMasks:
         logits = logits.masked_fill(banned, -torch.inf)
         nothing = (logits.amax(-1, keepdim=True) == -torch.inf) & self._is_masked
         return logits.masked_fill_(nothing, torch.nan)
-
-    def _answer(self, rows: int) -> None:
-        """Write the masks of the block that was asked about."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        values, self._asked = self._asked.tolist(), None
-        for row, ids in self._advance(values).items():
-            if (self._consumed[row], ids[1:]) != self._masked[row]:
-                self._fill(row, ids[:rows], ids[rows:] or None)
 
     def _fill(self, row: int, ids: list[int], parents: list[int] | None = None) -> None:
         """Write a row's masks; see `Matcher.fill_`."""
@@ -263,9 +238,6 @@ class GrammarMasks:
         self.errors[row] = f"the grammar of row {row} cannot go on at position {self._consumed[row]}: {error}"
 
     def _banned(self, masks: Tensor, vocab_size: int) -> Tensor:
-        """Return what ``masks [..., words]`` do not allow, ``[..., vocab]`` bool.
-
-        Ids that the tokenizer does not know, such as the padding of a head, are never allowed.
-        """
+        """Return what ``masks [..., words]`` ban, ``[..., vocab]`` bool. Ids unknown to the tokenizer are banned."""
         banned = self._banned_by_byte[masks.view(torch.uint8).int()].view(torch.bool)
         return torch.nn.functional.pad(banned, (0, vocab_size - banned.shape[-1]), value=True)
