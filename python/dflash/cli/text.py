@@ -135,6 +135,10 @@ def _chat_ids(tokenizer: Any, system: str | None, messages: list[dict[str, str]]
     return prompt_ids(tokenizer, {"messages": first + messages})
 
 
+# Of the statistics, as they are.
+_REPORTED = ("seconds", "time_to_first_token", "tokens_per_second", "acceptance_length", "histogram", "block_size")
+
+
 class _StreamedAnswer:
     """The answer of a one-row stream with draft trees or chains, printed as it arrives unless ``quiet``."""
 
@@ -167,18 +171,12 @@ class _StreamedAnswer:
     def report(self) -> dict[str, Any]:
         """Describe the finished answer for ``--json``."""
         statistics = self.last.statistics
-        length = statistics.acceptance_length
-        times = ("seconds", "time_to_first_token", "tokens_per_second")
-        return {
-            "text": self.text,
-            "finish_reason": self.last.finish_reasons[0],
-            "num_prefilled_tokens": statistics.num_prefilled_tokens[0],
-            "num_new_tokens": statistics.num_new_tokens[0],
-            **{name: getattr(statistics, name) for name in times},
-            "acceptance_length": None if math.isnan(length) else length,  # NaN if no step ran
-            **{"histogram": statistics.histogram, "block_size": statistics.block_size},
-            **{"tree": self._tree, "weights": statistics.weights},
-        }
+        report = {"text": self.text, "finish_reason": self.last.finish_reasons[0]}
+        report |= {name: getattr(statistics, name)[0] for name in ("num_prefilled_tokens", "num_new_tokens")}
+        report |= {name: getattr(statistics, name) for name in _REPORTED}
+        if math.isnan(report["acceptance_length"]):  # no step ran
+            report["acceptance_length"] = None
+        return report | {"tree": self._tree, "weights": statistics.weights}
 
 
 # ---------------------------------------------------------------------------------------------- chat
@@ -212,62 +210,63 @@ def chat(
     target, drafter, device = models.load(source)
     length = options.room_of(target, max_length)
     generator = Generator(target, drafter, max_length=length, tree=models.tree, **models.generator)
-    conversation = _Conversation(generator, tokenizer, device, system, max_new_tokens, sampling)
+    arguments = {"max_new_tokens": max_new_tokens, **dataclasses.asdict(sampling)}
+    conversation = _Conversation(generator, tokenizer, device, system, arguments, as_json)
     # 2. Answer line by line.
-    console, all_answered = Console(stderr=True), True
+    console, all_answered = conversation.console, True
     for number, line in _read_lines(console):
         if line.strip() == "/reset":
             conversation.messages.clear()
         elif line.strip() == "/drop":
             del conversation.messages[:2]
         else:
-            all_answered &= _answer(conversation, number, line, as_json, console)
+            all_answered &= conversation.answer(number, line)
     if not (all_answered or sys.stdin.isatty()):
         raise typer.Exit(1)
 
 
-def _answer(conversation: _Conversation, number: int, message: str, as_json: bool, console: Console) -> bool:
-    """Answer a message, line ``number`` of the input.
-
-    Returns False, and leaves the conversation as it was, if that cannot be done.
-    """
-    answer = _StreamedAnswer(conversation.generator.tree, quiet=as_json)
-    try:
-        check_text(message, "standard input", number)
-        with contextlib.closing(conversation.ask(message)) as events:
-            for event in events:
-                answer.add(event)
-    except KeyboardInterrupt:
-        console.print("[dim](stopped)[/]")
-    except ValueError as error:
-        print_error(error)
-        if as_json:
-            typer.echo(json.dumps({"error": str(error)}))
-        return False
-    if answer.last is None:
-        return True  # stopped before it began
-    conversation.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
-    if as_json:
-        typer.echo(json.dumps(answer.report()))
-    else:
-        typer.echo()
-        console.print(f"[dim]{answer.summary()}[/]", soft_wrap=True)
-    return True
-
-
 @dataclass
 class _Conversation:
-    """A conversation: its messages, and the generator that answers them."""
+    """A conversation: its messages, the generator that answers them, and the arguments of an answer."""
 
     generator: Generator
     tokenizer: Any
     device: str
     system: str | None
-    max_new_tokens: int
-    sampling: options.SamplingOptions
+    arguments: dict[str, Any]
+    as_json: bool
     messages: list[dict[str, str]] = field(default_factory=list)
+    console: Console = field(default_factory=lambda: Console(stderr=True))
 
-    def ask(self, message: str) -> Iterator[Any]:
+    def answer(self, number: int, message: str) -> bool:
+        """Answer a message, line ``number`` of the input.
+
+        Returns False, and leaves the conversation as it was, if that cannot be done.
+        """
+        answer = _StreamedAnswer(self.generator.tree, quiet=self.as_json)
+        try:
+            check_text(message, "standard input", number)
+            with contextlib.closing(self._ask(message)) as events:
+                for event in events:
+                    answer.add(event)
+        except KeyboardInterrupt:
+            self.console.print("[dim](stopped)[/]")
+        except ValueError as error:
+            print_error(error)
+            if self.as_json:
+                typer.echo(json.dumps({"error": str(error)}))
+            return False
+        if answer.last is None:
+            return True  # stopped before it began
+        self.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
+        if self.as_json:
+            typer.echo(json.dumps(answer.report()))
+        else:
+            typer.echo()
+            self.console.print(f"[dim]{answer.summary()}[/]", soft_wrap=True)
+        return True
+
+    def _ask(self, message: str) -> Iterator[Any]:
         """Stream the answer to a message, which is not added yet. Raises ValueError if there is no room for it."""
         ids = _chat_ids(self.tokenizer, self.system, [*self.messages, {"role": "user", "content": message}])
         limit = self.generator.max_length
@@ -278,13 +277,10 @@ class _Conversation:
                 f"the conversation would have {len(ids)} tokens, the limit is {limit}: this message was left out; "
                 "/drop forgets the oldest message and its answer, /reset all of them"
             )
-        return self.generator.stream(
-            torch.tensor([ids], dtype=torch.int64, device=self.device),
-            tokenizer=self.tokenizer,
-            skip_special_tokens=True,
-            max_new_tokens=min(self.max_new_tokens, limit - len(ids)),
-            **dataclasses.asdict(self.sampling),
-        )
+        new = min(self.arguments["max_new_tokens"], limit - len(ids))
+        prompt = torch.tensor([ids], dtype=torch.int64, device=self.device)
+        rest = {"tokenizer": self.tokenizer, "skip_special_tokens": True, **self.arguments, "max_new_tokens": new}
+        return self.generator.stream(prompt, **rest)
 
 
 def _read_lines(console: Console) -> Iterator[tuple[int, str]]:

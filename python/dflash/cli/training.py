@@ -7,8 +7,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,7 +151,8 @@ def _check(run: _Run, config: TrainConfig) -> str:
         raise ValueError(f"--device must be cpu or cuda, got {device!r}")
     if _is_first_process():
         _check_output(run.output, run.resume)
-    _check_packages("accelerate", "datasets")
+    if missing := [name for name in ("accelerate", "datasets") if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"training needs {', '.join(missing)}: pip install '.[train]'")
     if run.threads is not None:
         if run.threads < 1:
             raise ValueError(f"--threads must be at least 1, got {run.threads}")
@@ -287,12 +287,6 @@ def _check_output(output: Path, resume: bool) -> None:
     check_writable(output)
 
 
-def _check_packages(*packages: str) -> None:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"training needs {', '.join(missing)}: pip install '.[train]'")
-
-
 @dataclass(frozen=True)
 class _Asking:
     """Models and files of a run, and options for reading and answering the prompts."""
@@ -385,22 +379,15 @@ def export(
 ) -> None:
     """Convert a drafter from the published or the speculators layout to the one given by --format."""
     options.check_dtype(dtype)
-    with _printed_warnings():
-        export_draft(draft, out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    with warnings.catch_warnings(record=True) as caught:  # printed without their place in the code, before an error too
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
+        try:
+            export_draft(draft, out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
+        finally:
+            for warning in caught:
+                typer.echo(f"dflash: {printable(warning.message)}", err=True)
     if as_json:
         typer.echo(json.dumps({"out": str(out), "format": layout}))
     else:
         typer.echo(f"{draft} was written to {out} in the {layout} layout", err=True)
-
-
-@contextmanager
-def _printed_warnings() -> Iterator[None]:
-    """Print warnings for users in lines of their own, also before an error. Those for developers are dropped."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", UserWarning)
-        try:
-            yield
-        finally:
-            for warning in caught:
-                typer.echo(f"dflash: {printable(warning.message)}", err=True)

@@ -29,10 +29,9 @@ class QueueFullError(RuntimeError):
 
 
 class Ticket:
-    """A request that was submitted: an iterator of its events, for one reader.
+    """A request that was submitted: an iterator of its events for one reader, unless it has an ``emit`` of its own.
 
-    Reading slowly holds up nobody: events wait in memory, at most one per token. What goes wrong with the request is
-    raised where it is read. A ticket with an ``emit`` of its own is not iterated.
+    Reading slowly holds up nobody: events wait in memory, at most one per token. Errors are raised where it is read.
     """
 
     def __init__(self, call: Call, skip_special_tokens: bool, emit: Callable[[Item], None] | None) -> None:
@@ -62,9 +61,8 @@ class Ticket:
 class Scheduler:
     """Runs requests on the rows of a generator, first come first served, in a thread of its own.
 
-    Prompts are run in chunks, one of them between two steps, the waiting prompts in turn. So a long prompt holds up
-    neither the answers that are being written nor shorter prompts. What a request writes does not depend on the others
-    (`dflash.session.Session`).
+    Between two steps one chunk of one waiting prompt is run, so a long prompt does not hold up the others. What a
+    request writes does not depend on the others (`dflash.session.Session`).
 
     Args:
         generator: used by nobody else until `close`.
@@ -114,8 +112,8 @@ class Scheduler:
         Args:
             call: from `resolve`.
             skip_special_tokens: as in ``tokenizer.decode``, for the events' text.
-            emit: called from the scheduler's thread, must return at once: with each event, then with None or with an
-                exception. By default the ticket itself collects them.
+            emit: called from the scheduler's thread with each event, then with None or an exception; must return at
+                once. By default the ticket collects them.
 
         Raises:
             QueueFullError: ``max_waiting`` requests wait already.
@@ -123,8 +121,7 @@ class Scheduler:
         """
         ticket = Ticket(call, skip_special_tokens, emit)
         with self._changed:
-            if self._is_closing:
-                raise RuntimeError("the scheduler is closed: it takes no more requests")
+            self._expect_open()
             waiting = sum(not other.is_cancelled for other in self._waiting)
             if waiting + len(self._running) >= self.generator.batch_size + self.max_waiting:
                 raise QueueFullError(f"{self.max_waiting} requests wait already: try again later")
@@ -133,10 +130,9 @@ class Scheduler:
         return ticket
 
     def run_between_steps(self, parts: Generator[None, None, _Result]) -> Future[_Result]:
-        """Do some other work in the scheduler's thread: a part of it between any two steps, one work after another.
+        """Do other work in the scheduler's thread: a part between any two steps, one work after another.
 
-        ``parts`` yields after each part, which holds up the answers that are being written. Returns the future result;
-        cancelling it ends the work.
+        ``parts`` yields after each part. Returns the future result; cancelling it ends the work.
 
         Raises:
             QueueFullError: one work is being done and ``max_waiting`` others wait.
@@ -144,26 +140,26 @@ class Scheduler:
         """
         future: Future[_Result] = Future()
         with self._changed:
-            if self._is_closing:
-                raise RuntimeError("the scheduler is closed: it takes no more requests")
+            self._expect_open()
             if len(self._works) > self.max_waiting:
                 raise QueueFullError(f"{len(self._works)} checks wait already: try again later")
             self._works.append((parts, cast("Future[object]", future)))
             self._changed.notify()
         return future
 
-    def close(self, *, drain: bool = True) -> None:
-        """Take no more requests and wait for the thread's end.
+    def _expect_open(self) -> None:
+        if self._is_closing:
+            raise RuntimeError("the scheduler is closed: it takes no more requests")
 
-        Args:
-            drain: finish those that were submitted; False ends them after the step that runs.
-        """
+    def close(self, *, drain: bool = True) -> None:
+        """Take no more requests; finish those submitted, or without ``drain`` end them after the step that runs."""
         with self._changed:
             self._is_closing = True
-            for ticket in () if drain else (*self._waiting, *self._running.values()):
-                ticket.cancel()
-            for _, future in () if drain else (*self._works,):
-                future.cancel()
+            if not drain:
+                for ticket in (*self._waiting, *self._running.values()):
+                    ticket.cancel()
+                for _, future in self._works:
+                    future.cancel()
             self._changed.notify()
         self._thread.join()
 
@@ -174,8 +170,8 @@ class Scheduler:
             try:
                 if not self._fill_rows():
                     return
-                if self._works and self._is_done(*self._works[0]):
-                    self._works.popleft()
+                if self._works:
+                    self._work(*self._works[0])
                 self._step()
             except Exception as error:  # requests get it, and the next ones new rows
                 self._fail(error)
@@ -200,21 +196,20 @@ class Scheduler:
                     self._running[row] = ticket
             return bool(self._waiting or self._running or self._works or not self._is_closing)
 
-    def _is_done(self, parts: Generator[None, None, object], future: Future[object]) -> bool:
-        """Do the next part of a work; return True if nothing is left."""
-        if future.cancelled():
-            parts.close()
-            return True
+    def _work(self, parts: Generator[None, None, object], future: Future[object]) -> None:
+        """Do the next part of the first work."""
         try:
-            next(parts)
-            return False
+            if not future.cancelled():
+                next(parts)
+                return
+            parts.close()
         except StopIteration as end:
             if future.set_running_or_notify_cancel():
                 future.set_result(end.value)
         except Exception as error:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
-        return True
+        self._works.popleft()
 
     def _step(self) -> None:
         """Step the session, and pass on what was added."""
