@@ -213,7 +213,7 @@ class Recorded(Replay):
     def drain(self) -> None:
         pass
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         pass
 
 

@@ -9,7 +9,7 @@ import torch
 
 from dflash import cli, ops
 from dflash.cli import diagnosis as doctor
-from dflash.engine import graphs as replay
+from dflash.engine import graphs
 from dflash.ops import switches
 
 
@@ -66,7 +66,7 @@ def test_a_forced_instruction_set_is_a_warning(monkeypatch):
 )
 def test_the_state_of_the_gpu_is_reported(monkeypatch, seen, present, cuda, status, words):
     gpu(monkeypatch, seen=seen, present=present, cuda=cuda)
-    monkeypatch.setattr(replay, "graph_status", lambda: "")
+    monkeypatch.setattr(graphs, "graph_status", lambda: "")
     assert find("GPU").status == status
     assert words in find("GPU").found
 
@@ -84,7 +84,7 @@ def test_the_state_of_the_cuda_kernels_is_reported(monkeypatch, built, reason, s
     gpu(monkeypatch, seen=True, present=True, cuda="13.0")
     monkeypatch.setattr(ops, "has_cuda_kernels", lambda: built)
     monkeypatch.setattr(ops, "cuda_status", lambda _device: reason)
-    monkeypatch.setattr(replay, "graph_status", lambda: "")
+    monkeypatch.setattr(graphs, "graph_status", lambda: "")
     assert find("CUDA kernels").status == status
     assert advice in find("CUDA kernels").advice
 
@@ -94,7 +94,7 @@ def test_the_state_of_cuda_graphs_is_reported(monkeypatch, reason, status, words
     assert "no GPU" in find("CUDA graphs").found or torch.cuda.is_available()
     gpu(monkeypatch, seen=True, present=True, cuda="13.0")
     monkeypatch.setattr(ops, "cuda_status", lambda _device: "")
-    monkeypatch.setattr(replay, "graph_status", lambda: reason)
+    monkeypatch.setattr(graphs, "graph_status", lambda: reason)
     assert find("CUDA graphs").status == status
     assert words in find("CUDA graphs").found
 
@@ -116,7 +116,7 @@ def test_whether_kernels_overlap_is_reported(monkeypatch, off, overlaps, capabil
     monkeypatch.setattr(ops, "overlaps", lambda _device: overlaps)
     for switch in off:
         monkeypatch.setattr(ops, switch, False)
-    monkeypatch.setattr(replay, "graph_status", lambda: "")
+    monkeypatch.setattr(graphs, "graph_status", lambda: "")
     assert find("CUDA overlap").status == status
     assert words in find("CUDA overlap").found
 

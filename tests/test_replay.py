@@ -16,7 +16,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import dflash
 from dflash import generator as generator_module
-from dflash.engine import graphs as replay
+from dflash.engine import graphs
 from dflash.ops import registry
 
 NEW = 40
@@ -195,7 +195,7 @@ class TestGraphContents:
         assert late.runner.captures == 2
 
     def test_only_the_most_recent_graphs_stay(self, target, draft, batch, monkeypatch):
-        monkeypatch.setattr(replay, "_MAX_GRAPHS", 2)
+        monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
         ids, mask, *_ = batch
         late = record(cheat(target, draft, batch))
         for name in ("greedy", "rejection", "rules", "greedy", "greedy"):
@@ -267,7 +267,7 @@ def test_work_queued_on_two_streams_stays_in_order(target, monkeypatch):
 
     streams = [Stream("first"), Stream("second")]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[0])
-    monkeypatch.setattr(Recorded, "_follow", replay.Replay._follow)
+    monkeypatch.setattr(Recorded, "follow", graphs.Replay.follow)
     generator = record(dflash.Generator(target, None, max_length=60))
     events = generator.stream(prompt(5)[None], max_new_tokens=9)
     next(events), next(events)

@@ -24,7 +24,7 @@ from torch import Tensor
 _CAPTURING = threading.Lock()  # captures and watches change settings of the whole process
 _WARM_UPS = 2  # real steps before a capture: one makes what is made at first use, one is watched
 # The least recently used goes first. Four widths (`block_size="auto"`) of eight kinds of calls.
-_MAX_GRAPHS = 32
+MAX_GRAPHS = 32
 
 
 def _is_dead(kind: Hashable) -> bool:
@@ -119,7 +119,7 @@ def _compiled(function: Callable, kind: Callable[..., Hashable], **options: Any)
             compiled.move_to_end(key)
         else:
             _drop_dead(compiled)
-            while len(compiled) >= _MAX_GRAPHS:
+            while len(compiled) >= MAX_GRAPHS:
                 compiled.popitem(last=False)
             compiled[key] = torch.compile(_with_own_code(function), dynamic=False, **options)
         return compiled[key](*arguments)
@@ -161,7 +161,7 @@ class Replay:
 
     def start(self) -> None:
         """Begin a call."""
-        self._follow()
+        self.follow()
         self._launched = self._read = 0
 
     def clear(self) -> None:
@@ -181,7 +181,7 @@ class Replay:
                 the step uses; what is kept for a kind goes when that is freed.
             obstacle: why this step must not be captured; empty if it may.
         """
-        self._follow()
+        self.follow()
         kind = kind_of_step()
         self.reason = obstacle or self._refused.get(kind, "")
         if self.reason:
@@ -218,7 +218,7 @@ class Replay:
             self._refused[kind] = self.reason = f"the step could not be captured: {_first_line(error)}"
             step()
             return
-        while len(self._graphs) >= _MAX_GRAPHS:
+        while len(self._graphs) >= MAX_GRAPHS:
             evicted, _ = self._graphs.popitem(last=False)
             del self._seen[evicted]
         self._graphs[kind] = graph
@@ -293,7 +293,7 @@ class Replay:
         for event in self._events:
             event.synchronize()
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Order the current stream after all that this call, or the one before it, queued on another stream."""
         last, self._stream = self._stream, torch.cuda.current_stream()
         if last is not None and last != self._stream:
