@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import torch
 
 import dflash
@@ -169,6 +170,13 @@ def live(*, key: str | None = None, grace: float = 30.0, **options: Any) -> Iter
         running.end()
         thread.join()
     assert (service.scheduler.running, service.scheduler.waiting) == (0, 0)
+
+
+@contextlib.contextmanager
+def client(**options: Any) -> Iterator[openai.OpenAI]:
+    """Serve on a free port; yield OpenAI's client for it. ``options`` are those of `live`."""
+    with live(**options) as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as asking:
+        yield asking
 
 
 @dataclass

@@ -22,16 +22,6 @@ def versions(monkeypatch, **known: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: known.get(name) or real(name))
 
 
-def gpu(monkeypatch, *, seen: bool, present: bool, cuda: str | None) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(doctor, "_gpu_present", lambda: present)
-
-
 def test_this_installation_works():
     checks = doctor.examine()
     assert all(check.status != "error" for check in checks)
@@ -55,70 +45,48 @@ def test_a_forced_instruction_set_is_a_warning(monkeypatch):
     assert "DFLASH_ISA" in find("CPU kernels").advice
 
 
-@pytest.mark.parametrize(
-    ("seen", "present", "cuda", "status", "words"),
-    [
-        (False, False, None, "ok", "none"),
-        (False, True, None, "warning", "CPU build"),
-        (False, True, "13.0", "warning", "cannot use it"),
-        (True, True, "13.0", "ok", "a GPU"),
-    ],
-)
-def test_the_state_of_the_gpu_is_reported(monkeypatch, seen, present, cuda, status, words):
-    gpu(monkeypatch, seen=seen, present=present, cuda=cuda)
-    monkeypatch.setattr(graphs, "graph_status", lambda: "")
-    assert find("GPU").status == status
-    assert words in find("GPU").found
+DRIVER = "the driver is made for CUDA 12, the kernels need one for CUDA 13"
+NONE, CPU = {"seen": False, "present": False, "cuda": None}, {"seen": False, "present": True, "cuda": None}
+# What is reported, what the machine has, the status, and words of what was found or of the advice.
+STATES = [
+    ("GPU", NONE, "ok", "none"),
+    ("GPU", CPU, "warning", "CPU build"),
+    ("GPU", CPU | {"cuda": "13.0"}, "warning", "cannot use it"),
+    ("GPU", {}, "ok", "a GPU"),
+    ("CUDA kernels", {"has_cuda_kernels": False}, "warning", "nvcc"),
+    ("CUDA kernels", {"cuda_status": DRIVER}, "warning", "update the driver"),
+    ("CUDA kernels", {"cuda_status": "no kernel image is available"}, "warning", "CMAKE_CUDA_ARCHITECTURES"),
+    ("CUDA kernels", {}, "ok", "running"),
+    ("CUDA graphs", NONE, "ok", "no GPU"),
+    ("CUDA graphs", {}, "ok", "used"),
+    ("CUDA graphs", {"graph_status": "no memory"}, "warning", "no memory"),
+    ("CUDA overlap", {}, "ok", "used: a kernel starts"),
+    ("CUDA overlap", {"overlaps": False, "capability": (8, 6)}, "ok", "needs compute capability 9.0, this GPU has 8.6"),
+    ("CUDA overlap", {"overlaps": False}, "warning", "compiled for older GPUs"),
+    ("CUDA overlap", {"off": ["OVERLAP"]}, "warning", "turned off by DFLASH_OVERLAP"),
+    ("CUDA overlap", {"off": ["OVERLAP", "PREFETCH"]}, "warning", "DFLASH_OVERLAP and DFLASH_PREFETCH"),
+]
 
 
-@pytest.mark.parametrize(
-    ("built", "reason", "status", "advice"),
-    [
-        (False, "", "warning", "nvcc"),
-        (True, "the driver is made for CUDA 12, the kernels need one for CUDA 13", "warning", "update the driver"),
-        (True, "no kernel image is available", "warning", "CMAKE_CUDA_ARCHITECTURES"),
-        (True, "", "ok", ""),
-    ],
-)
-def test_the_state_of_the_cuda_kernels_is_reported(monkeypatch, built, reason, status, advice):
-    gpu(monkeypatch, seen=True, present=True, cuda="13.0")
-    monkeypatch.setattr(ops, "has_cuda_kernels", lambda: built)
-    monkeypatch.setattr(ops, "cuda_status", lambda _device: reason)
-    monkeypatch.setattr(graphs, "graph_status", lambda: "")
-    assert find("CUDA kernels").status == status
-    assert advice in find("CUDA kernels").advice
-
-
-@pytest.mark.parametrize(("reason", "status", "words"), [("", "ok", "used"), ("no memory", "warning", "no memory")])
-def test_the_state_of_cuda_graphs_is_reported(monkeypatch, reason, status, words):
-    assert "no GPU" in find("CUDA graphs").found or torch.cuda.is_available()
-    gpu(monkeypatch, seen=True, present=True, cuda="13.0")
-    monkeypatch.setattr(ops, "cuda_status", lambda _device: "")
-    monkeypatch.setattr(graphs, "graph_status", lambda: reason)
-    assert find("CUDA graphs").status == status
-    assert words in find("CUDA graphs").found
-
-
-@pytest.mark.parametrize(
-    ("off", "overlaps", "capability", "status", "words"),
-    [
-        ((), True, (9, 0), "ok", "used: a kernel starts"),
-        ((), False, (8, 6), "ok", "needs compute capability 9.0, this GPU has 8.6"),
-        ((), False, (9, 0), "warning", "compiled for older GPUs"),
-        (("OVERLAP",), False, (9, 0), "warning", "turned off by DFLASH_OVERLAP"),
-        (("OVERLAP", "PREFETCH"), False, (9, 0), "warning", "DFLASH_OVERLAP and DFLASH_PREFETCH"),
-    ],
-)
-def test_whether_kernels_overlap_is_reported(monkeypatch, off, overlaps, capability, status, words):
-    gpu(monkeypatch, seen=True, present=True, cuda="13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(ops, "cuda_status", lambda _device: "")
-    monkeypatch.setattr(ops, "overlaps", lambda _device: overlaps)
-    for switch in off:
+@pytest.mark.parametrize(("name", "machine", "status", "words"), STATES)
+def test_the_state_of_the_gpu_and_its_kernels_is_reported(monkeypatch, name, machine, status, words):
+    of = {"seen": True, "present": True, "cuda": "13.0", "capability": (9, 0), "off": ()}
+    of |= {"has_cuda_kernels": True, "cuda_status": "", "overlaps": True, "graph_status": ""} | machine
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: of["seen"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: of["capability"])
+    monkeypatch.setattr(torch.version, "cuda", of["cuda"])
+    monkeypatch.setattr(doctor, "_gpu_present", lambda: of["present"])
+    for ask in ("has_cuda_kernels", "cuda_status", "overlaps"):
+        monkeypatch.setattr(ops, ask, lambda *_, ask=ask: of[ask])
+    for switch in of["off"]:
         monkeypatch.setattr(ops, switch, False)
-    monkeypatch.setattr(graphs, "graph_status", lambda: "")
-    assert find("CUDA overlap").status == status
-    assert words in find("CUDA overlap").found
+    monkeypatch.setattr(graphs, "graph_status", lambda: of["graph_status"])
+    check = find(name)
+    assert check.status == status
+    assert words in check.found + check.advice
 
 
 def test_a_switch_is_0_or_1(monkeypatch):

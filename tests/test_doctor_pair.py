@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ from planted_pairs import (
 from tiny_tokenizers import byte_level
 from tokenizers import processors
 
-from dflash import Generator, cli, load_draft
+from dflash import Generator, load_draft
 from dflash.doctor import Effort, Pair, Prompts, Wiring, diagnose, find_prompts
 from dflash.doctor.answers import Answered, Replay, answer, record
 from dflash.doctor.wiring import Facts, variants
@@ -245,12 +244,10 @@ def test_every_wiring_is_tried_on_a_target_whose_config_does_not_list_its_layers
 # ---------------------------------------------------------------------------------------------- the command
 
 
-def call(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["dflash", "doctor", *arguments])
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    out = capsys.readouterr()
-    return exit.value.code or 0, out.out, out.err
+@pytest.fixture
+def doctor(shell):
+    """Return a function that runs ``dflash doctor``."""
+    return lambda *arguments: shell("doctor", *arguments)
 
 
 def prompts_file(folder, count: int = 2) -> str:
@@ -267,13 +264,12 @@ KEYS = {
 FINDING_KEYS = {"advice", "after", "before", "config", "fault", "found"}
 
 
-def test_the_command_exits_with_1_and_names_the_fault_in_json(monkeypatch, capsys, tmp_path):
+def test_the_command_exits_with_1_and_names_the_fault_in_json(doctor, tmp_path):
     plant(FAULTS["embeddings scaled"], tmp_path / "draft")
-    pair = ("--model", str(PAIR / "target"), "--draft", str(tmp_path / "draft"), "--dtype", "float32")
-    arguments = (*pair, "--prompts", prompts_file(tmp_path), "--max-new-tokens", "24", "--json")
-    code, text, error = call(monkeypatch, capsys, *arguments)
-    assert (code, error) == (1, "")
-    found = json.loads(text)
+    pair = ("--model", PAIR / "target", "--draft", tmp_path / "draft", "--dtype", "float32")
+    done = doctor(*pair, "--prompts", prompts_file(tmp_path), "--max-new-tokens", "24", "--json")
+    assert (done.code, done.err) == (1, "")
+    found = json.loads(done.out)
     assert found.keys() == KEYS
     assert found["prompts"] == 2
     assert found["prompts_from"] == f"all 2 in {tmp_path / 'prompts.jsonl'}"
@@ -285,7 +281,7 @@ def test_the_command_exits_with_1_and_names_the_fault_in_json(monkeypatch, capsy
     assert all(f"`{key}`" in page for key in KEYS | FINDING_KEYS)
 
 
-def test_the_command_exits_with_0_if_nothing_is_found(monkeypatch, capsys, tmp_path):
+def test_the_command_exits_with_0_if_nothing_is_found(doctor, tmp_path):
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
         for file in (PAIR / name).iterdir():
@@ -295,15 +291,15 @@ def test_the_command_exits_with_0_if_nothing_is_found(monkeypatch, capsys, tmp_p
     template.unlink()
     template.write_text("{%- set more = 'so ' if enable_thinking is true else '' -%}" + text + "{{- more -}}")
     prompts_file(tmp_path)  # found next to the target
-    pair = ("--model", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"), "--max-new-tokens", "32")
-    code, text, _ = call(monkeypatch, capsys, *pair)
-    assert code == 0
-    assert "no fault found" in text
-    assert "2 prompts" in text
-    assert f"prompts: all 2 in {tmp_path / 'prompts.jsonl'}" in text
-    assert "kept in" in text
-    others = text.split("with other ways to encode prompts:")[1]
-    assert "enable_thinking=True" in others
+    done = doctor("--model", tmp_path / "target", "--draft", tmp_path / "draft", "--max-new-tokens", "32")
+    assert done.code == 0
+    for words in ("no fault found", "2 prompts", f"prompts: all 2 in {tmp_path / 'prompts.jsonl'}", "kept in"):
+        assert words in done.out
+    assert "enable_thinking=True" in done.out.split("with other ways to encode prompts:")[1]
+
+
+TARGET = ("--model", PAIR / "target")
+BOTH = (*TARGET, "--draft", DRAFT)
 
 
 @pytest.mark.parametrize(
@@ -313,50 +309,35 @@ def test_the_command_exits_with_0_if_nothing_is_found(monkeypatch, capsys, tmp_p
         (["--prompts", "a"], "--prompts needs --model and --draft"),
         (["--bos", "--no-thinking"], "--no-thinking, --bos need --model and --draft"),
         (["--model", "a", "--draft", "b", "--max-new-tokens", "1"], "at least 4, got 1"),
-        (["--model", "./a", "--draft", str(DRAFT)], "no folder './a'"),
-        (["--model", str(PAIR / "target"), "--draft", "./b"], "draft './b' is neither a folder"),
-        (["--model", str(PAIR / "target"), "--draft", str(PAIR / "target")], "architectures must name"),
-        (["--model", str(PAIR / "target"), "--draft", str(PAIR)], "config.json is missing"),
-        (["--model", str(PAIR / "target"), "--draft", str(DRAFT), "--prompts", "./c"], "'./c' is not a file"),
+        (["--model", "./a", "--draft", DRAFT], "no folder './a'"),
+        ([*TARGET, "--draft", "./b"], "draft './b' is neither a folder"),
+        ([*TARGET, "--draft", PAIR / "target"], "architectures must name"),
+        ([*TARGET, "--draft", PAIR], "config.json is missing"),
+        ([*BOTH, "--prompts", "./c"], "'./c' is not a file"),
     ],
-    ids=["model", "prompts", "encodings", "tokens", "no model", "no draft", "target twice", "no config", "no file"],
 )
-def test_what_cannot_be_examined_is_refused(monkeypatch, capsys, arguments, words):
-    code, out, error = call(monkeypatch, capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert words in error
-    assert error.count("\n") == 1
+def test_what_cannot_be_examined_is_refused(doctor, arguments, words):
+    done = doctor(*arguments)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert words in done.err
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("", "is empty"),
-        ('{"prompt": "a"}\n{"prompt": 3}\n', "line 2: prompt must be text"),
-    ],
-    ids=["nothing", "number"],
-)
-def test_a_bad_file_of_prompts_is_refused_before_anything_is_loaded(monkeypatch, capsys, tmp_path, content, words):
-    (tmp_path / "bad.jsonl").write_text(content)
-    arguments = ("--model", "./missing", "--draft", "./missing", "--prompts", str(tmp_path / "bad.jsonl"))
-    code, _, error = call(monkeypatch, capsys, *arguments)
-    assert code == 2
-    assert words in error
+def test_a_bad_file_of_prompts_is_refused_before_anything_is_loaded(doctor, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    for content, words in (("", "is empty"), ('{"prompt": "a"}\n{"prompt": 3}\n', "line 2: prompt must be text")):
+        path.write_text(content)
+        done = doctor("--model", "./missing", "--draft", "./missing", "--prompts", path)
+        assert done.code == 2
+        assert words in done.err
 
 
 def test_more_prompts_than_are_examined_are_taken_from_all_over_the_file(tmp_path):
-    file = numbered(tmp_path, 64)
-    found, origin = find_prompts(str(file), "unused")
-    assert [prompt["prompt"] for prompt in found] == [str(2 * number) for number in range(32)]
-    assert origin == f"32 of the 64 in {file}"
-    assert find_prompts(str(numbered(tmp_path, 32)), "unused")[1] == f"all 32 in {file}"
-
-
-def numbered(folder, count: int) -> Path:
-    """Write ``count`` prompts to a file of ``folder``."""
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": str(number)}) + "\n" for number in range(count)))
-    return path
+    file = tmp_path / "prompts.jsonl"
+    for count, origin in ((64, "32 of the 64"), (32, "all 32")):
+        file.write_text("".join(json.dumps({"prompt": str(number)}) + "\n" for number in range(count)))
+        found = find_prompts(str(file), "unused")
+        assert found[1] == f"{origin} in {file}"
+        assert [prompt["prompt"] for prompt in found[0]] == [str(count // 32 * number) for number in range(32)]
 
 
 def test_an_error_in_the_prompts_next_to_the_target_says_where_they_stand(tmp_path):
@@ -366,35 +347,34 @@ def test_an_error_in_the_prompts_next_to_the_target_says_where_they_stand(tmp_pa
         find_prompts(None, str(tmp_path / "target"))
 
 
+@pytest.fixture
+def no_weights(tmp_path) -> Path:
+    """Copy the package's target, so that whoever loads its weights fails."""
+    ignored = shutil.ignore_patterns("*.safetensors")
+    return Path(shutil.copytree(PAIR / "target", tmp_path / "target", ignore=ignored))
+
+
 @pytest.mark.parametrize(
-    ("prompt", "template", "bos", "options", "words"),
+    ("prompt", "changed", "options", "words"),
     [
-        ({"prompt": "long " * 2000}, True, True, (), "does not fit the target's 1024 positions"),
-        ({"messages": [{"role": "user", "content": "a"}]}, False, True, (), "this tokenizer has none"),
-        ({"prompt": "a"}, False, False, ("--bos",), "this tokenizer has no BOS token"),
+        ({"prompt": "long " * 2000}, "", (), "does not fit the target's 1024 positions"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "template", (), "this tokenizer has none"),
+        ({"prompt": "a"}, "template and BOS", ("--bos",), "this tokenizer has no BOS token"),
     ],
     ids=["length", "no template", "no BOS"],
 )
 def test_prompts_that_cannot_be_asked_are_refused_before_weights_are_loaded(
-    monkeypatch, capsys, tmp_path, prompt, template, bos, options, words
+    doctor, tmp_path, no_weights, prompt, changed, options, words
 ):
-    target, file = copy_without_weights(tmp_path), tmp_path / "asked.jsonl"
-    if not template:
-        (target / "chat_template.jinja").unlink()
-    if not bos:
-        settings = json.loads((target / "tokenizer_config.json").read_text())
-        (target / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": None}))
+    file, settings = tmp_path / "asked.jsonl", no_weights / "tokenizer_config.json"
+    if changed:
+        (no_weights / "chat_template.jinja").unlink()
+    if "BOS" in changed:
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"bos_token": None}))
     file.write_text(json.dumps(prompt))
-    pair = ("--model", str(target), "--draft", str(DRAFT), "--prompts", str(file))
-    code, _, error = call(monkeypatch, capsys, *pair, *options)
-    assert code == 2
-    assert words in error
-
-
-def copy_without_weights(folder) -> Path:
-    """Copy the package's target, so that whoever loads its weights fails."""
-    ignored = shutil.ignore_patterns("*.safetensors")
-    return Path(shutil.copytree(PAIR / "target", folder / "target", ignore=ignored))
+    done = doctor("--model", no_weights, "--draft", DRAFT, "--prompts", file, *options)
+    assert done.code == 2
+    assert words in done.err
 
 
 @pytest.mark.parametrize(
@@ -405,13 +385,9 @@ def copy_without_weights(folder) -> Path:
     ],
     ids=["layers", "projector"],
 )
-def test_a_pair_that_does_not_fit_is_refused_before_its_weights_are_loaded(
-    monkeypatch, capsys, tmp_path, change, words
-):
-    target = copy_without_weights(tmp_path)
+def test_a_pair_that_does_not_fit_is_refused_before_its_weights_are_loaded(doctor, tmp_path, no_weights, change, words):
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text(json.dumps(HEALTHY | change))
-    pair = ("--model", str(target), "--draft", str(tmp_path / "draft"))
-    code, _, error = call(monkeypatch, capsys, *pair)
-    assert code == 2
-    assert words in error
+    done = doctor("--model", no_weights, "--draft", tmp_path / "draft")
+    assert done.code == 2
+    assert words in done.err

@@ -36,15 +36,18 @@ def error(response) -> dict:
 
 SETTINGS = {
     "filters": ({"temperature": 1.5, "seed": -3, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, {}),
-    "penalties": ({"temperature": 1, "seed": 1, "presence_penalty": 0.5, "repetition_penalty": 1.1}, {}),
-    "n-grams": ({"no_repeat_ngram_size": 4, "frequency_penalty": 0.25}, {}),
-    "biases": ({"logit_bias": {"5": -100, "17": 3.5}}, {"logit_bias": {5: -100, 17: 3.5}}),
+    "penalties": (
+        {"temperature": 1, "seed": 1, "presence_penalty": 0.5, "repetition_penalty": 1.1, "no_repeat_ngram_size": 4,
+         "frequency_penalty": 0.25, "logit_bias": {"5": -100, "17": 3.5}},
+        {"temperature": 1, "seed": 1, "presence_penalty": 0.5, "repetition_penalty": 1.1, "no_repeat_ngram_size": 4,
+         "frequency_penalty": 0.25, "logit_bias": {5: -100, 17: 3.5}},
+    ),
     "lengths": (
         {"max_tokens": None, "max_completion_tokens": 20, "ignore_eos": True},
         {"max_new_tokens": 20, "stop_token_ids": []},
     ),
     "ends": ({"min_tokens": 9, "stop_token_ids": [17, 300]}, {"min_new_tokens": 9, "stop_token_ids": [17, 300]}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "arguments"), SETTINGS.values(), ids=SETTINGS)

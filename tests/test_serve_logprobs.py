@@ -2,10 +2,10 @@
 
 import math
 
-import openai
 import pytest
+import served
 import torch
-from served import SUM, TRIP, ask, direct, live, pair, prompt_ids
+from served import SUM, TRIP, ask, direct, pair, prompt_ids, serving
 from tiny_tokenizers import byte_fallback, byte_level
 
 import dflash
@@ -19,15 +19,15 @@ END = "<|end|>"
 
 
 @pytest.fixture(scope="module")
-def server():
-    with live() as server:
-        yield server
+def client():
+    with served.client() as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
+def service():
+    with serving() as service:
+        yield service
 
 
 def written(ids: torch.Tensor, **arguments) -> list[int]:
@@ -61,14 +61,8 @@ def check_chat(content, rows: torch.Tensor, answer: list[int], count: int) -> No
 def test_a_stream_has_them_next_to_their_text_and_a_stop_string_takes_both(client):
     ids, whole = prompt_ids(SUM), direct(prompt_ids(SUM), max_new_tokens=300)[0]
     stop = ", write 0\ntens: "
-    call = {
-        "model": "pair",
-        "messages": QUESTION,
-        "max_tokens": 300,
-        "stop": [stop],
-        "logprobs": True,
-        "top_logprobs": 2,
-    }
+    call = {"model": "pair", "messages": QUESTION, "max_tokens": 300, "stop": [stop]}
+    call |= {"logprobs": True, "top_logprobs": 2}
     choice = client.chat.completions.create(**call).choices[0]
     assert choice.message.content == whole[: whole.index(stop)]
     assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
@@ -171,8 +165,8 @@ def test_nothing_is_written_for_max_tokens_0(client, stream):
         ("completions", {"prompt": SUM, "max_tokens": 0}, "max_tokens", "at least 1, or echo true"),
     ],
 )
-def test_what_cannot_be_given_is_refused_by_name(server, path, fields, param, message):
-    response = ask(server.service, f"/v1/{path}", fields)
+def test_what_cannot_be_given_is_refused_by_name(service, path, fields, param, message):
+    response = ask(service, f"/v1/{path}", fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert message in response.json()["error"]["message"]

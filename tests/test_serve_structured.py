@@ -6,11 +6,12 @@ import re
 import openai
 import pydantic
 import pytest
+import served
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
-from served import SUM, ask, chat, direct, live, pair, prompt_ids, serving
+from served import SUM, ask, chat, direct, pair, prompt_ids, serving
 
 import dflash
 from dflash.serve.answers import CallText
@@ -54,16 +55,13 @@ class Item(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def client():
-    with live() as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+    with served.client() as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def hermes():
-    with (
-        live(template=HERMES) as server,
-        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
-    ):
+    with served.client(template=HERMES) as client:
         yield client
 
 

@@ -140,8 +140,3 @@ def test_a_stopped_answer_keeps_what_was_written(tokens, chat, target, monkeypat
         assert whole.startswith(first[0]["text"])
         assert whole != first[0]["text"]
     assert last["text"] == expected.send("w6")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
