@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import draft_config, make_draft, make_target
-from safetensors.torch import save_file
+from families import make_target
+from tiny_pair import save_pair, word_tokenizer
 from tiny_tokenizers import byte_level
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dflash
@@ -21,9 +20,14 @@ from dflash.cli import options as loading
 from dflash.train.checkpoint import save_draft
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[str, str]:
+    """Write a tiny target with a word tokenizer, and a random drafter for it, as checkpoints."""
+    root = save_pair(tmp_path_factory.mktemp("pair"))
+    make_target("qwen3").save_pretrained(root / "target")  # without stop tokens
+    words = word_tokenizer().backend_tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w96").save_pretrained(root / "target")
+    return str(root / "target"), str(root / "draft")
 
 
 @pytest.fixture
@@ -32,30 +36,16 @@ def run(shell):
     return shell
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> tuple[str, str]:
-    """Write a tiny target with a word tokenizer, and a random drafter for it, as checkpoints."""
-    root = tmp_path_factory.mktemp("pair")
-    target = make_target("qwen3")
-    target.save_pretrained(root / "target")
-    words = {f"w{index}": index for index in range(97)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(root / "target")
-    draft = make_draft(target)
-    (root / "draft").mkdir()
-    (root / "draft" / "config.json").write_text(json.dumps(draft_config(target)))
-    save_file({name: t.contiguous() for name, t in draft.state_dict().items()}, root / "draft" / "model.safetensors")
-    return str(root / "target"), str(root / "draft")
+@pytest.fixture
+def generate(shell, folders):
+    """Return a function that runs ``dflash generate`` with the tiny pair; options come before ``models``' own."""
+    models = ("--model", folders[0], "--draft", folders[1])
+    return lambda *arguments: shell("generate", *models, *arguments)
 
 
-def test_it_prints_the_text_and_one_line(run, folders):
-    model, draft = folders
-    done = run("generate", "--model", model, "--draft", draft, "--max-new-tokens", "9", "w5 w6 w7")
-    assert done.code == 0, done.err
-    target = AutoModelForCausalLM.from_pretrained(model).eval()
-    ids = dflash.generate(target, None, torch.tensor([[5, 6, 7]]), max_new_tokens=9)
-    assert done.out == " ".join(f"w{token}" for token in ids[0, 3:].tolist()) + "\n"
+def test_it_prints_the_text_and_one_line(generate, folders):
+    done = generate("--max-new-tokens", "9", "w5 w6 w7")
+    assert (done.code, done.out) == (0, answer(folders[0], [5, 6, 7], 9) + "\n"), done.err
     assert done.err.count("\n") == 1
     assert "9 tokens in" in done.err
     assert "acceptance length" in done.err
@@ -78,37 +68,33 @@ def test_the_drafter_gets_the_dtype_of_the_target(run, folders, tmp_path):
     assert done.code == 0, done.err
 
 
-def test_the_prompt_may_come_from_a_file_or_standard_input(run, folders, tmp_path, monkeypatch):
-    model, draft = folders
-    call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "5"]
-    expected = answer(model, [5, 6, 7], 5) + "\n"
-    path = tmp_path / "prompt.txt"
+def test_the_prompt_may_come_from_a_file_or_standard_input(generate, folders, tmp_path, monkeypatch):
+    expected, path = answer(folders[0], [5, 6, 7], 5) + "\n", tmp_path / "prompt.txt"
     path.write_text("w5 w6 w7")
-    assert run(*call, "--file", str(path)).out == expected
+    assert generate("--max-new-tokens", "5", "--file", path).out == expected
     for arguments in ((), ("-",)):
         monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6 w7"))
-        assert run(*call, *arguments).out == expected
-    done = run(*call, "--file", str(path), "w5")
-    assert done.code == 2
-    assert "as an argument or with --file, not both" in done.err
-    done = run(*call, "--file", str(tmp_path / "missing"))
-    assert done.code == 2
-    assert "there is no file" in done.err
+        assert generate("--max-new-tokens", "5", *arguments).out == expected
+    for arguments, message in (
+        (["--file", path, "w5"], "as an argument or with --file, not both"),
+        (["--file", tmp_path / "missing"], "there is no file"),
+    ):
+        done = generate(*arguments)
+        assert done.code == 2
+        assert message in done.err
 
 
-def test_json_is_all_that_is_printed(run, folders):
-    model, draft = folders
-    done = run("generate", "--model", model, "--draft", draft, "--max-new-tokens", "7", "--json", "w5 w6 w7")
-    assert done.code == 0
-    assert done.err == ""
+def test_json_is_all_that_is_printed(generate, folders):
+    done = generate("--max-new-tokens", "7", "--json", "w5 w6 w7")
+    assert (done.code, done.err) == (0, "")
     report = json.loads(done.out)
-    assert report["text"] == answer(model, [5, 6, 7], 7)
+    assert report["text"] == answer(folders[0], [5, 6, 7], 7)
     assert report["num_new_tokens"] == 7
     assert report["finish_reason"] == "length"
     assert sum(steps * length for length, steps in enumerate(report["histogram"])) == 6
 
 
-def test_a_stop_string_ends_the_text(run, folders, tmp_path):
+def test_a_stop_string_ends_the_text(run, generate, folders, tmp_path):
     model, draft = folders
     shutil.copytree(model, tmp_path / "bytes")
     byte_level().save_pretrained(tmp_path / "bytes")
@@ -120,7 +106,7 @@ def test_a_stop_string_ends_the_text(run, folders, tmp_path):
     assert stop in done.out
     assert whole.startswith(done.out.rstrip("\n"))
     assert len(done.out) < len(whole)
-    done = run("generate", "--model", model, "--draft", draft, "--stop", "x", "w5")
+    done = generate("--stop", "x", "w5")
     assert done.code == 2
     assert "stop_strings: transformers cannot match strings with this" in done.err
 
@@ -161,20 +147,19 @@ def test_chat_answers_line_by_line(run, chat_folders, monkeypatch):
     assert done.out.splitlines() == [first, answer(model, ids, 4), answer(model, [91, 7, 92], 4)]
 
 
-def test_trees_and_blocks_of_any_width_write_the_same_text_and_are_named(run, folders):
-    model, draft = folders
-    call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "9", "w5 w6 w7"]
-    chain = run(*call)
+def test_trees_and_blocks_of_any_width_write_the_same_text_and_are_named(generate):
+    call = ["--max-new-tokens", "9", "w5 w6 w7"]
+    chain = generate(*call)
     for options, named in (
         (["--tree", "5"], "of 16 in trees of 5 rows"),
         (["--tree", "auto"], "of 16 in trees of 16 to 128 rows"),
         (["--block-size", "auto"], ""),
         (["--block-size", "4"], "of 4"),
     ):
-        done = run(*call, *options)
+        done = generate(*call, *options)
         assert (done.code, done.out) == (0, chain.out), done.err
         assert named in done.err
-    assert json.loads(run(*call, "--tree", "5", "--json").out)["tree"] == 5
+    assert json.loads(generate(*call, "--tree", "5", "--json").out)["tree"] == 5
 
 
 @pytest.fixture
@@ -192,22 +177,25 @@ def stored(monkeypatch):
     return found
 
 
-def test_weights_in_8_bits_write_the_text_of_the_quantized_target(run, folders, tmp_path, stored):
-    model, draft = folders
-    call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "12", "w5 w6", "--dtype", "float32"]
-    plain, file = run(*call), tmp_path / "receipt.json"
-    done = run(*call, "--weights", "int8", "--receipt", str(file))
+def test_weights_in_8_bits_write_the_text_of_the_quantized_target(
+    generate, run, folders, tmp_path, stored, monkeypatch
+):
+    call = ["--max-new-tokens", "12", "w5 w6", "--dtype", "float32"]
+    plain, file, asked = generate(*call), tmp_path / "receipt.json", []
+    done = generate(*call, "--weights", "int8", "--receipt", file)
     assert done.code == 0, done.err
     assert json.loads(file.read_text())["weights"] == "int8"
-    assert run("verify", str(file), "--model", model).code == 0
     assert ", int8 weights, first token" in done.err
-    drafted = run(*call, "--draft-weights", "int8")
+    drafted = generate(*call, "--draft-weights", "int8")
     assert (drafted.code, drafted.out) == (0, plain.out)
     assert "int8" not in drafted.err
     assert stored == [(None, None), ("int8", None), (None, "int8")]
-    for weights in ("int8", None):
-        options = [] if weights is None else ["--weights", weights]
-        assert json.loads(run(*call, *options, "--json").out)["weights"] == weights
+    assert json.loads(generate(*call, "--weights", "int8", "--json").out)["weights"] == "int8"
+    # Its receipt is verified on the CPU.
+    spy = lambda _dtype, device: asked.append(device) or device or "cuda"  # noqa: E731
+    monkeypatch.setattr("dflash.cli.options.check_device", spy)
+    done = run("verify", file, "--model", folders[0])
+    assert (done.code, asked) == (0, ["cpu"]), done.err
 
 
 def test_chat_and_serve_store_weights_as_asked(run, chat_folders, stored, monkeypatch):
@@ -245,19 +233,6 @@ def test_weights_that_cannot_be_stored_are_refused_before_models_are_loaded(
     assert message in done.err
 
 
-def test_a_receipt_of_int8_weights_is_verified_on_the_cpu(run, folders, tmp_path, monkeypatch):
-    model, draft = folders
-    file = str(tmp_path / "receipt.json")
-    call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "6", "--receipt", file, "w5 w6"]
-    assert run(*call, "--weights", "int8").code == 0
-    asked = []
-    monkeypatch.setattr(
-        "dflash.cli.options.check_device", lambda _dtype, device: asked.append(device) or device or "cuda"
-    )
-    done = run("verify", file, "--model", model)
-    assert (done.code, asked) == (0, ["cpu"]), done.err
-
-
 def test_chat_needs_a_template(run, folders):
     model, draft = folders
     done = run("chat", "--model", model, "--draft", draft)
@@ -283,14 +258,10 @@ def test_chat_needs_a_template(run, folders):
         (["--tree", "16", "--draft-sharpness", "2"], "dflash: tree=16 cannot be combined with draft_sharpness=2.0"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(run, folders, change, message):
-    model, draft = folders
-    done = run("generate", "--model", model, "--draft", draft, *change, "w5 w6")
-    assert done.code == 2
-    assert done.out == ""
+def test_a_mistake_is_one_line_and_exit_code_2(generate, change, message):
+    done = generate(*change, "w5 w6")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert message in done.err
-    assert done.err.count("\n") == 1
-    assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize("command", ["generate", "benchmark"])
@@ -324,30 +295,26 @@ def test_the_installed_command_and_its_debug_option(folders):
     assert "ValueError: temperature must be" in done.stderr
 
 
-def test_a_truncated_checkpoint_is_named(run, folders, tmp_path):
-    model, draft = folders
-    broken = tmp_path / "draft"
-    shutil.copytree(draft, broken)
-    weights = broken / "model.safetensors"
+@pytest.mark.parametrize("part", ["draft", "target"])
+def test_a_truncated_checkpoint_is_named(generate, folders, tmp_path, part):
+    shutil.copytree(folders[part == "draft"], tmp_path / part)
+    weights = tmp_path / part / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    done = run("generate", "--model", model, "--draft", str(broken), "w5 w6")
-    assert done.code == 2
-    assert str(weights) in done.err
-    shutil.copytree(model, tmp_path / "target")
-    weights = tmp_path / "target" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    done = run("generate", "--model", str(tmp_path / "target"), "--draft", draft, "w5 w6")
-    assert done.code == 2
-    assert done.err.count("\n") == 1
+    done = generate("--model" if part == "target" else "--draft", tmp_path / part, "w5 w6")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert part == "target" or str(weights) in done.err
 
 
-def test_a_terminal_shows_what_is_loaded_and_json_does_not(run, folders, monkeypatch):
-    model, draft = folders
-    call = ("generate", "--model", model, "--draft", draft, "--max-new-tokens", "2", "w5 w6 w7")
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_what_is_loaded_and_json_does_not(generate, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     for extra, shown in (((), True), (("--json",), False)):
         monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-        assert run(*call, *extra).code == 0
+        assert generate("--max-new-tokens", "2", "w5 w6 w7", *extra).code == 0
         printed = terminal.getvalue()
         for what in ("tokenizer", "drafter", "target"):
             assert (f"loading the {what}" in printed) == shown
