@@ -375,13 +375,6 @@ class TestRefusals:
         handle.remove()
         assert not passes
 
-    def test_an_argument_that_receipts_do_not_know_is_refused(self, target, monkeypatch):
-        from dflash.settings import SETTINGS, Setting
-
-        monkeypatch.setitem(SETTINGS, "newer", Setting())
-        with pytest.raises(ValueError, match="a receipt cannot state newer yet"):
-            dflash.Recorder(target, prompt(4)[None], newer=3)
-
 
 class TestFingerprints:
     def test_one_changed_bit_is_another_digest_and_files_do_not_matter(self, tmp_path):

@@ -177,8 +177,3 @@ def test_closing_finishes_or_ends_what_was_submitted(scheduler, drain):
     closing.join()
     counts = [len(written(ticket)) for ticket in tickets]
     assert counts == [80] * 4 if drain else max(counts) <= 17
-
-
-def test_a_queue_has_room_for_no_less_than_nobody():
-    with pytest.raises(ValueError, match="max_waiting must be at least 0, got -1"):
-        Scheduler(dflash.Generator(*pair(), max_length=40), max_waiting=-1)
