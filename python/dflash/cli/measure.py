@@ -121,7 +121,6 @@ def benchmark(
 
 
 def _load_datasets(given: list[str], data: Path | None, limit: int | None) -> dict[str, list]:
-    """Return the prompts of each ``--dataset`` by its name."""
     datasets = {}
     for dataset in given:
         name = dataset if dataset in DATASETS else Path(dataset).name.split(".")[0]

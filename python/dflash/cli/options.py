@@ -58,7 +58,6 @@ TreeRows = Annotated[str | None, typer.Option("--tree", help=SETTINGS["tree"].he
 
 
 def option_of(name: str) -> str:
-    """Return the option for a Python name."""
     return "--" + name.replace("_", "-")
 
 
@@ -109,13 +108,11 @@ def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
 
 
 def load_tokenizer(source: Source) -> Any:
-    """Load the target's tokenizer."""
     with _waiting("tokenizer", _existing(source.name), source.quiet):
         return source.load_tokenizer()
 
 
 def check_dtype(dtype: str) -> None:
-    """Raise ValueError unless there is such a dtype."""
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
 
@@ -133,7 +130,6 @@ def check_device(dtype: str, device: str | None) -> str:
 
 
 def load_target(source: Source, dtype: str, device: Any) -> Any:
-    """Load the target, in eval mode."""
     with _waiting("target", source.name, source.quiet):
         return source.load_target(dtype, device)
 
@@ -227,11 +223,9 @@ class ModelOptions:
         return dataclasses.replace(resolved, model=str(PAIR / "target"), draft=str(draft))
 
     def source(self, quiet: bool = False) -> Source:
-        """Return where the target is."""
         return Source(cast(str, self.model), self.trust_remote_code, quiet=quiet)
 
     def load(self, source: Source) -> tuple[Any, Any, str]:
-        """Load target and drafter; return both with the device."""
         return load(source, self.draft, self.dtype, self.device, tree=self.tree, block_size=self.block_size)
 
     @property
@@ -241,7 +235,6 @@ class ModelOptions:
 
 
 def as_number(value: str | None) -> Any:
-    """Return an option's value as an integer if it is one."""
     return int(value) if value is not None and re.fullmatch(r"[+-]?\d{1,9}", value) else value
 
 
@@ -332,7 +325,6 @@ def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., Non
 
 
 def _field_options(kind: Any, without: tuple[str, ...]) -> list[inspect.Parameter]:
-    """Return a command's parameters for the fields of a dataclass."""
     hints = typing.get_type_hints(kind, include_extras=True)
     out = []
     for field in dataclasses.fields(kind):

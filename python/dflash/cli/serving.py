@@ -93,5 +93,4 @@ def _prepare_folder(folder: Path) -> None:
 
 
 def _model_name(source: str) -> str:
-    """Return the name of a folder, or a hub id itself."""
     return Path(source).resolve().name if Path(source).is_dir() else source

@@ -147,7 +147,6 @@ class _StreamedAnswer:
         self._is_terminal = sys.stdout.isatty()
 
     def add(self, event: Any) -> None:
-        """Add an event's text, and print it."""
         self.text, self.last = self.text + event.text[0], event
         if not self._quiet:
             text = printable(event.text[0], keep="\n\t") if self._is_terminal else event.text[0]
@@ -155,7 +154,6 @@ class _StreamedAnswer:
             sys.stdout.flush()
 
     def summary(self) -> str:
-        """Describe the finished answer in one line."""
         statistics = self.last.statistics
         first = f"first token after {statistics.time_to_first_token * 1000:.0f} ms"
         rows, steps = "" if self._tree is None else f" in trees of {self._tree} rows", set(statistics.rows)
@@ -169,7 +167,6 @@ class _StreamedAnswer:
         )
 
     def report(self) -> dict[str, Any]:
-        """Describe the finished answer for ``--json``."""
         statistics = self.last.statistics
         report = {"text": self.text, "finish_reason": self.last.finish_reasons[0]}
         report |= {name: getattr(statistics, name)[0] for name in ("num_prefilled_tokens", "num_new_tokens")}

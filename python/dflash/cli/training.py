@@ -83,7 +83,6 @@ class _Run:
     ] = False
 
     def given(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return those of the options that were given."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -137,7 +136,6 @@ def _is_first_process() -> bool:
 
 
 def _check(run: _Run, config: TrainConfig) -> str:
-    """Check the options, set the number of threads, and return the device."""
     if run.type not in (None, "dflash", "dflash2"):
         raise ValueError(f"--type must be dflash or dflash2, got {run.type!r}")
     if (sizes := run.given(_DFLASH2_SIZES)) and run.type != "dflash2":
@@ -161,7 +159,6 @@ def _check(run: _Run, config: TrainConfig) -> str:
 
 
 def _initial_drafter(target: Any, tokenizer: Any, run: _Run, seed: int) -> Any:
-    """Return the drafter to start from, checked against the target."""
     init, kind, given, sizes = run.init, run.type, run.given(_SHAPE), run.given(_DFLASH2_SIZES)
     # 1. A new one, or that of --init, whose shape is fixed.
     if init is None:
@@ -194,7 +191,6 @@ def _expect_not_given(given: dict[str, Any]) -> None:
 
 
 def _rows(data: str | None, source: options.Source, target: Any, tokenizer: Any, run: _Run) -> Any:
-    """Return the training rows of ``data``; None without data."""
     if data is None:
         return None
     config = target.config.get_text_config(decoder=True)
@@ -248,8 +244,6 @@ def _print_plan(trainer: Any, run: _Run) -> None:
 
 
 def _plan_text(plan: dict[str, Any]) -> str:
-    """Return a plan as text, one line per topic."""
-
     def size(count: float) -> str:
         return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 

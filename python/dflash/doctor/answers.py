@@ -64,7 +64,6 @@ class Answers(NamedTuple):
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per step; 0 if there was none."""
         return self.total.acceptance_length or 0.0
 
 
@@ -142,7 +141,6 @@ def answer(pair: Pair, prompts: Prompts, max_new_tokens: int, show: Show) -> Ans
 
 
 def _some(rows: list[dict[str, Any]], most: int, name: str) -> tuple[list[dict[str, Any]], str]:
-    """Return rows from all over a file, and in words which they are."""
     count = min(most, len(rows))
     which = f"all {count}" if count == len(rows) else f"{count} of the {len(rows)}"
     return [rows[index * len(rows) // count] for index in range(count)], f"{which} in {name}"
@@ -164,8 +162,6 @@ def _read(path: Path, name: str) -> list[dict[str, Any]]:
 
 
 class Recording(NamedTuple):
-    """A sequence, and the outputs of the target's layers over it."""
-
     ids: Tensor  # [length]
     prompt_length: int
     states: dict[int, Tensor]  # layer -> [length, hidden]; `RAW_LAST` is the last before the final norm
@@ -211,7 +207,6 @@ class Score(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Tokens per step over all places."""
         return self.tokens.mean().item()
 
 

@@ -147,7 +147,6 @@ def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: S
 
 
 def _layers(wiring: Wiring, target: Any) -> list[int]:
-    """Return the tapped layers and their neighbors."""
     last, reach = text_config(target).num_hidden_layers - 1, range(-_REACH, _REACH + 1)
     return sorted({tap + i for tap in wiring.config.target_layer_ids for i in reach if 0 <= tap + i <= last})
 
@@ -293,7 +292,6 @@ def check_features(replay: Replay, wiring: Wiring) -> Iterator[Finding]:
 
 
 def _mean_square(tensors: Iterable[Tensor]) -> float:
-    """Return the mean square of all elements."""
     sums = [(tensor.square().sum().item(), tensor.numel()) for tensor in tensors]
     return sum(square for square, _ in sums) / sum(count for _, count in sums)
 

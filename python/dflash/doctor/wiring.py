@@ -150,8 +150,6 @@ class Facts:
 
 @dataclass(frozen=True)
 class Variant:
-    """One wiring to try."""
-
     fault: str  # that it would undo, one of `FAMILIES`
     change: str  # in words
     wiring: Wiring
@@ -175,7 +173,6 @@ def variants(wiring: Wiring, facts: Facts) -> list[Variant]:
 
 
 def _in_words(keys: Mapping[str, Any]) -> str:
-    """Say where in ``config.json`` to write these keys."""
     sections = {name: keys[name] for name in _SECTIONS if name in keys}
     top = {key: value for key, value in keys.items() if key not in sections}
     lines = [f"write {json.dumps(top)[1:-1]}"] if top else []

@@ -107,7 +107,6 @@ def check_names(content: object, names: Sequence[str], what: str) -> dict[str, o
 
 
 def _check_numbers(value: object) -> None:
-    """Raise unless every integer in a JSON value fits in int64."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(f"integers must fit in int64, got {shortened(value)}")
     if isinstance(value, (list, dict)):
@@ -368,7 +367,6 @@ class Receipt:
         return cls(answers, settings, fingerprints, **{name: given[name] for name in ranges}, weights=weights)
 
     def to_json(self) -> str:
-        """Return the receipt as JSON."""
         content = {"format": _FORMAT, **dataclasses.asdict(self), "settings": self.settings.to_json()}
         return json.dumps(content, allow_nan=False)
 
@@ -440,7 +438,6 @@ class Recorder:
         self._last: StreamEvent | GenerateOutput | None = None
 
     def add(self, event: StreamEvent) -> None:
-        """Add an event of `dflash.stream`."""
         for answer, new in zip(self._answers, event.ids, strict=True):
             answer.extend(new)
         self._last = event

@@ -97,7 +97,6 @@ class Verification:
 
     @property
     def follows(self) -> bool:
-        """True if every answer follows."""
         return all(answer.follows for answer in self.answers)
 
     @property
@@ -107,7 +106,6 @@ class Verification:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all answers."""
         return sum(answer.num_tokens for answer in self.answers)
 
     def to_json(self) -> dict[str, object]:
@@ -241,7 +239,6 @@ class Verifier:
 
 
 def _check_decisive(values: dict[str, tuple[object, object]]) -> None:
-    """Raise ValueError if one that decides every text differs."""
     for name, (theirs, here) in values.items():
         if theirs != here:
             raise ValueError(
@@ -402,7 +399,6 @@ class _Search:
 
     @property
     def is_over(self) -> bool:
-        """True once every answer is done."""
         return all(found and not found[-1].is_near_tie for found in self.found)
 
     def compare(self, block: Block, raw: Tensor, state: State, first: int) -> None:
@@ -460,7 +456,6 @@ def lines_of(found: Verification, dtype: str, tokenizer: Any) -> list[str]:
 
 
 def _verdict(answer: CheckedAnswer, tokenizer: Any) -> str:
-    """Say in one line what was found about an answer."""
     if answer.mismatch is not None:
         return f"does not follow: {_describe(answer.mismatch, tokenizer)}"
     if answer.wrong_end:

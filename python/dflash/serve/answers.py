@@ -161,7 +161,6 @@ class AnswerText:
         return text[old : max(old, min(found))]
 
     def _look_for_reasoning(self, is_last: bool) -> None:
-        """Decide whether the answer begins with reasoning, as soon as its text shows it."""
         text = self._held.lstrip()
         if text.startswith(OPEN):
             self._held, self._mark = text.removeprefix(OPEN), CLOSE
@@ -169,7 +168,6 @@ class AnswerText:
             self._mark, self._is_blank = None, False  # all is content, leading spaces too
 
     def _shown(self, end: int) -> str:
-        """Take the first ``end`` characters that are held."""
         text, self._held = self._held[:end], self._held[end:]
         if self._is_blank:
             text = text.lstrip()
@@ -231,7 +229,6 @@ class Pieces:
         return Piece(text, text.encode())
 
     def _bytes(self, token: int) -> bytes:
-        """Return the bytes of a token that is not a text."""
         name = self._tokenizer.convert_ids_to_tokens(token) or ""
         if found := _BYTE_TOKEN.fullmatch(name):
             return bytes([int(found[1], 16)])
@@ -240,7 +237,6 @@ class Pieces:
         return name.encode()
 
     def shown(self, token: int, start: int, values: TokenLogprobs | None) -> ShownToken:
-        """Return a token with its log probabilities."""
         if values is None:
             return ShownToken(self.of(token), start, None, None)
         pairs = zip(values.top_ids, values.top_logprobs, strict=True)
@@ -259,8 +255,6 @@ class Pieces:
 
 
 class _Starts:
-    """Counts the characters before each token of a text."""
-
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._decoder, self._length = TextDecoder(tokenizer, (), skip_special_tokens), 0
 
@@ -271,7 +265,6 @@ class _Starts:
         return start
 
     def finish(self) -> int:
-        """Return the length of the whole text."""
         return self._length + len(self._decoder.finish())
 
 

@@ -102,7 +102,6 @@ def _error_response(error: ApiError) -> Response:
 
 
 def _refusal(request: Request, error: Exception) -> ApiError:
-    """Return an error in OpenAI's shape."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
@@ -129,7 +128,6 @@ class _Guard:
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -248,7 +246,6 @@ class _Stream(StreamingResponse):
         self._completion = completion
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         try:
             await super().__call__(scope, receive, send)
         finally:

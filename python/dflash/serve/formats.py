@@ -13,7 +13,6 @@ from .service import Choice
 
 
 def event_line(content: dict[str, Any] | str) -> str:
-    """Return a server-sent event."""
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text}\n\n"
 
@@ -79,7 +78,6 @@ class Format:
         return self._chunk([choice if drafts is None else {**choice, "drafts": drafts}])
 
     def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the last chunk, for ``include_usage``."""
         return {**self._chunk([]), "usage": self.usage(choices)}
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -95,13 +93,10 @@ class Format:
 
 
 class ChatFormat(Format):
-    """Writes chat completions."""
-
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     logprobs = staticmethod(chat_logprobs)
 
     def opening(self, index: int, choice: Choice) -> dict[str, Any]:
-        """Return the chunk with the role."""
         first = {"role": "assistant", "content": "", "refusal": None}
         return self._chunk([{"index": index, "delta": first, "logprobs": None, "finish_reason": None}])
 
@@ -120,7 +115,6 @@ class ChatFormat(Format):
 
 
 def _call_delta(piece: CallPiece) -> dict[str, Any]:
-    """Return a piece of a tool call as streams have it."""
     if piece.name is None:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     function = {"name": piece.name, "arguments": piece.arguments}
@@ -128,8 +122,6 @@ def _call_delta(piece: CallPiece) -> dict[str, Any]:
 
 
 class TextFormat(Format):
-    """Writes text completions."""
-
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
     logprobs = staticmethod(completion_logprobs)
 

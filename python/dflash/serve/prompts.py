@@ -57,7 +57,6 @@ class Tools:
     is_single: bool
 
     def text(self) -> CallText:
-        """Return what splits the calls off an answer."""
         return CallText(self.form.begin.rstrip(), self.form.end)
 
     def rules(self, answer: Grammar | None, unlike: str) -> list[str]:
@@ -120,7 +119,6 @@ def read_tools(request: protocol.ChatRequest, form: ToolForm | None) -> Tools | 
 
 
 def _schema(function: protocol.Function) -> Grammar:
-    """Return the grammar of a function's arguments, an object."""
     nothing = {"properties": {}, "additionalProperties": False}
     return Grammar.json_schema({"type": "object"} | (nothing if function.parameters is None else function.parameters))
 
@@ -181,7 +179,6 @@ class PromptReader:
         return EncodedPrompt(ids, text, reasoning, is_special(self.tokenizer, CLOSE))
 
     def _reads(self, name: str) -> bool:
-        """Return True if the chat template mentions a name."""
         return re.search(rf"\b{re.escape(name)}\b", self._template) is not None
 
     def read_completion(self, request: protocol.CompletionRequest) -> list[EncodedPrompt]:
@@ -202,7 +199,6 @@ class PromptReader:
 
 
 def _message(number: int, message: protocol.Message) -> dict[str, Any]:
-    """Return a message as chat templates read it."""
     fields = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
     for name in ("reasoning_content", "name", "tool_call_id"):
         if getattr(message, name) is not None:
@@ -268,7 +264,6 @@ def answer_grammar(request: protocol.GenerationRequest, prompt: EncodedPrompt, t
 
 
 def _asked(request: protocol.GenerationRequest) -> tuple[str, Grammar | None]:
-    """Return the field that asks for a form, and its grammar."""
     given = [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in _KINDS]
     given += [("structured_outputs", kind, value) for kind, value in (request.structured_outputs or {}).items()]
     if (form := request.response_format) is not None and form.type != "text":

@@ -38,13 +38,11 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The response's JSON."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the error for a request that can never be served."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -80,7 +78,6 @@ def _stops(value: object) -> object:
 
 
 def _parts(value: object) -> object:
-    """Return content that is a text as a list of parts."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -230,7 +227,6 @@ class Message(
 
     @property
     def text(self) -> str:
-        """The content as one text."""
         return "\n".join(part.text for part in self.content or ())
 
 
@@ -290,5 +286,4 @@ class CompletionRequest(
 
     @property
     def most_logprobs(self) -> int | None:
-        """The probable tokens that are asked for at each position; None if no log probabilities are."""
         return self.logprobs

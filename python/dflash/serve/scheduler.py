@@ -48,7 +48,6 @@ class Ticket:
         return self
 
     def __next__(self) -> StreamEvent:
-        """Wait for the next event."""
         item = self._items.get()
         if isinstance(item, StreamEvent):
             return item
@@ -197,7 +196,6 @@ class Scheduler:
             return bool(self._waiting or self._running or self._works or not self._is_closing)
 
     def _work(self, parts: Generator[None, None, object], future: Future[object]) -> None:
-        """Do the next part of the first work."""
         try:
             if not future.cancelled():
                 next(parts)
@@ -212,7 +210,6 @@ class Scheduler:
         self._works.popleft()
 
     def _step(self) -> None:
-        """Step the session, and pass on what was added."""
         events = self.session.step()
         # The step's answers all have its time; one that only began has none yet.
         times = (event.event.statistics.step_seconds for event in events)
@@ -224,7 +221,6 @@ class Scheduler:
                 self._end(event.row, ValueError(event.error) if event.error else None)
 
     def _end(self, row: int, last: Item) -> None:
-        """Free a row, and pass on the last item of its request."""
         self.session.retire(row)
         self._running.pop(row).emit(last)
 

@@ -82,7 +82,6 @@ class Choice:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
         return len(self.call.prompts[0])
 
     @property
@@ -92,7 +91,6 @@ class Choice:
 
     @property
     def new_tokens(self) -> int:
-        """Its tokens so far."""
         return 0 if self.statistics is None or self.is_empty else self.statistics.num_new_tokens[0]
 
     def add_prompt(self, values: Sequence[TokenLogprobs | None]) -> None:
@@ -171,7 +169,6 @@ class Completion:
         self._service.metrics.add(self)
 
     async def finish(self) -> None:
-        """Read to the end. Raises ApiError as `deltas` does."""
         async for _ in self.deltas():
             pass
 
@@ -196,7 +193,6 @@ class Completion:
             yield index, delta, event
 
     async def _next(self) -> tuple[int, StreamEvent]:
-        """Return the next event of a choice that has not ended."""
         timeout = self._service.timeout
         while True:
             try:
@@ -216,7 +212,6 @@ class Completion:
         return ApiError(status, message, code=code)
 
     def seconds(self) -> float:
-        """Return the time since the request was queued."""
         return self._loop.time() - self._began
 
 
@@ -247,7 +242,6 @@ class Metrics:
         scheduler.on_step = Histogram("dflash_step_seconds", "Time of a step of all rows.", **own).observe
 
     def add(self, completion: Completion) -> None:
-        """Count a request that has ended."""
         self.requests.labels(completion.outcome).inc()
         self._request.observe(completion.seconds())
         if completion.first_token_seconds is not None:
@@ -262,7 +256,6 @@ class Metrics:
                 self._step_tokens.observe(tokens)
 
     def page(self) -> bytes:
-        """Return everything in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
