@@ -148,24 +148,6 @@ def test_values_are_the_same_bits_alone_and_among_others(replays, dtype):
     assert together[5][1][0][0].top_ids == []
 
 
-def test_nothing_is_kept_unless_a_row_asks():
-    target, draft = pair()
-    session = Session(dflash.Generator(target, draft, max_length=64, batch_size=2))
-    engine = session.generator.engine
-    quiet = session.admit(session.resolve(PROMPTS[0][None], max_new_tokens=4))
-    assert engine.logprobs is None
-    kind = engine.kind()
-    asking = session.admit(session.resolve(PROMPTS[1][None], max_new_tokens=4, logprobs=0))
-    assert engine.logprobs is not None
-    assert engine.kind() != kind  # another captured step
-    session.retire(asking)
-    assert engine.logprobs is None
-    assert engine.kind() == kind
-    session.retire(quiet)
-    out = session.generator.generate(PROMPTS[0][None], max_new_tokens=4, return_dict_in_generate=True)
-    assert (out.logprobs, out.prompt_logprobs) == (None, None)
-
-
 WRONG = {
     "too many": ({"logprobs": 21}, ValueError, "logprobs must be at most 20, got 21"),
     "negative": ({"logprobs": -1}, ValueError, "logprobs must be an integer of at least 0, got -1"),

@@ -30,45 +30,35 @@ def service():
         yield service
 
 
-def written(ids: torch.Tensor, **arguments) -> list[int]:
-    """Return the tokens of ``dflash.generate``."""
-    return dflash.generate(*pair()[:2], ids, **arguments)[0, ids.shape[1] :].tolist()
-
-
-def expected(ids: list[int], first: int) -> torch.Tensor:
-    """Return log probabilities ``[tokens from first on, vocabulary]`` by a plain pass."""
-    with torch.no_grad():
-        return pair()[0](torch.tensor([ids])).logits[0, first - 1 : -1].float().log_softmax(-1)
+def values(prompt: list[int], count: int, **arguments) -> tuple[list[int], list]:
+    """Return prompt and answer of ``dflash.generate``, and each token's values: test_logprobs.py watches those."""
+    ids, wanted = torch.tensor([prompt]), {"logprobs": count, "prompt_logprobs": True, "return_dict_in_generate": True}
+    out = dflash.generate(*pair()[:2], ids, **(arguments or {"max_new_tokens": 1}), **wanted)
+    return out.sequences[0].tolist(), [*out.prompt_logprobs[0], *out.logprobs[0]]
 
 
 def names(ids) -> list[str]:
     return [pair()[2].decode([token]) for token in ids]
 
 
-def check_chat(content, rows: torch.Tensor, answer: list[int], count: int) -> None:
-    assert [entry.token for entry in content] == names(answer)
-    for entry, row, token in zip(content, rows, answer, strict=True):
-        best = row.topk(count)
-        assert abs(entry.logprob - row[token]) < BOUND
-        assert bytes(entry.bytes).decode() == entry.token
-        assert [other.token for other in entry.top_logprobs] == names(best.indices.tolist())
-        assert [other.logprob for other in entry.top_logprobs] == pytest.approx(best.values.tolist(), abs=BOUND)
-
-
 # ---------------------------------------------------------------------------------------------- chats
 
 
 def test_a_stream_has_them_next_to_their_text_and_a_stop_string_takes_both(client):
-    ids, whole = prompt_ids(SUM), direct(prompt_ids(SUM), max_new_tokens=300)[0]
+    prompt, whole = prompt_ids(SUM)[0].tolist(), direct(prompt_ids(SUM), max_new_tokens=300)[0]
     stop = ", write 0\ntens: "
     call = {"model": "pair", "messages": QUESTION, "max_tokens": 300, "stop": [stop]}
     call |= {"logprobs": True, "top_logprobs": 2}
     choice = client.chat.completions.create(**call).choices[0]
     assert choice.message.content == whole[: whole.index(stop)]
     assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
-    answer = written(ids, max_new_tokens=300)
-    count = len(choice.logprobs.content)
-    check_chat(choice.logprobs.content, expected([*ids[0].tolist(), *answer], ids.shape[1])[:count], answer[:count], 2)
+    ids, wanted = values(prompt, 2, max_new_tokens=300)
+    content = choice.logprobs.content
+    for entry, token, value in zip(content, ids[len(prompt) :], wanted[len(prompt) :], strict=False):
+        assert entry.token == names([token])[0] == bytes(entry.bytes).decode()
+        assert entry.logprob == pytest.approx(value.logprob, abs=BOUND)
+        assert [other.token for other in entry.top_logprobs] == names(value.top_ids)
+        assert [other.logprob for other in entry.top_logprobs] == pytest.approx(value.top_logprobs, abs=BOUND)
     found, longest = [], 0
     for chunk in client.chat.completions.create(**call, stream=True):
         if (part := chunk.choices[0]).logprobs is not None:
@@ -82,26 +72,23 @@ def test_a_stream_has_them_next_to_their_text_and_a_stop_string_takes_both(clien
 # ---------------------------------------------------------------------------------------------- texts
 
 
-def check_text(choice, ids: list[int], first: int, count: int) -> None:
-    """Compare a choice's lists with a plain pass over ``ids``; they belong to those from ``first`` on."""
-    found = choice.logprobs
-    shown = ids[first:]
-    if first == 0:
-        assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
-        first = 1
-    assert found.tokens == names(shown)
-    rows, start = expected(ids, first), len(shown) - len(ids[first:])
-    for row, token, value, top in zip(
-        rows, ids[first:], found.token_logprobs[start:], found.top_logprobs[start:], strict=True
-    ):
-        assert abs(value - row[token]) < BOUND
-        best = row.topk(count)
-        wanted = dict(zip(names(best.indices.tolist()), best.values.tolist(), strict=True))
-        wanted.setdefault(names([token])[0], float(row[token]))
-        assert top == pytest.approx(wanted, abs=BOUND)
+def check_text(choice, prompt: list[int], echo: bool, count: int, **arguments) -> None:
+    """Compare a choice's lists with the values of ``dflash.generate``; the prompt's first token has none."""
+    found, (ids, wanted) = choice.logprobs, values(prompt, count, **arguments)
+    if not arguments:  # nothing is asked for but the prompt
+        ids, wanted = prompt, wanted[: len(prompt)]
+    ids, wanted = (ids, wanted) if echo else (ids[len(prompt) :], wanted[len(prompt) :])
+    assert found.tokens == names(ids)
+    for token, value, logprob, top in zip(ids, wanted, found.token_logprobs, found.top_logprobs, strict=True):
+        if value is None:
+            assert (logprob, top) == (None, None)
+            continue
+        assert logprob == pytest.approx(value.logprob, abs=BOUND)
+        best = dict(zip(names(value.top_ids), value.top_logprobs, strict=True))
+        best.setdefault(names([token])[0], value.logprob)
+        assert top == pytest.approx(best, abs=BOUND)
     for token, place in zip(found.tokens, found.text_offset, strict=True):
         assert choice.text[place:].startswith(token.removesuffix(END))
-    assert len(found.text_offset) == len(found.tokens)
 
 
 def test_texts_have_those_of_answers_and_with_echo_of_prompts(client):
@@ -112,15 +99,14 @@ def test_texts_have_those_of_answers_and_with_echo_of_prompts(client):
     echoed = client.completions.create(**call, prompt=prompts, n=2, echo=True).choices
     for index, prompt in enumerate(prompts):
         for number in range(2):
-            seed = dflash.sampling.fold(5, number)
-            ids = prompt + written(torch.tensor([prompt]), seed=seed, temperature=1.0, max_new_tokens=9)
-            check_text(plain[2 * index + number], ids, len(prompt), 2)
-            check_text(echoed[2 * index + number], ids, 0, 2)
+            arguments = {"seed": dflash.sampling.fold(5, number), "temperature": 1.0, "max_new_tokens": 9}
+            check_text(plain[2 * index + number], prompt, False, 2, **arguments)
+            check_text(echoed[2 * index + number], prompt, True, 2, **arguments)
     one = client.completions.create(**call, prompt=SUM, echo=True).choices[0]
     assert one.text == SUM + plain[0].text
     assert one.logprobs.text_offset[:2] == [0, 0], "the tokenizer's BOS is no part of the text"
     assert one.logprobs.tokens == echoed[0].logprobs.tokens
-    check_text(one, prompts[0] + written(torch.tensor([prompts[0]]), seed=5, temperature=1.0, max_new_tokens=9), 0, 2)
+    check_text(one, prompts[0], True, 2, seed=5, temperature=1.0, max_new_tokens=9)
 
 
 def test_streams_of_texts_have_the_same_lists(client):
@@ -152,7 +138,7 @@ def test_nothing_is_written_for_max_tokens_0(client, stream):
         choice = usage.choices[0]
         assert choice.finish_reason == "length"
     assert choice.text == SUM
-    check_text(choice, ids, 0, 1)
+    check_text(choice, ids, True, 1)
     assert (usage.usage.prompt_tokens, usage.usage.completion_tokens) == (len(ids), 0)
 
 
