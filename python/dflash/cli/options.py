@@ -143,13 +143,10 @@ def load(
     tree: Any = None,
     block_size: Any = None,
 ) -> tuple[Any, Any, str]:
-    """Load the target, its drafter (if one is named), and return both with the device.
+    """Load the target and its drafter, if one is named; return both with the device.
 
     With the dtype "auto", the target keeps that of its files, and the drafter gets the target's. If the target cannot
     verify trees of ``tree`` rows, nothing is loaded.
-
-    Raises:
-        ValueError: a file is broken, or the target takes no trees.
     """
     device, drafter = check_device(dtype, device), None
     if tree is not None:
@@ -289,13 +286,10 @@ def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
 
 
 def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command that has dataclasses as parameters: each of their fields becomes an option.
+    """Decorate a command that has dataclasses as parameters: their fields become options, but for those ``without``.
 
     A field is ``Annotated`` with a ``typer.Option``, or with the option's help text. A bool becomes a flag without a
     ``--no-`` form.
-
-    Args:
-        without: per parameter, the fields that get no option and keep their default.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

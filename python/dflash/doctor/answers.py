@@ -73,7 +73,6 @@ class Prompts:
 
     Attributes:
         rows: each ``{"prompt": text}`` or ``{"messages": [...]}``.
-        tokenizer: the target's.
         template: arguments of the chat template.
         bos: put a BOS token before a prompt without chat template.
         origin: where the prompts come from, in words.
@@ -169,12 +168,9 @@ class Recording(NamedTuple):
 
 @torch.no_grad()
 def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[int]) -> list[Recording]:
-    """Run the target once over each sequence. The model itself is not changed.
+    """Run the target once over each sequence; it is not changed.
 
-    Args:
-        target: a causal language model of transformers that the engine supports.
-        sequences: prompts with the target's answers.
-        layers: whose outputs are kept; the last layer's twice, after the final norm and before it.
+    The outputs of ``layers`` are kept; the last layer's twice, after the final norm and before it.
     """
     # 1. Hook a copy that shares the weights
     model: Any = structural_copy(check_target(target, spread=False))

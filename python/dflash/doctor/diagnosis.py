@@ -102,13 +102,7 @@ class Diagnosis:
 
 
 def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: Show | None = None) -> Diagnosis:
-    """Examine a pair on a few prompts, answered greedily.
-
-    Args:
-        pair: the pair.
-        prompts: what it answers.
-        effort: how much is measured.
-        show: told of progress, as `dflash.terminal.bars` yields it.
+    """Examine a pair on a few prompts, answered greedily; ``show`` is told of progress, as that of `bars`.
 
     Raises:
         ValueError: the two do not fit, or a prompt does not fit the target.

@@ -196,9 +196,7 @@ class Fingerprints:
         tokenizer: SHA-256 of the tokenizer's vocabulary and rules; None without a tokenizer.
         chat_template: SHA-256 of the tokenizer's chat template; None if it has none.
         device: where the target was: "cpu", or the kind of accelerator.
-        dflash: version of this package.
-        torch: version.
-        transformers: version.
+        dflash, torch, transformers: versions.
         llguidance: version, or "not installed". It decides the text under a grammar only.
     """
 
@@ -367,15 +365,12 @@ class Receipt:
         return cls(answers, settings, fingerprints, **{name: given[name] for name in ranges}, weights=weights)
 
     def to_json(self) -> str:
+        """Return the receipt as JSON."""
         content = {"format": _FORMAT, **dataclasses.asdict(self), "settings": self.settings.to_json()}
         return json.dumps(content, allow_nan=False)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the receipt as a JSON file, which appears whole or not at all.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the receipt as a JSON file, which appears whole or not at all. Raises OSError."""
         write_atomically(Path(path), lambda unfinished: unfinished.write_text(self.to_json() + "\n", encoding="utf-8"))
 
 
@@ -391,10 +386,8 @@ class Recorder:
     Args:
         target: the target of the call.
         ids: ``[batch, length]`` int64 or int32 prompts.
-        fingerprints: of the target and its tokenizer, if they are known already. Otherwise they are computed when the
-            receipt is asked for.
-        arguments: those of the call, see `dflash.call.GenerateArguments`. With ``tokenizer`` the receipt has its
-            fingerprints too.
+        fingerprints: of the target and its tokenizer, if they are known already; else `receipt` computes them.
+        arguments: of the call, see `dflash.call.GenerateArguments`. With ``tokenizer`` its fingerprints are stated too.
 
     Attributes:
         arguments: what to pass to the call: the same, with a seed for every row.
@@ -420,13 +413,10 @@ class Recorder:
                 'a receipt needs acceptance="keyed", got "rejection", whose text depends on the drafter and could not '
                 "be derived again"
             )
-        if call.host_rules is not None:
+        if unstated := [name for name, value in arguments.items() if not SETTINGS[name].receipt and value is not None]:
             raise ValueError(
-                "a receipt cannot state logits_processor and stopping_criteria, which are Python code: use the rules "
-                "of dflash.call.GenerateArguments"
+                f"a receipt cannot state {listed(unstated)}: use the rules of dflash.call.GenerateArguments"
             )
-        if unknown := [name for name, value in arguments.items() if not SETTINGS[name].receipt and value is not None]:
-            raise ValueError(f"a receipt cannot state {listed(unknown)} yet")
         self._settings = RecordedSettings.of(call)
         rows = len(call.prompts)
         self._seeds = call.sampling.seeds(rows)  # drawn now if the call names none
@@ -438,15 +428,13 @@ class Recorder:
         self._last: StreamEvent | GenerateOutput | None = None
 
     def add(self, event: StreamEvent) -> None:
+        """Add an event of `dflash.stream`."""
         for answer, new in zip(self._answers, event.ids, strict=True):
             answer.extend(new)
         self._last = event
 
     def receipt(self, output: GenerateOutput | None = None) -> Receipt:
-        """Return the receipt.
-
-        Args:
-            output: of `dflash.generate`; None if the events of a stream were added.
+        """Return the receipt; ``output`` is that of `dflash.generate`, None if the events of a stream were added.
 
         Raises:
             ValueError: the call has not ended, or ``output`` has another number of rows.

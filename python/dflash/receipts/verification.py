@@ -97,6 +97,7 @@ class Verification:
 
     @property
     def follows(self) -> bool:
+        """True if every answer follows."""
         return all(answer.follows for answer in self.answers)
 
     @property
@@ -106,6 +107,7 @@ class Verification:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all answers."""
         return sum(answer.num_tokens for answer in self.answers)
 
     def to_json(self) -> dict[str, object]:
@@ -222,10 +224,11 @@ class Verifier:
             )
         table, theirs = embedding_table(self._model), receipt.fingerprints
         here = {"dtype": str(table.dtype).removeprefix("torch."), "vocab_size": table.shape[0]}
-        _check_decisive({name: (getattr(theirs, name), value) for name, value in here.items()})
+        for name, value in here.items():
+            _expect_equal(name, getattr(theirs, name), value)
         # 2. The fingerprints.
         differences = theirs.differences(self.fingerprints)
-        _check_decisive({name: differences[name] for name in ("weights",) if name in differences})
+        _expect_equal("weights", theirs.weights, self.fingerprints.weights)
         if (receipt.settings.stop_strings or receipt.settings.grammar) and "tokenizer" in differences:
             raise ValueError(
                 "the receipt has stop strings or a grammar, so its own tokenizer is needed to check its answers: "
@@ -238,13 +241,12 @@ class Verifier:
         return {name: pair for name, pair in differences.items() if name not in ignored}
 
 
-def _check_decisive(values: dict[str, tuple[object, object]]) -> None:
-    for name, (theirs, here) in values.items():
-        if theirs != here:
-            raise ValueError(
-                f"the receipt cannot be checked with this target: {name} is {theirs} in the receipt and {here} here; "
-                "load the target that it was made with"
-            )
+def _expect_equal(name: str, theirs: object, here: object) -> None:
+    if theirs != here:
+        raise ValueError(
+            f"the receipt cannot be checked with this target: {name} is {theirs} in the receipt and {here} here; "
+            "load the target that it was made with"
+        )
 
 
 def _check_all(
