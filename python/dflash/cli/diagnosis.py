@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
@@ -27,7 +26,7 @@ from ..drafter import DraftConfig, draft_folder
 from ..engine import graphs
 from ..files import read_json
 from ..options import check_config
-from ..targets import check_target
+from ..targets import check_target, version_of
 from ..terminal import bars, printable
 from . import options
 
@@ -42,31 +41,22 @@ class Check:
     advice: str = ""
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _package(name: str, wanted: tuple[int, int]) -> Check:
-    version, least = _version(name), ".".join(map(str, wanted))
-    if version is None:
-        return Check(name, "not installed", "error", f"pip install '{name}>={least}'")
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < wanted:
+    version, least = version_of(name), ".".join(map(str, wanted))
+    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if not found:
+        return Check(name, version, "error", f"pip install '{name}>={least}'")
+    if found < wanted:
         return Check(name, version, "error", f"pip install -U '{name}>={least}': older ones are not supported")
     return Check(name, version)
 
 
 def _clash() -> Check:
-    if _version("dflash") is None:
-        return Check("import name", "dflash belongs only to dflash-engine")
-    return Check(
-        "import name",
-        f"dflash {_version('dflash')} is installed too and owns the same import name",
-        "error",
-        "pip uninstall dflash dflash-engine, then install the one you want",
-    )
+    name, version = "import name", version_of("dflash")
+    if version == "not installed":
+        return Check(name, "dflash belongs only to dflash-engine")
+    advice = "pip uninstall dflash dflash-engine, then install the one you want"
+    return Check(name, f"dflash {version} is installed too and owns the same import name", "error", advice)
 
 
 def _instruction_set() -> Check:
@@ -141,7 +131,7 @@ def _overlap() -> Check:
 def examine() -> list[Check]:
     """Check this installation. Runs no model and changes nothing."""
     return [
-        Check("dflash-engine", _version("dflash-engine") or "not installed as a distribution"),
+        Check("dflash-engine", version_of("dflash-engine")),
         Check("python", platform.python_version()),
         _package("torch", (2, 11)),
         _package("transformers", (5, 15)),

@@ -186,7 +186,7 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes | N
 # ---------------------------------------------------------------------------------------------- completions
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # a plain function would run in a thread
     return request.app.state.service
 
 
