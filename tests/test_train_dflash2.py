@@ -122,7 +122,7 @@ def slow(hidden, blocks, head, selector):
 def test_the_selectors_loss_and_its_gradient_equal_a_slow_loop(batch, chunk, monkeypatch):
     hidden, blocks, head, selector = batch
     if chunk:
-        monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk)
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
     given = [hidden, *selector.parameters()]
 
     def logits(rows):

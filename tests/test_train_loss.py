@@ -50,7 +50,7 @@ def slow(hidden, blocks, head, teacher, distill):
 def test_the_loss_and_its_gradient_equal_a_slow_loop(batch, distill, chunk, monkeypatch):
     hidden, blocks, head, teacher = batch
     if chunk:
-        monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk)
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
     out = block_loss(hidden, blocks, head, teacher=teacher, distill=distill)
     (ours,) = torch.autograd.grad(out.loss, hidden)
     loss, entropy, weight = slow(hidden, blocks, head, teacher, distill)
@@ -65,7 +65,7 @@ def test_the_loss_and_its_gradient_equal_a_slow_loop(batch, distill, chunk, monk
 @pytest.mark.parametrize("chunk", [1 << 26, VOCAB * 4])
 def test_right_tokens_and_accepted_lengths_equal_a_slow_loop(batch, chunk, monkeypatch):
     _, blocks, _, _ = batch
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
     guess = blocks.labels.clone()
     wrong = torch.rand(guess.shape, generator=torch.Generator().manual_seed(1)) < 0.3
     guess[wrong] = (guess[wrong] + 1) % VOCAB

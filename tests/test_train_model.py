@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_mask
 from dflash import UnsupportedTargetError
 from dflash.targets import refusal
 from dflash.train import TargetFeatures, TrainableDrafter, draft_config, new_drafter
-from dflash.train.model import _flex_mask, visible_keys
+from dflash.train.model import ATTENTIONS, visible_keys
 
 LENGTH = 30
 ANCHORS = torch.tensor([[1, 7, 20], [3, 16, 29]])
@@ -79,7 +79,7 @@ def test_flex_attention_visits_every_tile_that_is_seen(length, block, causal, wi
     generator = torch.Generator().manual_seed(0)
     anchors = torch.randint(0, length, (2, 20), generator=generator).sort(-1).values
     anchors[1, 7:] = 0  # as padding does
-    mask = _flex_mask(anchors, length, block, causal, window, 1)
+    mask = ATTENTIONS["flex"][0](anchors, length, block, causal, window, 1)
     rows, keys = 20 * block, length + 20 * block
     assert mask.seq_lengths == (rows, keys)
     seen = create_mask(mask.mask_mod, 2, None, rows, keys, device="cpu")[:, 0]

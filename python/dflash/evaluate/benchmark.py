@@ -1,8 +1,4 @@
-"""``dflash benchmark``: speed and acceptance on datasets of prompts, compared with one-token decoding in the same run.
-
-Every prompt is answered by one-token decoding and by DFlash, with chains and, if asked for, draft trees. Speeds count
-the prompts' forward passes.
-"""
+"""``dflash benchmark``: speed and acceptance on datasets of prompts, next to one-token decoding in the same run."""
 
 from __future__ import annotations
 
@@ -143,13 +139,12 @@ def summarize(records: Sequence[Sequence[Record]], block_size: int, wanted: int)
         wanted: turns that there are. Those without a record were too long for the model.
 
     Returns:
-        tokens_per_second, one_token_tokens_per_second (totals over totals) and speedup, their ratio;
-        acceptance_length, mean tokens per step, bonus token counted; ``histogram[m]`` steps wrote ``m`` tokens;
-        ``acceptance_per_position[j]``, the share of steps that kept drafted token ``j + 1``, and
-        ``conditional_acceptance[j]``, the same among the steps that kept the one before (None if none did);
+        Speeds, totals over totals, and their ratio, speedup; acceptance_length, mean tokens per step, bonus token
+        counted; ``histogram[m]`` steps wrote ``m`` tokens; ``acceptance_per_position[j]``, the share of steps that kept
+        drafted token ``j + 1``, and ``conditional_acceptance[j]``, the same among the steps that kept the one before;
         identical of ``turns`` answers equal those of one-token decoding; distinct_ngrams, the share of 8-grams that
-        were new within their answer, which is low if the model loops; by_context, see `summarize_steps`. All of these
-        are of chains. ``tree`` has some of the same names for trees, or is None without.
+        were new within their answer; by_context, see `summarize_steps`. All of these are of chains; ``tree`` has the
+        same of trees, or is None.
     """
     turns = [turn for prompt in records for turn in prompt]
     one_token, trees = Total(), [turn["tree"] for turn in turns if "tree" in turn]
@@ -193,12 +188,10 @@ def _summarize_drafted(
 
 
 def summarize_steps(drafted: Iterable[StepCounts], one_token: Iterable[StepCounts]) -> list[dict[str, Any]]:
-    """Add up the steps of answers, by DFlash and by one-token decoding.
+    """Add up the steps of answers, by DFlash and by one-token decoding, per bucket in ascending order.
 
-    Returns:
-        Per bucket in ascending order: ``from``, its first context length; steps; acceptance_length, tokens per step;
-        rows, those that a step verified; step_seconds and one_token_step_seconds, means; and speedup, of steps only.
-        The last two are None where one-token decoding took no step.
+    ``from`` is a bucket's first context length; rows, times and acceptance_length are means per step; the speedup is
+    of steps only, None where one-token decoding took no step.
     """
     theirs, buckets = _total(one_token), []
     for start, (steps, tokens, rows, seconds) in sorted(_total(drafted).items(), key=lambda bucket: int(bucket[0])):
@@ -276,7 +269,7 @@ def run_benchmark(
         ``{"header": ..., "datasets": {name: summarize(...)}}``.
 
     Raises:
-        ValueError: the settings do not fit the tokenizer or the models, or no prompt of a dataset fits the model.
+        ValueError: the settings do not fit, or no prompt of a dataset fits the model.
     """
     config.check(tokenizer)
     # 1. Find what fits the model, and build the generators

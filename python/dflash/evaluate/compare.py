@@ -25,16 +25,7 @@ WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Decoding:
-    """How prompts are answered: the temperature only, with top-k, top-p and min-p off.
-
-    Attributes:
-        max_new_tokens: per answer.
-        temperature: 0 is greedy.
-        seed: of every answer.
-        draft_sharpness: see `dflash.generate`.
-        stop_token_ids: None for those of the target's generation_config.
-        tree: rows of draft trees, ``"auto"``, or None for chains.
-    """
+    """How prompts are answered, as for `dflash.generate`, with top-k, top-p and min-p off."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -45,9 +36,7 @@ class Decoding:
 
 
 class Answer(NamedTuple):
-    """One answer: its tokens, the tokens that each step wrote, the seconds of all of it (prompt included), and the rows
-    and seconds of each step.
-    """
+    """One answer: its tokens, the tokens of each step, all its seconds, and the rows and seconds of each step."""
 
     ids: list[int]
     steps: list[int]
@@ -126,16 +115,8 @@ def pair_runners(
 ) -> dict[str, GeneratorRunner]:
     """Return one-token decoding and DFlash for one pair, as ``"one-token"`` and ``"dflash"``.
 
-    The latter drafts chains. If ``decoding`` asks for trees, ``"tree"`` drafts them with the same generator.
-
-    Args:
-        target: the causal language model.
-        draft: its drafter.
-        decoding: how all of them answer.
-        block_size: of DFlash; None is the drafter's.
-        padded: run one-token decoding at the shapes of a whole block.
-        draft_weights: of DFlash; see `Generator`.
-        arguments: ``max_length`` and others of `Generator`.
+    The latter drafts chains. If ``decoding`` asks for trees, ``"tree"`` drafts them with the same generator. ``padded``
+    runs one-token decoding at the shapes of a whole block; ``arguments`` are others of `Generator`.
     """
     chain, device = dataclasses.replace(decoding, tree=None), target.get_input_embeddings().weight.device
     drafts = {"block_size": block_size, "tree": decoding.tree, "draft_weights": draft_weights}

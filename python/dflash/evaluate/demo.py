@@ -57,10 +57,8 @@ def measure(
 
     Returns:
         What ``dflash demo --json`` prints. ``identical`` is True if every answer was, token for token, that of
-        one-token decoding with the same seed and, at temperature 0, that of transformers' greedy ``generate``, with
-        trees and without. Speeds are all answers' tokens over their seconds, prompts included; the baseline is the
-        faster of one-token decoding and transformers. ``acceptance_length`` is None when no step ran; ``histogram[m]``
-        steps wrote ``m`` tokens; ``right`` counts among the ``answerable`` prompts, which have one right answer.
+        one-token decoding with the same seed and, at temperature 0, that of transformers' greedy ``generate``. The
+        baseline is the faster of both. ``right`` counts among the ``answerable`` prompts, which have one right answer.
 
     Raises:
         ValueError: an argument is out of range, or a prompt and its answer may pass the model's positions.
@@ -143,7 +141,7 @@ def run_demo(
         prompt: answered instead of the held-out prompts.
         prompts: answer exactly so many held-out prompts, however long it takes.
         seconds: start no other held-out prompt after this time; None is `SECONDS`.
-        console: gets the first few answers as they are written, one step's tree if trees are drafted, then the report.
+        console: gets the first few answers as they are written, one step's tree, then the report.
 
     Raises:
         ValueError: options contradict each other, and what `measure` raises.

@@ -1,8 +1,7 @@
 """The trained pair inside the package: where it is, how it is loaded, and how it reads a prompt.
 
-A pair is a folder with ``target/``, ``draft/`` and ``prompts.jsonl``, whose lines hold ``prompt``, ``answer`` (null if
-there are many right ones) and ``kind``. No training step of its models saw these prompts. The package's pair has two
-drafters: of DFlash 2 in ``draft/``, and of the first generation in ``draft-dflash/``, for what takes no other.
+A pair is a folder with ``target/``, ``draft/`` and held-out prompts in ``prompts.jsonl``. The package's has a drafter
+of DFlash 2 in ``draft/``, and one of the first generation in ``draft-dflash/``, for what takes no other.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def demo_pair(
         folder: another pair in the same layout.
         dtype: of both models.
         generation: 1 for a drafter of the first generation, which draft trees and `dflash.as_assistant` need; None for
-            the better one, which in the package is a DFlash 2 drafter. A pair with one drafter has it for both.
+            the better one, of DFlash 2.
 
     Raises:
         FileNotFoundError: ``folder`` holds no pair.
@@ -92,11 +91,7 @@ def draft_folder(folder: str | Path = PAIR, generation: Literal[1] | None = None
 def load_target(
     folder: str | Path, *, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a pair's target and tokenizer: from the folder only, and without running any code in it.
-
-    Raises:
-        ValueError: a file in it is broken, or it needs Python code of its own.
-    """
+    """Load a pair's target and tokenizer: from the folder only, and without running any code in it."""
     from transformers.utils import logging
 
     files = Pretrained(Path(folder) / "target", advice="a pair has none", local_files_only=True)
@@ -110,11 +105,7 @@ def load_target(
 
 
 def demo_prompts(folder: str | Path = PAIR) -> list[Prompt]:
-    """Load the pair's held-out prompts: the first of each kind, then the second of each kind, and so on.
-
-    Raises:
-        FileNotFoundError: ``folder`` holds no pair.
-    """
+    """Load the pair's held-out prompts: the first of each kind, then the second of each kind, and so on."""
     kinds: dict[str, list[Prompt]] = {}
     for _, _, record in read_jsonl(_check_folder(folder) / "prompts.jsonl"):
         prompt = Prompt(record["prompt"], record.get("answer"), record.get("kind") or "")

@@ -25,8 +25,7 @@ _ADAPTER = "adapter_config.json"
 class Pretrained:
     """A target and its tokenizer, as files that transformers loads. Never asks whether code in them may run.
 
-    Each method raises ``ValueError`` if the files need code that may not run, or if one of them is broken, and
-    ``OSError`` if they cannot be found.
+    Methods raise ``ValueError`` for files that are broken or need code that may not run, ``OSError`` if there are none.
 
     Attributes:
         name: a folder or a hub id.

@@ -210,8 +210,7 @@ def prompt_ids(
 ) -> list[int]:
     """Encode a prompt, ``{"prompt": text}`` or ``{"messages": [...]}``, as the target's input ids.
 
-    A text becomes a user's message if the tokenizer has a chat template, unless ``raw``. ``bos`` puts one BOS token
-    before a raw text. ``template`` has arguments of the chat template.
+    A text becomes a user's message if the tokenizer has a chat template, unless ``raw``.
     """
     if "messages" in prompt or not (raw or tokenizer.chat_template is None):
         text = render_chat(tokenizer, as_messages(prompt), True, template)

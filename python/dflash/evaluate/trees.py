@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.cells import cell_len
 
 from ..generator import Generator
 from ..outputs import StreamEvent
-from ..state import Block
 from ..terminal import printable
 
 ACCEPTED, BONUS, DRAFT, EDGE = "accepted", "bonus", "draft", "edge"
@@ -19,13 +18,7 @@ _PATH_EDGES = str.maketrans("─┬├└", "━┯┝┕")
 
 
 class TreeStep(NamedTuple):
-    """One step's tree, and what the target made of it.
-
-    Attributes:
-        ids: per row its token, -1 for a row that is missing; row 0 is the anchor.
-        parents: per row its parent, -1 for none.
-        emitted: the tokens that the step wrote.
-    """
+    """One step's tree: each row's token (-1 for a missing row) and parent (-1 for none), and what the step wrote."""
 
     ids: list[int]
     parents: list[int]
@@ -56,6 +49,11 @@ class TreeStep(NamedTuple):
         """True if the path takes a child that was not the most probable, which a chain would not have proposed."""
         return any(self.children(row)[0] != child for row, child in zip(self.path, self.path[1:], strict=False))
 
+    @property
+    def interest(self) -> tuple[bool, int]:
+        """Key by which steps are compared: those that leave the spine first, then those that wrote most."""
+        return self.leaves_spine, len(self.emitted)
+
 
 class TreeWatch:
     """Keeps the step of a stream that shows best what a tree is for.
@@ -70,36 +68,18 @@ class TreeWatch:
     def watch(self, generator: Generator, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
         """Yield the events of ``generator``, which is on a CPU and drafts trees for one row."""
         yield from itertools.islice(events, 1)  # the prompt's; from here on the engine has the call's proposer
-        generator.engine.proposer = recorder = _Recorder(generator.engine.proposer)
+        proposer, blocks = generator.engine.proposer, []
+        propose = proposer.propose
+        proposer.propose = lambda state: blocks.append(propose(state)) or blocks[-1]
         try:
             for event in events:
-                self._look(recorder.block, event.ids[0])
+                block, emitted = blocks.pop(), event.ids[0]
+                step = TreeStep(block.ids[0].tolist(), block.tree.parents[0].tolist(), emitted)
+                if self.best is None or step.interest > self.best.interest:
+                    self.best = step
                 yield event
         finally:
-            generator.engine.proposer = recorder.proposer
-
-    def _look(self, block: Block, emitted: list[int]) -> None:
-        step = TreeStep(block.ids[0].tolist(), block.tree.parents[0].tolist(), emitted)
-        if self.best is None or _interest(step) > _interest(self.best):
-            self.best = step
-
-
-class _Recorder:
-    """A proposer that remembers its last block."""
-
-    def __init__(self, proposer: Any) -> None:
-        self.proposer, self.block = proposer, None
-
-    def propose(self, state: Any) -> Block:
-        self.block = self.proposer.propose(state)
-        return self.block
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.proposer, name)
-
-
-def _interest(step: TreeStep) -> tuple[bool, int]:
-    return step.leaves_spine, len(step.emitted)
+            del proposer.propose
 
 
 def show_token(text: str) -> str:
@@ -112,12 +92,7 @@ def draw(step: TreeStep, decode: Callable[[int], str]) -> list[list[Piece]]:
 
     Edges of the accepted path are heavy, so that it shows without colors too.
 
-    Args:
-        step: the tree.
-        decode: gives the text of a token.
-
-    Returns:
-        The lines, each a list of texts with what they are: ACCEPTED, BONUS, DRAFT or EDGE.
+    ``decode`` gives the text of a token. A line is a list of texts with what they are: ACCEPTED, BONUS, DRAFT or EDGE.
     """
     path = set(step.path)
 

@@ -1,18 +1,16 @@
 """Training a drafter for any target: ``dflash train``, or `Trainer` from Python."""
 
-from .batches import Blocks, default_gamma, make_blocks, sample_anchors
+from .batches import make_blocks, sample_anchors
 from .checkpoint import CheckpointError, save_draft
 from .config import TrainConfig
 from .export import published_config
 from .features import TargetFeatures
 from .initial_drafter import choose_mask_id, draft_config, new_drafter
-from .loss import BlockLoss, block_loss
+from .loss import block_loss
 from .model import TrainableDrafter, add_dflash2, check_trainable
 from .trainer import Trainer
 
 __all__ = [
-    "BlockLoss",
-    "Blocks",
     "CheckpointError",
     "TargetFeatures",
     "TrainConfig",
@@ -20,13 +18,6 @@ __all__ = [
     "Trainer",
     "add_dflash2",
     "block_loss",
-    "check_trainable",
-    "choose_mask_id",
-    "default_gamma",
-    "draft_config",
-    "make_blocks",
-    "new_drafter",
-    "published_config",
-    "sample_anchors",
-    "save_draft",
 ]
+__all__ += ["check_trainable", "choose_mask_id", "draft_config", "make_blocks", "new_drafter", "published_config"]
+__all__ += ["sample_anchors", "save_draft"]

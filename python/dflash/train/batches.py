@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,12 +89,8 @@ def add_noise(context: Tensor, taps: int, scale: float, generator: torch.Generat
     """Return features with uniform noise of up to ``scale`` times the root mean square of each tap."""
     tapped = context.unflatten(-1, (taps, -1))
     size = tapped.float().square().mean(-1, keepdim=True).sqrt() * scale
-    noise = (
-        torch.empty(tapped.shape, dtype=torch.float32, device="cpu")
-        .uniform_(-1, 1, generator=generator)
-        .to(tapped.device)
-    )
-    return (tapped + noise * size).to(context.dtype).flatten(-2)
+    noise = torch.empty(tapped.shape, dtype=torch.float32, device="cpu").uniform_(-1, 1, generator=generator)
+    return (tapped + noise.to(tapped.device) * size).to(context.dtype).flatten(-2)
 
 
 def default_gamma(block_size: int) -> float:
@@ -103,8 +98,7 @@ def default_gamma(block_size: int) -> float:
     return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The blocks of a batch. Sequences with fewer anchors are padded with blocks of weight 0.
 
     Attributes:
@@ -132,8 +126,7 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator | N
         generator: random generator on the same device; None for torch's default.
 
     Returns:
-        ``anchors [batch, n]`` int64, ascending with padding last, and ``valid [batch, n]`` bool. ``n <= count`` is the
-        largest number of anchors in any sequence, at least 1.
+        ``anchors [batch, n]`` int64, ascending with padding last, and ``valid [batch, n]`` bool; ``1 <= n <= count``.
     """
     supervised = loss_mask.bool()
     eligible = supervised.clone()
@@ -151,19 +144,16 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator | N
 def make_blocks(
     input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, valid: Tensor, block_size: int, mask_id: int, gamma: float
 ) -> Blocks:
-    """Build the blocks ``[batch, anchors, block]`` at ``anchors`` from `sample_anchors`.
+    """Build the blocks ``[batch, anchors, block]`` at ``anchors`` and ``valid``, both from `sample_anchors`.
 
     Args:
         input_ids: ``[batch, length]``, padded on the right.
         loss_mask: ``[batch, length]``, 0 on padding.
-        anchors: ``[batch, anchors]``; ``valid``, of the same shape, marks those that are not padding.
-        valid: see ``anchors``.
+        anchors: ``[batch, anchors]``.
+        valid: ``[batch, anchors]`` bool.
         block_size: slots per block, the anchor's included.
         mask_id: input token of all slots but the anchor's.
         gamma: decay of the weights, in slots.
-
-    Returns:
-        The blocks. Slots past the end of a sequence get weight 0.
     """
     length, slot = input_ids.shape[1], torch.arange(block_size, device=input_ids.device)
     positions = anchors[..., None] + slot

@@ -46,9 +46,6 @@ def save_draft(drafter: Drafter, folder: str | os.PathLike, *, dtype: torch.dtyp
         folder: created if missing. Each of the two files is replaced atomically.
         dtype: dtype of the stored parameters; None for the drafter's own.
 
-    Returns:
-        ``folder`` as a path.
-
     Raises:
         CheckpointError: the disk is full or cannot be written.
     """

@@ -43,8 +43,7 @@ def load_prompts(source: str | os.PathLike, *, split: str = "train") -> list[dic
         Dicts with ``line`` (int, from 1) and either ``prompt`` (str) or ``messages`` (list of role and content).
 
     Raises:
-        FileNotFoundError: the file is missing.
-        ValueError: the file is empty, a line is not JSON, or a row has no prompt. The message names the line.
+        FileNotFoundError, ValueError: the file is missing or empty, or a row, which is named, has no prompt.
     """
     prompts = [{"line": line, **_prompt(row, where)} for where, line, row in read_records(source, split)]
     if not prompts:
@@ -69,12 +68,11 @@ def load_rows(  # noqa: PLR0913
 
     A source row takes one of these forms:
 
-    - ``{"prompt", "response"}``, as ``dflash regenerate`` writes it. ``messages``, ``question`` or ``turns`` can
-      replace ``prompt``. Any ``prompt_ids`` and ``response_ids`` are used unchanged. Otherwise the prompt is encoded as
-      the row says, and ``raw`` and ``template`` must not contradict it. With ``"finish_reason": "length"``, the
-      response has no stop token.
-    - ``{"messages": [...]}``: each assistant turn is supervised, up to and including its stop token. Some chat
-      templates render a turn differently once others follow it (thoughts left out); such a turn is context only.
+    - ``{"prompt", "response"}``, as ``dflash regenerate`` writes it, or another form of prompt. Any ``prompt_ids`` and
+      ``response_ids`` are used unchanged. Otherwise the prompt is encoded as the row says, and ``raw`` and ``template``
+      must not contradict it. With ``"finish_reason": "length"``, the response has no stop token.
+    - ``{"messages": [...]}``: each assistant turn is supervised, up to and including its stop token. A turn that the
+      template renders differently once others follow it (thoughts left out) is context only.
     - ``{"text"}``, or a complete ``.txt`` file: supervised everywhere, in pieces of ``max_length``.
     - ``{"input_ids", "loss_mask"}``.
 
@@ -91,14 +89,12 @@ def load_rows(  # noqa: PLR0913
         split: split of a data set on the hub.
 
     Returns:
-        A `datasets.Dataset` in memory with ``input_ids`` (lists of int32) and ``loss_mask`` (lists of int8 of the same
-        lengths, 1 on response tokens, stop token included). It takes 5 bytes per token.
+        A `datasets.Dataset` in memory with ``input_ids`` (int32) and ``loss_mask`` (int8, 1 on response tokens, stop
+        token included). It takes 5 bytes per token.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is empty, or a row has none of the forms above, no response, a prompt of ``max_length``
-            tokens or more, ids of another tokenizer, or messages although there is no chat template. The message names
-            the line.
+        ValueError: a file is empty, or a row, which is named, has none of these forms or does not fit.
     """
     datasets = import_datasets()
     import pyarrow as pa
@@ -260,8 +256,7 @@ class _Encoder:
     def until_stop(self, ids: list[int]) -> list[tuple[list[int], int]]:
         """Split a turn after its stop token: the first part is supervised, the rest is context.
 
-        If the turn has no known stop token, it ends at its last special token, provided that only blanks follow.
-        Templates with their own end-of-turn token need this.
+        Without a known one, it ends at its last special token if only blanks follow: a template's own end of turn.
         """
         end = next((index + 1 for index, token in enumerate(ids) if token in self.stops), None)
         if end is None:
@@ -293,8 +288,8 @@ def _prompt(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 class MeasuredRows:
     """Lengths, prompts and a digest of rows (``input_ids`` and ``loss_mask``), checked against the target's config.
 
-    A row's prompt is everything before the first token that the target wrote. If the target wrote the entire row, apart
-    from a BOS token, the prompt is the first half.
+    A row's prompt is what comes before the first token that the target wrote; of a row that it wrote as a whole, apart
+    from a BOS token, it is the first half.
 
     Attributes:
         lengths: length of each row in tokens.
@@ -351,8 +346,7 @@ def hold_out(
     The prompts come from the rows ``heldout`` if there are any, else from ``rows``, at most a tenth of them.
 
     Returns:
-        Numbers of the rows to train on; token ids of the held-out prompts; and the number of usable rows that are left
-        out because their prompt is held out.
+        Numbers of the rows to train on; ids of the held-out prompts; and the number of rows left out for them.
     """
     # 1. Choose the prompts to answer
     source, known = (rows, data) if measured is None else (heldout, measured)

@@ -246,11 +246,7 @@ _SMALLEST_WINDOW = 2
 
 
 def _to_transformers(config: DraftConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of the DFlash drafter in transformers, `MuseGlimmerAssistantModel`.
-
-    Raises:
-        ValueError: that class cannot express something that changes the math.
-    """
+    """Return the ``config.json`` of transformers' drafter class, or raise if it cannot express this drafter."""
     what, windows = "transformers' drafter class", set(config.window) - {0}
     if config.scales_like_target:
         raise ValueError("a Muse Glimmer assistant is in transformers' layout already: use its folder as it is")
@@ -351,13 +347,9 @@ def export(
         dtype: dtype of the written weights; None keeps them bit for bit.
         revision: revision of the hub repository.
 
-    Returns:
-        ``out``.
-
     Raises:
-        FileNotFoundError: the drafter does not exist.
-        ValueError: the drafter cannot be read, ``out`` is not empty, or the layout cannot describe the drafter. Nothing
-            is written.
+        FileNotFoundError, ValueError: the drafter does not exist or cannot be read, ``out`` is not empty, or the layout
+            cannot describe the drafter. Nothing is written.
         OSError: the disk is full or cannot be written.
     """
     # 1. Check the arguments

@@ -1,8 +1,7 @@
 """The target's features: of the running model (`TargetFeatures`), or cached on disk (`cache_features`).
 
-A cache is a folder of safetensors shards and ``features.json``, which names the target, the rows and the taps. A shard
-holds the features of consecutive rows. A cache is large: ``taps * hidden`` numbers per token. Five taps of a target of
-width 2560 take 25.6 kB per token in bf16.
+A cache is a folder of safetensors shards, each of consecutive rows, and ``features.json``, which names the target, the
+rows and the taps. It takes ``taps * hidden`` numbers per token.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ _READ_ROWS = 1024
 class TargetFeatures:
     """Features of full sequences from the frozen target, with its embeddings and head.
 
-    Runs a structural copy of the model without gradients; the model itself is not changed. Layers after the last tap
-    are skipped unless ``final`` is set.
+    Runs a structural copy of the model, without the layers after the last tap unless ``final`` is set.
 
     Args:
         target: a causal language model of transformers that the engine supports.
@@ -82,9 +80,7 @@ class TargetFeatures:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return features and final states of right-padded sequences ``[batch, length]``.
-
-        Padding needs no mask: attention is causal, and recurrent layers run from left to right, from an empty state.
+        """Return features and final states of right-padded sequences ``[batch, length]``, which need no mask.
 
         Returns:
             ``[batch, length, taps * hidden]``, and ``[batch, length, hidden]`` after the final norm, or None.
@@ -102,10 +98,7 @@ class TargetFeatures:
 
 
 def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-    """Return what the features depend on: digests of the target and of the rows' tokens, the taps and the dtype.
-
-    Reads every weight once, which takes about a second per gigabyte.
-    """
+    """Return what features depend on: digests of all weights (1 s per GB) and of the rows, the taps and the dtype."""
     target, weights, tokens = unwrap(target), hashlib.sha256(), hashlib.sha256()
     weights.update(describe_config(target).encode())
     for name, tensor in sorted(target.state_dict().items()):
@@ -146,24 +139,22 @@ def cache_features(  # noqa: PLR0913 - public, each documented
 
     Args:
         target: the model.
-        compute: right-padded ids ``[batch, length]`` on the target's device to features ``[batch, length, taps *
-            hidden]``; None runs the target (`TargetFeatures`).
+        compute: from right-padded ids ``[batch, length]`` to features; None runs the target (`TargetFeatures`).
         rows: a ``datasets.Dataset`` with ``input_ids``.
         layer_ids: tapped layers, in the drafter's order.
         folder: created if it is missing.
         dtype: bfloat16, float16 or float32.
         batch_tokens: tokens per forward pass, padding included. A longer row gets its own pass.
         shard_bytes: bytes per shard, which is assembled in memory. A longer row gets its own shard.
-        rank: number of this process. It computes the missing shards with number ``rank`` modulo ``world``.
-        world: number of processes that share the work.
+        rank: number of this process, of ``world`` that share the work.
+        world: see ``rank``.
         progress: called after every forward pass with rows done, rows in total, and tokens per second of this call.
 
     Returns:
         The cache; None if shards of other processes are still missing.
 
     Raises:
-        ValueError: the folder is a cache of another target, other rows, other taps or another dtype, or the disk is
-            too small. Nothing is computed in either case.
+        ValueError: the folder is a cache of something else, or the disk is too small. Nothing is computed then.
         OSError: a shard could not be written; the others are complete.
     """
     # 1. Describe the cache, or continue an earlier one of the same features

@@ -17,8 +17,6 @@ from .model import add_dflash2
 def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int | None = None) -> int:
     """Return the mask token: ``mask_token_id``, else the tokenizer's, else an embedding row past the tokenizer's ids.
 
-    The target must never emit the mask token.
-
     Raises:
         ValueError: no mask token can be found, or ``mask_token_id`` has no embedding.
     """
@@ -29,13 +27,11 @@ def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int 
                 f"mask_token_id must be one of the target's embedding rows, 0 .. {rows - 1}, got {mask_token_id}"
             )
         return mask_token_id
-    own = getattr(tokenizer, "mask_token_id", None)
-    if own is not None and own < rows:
-        return own
     if tokenizer is not None:
-        used = max(tokenizer.get_vocab().values(), default=-1) + 1
-        if used < rows:
-            return used
+        own, unused = getattr(tokenizer, "mask_token_id", None), max(tokenizer.get_vocab().values(), default=-1) + 1
+        for found in (own, unused):
+            if found is not None and found < rows:
+                return found
     raise ValueError(
         "no mask token: the tokenizer has none and every embedding row is in use; name a token that the target "
         "never emits (--mask-token-id)"
@@ -60,12 +56,6 @@ def _rope(config: Any) -> Rope:
     return Rope(theta=float(theta))
 
 
-def _first_layer(config: Any) -> Any:
-    """Return the config to read the first layer's shape from. Gemma 4's layers differ, so each has its own config."""
-    layers = getattr(config, "per_layer_config", None)
-    return layers[0] if layers else config
-
-
 def draft_config(
     target: nn.Module,
     *,
@@ -85,11 +75,7 @@ def draft_config(
         block_size: tokens per block, the anchor included; at least 2.
         target_layer_ids: tapped layers; None for the published rule (`dflash.drafter.build_target_layer_ids`).
         intermediate_size: width of the MLP; None for the target's.
-        sliding_window: window of all layers but the last, which are then causal inside the block. The last layer is
-            always full. 0 makes every layer full.
-
-    Returns:
-        The config.
+        sliding_window: window of all layers but the last, which are then causal inside the block; 0 for none.
 
     Raises:
         ValueError: a number is out of range. The message names it.
@@ -106,10 +92,16 @@ def draft_config(
     if not taps or min(taps) < 0 or max(taps) >= total:
         raise ValueError(f"target_layer_ids must be layers of the target, 0 .. {total - 1}, got {list(taps)}")
     # 2. Copy everything else from the target
-    first = _first_layer(config)
+    first = (getattr(config, "per_layer_config", None) or [config])[0]  # Gemma 4's layers have a config each
     width = intermediate_size or getattr(first, "intermediate_size", None) or 3 * config.hidden_size
     heads = first.num_attention_heads
     kv_heads = getattr(first, "num_key_value_heads", None) or heads
+    # The factor on the embeddings is in the module (Gemma) or in the forward pass (Granite)
+    embedding = model.get_input_embeddings()
+    factors = (embedding, "scalar_embed_scale"), (embedding, "embed_scale"), (config, "embedding_multiplier")
+    scale, multiplier = _first_of(*factors), _first_of((config, "logit_scale"), (config, "lm_head_multiplier"))
+    if multiplier is None:
+        multiplier = 1 / (getattr(config, "logits_scaling", None) or 1.0)
     windowed = [sliding_window > 0 and i < num_layers - 1 for i in range(num_layers)]
     return DraftConfig(
         hidden_size=config.hidden_size,
@@ -125,8 +117,8 @@ def draft_config(
         window=tuple(sliding_window if one else 0 for one in windowed),
         rope=_rope(config),
         rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-        input_embedding_scale=_embedding_scale(model),
-        output_multiplier=_logit_multiplier(config),
+        input_embedding_scale=1.0 if scale is None else float(scale),
+        output_multiplier=float(multiplier),
         final_logit_softcapping=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         vocab_size=config.vocab_size,
         num_target_layers=total,
@@ -134,19 +126,9 @@ def draft_config(
     )
 
 
-def _embedding_scale(model: nn.Module) -> float:
-    """Return the factor on the embeddings, which is in the module (Gemma) or in the forward pass (Granite)."""
-    embedding = model.get_input_embeddings()
-    scale = getattr(embedding, "scalar_embed_scale", None)
-    scale = getattr(embedding, "embed_scale", None) if scale is None else scale
-    return float(getattr(text_config(model), "embedding_multiplier", 1.0) if scale is None else scale)
-
-
-def _logit_multiplier(config: Any) -> float:
-    for name in ("logit_scale", "lm_head_multiplier"):
-        if (multiplier := getattr(config, name, None)) is not None:
-            return float(multiplier)
-    return 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+def _first_of(*places: tuple[Any, str]) -> Any:
+    """Return the first of these attributes that is there and not None."""
+    return next((value for owner, name in places if (value := getattr(owner, name, None)) is not None), None)
 
 
 @torch.no_grad()

@@ -16,10 +16,8 @@ from ..drafter import CandidateSelector
 from .batches import Blocks
 from .model import candidate_scores
 
-__all__ = ["BlockLoss", "block_loss"]
-
 # Most logits held at once. More rows run in chunks, and the backward pass computes their logits again.
-_CHUNK_ELEMENTS = 1 << 26
+CHUNK_ELEMENTS = 1 << 26
 
 
 @dataclass
@@ -76,9 +74,6 @@ def block_loss(
         selector_weight: weight of the selector's loss.
         statistics: count correct tokens too: those that a greedy draft has while it is correct.
 
-    Returns:
-        Sums over the batch.
-
     Raises:
         ValueError: ``distill`` is above 0 and there is no ``teacher``.
     """
@@ -97,7 +92,7 @@ def block_loss(
     width = logits(picked.hidden[:0]).shape[-1]
     if selector is not None:
         width = max(width, selector.top_k * selector.successor_codebook.shape[1])
-    size = max(1, _CHUNK_ELEMENTS // width)
+    size = max(1, CHUNK_ELEMENTS // width)
     if len(rows) <= size:
         total = sums(picked)
     else:

@@ -12,10 +12,7 @@ from ..drafter import CandidateSelector, DFlash2Config, DraftConfig, Drafter, Gr
 
 
 def visible_keys(anchors: Tensor, length: int, block_size: int, causal: bool, window: int) -> Tensor:
-    """Return the keys that each slot of each block sees, ``[batch, anchors, block, length + block]`` bool.
-
-    ``anchors`` is ``[batch, anchors]``. The block's own keys come last; ``window`` is 0 for all keys.
-    """
+    """Return the keys that each slot of each block sees, ``[batch, anchors, block, keys]`` bool, its own keys last."""
     slot = torch.arange(block_size, device=anchors.device)
     context = torch.arange(length, device=anchors.device)
     start = anchors[..., None, None]
@@ -111,10 +108,7 @@ def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: i
 
 
 def _tile_list(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of key tiles that each row tile sees, and all key tiles with the seen ones first.
-
-    ``seen`` is ``[batch, row tiles, key tiles]``.
-    """
+    """Return how many key tiles each row tile sees, and all of them, seen first. ``seen [batch, rows, keys]``."""
     order = (~seen).byte().argsort(dim=-1, stable=True)
     return seen.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
@@ -146,14 +140,6 @@ def add_dflash2(drafter: Drafter, parts: DFlash2Config, *, seed: int = 0) -> Dra
     Its convolutions are the identity. Its successor codebook is zero, so every pair of tokens scores 0. The other two
     factors of a score are random, since the product of two zeros would have no gradient.
 
-    Args:
-        drafter: of the first generation; its weights are copied.
-        parts: the shape of what is added.
-        seed: the same seed gives the same codebook.
-
-    Returns:
-        The drafter, in the dtype and on the device of the old one.
-
     Raises:
         ValueError: ``parts`` do not fit the drafter, or it is a DFlash 2 drafter already.
     """
@@ -178,10 +164,9 @@ def add_dflash2(drafter: Drafter, parts: DFlash2Config, *, seed: int = 0) -> Dra
 
 
 def convolve(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
-    """Add up each block's rows up to ``taps - 1`` rows back. A weight is a fixed part plus one that depends on the row.
+    """Add up rows of ``x [..., block, hidden]``, up to ``taps - 1`` back.
 
-    ``x`` is ``[..., block, hidden]``, ``base [taps, hidden]`` the fixed part, ``dynamic [..., block, taps, groups]``
-    the other one, which a group of channels shares.
+    Weights are ``base [taps, hidden]`` plus ``dynamic [..., block, taps, groups]``, shared by a group of channels.
     """
     rows, groups = x.shape[-2], dynamic.shape[-1]
     grouped = x.unflatten(-1, (groups, -1))
@@ -239,9 +224,7 @@ def check_trainable(config: DraftConfig) -> None:
 
 
 class TrainableDrafter(nn.Module):
-    """A drafter with gradients. Its parameters stay views of its packed tensors.
-
-    Optimizers work in place, so the drafter's own forward pass uses each step's weights without a copy.
+    """A drafter with gradients. Its parameters stay views of its packed tensors, so inference uses each step's weights.
 
     Args:
         drafter: the drafter, in float32 for training. This module holds its parameters under ``drafter.``.

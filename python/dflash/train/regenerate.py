@@ -41,17 +41,10 @@ _ASKED += ("prompt", "messages", "prompt_ids")
 
 @dataclass(frozen=True)
 class RegenerateConfig:
-    """Sampling settings of a run. Most fields are options of ``dflash regenerate``.
+    """Sampling settings of a run. Most fields are options of ``dflash regenerate``, with these texts as help.
 
-    Args:
-        temperatures: each prompt is answered once at 0, greedily, and ``samples`` times at every other temperature.
-        seed: seed of the run. A response's seed is a hash of it, the prompt's line and the sample's number, so a
-            response does not depend on the rest of its batch.
-        max_new_tokens: per response, the stop token included.
-        top_k, top_p, min_p: see `dflash.generate`. Off by default, whatever the target's generation_config says.
-
-    Raises:
-        ValueError: a setting is out of range. The message names it.
+    Each prompt is answered once at temperature 0, greedily, and ``samples`` times at every other temperature. A
+    response's seed is a hash of the run's, the prompt's line and the sample's number.
     """
 
     temperatures: tuple[float, ...] = (0.0,)
@@ -116,8 +109,8 @@ class Response:
 
 @dataclass
 class Summary:
-    """Summary of a run: responses written by it and found in the file, tokens and cut-off responses among the written,
-    seconds spent writing, mean tokens per step (None without a drafter), prompts left out as too long, and the file.
+    """Responses written and found in the file; tokens, cut-off responses and mean tokens per step (None without a
+    drafter) of the written ones; seconds spent writing; prompts left out as too long; and the file.
     """
 
     written: int = 0
@@ -187,9 +180,7 @@ def regenerate(
 ) -> Summary:
     """Write the responses that ``out`` does not have yet.
 
-    A row holds ``line``, ``sample``, ``prompt`` or ``messages``, ``response``, ``finish_reason``, ``temperature``,
-    ``seed``, ``model`` and ``max_new_tokens``; if known, ``prompt_ids`` and ``response_ids``; and if they were on,
-    ``top_k``, ``top_p``, ``min_p``, ``raw``, ``bos`` and ``template``. `dflash.train.data.load_rows` reads such rows.
+    `dflash.train.data.load_rows` reads its rows, which say how they were asked, and have the ids if these are known.
 
     Args:
         prompts: prompts from `dflash.train.data.load_prompts`.
@@ -198,12 +189,8 @@ def regenerate(
         config: sampling settings; None is greedy.
         progress: called after every group of answers, with the summary so far and the number of responses to write.
 
-    Returns:
-        A summary of the run.
-
     Raises:
-        ValueError: a prompt cannot be answered, or ``out`` holds rows of other prompts, other settings or another
-            model. ``out`` is not changed.
+        ValueError: a prompt cannot be answered, or ``out`` has rows of another run. ``out`` is not changed.
         OSError: ``out`` cannot be written. Rows already written remain.
     """
     # 1. Check every prompt

@@ -32,8 +32,6 @@ class ServerWriter(Writer):
         token_ids: ask for the ids too (vLLM's ``return_token_ids``); rows then hold them.
         skip_long: leave out prompts that the server refuses as too long, instead of raising.
 
-    Raises:
-        ValueError: the URL is not one, ``concurrency`` is below 1, or the ``openai`` package is missing.
     """
 
     def __init__(  # noqa: PLR0913

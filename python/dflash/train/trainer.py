@@ -1,13 +1,12 @@
 """The training loop: `Trainer`.
 
-Every random choice in a batch is keyed by (seed, epoch, place of the micro-batch). A resumed run and a run on another
-number of processes therefore make the same choices.
+Random choices are keyed by (seed, epoch, place of the micro-batch), so resumed runs and other numbers of processes make
+the same ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import resource
 import sys
@@ -43,11 +42,7 @@ _TRACKERS = ("tensorboard", "trackio")
 def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = False, tracker: str | None = None) -> Any:
     """Return the accelerator that a `dflash.train.Trainer` runs on.
 
-    Args:
-        config: settings of the run.
-        output: folder that a tracker writes to.
-        cpu: use no GPU even if there is one.
-        tracker: "tensorboard", "trackio" or None.
+    ``tracker`` is "tensorboard", "trackio" or None, and writes to ``output``. ``cpu`` uses no GPU even if there is one.
 
     Raises:
         ValueError: the tracker is unknown, or a package is not installed. The message names it.
@@ -71,8 +66,8 @@ class Trainer:
         rows: ``datasets.Dataset`` with ``input_ids`` and ``loss_mask`` (1 on tokens that the target wrote).
         config: the settings of the run.
         output: folder for the draft, checkpoints and ``metrics.jsonl``.
-        heldout: rows whose prompts are answered to measure acceptance. Rows that share a prompt with them are not
-            trained on. None holds out ``eval_rows`` prompts of ``rows``, at most a tenth, with all their answers.
+        heldout: rows whose prompts are answered to measure acceptance, and not trained on. None holds out
+            ``eval_rows`` prompts of ``rows``, at most a tenth, with all their answers.
         features: a `dflash.train.features.FeatureCache` of ``rows``; None runs the target instead.
         accelerator: from `make_accelerator`; None creates one.
         tracker: "tensorboard" or "trackio".
@@ -98,7 +93,10 @@ class Trainer:
     ) -> None:
         # 1. Refuse models that do not match
         self.target = check_target(target, spread=False)
-        _check_models(self.target, drafter)
+        check_config(self.target, drafter.config)
+        Target(self.target, drafter.config.target_layer_ids)  # runs the checks for families that are not tested
+        if drafter.dtype != torch.float32:
+            raise ValueError(f"the drafter must be float32 for training, got {drafter.dtype}")
         if drafter.config.dflash2 is None and config.selector_weight != TrainConfig.selector_weight:
             raise ValueError("selector_weight is for DFlash 2 drafters, and this one has no selector")
         self.config, self.output, self.rows, self.quiet = config, Path(output), rows, quiet
@@ -241,7 +239,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(key)
         anchors, valid = sample_anchors(loss_mask, config.anchors, generator)
         blocks = make_blocks(ids, loss_mask, anchors, valid, draft.block_size, draft.mask_token_id, self.gamma)
-        blocks = Blocks(*(getattr(blocks, field.name).to(self.device) for field in dataclasses.fields(blocks)))
+        blocks = Blocks(*(tensor.to(self.device) for tensor in blocks))
         # 2. Read the target's features and the embeddings of the blocks
         with self.accelerator.autocast():
             context, final = self._features(rows, ids)
@@ -286,11 +284,7 @@ class Trainer:
             measured: steps to run, at least 2; the first warms up and is not counted.
 
         Returns:
-            Numbers by name. ``hours`` excludes evaluations and checkpoints. ``memory_bytes`` is the peak memory of the
-            GPU, or of the process on CPU.
-
-        Raises:
-            ValueError: the run has already taken a step.
+            Numbers by name. ``hours`` excludes evaluations and checkpoints; ``memory_bytes`` is the peak so far.
         """
         if self.step:
             raise ValueError(f"plan() must run before the first step, this run has done {self.step}")
@@ -386,14 +380,7 @@ class Trainer:
         """Continue from the last readable checkpoint in ``output``. Return False if there is none.
 
         Raises:
-            ValueError: the checkpoint's run has another target, other data, another schedule or another drafter.
+            ValueError: the checkpoint is of another run; the difference is named.
             CheckpointError: there are checkpoints, but none can be read.
         """
         return resume_run(self)
-
-
-def _check_models(target: nn.Module, drafter: Drafter) -> None:
-    check_config(target, drafter.config)
-    Target(target, drafter.config.target_layer_ids)  # runs the checks for families that are not tested
-    if drafter.dtype != torch.float32:
-        raise ValueError(f"the drafter must be float32 for training, got {drafter.dtype}")
