@@ -3,7 +3,7 @@
 // best child of every row. fp32 sums may make siblings equal whose own scores are not; such a run is taken in
 // the order of its ids.
 #pragma once
-#include "params.h"
+#include "binding/params.h"
 
 namespace dflash {
 namespace {  // code of one instruction set must not be merged with that of another, see cpu/base/vec.h

@@ -1,7 +1,7 @@
 // Which row is meant, for CPU and GPU: of a cache and a table of angles, of a tensor with rows put in front,
 // of a table of embeddings.
 #pragma once
-#include "params.h"
+#include "binding/params.h"
 
 namespace dflash {
 namespace {  // code of one instruction set must not be merged with that of another, see cpu/base/vec.h

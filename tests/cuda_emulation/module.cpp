@@ -1,7 +1,7 @@
 // The emulated kernels as a Python module, bound as those of _C are.
 #include <dlfcn.h>
 
-#include "cuda/bindings.h"
+#include "binding/cuda.h"
 #include "machine.h"
 #include "self_test.h"
 

@@ -1,9 +1,9 @@
 // A group of queries of block_attention.cpp: which positions its lanes see, the keys of a tile, and the state
 // of the softmax.
 #pragma once
+#include "binding/params.h"
 #include "cpu/base/buffer.h"
 #include "cpu/tree/tree.h"
-#include "params.h"
 
 DFLASH_NAMESPACE_BEGIN
 

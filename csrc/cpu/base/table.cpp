@@ -12,7 +12,7 @@ const CpuKernels kernels = {
     DFLASH_QUOTE(DFLASH_ISA),
 #define KERNEL(name, Params) DFLASH_ISA::name,
 #define CPU_KERNEL KERNEL
-#include "kernels.def"
+#include "binding/kernels.def"
 };
 
 }  // namespace dflash::DFLASH_ISA

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "params.h"
+#include "binding/params.h"
 
 namespace dflash {
 
@@ -12,7 +12,7 @@ struct CpuKernels {
   const char* isa;
 #define KERNEL(name, Params) void (*name)(const Params&);
 #define CPU_KERNEL KERNEL
-#include "kernels.def"
+#include "binding/kernels.def"
 };
 
 // The best table that this processor runs, or the one that the environment variable DFLASH_ISA names (one of

@@ -1,6 +1,6 @@
 // A product of a few rows with several matrices, shared by linear.cpp and decoder_layers.cpp.
 #pragma once
-#include "params.h"
+#include "binding/params.h"
 
 namespace dflash::DFLASH_ISA {
 

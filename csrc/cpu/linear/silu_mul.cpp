@@ -1,8 +1,8 @@
 // out = gate / (1 + exp(-gate)) * up, and out = x / (1 + exp(-gate)). One row at a time, rows over threads.
 #include <cmath>
 
+#include "binding/params.h"
 #include "cpu/base/parallel.h"
-#include "params.h"
 
 DFLASH_NAMESPACE_BEGIN
 

@@ -3,8 +3,8 @@
 //   out = x / sqrt(mean(x^2) + eps) * weight * silu(z), per head
 #include <cmath>
 
+#include "binding/params.h"
 #include "cpu/base/parallel.h"
-#include "params.h"
 
 DFLASH_NAMESPACE_BEGIN
 

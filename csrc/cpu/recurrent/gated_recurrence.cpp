@@ -5,10 +5,10 @@
 // sweep over it moves it by a row and adds up both what this row reads out and what the next row's correction
 // needs: four operations per element, which is what bounds the speed. Threads share the heads, and tiles if
 // heads are few.
+#include "binding/params.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
-#include "params.h"
 
 DFLASH_NAMESPACE_BEGIN
 

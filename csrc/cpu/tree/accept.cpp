@@ -1,7 +1,7 @@
 // Emits the target's choices along a path of rows, cut after the first stop token and to the room left. Rows
 // one after another: a row is a few ids.
+#include "binding/params.h"
 #include "cpu/base/vec.h"
-#include "params.h"
 
 DFLASH_NAMESPACE_BEGIN
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "binding/params.h"
 #include "cpu/base/parallel.h"
-#include "params.h"
 
 namespace dflash::DFLASH_ISA {
 

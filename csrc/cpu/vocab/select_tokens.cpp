@@ -9,11 +9,11 @@
 #include <algorithm>
 #include <cmath>
 
+#include "binding/params.h"
 #include "common/filters.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/parallel.h"
 #include "cpu/vocab/block_scan.h"
-#include "params.h"
 
 DFLASH_NAMESPACE_BEGIN
 

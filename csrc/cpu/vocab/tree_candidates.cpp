@@ -10,11 +10,11 @@
 #include <cmath>
 #include <limits>
 
+#include "binding/params.h"
 #include "common/filters.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/parallel.h"
 #include "cpu/vocab/block_noise.h"
-#include "params.h"
 
 DFLASH_NAMESPACE_BEGIN
 

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <cmath>
 
+#include "binding/params.h"
 #include "common/filters.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
-#include "params.h"
 
 DFLASH_NAMESPACE_BEGIN
 

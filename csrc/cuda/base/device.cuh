@@ -1,7 +1,7 @@
 // What the CUDA kernels and their launchers share: storage types, 16-byte accesses, warp and block sums.
 #pragma once
+#include "binding/params.h"
 #include "cuda/base/ptx.cuh"
-#include "params.h"
 
 namespace dflash {
 

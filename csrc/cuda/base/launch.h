@@ -3,12 +3,12 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include "params.h"
+#include "binding/params.h"
 
 namespace dflash {
 
 #define KERNEL(name, Params) cudaError_t launch_##name(const Params& p, cudaStream_t stream);
-#include "kernels.def"
+#include "binding/kernels.def"
 
 // cudaSuccess if this build holds code that the device runs.
 cudaError_t probe_kernels(int device);

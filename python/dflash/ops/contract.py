@@ -14,7 +14,7 @@ After the brackets:
     ~ or ~2           only the last dimension or two must be dense; without it, what is read is made contiguous.
     =                 only its rows must be dense and evenly spaced.
 
-Whether a tensor may be None stands in the op's signature. Matching in C++ (csrc/contract.h) takes about two
+Whether a tensor may be None stands in the op's signature. Matching in C++ (csrc/binding/contract.h) takes about two
 microseconds and answers yes or no; `Contract.check` says what is wrong, and makes contiguous what has to be.
 """
 
@@ -34,13 +34,13 @@ from torch import Tensor
 from .. import _C
 
 _TENSOR = re.compile(r"(\w+)(?:\{(\w+)\})?\[([^\]]*)\](?::([\w|]+))?([!~=\d]*)")
-_KINDS = {None: 0, "T|f32": 1, "T|i8": 2, "any": 3, "i64": 4, "f32": 5, "float": 5, "i8": 6}  # as in csrc/contract.h
+_KINDS = {None: 0, "T|f32": 1, "T|i8": 2, "any": 3, "i64": 4, "f32": 5, "float": 5, "i8": 6}  # as in contract.h
 _DTYPES = {"i64": torch.int64, "f32": torch.float32, "float": torch.float32, "i8": torch.int8}
-_OPERATIONS = (  # as in csrc/contract.h
+_OPERATIONS = (  # as in contract.h
     "constant", "slot", "Add", "Sub", "Mult", "FloorDiv", "Mod", "min", "max", "Eq", "NotEq", "Lt", "LtE", "And", "Or",
     "Not", "has", "ndim", "size", "stride", "row_stride", "itemsize", "is_float32", "is_int8", "at_least", "at_most",
 )  # fmt: skip
-_ARGUMENTS = {  # annotation -> its letter in csrc/contract.h, what an argument may be, in words
+_ARGUMENTS = {  # annotation -> its letter in contract.h, what an argument may be, in words
     Tensor: ("t", Tensor, "a tensor"),
     Tensor | None: ("t", (Tensor, NoneType), "a tensor or None"),
     float: ("f", (float, int), "a number"),
@@ -141,7 +141,7 @@ class Contract:
         return [*dict.fromkeys([*names, *self.derived])]
 
     def _compiled(self) -> dict[str, object]:
-        """Return the contract as csrc/contract.h reads it."""
+        """Return the contract as contract.h reads it."""
         names = [*self.parameters]
         letters = []
         for p in self.parameters.values():
@@ -188,7 +188,7 @@ class Contract:
         return shape
 
     def _program(self, text: str) -> list[int]:
-        """Compile an expression for the stack machine of csrc/contract.h."""
+        """Compile an expression for the stack machine of contract.h."""
         places = {spec.name: i for i, spec in enumerate(self.tensors)}
 
         def emit(node: ast.expr) -> list[int]:

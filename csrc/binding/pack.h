@@ -12,7 +12,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "params.h"
+#include "binding/params.h"
 
 namespace dflash {
 

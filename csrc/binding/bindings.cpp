@@ -1,13 +1,13 @@
 // The module _C: addresses, sizes and (for CUDA) a stream in; a kernel call out.
 #include <string>
 
-#include "contract.h"
+#include "binding/contract.h"
 #include "cpu/base/table.h"
-#include "direct.h"
-#include "pack.h"
-#include "tensors.h"
+#include "binding/direct.h"
+#include "binding/pack.h"
+#include "binding/tensors.h"
 #if DFLASH_WITH_CUDA
-#include "cuda/bindings.h"
+#include "binding/cuda.h"
 #endif
 
 namespace py = pybind11;
@@ -132,7 +132,7 @@ PYBIND11_MODULE(_C, m) {
   };
 #define KERNEL(name, Params) bind(#name, Params::wire(), &CpuKernels::name);
 #define CPU_KERNEL KERNEL
-#include "kernels.def"
+#include "binding/kernels.def"
   py::class_<DecoderLayers>(m, "DecoderLayers")
       .def(py::init<py::list, py::list>())
       .def("data_ptr", &DecoderLayers::data_ptr)

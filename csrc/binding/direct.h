@@ -8,7 +8,7 @@
 #include <string>
 
 #include "cpu/base/table.h"
-#include "tensors.h"
+#include "binding/tensors.h"
 
 namespace dflash {
 

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "cpu/base/table.h"
-#include "params.h"
-#include "tensors.h"
+#include "binding/params.h"
+#include "binding/tensors.h"
 
 namespace dflash {
 
@@ -174,7 +174,7 @@ inline const std::map<std::string, CpuKernel>& kernels() {
   static const auto* found = new std::map<std::string, CpuKernel>{
 #define KERNEL(name, Params) {#name, cpu_kernel<Params, &CpuKernels::name>(#name)},
 #define CPU_KERNEL KERNEL
-#include "kernels.def"
+#include "binding/kernels.def"
   };
   return *found;
 }

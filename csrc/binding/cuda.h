@@ -5,7 +5,7 @@
 #include <string>
 
 #include "cuda/base/launch.h"
-#include "pack.h"
+#include "binding/pack.h"
 
 namespace dflash {
 
@@ -18,7 +18,7 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
     });
   };
 #define KERNEL(name, Params) bind(#name, Params::wire(), launch_##name);
-#include "kernels.def"
+#include "binding/kernels.def"
 
   using Const = Pointer<const void>;
   const auto answer = [](Workspace w) { return std::pair(w.splits, w.bytes); };
