@@ -10,7 +10,7 @@ import torch
 
 from dflash import ops
 
-OPS = sorted({name.rstrip("_") for name in ops.__all__ if hasattr(torch.ops.dflash, name)})
+OPS = sorted({name.rstrip("_") for name in vars(ops) if hasattr(torch.ops.dflash, name)})
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dflash import ops
+from dflash.ops.contract import Scope
 from dflash.ops.registry import CudaLauncher
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -76,8 +77,8 @@ class Emulated(CudaLauncher):
         self._scratch.append(super().allocate(size, device))  # kept until the kernels have run
         return self._scratch[-1]
 
-    def launch(self, kernel: str, fields: list[object]) -> None:
-        getattr(self.kernels, f"{kernel}_cuda")(*fields, 0, 0)
+    def __call__(self, kernel: str, scope: Scope) -> None:
+        self.kernels.launch(kernel, vars(scope), 0, 0)
         if not self._queues:
             self.kernels.synchronize()
             self._scratch.clear()

@@ -1,11 +1,7 @@
 // The module _C: addresses, sizes and (for CUDA) a stream in; a kernel call out.
 #include <string>
 
-#include "binding/contract.h"
-#include "cpu/base/table.h"
-#include "binding/direct.h"
-#include "binding/pack.h"
-#include "binding/tensors.h"
+#include "binding/bodies.h"
 #if DFLASH_WITH_CUDA
 #include "binding/cuda.h"
 #endif
@@ -20,8 +16,11 @@ namespace {
 class DecoderLayers {
  public:
   DecoderLayers(const py::list& layers, const py::list& weights) : weights_(weights) {
-    for (py::handle layer : layers)
-      layers_.push_back(pack_tuple(DecoderLayer::wire(), py::cast<py::tuple>(layer)));
+    Lists lists;
+    for (py::handle layer : layers) {
+      layers_.push_back({});
+      store_record(fields_of<DecoderLayer>(), layer.ptr(), reinterpret_cast<char*>(&layers_.back()), lists);
+    }
   }
   Address data_ptr() const { return reinterpret_cast<Address>(layers_.data()); }
   bool unchanged(bool signs) const { return weights_.unchanged(signs); }
@@ -88,24 +87,15 @@ PYBIND11_MODULE(_C, m) {
                         const std::vector<std::tuple<py::object, uint8_t, uint8_t>>& dtypes) {
     torch.init(tensor, parameter, dtypes);
   });
-  // Called more often than any other, and pybind11 takes as long as they do.
-  const auto fast = [](auto* function) {
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
-  };
-  static PyMethodDef methods[] = {
-      {"direct_linear", fast(&as_method<direct_linear, 5>), METH_FASTCALL, nullptr},
-      {"direct_linears", fast(&as_method<direct_linears, 5>), METH_FASTCALL, nullptr},
-      {"direct_swiglu", fast(&as_method<direct_swiglu, 5>), METH_FASTCALL, nullptr},
-  };
-  for (PyMethodDef& method : methods) m.add_object(method.ml_name, PyCFunction_New(&method, nullptr));
-  m.def("contract", &contract);
-  py::dict fields;
-  for (const auto& [name, kernel] : kernels()) {
-    py::list named;
-    for (const Field& field : kernel.fields) named.append(py::make_tuple(field.name, field.initial));
-    fields[name.c_str()] = named;
-  }
-  m.attr("FIELDS") = fields;
+  m.def("contract", [](const std::string& op, const py::dict& spec) { return contract(spec, body_of(op)); });
+  m.def("run", [](const std::string& kernel, const py::dict& given, int threads) {
+    alignas(16) char params[CpuKernel::kLargest];
+    const CpuKernel& found = kernels().at(kernel);
+    Lists lists;
+    found.make(params);
+    store_record(*found.fields, given.ptr(), params, lists);
+    found.run(params, threads);
+  });
   m.def("isa", [] { return cpu_kernels().isa; });
   m.def("isas", &cpu_isas);
   m.def("with_cuda", &with_cuda);
@@ -127,12 +117,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("MAX_CANDIDATES") = kMaxCandidates;
   m.attr("ROW_STATES") = py::make_tuple(int(kRunning), int(kStop), int(kLimit), int(kInvalid));
 
-  const auto bind = [&m](const char* name, auto fields, auto kernel) {
-    bind_cpu(m, name, fields, [kernel](const auto& params) { (cpu_kernels().*kernel)(params); });
-  };
-#define KERNEL(name, Params) bind(#name, Params::wire(), &CpuKernels::name);
-#define CPU_KERNEL KERNEL
-#include "binding/kernels.def"
   py::class_<DecoderLayers>(m, "DecoderLayers")
       .def(py::init<py::list, py::list>())
       .def("data_ptr", &DecoderLayers::data_ptr)

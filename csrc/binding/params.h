@@ -1,13 +1,23 @@
 // One plain struct per op. Every pointer carries its shape; all tensors are contiguous and row-major unless a
 // stride field says otherwise. Index tensors (positions, lengths, ids, counts) are int64. `threads` is how
-// many a CPU kernel may use, `device` the CUDA device that holds the tensors; the binding sets both.
-// wire() lists the fields in the order in which a Python call passes them (pack.h). This header is all that
-// the kernels and the binding share.
+// many a CPU kernel may use, `device` the CUDA device that holds the tensors; the binding sets both. This
+// header is all that the kernels and the binding share.
 #pragma once
 #include <cstdint>
-#include <tuple>
 
 namespace dflash {
+
+// Lists the fields of a record, by the names that Python has for them (fields.h): fields(visit) calls visit
+// with all of them. DFLASH_PARAMS stands where the two that the binding sets are declared.
+#define DFLASH_FIELDS(...)          \
+  template <typename Visit>         \
+  void fields(const Visit& visit) { \
+    visit(__VA_ARGS__);             \
+  }                                 \
+  static constexpr const char* kNames = #__VA_ARGS__;
+#define DFLASH_PARAMS(...)     \
+  int32_t threads, device = 0; \
+  DFLASH_FIELDS(__VA_ARGS__)
 
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // kFloat16: CUDA only
 
@@ -29,26 +39,17 @@ struct RmsNormParams {
       counts;  // [rows / rows_per_sequence] or null: rows past the count are written as zero, never read
   void* out;   // [rows, hidden]; [sequences, front_rows + rows_per_sequence, hidden]
   void* residual_out;  // [rows, hidden], x + residual; null without residual
-  int64_t rows;
-  int64_t hidden;
-  int64_t rows_per_sequence;
+  int64_t rows, hidden, rows_per_sequence;
   float eps;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
+  DFLASH_PARAMS(x, residual, weight, counts, front, out, residual_out, tap, tap_stride, rows, hidden,
+                rows_per_sequence, sequences, front_rows, eps, zero_centered, dtype)
   void* tap = nullptr;     // [rows, hidden], strided, or null: x + residual once more
   int64_t tap_stride = 0;  // between its rows, in elements
   bool zero_centered = false;
   const void* front = nullptr;  // [sequences, front_rows, hidden] or null
   int64_t sequences = 0;        // with front
   int64_t front_rows = 0;
-
-  static constexpr auto wire() {
-    using P = RmsNormParams;
-    return std::tuple(&P::x, &P::residual, &P::weight, &P::counts, &P::front, &P::out, &P::residual_out,
-                      &P::tap, &P::tap_stride, &P::rows, &P::hidden, &P::rows_per_sequence, &P::sequences,
-                      &P::front_rows, &P::eps, &P::zero_centered, &P::dtype);
-  }
 };
 
 // out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i], i ascending: a convolution over the rows of a block,
@@ -61,22 +62,13 @@ struct DynamicConvParams {
   int64_t dynamic_stride_block, dynamic_stride_row;
   int64_t rows;        // of all blocks
   int64_t block_rows;  // of one block
-  int64_t hidden;
-  int64_t width;
-  int64_t groups;
+  int64_t hidden, width, groups;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
+  DFLASH_PARAMS(x, base, dynamic, front, out, dynamic_stride_block, dynamic_stride_row, rows, block_rows,
+                hidden, width, groups, sequences, front_rows, dtype)
   const void* front = nullptr;  // [sequences, front_rows, hidden] or null
   int64_t sequences = 0;        // with front
   int64_t front_rows = 0;
-
-  static constexpr auto wire() {
-    using P = DynamicConvParams;
-    return std::tuple(&P::x, &P::base, &P::dynamic, &P::front, &P::out, &P::dynamic_stride_block,
-                      &P::dynamic_stride_row, &P::rows, &P::block_rows, &P::hidden, &P::width, &P::groups,
-                      &P::sequences, &P::front_rows, &P::dtype);
-  }
 };
 
 // Dynamic convolution of x, rounded to the storage type, in front of RMSNorm with a residual.
@@ -89,26 +81,12 @@ struct ConvAddRmsNormParams {
   void* out;             // [rows, hidden]
   void* residual_out;    // [rows, hidden]
   void* tap;             // [rows, hidden], strided, or null
-  int64_t tap_stride;
-  int64_t dynamic_stride_block, dynamic_stride_row;
-  int64_t rows;
-  int64_t block_rows;
-  int64_t hidden;
-  int64_t width;
-  int64_t groups;
+  int64_t tap_stride, dynamic_stride_block, dynamic_stride_row, rows, block_rows, hidden, width, groups;
   float eps;
   bool zero_centered;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = ConvAddRmsNormParams;
-    return std::tuple(&P::x, &P::base, &P::dynamic, &P::residual, &P::weight, &P::out, &P::residual_out,
-                      &P::tap, &P::tap_stride, &P::dynamic_stride_block, &P::dynamic_stride_row, &P::rows,
-                      &P::block_rows, &P::hidden, &P::width, &P::groups, &P::eps, &P::zero_centered,
-                      &P::dtype);
-  }
+  DFLASH_PARAMS(x, base, dynamic, residual, weight, out, residual_out, tap, tap_stride, dynamic_stride_block,
+                dynamic_stride_row, rows, block_rows, hidden, width, groups, eps, zero_centered, dtype)
 };
 
 // The rows that a drafter takes: row 0 is the embedding of a sequence's last token, its anchor, row i that of
@@ -122,41 +100,22 @@ struct DraftRowsParams {
   void* embeds;                // [batch, rows, hidden]
   int64_t* anchor;             // [batch]
   int64_t* positions;          // [batch, num_drafts]: length[b] + 1, length[b] + 2, ...
-  int64_t table_stride;
-  int64_t batch;
-  int64_t capacity;
+  int64_t table_stride, batch, capacity;
   int64_t rows;  // at most num_drafts + 1
-  int64_t num_drafts;
-  int64_t vocab;
-  int64_t hidden;
-  int64_t mask_id;
+  int64_t num_drafts, vocab, hidden, mask_id;
   float scale;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = DraftRowsParams;
-    return std::tuple(&P::tokens, &P::length, &P::drafts, &P::table, &P::mask_embedding, &P::embeds,
-                      &P::anchor, &P::positions, &P::table_stride, &P::batch, &P::capacity, &P::rows,
-                      &P::num_drafts, &P::vocab, &P::hidden, &P::mask_id, &P::scale, &P::dtype);
-  }
+  DFLASH_PARAMS(tokens, length, drafts, table, mask_embedding, embeds, anchor, positions, table_stride, batch,
+                capacity, rows, num_drafts, vocab, hidden, mask_id, scale, dtype)
 };
 
 // out = silu(gate) * up, gate and up packed side by side.
 struct SiluMulParams {
   const void* gate_up;  // [rows, 2 * width]: gate, then up
   void* out;            // [rows, width]
-  int64_t rows;
-  int64_t width;
+  int64_t rows, width;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = SiluMulParams;
-    return std::tuple(&P::gate_up, &P::out, &P::rows, &P::width, &P::dtype);
-  }
+  DFLASH_PARAMS(gate_up, out, rows, width, dtype)
 };
 
 // out = x * sigmoid(gate), as attention with an output gate has it per head.
@@ -164,19 +123,9 @@ struct SigmoidMulParams {
   const void* x;     // [rows, heads, width]
   const void* gate;  // [rows, heads, width], strided, the last dimension dense
   void* out;         // [rows, heads, width]; may be x
-  int64_t gate_stride_row, gate_stride_head;
-  int64_t rows;
-  int64_t heads;
-  int64_t width;
+  int64_t gate_stride_row, gate_stride_head, rows, heads, width;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = SigmoidMulParams;
-    return std::tuple(&P::x, &P::gate, &P::out, &P::gate_stride_row, &P::gate_stride_head, &P::rows,
-                      &P::heads, &P::width, &P::dtype);
-  }
+  DFLASH_PARAMS(x, gate, out, gate_stride_row, gate_stride_head, rows, heads, width, dtype)
 };
 
 // Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows, the block; k heads (norm, RoPE)
@@ -197,30 +146,17 @@ struct QkvNormRopeAppendParams {
   void* q_out;                 // [batch, q_rows, num_heads, head_dim]
   void* k_cache;               // [batch, num_kv_heads, capacity, head_dim]
   void* v_cache;               // [batch, num_kv_heads, capacity, head_dim]
-  int64_t batch;
-  int64_t rows;
-  int64_t q_rows;
-  int64_t num_heads;
-  int64_t num_kv_heads;
-  int64_t head_dim;
+  int64_t batch, rows, q_rows, num_heads, num_kv_heads, head_dim;
   int64_t half;  // the first 2 * half dimensions of a head rotate
-  int64_t positions;
-  int64_t capacity;
+  int64_t positions, capacity;
   float eps;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
+  DFLASH_PARAMS(qkv, lengths, num_context, depth, cos, sin, q_norm_weight, k_norm_weight, q_out, k_cache,
+                v_cache, batch, rows, q_rows, num_heads, num_kv_heads, head_dim, half, positions, capacity,
+                eps, zero_centered, gated, prefetch, dtype)
   bool zero_centered = false;
   bool gated = false;
   bool prefetch = false;  // CUDA only: no kernel that may still run writes what is read, but for qkv
-
-  static constexpr auto wire() {
-    using P = QkvNormRopeAppendParams;
-    return std::tuple(&P::qkv, &P::lengths, &P::num_context, &P::depth, &P::cos, &P::sin, &P::q_norm_weight,
-                      &P::k_norm_weight, &P::q_out, &P::k_cache, &P::v_cache, &P::batch, &P::rows, &P::q_rows,
-                      &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::half, &P::positions, &P::capacity,
-                      &P::eps, &P::zero_centered, &P::gated, &P::prefetch, &P::dtype);
-  }
 };
 
 // The same for K and V only, for all layers.
@@ -232,24 +168,11 @@ struct AppendContextKvParams {
   const void* k_norm_weight;  // [num_layers, head_dim] or null
   void* const* k_caches;      // [num_layers] pointers to [batch, num_kv_heads, capacity, head_dim]
   void* const* v_caches;      // [num_layers] pointers to [batch, num_kv_heads, capacity, head_dim]
-  int64_t num_layers;
-  int64_t batch;
-  int64_t rows;
-  int64_t num_kv_heads;
-  int64_t head_dim;
-  int64_t half;
-  int64_t capacity;
+  int64_t num_layers, batch, rows, num_kv_heads, head_dim, half, capacity;
   float eps;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = AppendContextKvParams;
-    return std::tuple(&P::kv, &P::positions, &P::cos, &P::sin, &P::k_norm_weight, &P::k_caches, &P::v_caches,
-                      &P::num_layers, &P::batch, &P::rows, &P::num_kv_heads, &P::head_dim, &P::half,
-                      &P::capacity, &P::eps, &P::dtype);
-  }
+  DFLASH_PARAMS(kv, positions, cos, sin, k_norm_weight, k_caches, v_caches, num_layers, batch, rows,
+                num_kv_heads, head_dim, half, capacity, eps, dtype)
 };
 
 // cache[b, h, positions[b, r]] = new[b, h, r]; strides in elements, the last dimension dense.
@@ -259,25 +182,12 @@ struct AppendKvParams {
   const int64_t* positions;  // [batch, rows]
   void* k_cache;             // [batch, num_kv_heads, capacity, head_dim]
   void* v_cache;             // [batch, num_kv_heads, capacity, v_head_dim]
-  int64_t k_stride_batch, k_stride_head, k_stride_row;
-  int64_t v_stride_batch, v_stride_head, v_stride_row;
-  int64_t batch;
-  int64_t rows;
-  int64_t num_kv_heads;
-  int64_t head_dim;
-  int64_t v_head_dim;
-  int64_t capacity;
+  int64_t k_stride_batch, k_stride_head, k_stride_row, v_stride_batch, v_stride_head, v_stride_row, batch,
+      rows, num_kv_heads, head_dim, v_head_dim, capacity;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = AppendKvParams;
-    return std::tuple(&P::key, &P::value, &P::positions, &P::k_cache, &P::v_cache, &P::k_stride_batch,
-                      &P::k_stride_head, &P::k_stride_row, &P::v_stride_batch, &P::v_stride_head,
-                      &P::v_stride_row, &P::batch, &P::rows, &P::num_kv_heads, &P::head_dim, &P::v_head_dim,
-                      &P::capacity, &P::dtype);
-  }
+  DFLASH_PARAMS(key, value, positions, k_cache, v_cache, k_stride_batch, k_stride_head, k_stride_row,
+                v_stride_batch, v_stride_head, v_stride_row, batch, rows, num_kv_heads, head_dim, v_head_dim,
+                capacity, dtype)
 };
 
 constexpr int64_t kMaxTreeRows = 128;  // of a block that is a tree, root included; also candidates per depth
@@ -295,21 +205,16 @@ struct BlockAttentionParams {
                            // 1 are never read
   const float* sinks;      // [num_heads] or null
   void* out;               // [batch, rows, num_heads, v_head_dim]
-  int64_t q_stride_batch, q_stride_row, q_stride_head;
-  int64_t batch;
-  int64_t rows;
-  int64_t num_heads;
-  int64_t num_kv_heads;
-  int64_t head_dim;
-  int64_t v_head_dim;
-  int64_t capacity;
+  int64_t q_stride_batch, q_stride_row, q_stride_head, batch, rows, num_heads, num_kv_heads, head_dim,
+      v_head_dim, capacity;
   int64_t window;  // at most capacity + rows; 0: none
   float scale;
   float softcap;  // 0: none
   bool causal;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
+  DFLASH_PARAMS(q, k_cache, v_cache, lengths, sinks, ancestors, out, q_stride_batch, q_stride_row,
+                q_stride_head, batch, rows, num_heads, num_kv_heads, head_dim, v_head_dim, capacity, window,
+                scale, softcap, causal, workspace, splits, fresh, dtype)
   // [batch, rows, ceil(rows / 64)] or null: the rows of its block that each row sees, itself among them; bits
   // at or past `rows` are ignored, and a row without a bit has depth 0. Only if causal.
   const int64_t* ancestors = nullptr;
@@ -319,14 +224,6 @@ struct BlockAttentionParams {
   int64_t splits = 0;  // states per tile of rows: one per chunk of the capacity, 1, or 0 for the plain kernel
   // 0 or more: the kernel ahead is qkv_norm_rope_append, and writes no slot before lengths[b] - fresh
   int64_t fresh = -1;
-
-  static constexpr auto wire() {
-    using P = BlockAttentionParams;
-    return std::tuple(&P::q, &P::k_cache, &P::v_cache, &P::lengths, &P::sinks, &P::ancestors, &P::out,
-                      &P::q_stride_batch, &P::q_stride_row, &P::q_stride_head, &P::batch, &P::rows,
-                      &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::v_head_dim, &P::capacity, &P::window,
-                      &P::scale, &P::softcap, &P::causal, &P::workspace, &P::splits, &P::fresh, &P::dtype);
-  }
 };
 
 // ids = argmax(sharpness * filter(logits / temperature) + gumbel noise); -1 for a row that holds NaN.
@@ -341,25 +238,16 @@ struct SelectTokensParams {
   const float* sharpness;    // [batch]; infinity: plain argmax; negative or NaN: as if 0
   int64_t* ids;              // [batch, rows]
   void* workspace;           // CUDA only, see select_tokens_workspace()
-  int64_t batch;
-  int64_t rows;
-  int64_t vocab;
+  int64_t batch, rows, vocab;
   bool consecutive;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
+  DFLASH_PARAMS(logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness, ids, workspace, batch,
+                rows, vocab, consecutive, dtype)
 
   // Of row `index` among those of all sequences, as the noise takes it; a sum that is too large wraps.
   DFLASH_ANYWHERE uint64_t position(int64_t index) const {
     if (!consecutive) return uint64_t(positions[index]);
     return uint64_t(positions[index / rows]) + 1 + uint64_t(index % rows);
-  }
-
-  static constexpr auto wire() {
-    using P = SelectTokensParams;
-    return std::tuple(&P::logits, &P::positions, &P::seeds, &P::temperature, &P::top_k, &P::top_p, &P::min_p,
-                      &P::sharpness, &P::ids, &P::workspace, &P::batch, &P::rows, &P::vocab, &P::consecutive,
-                      &P::dtype);
   }
 };
 
@@ -374,21 +262,12 @@ struct TreeCandidatesParams {
   int64_t* ids;              // [batch, depths, count]
   float* scores;             // [batch, depths, count]
   void* workspace;           // CUDA only, see tree_candidates_workspace()
-  int64_t batch;
-  int64_t depths;
-  int64_t vocab;
+  int64_t batch, depths, vocab;
   int64_t count;  // 1 .. kMaxTreeRows
   float noise_weight;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = TreeCandidatesParams;
-    return std::tuple(&P::logits, &P::positions, &P::seeds, &P::temperature, &P::ids, &P::scores,
-                      &P::workspace, &P::batch, &P::depths, &P::vocab, &P::count, &P::noise_weight,
-                      &P::dtype);
-  }
+  DFLASH_PARAMS(logits, positions, seeds, temperature, ids, scores, workspace, batch, depths, vocab, count,
+                noise_weight, dtype)
 };
 
 // The tokens with the best scores of each row: those of select_tokens without filters, per level of
@@ -403,21 +282,11 @@ struct TopCandidatesParams {
   int64_t* ids;              // [batch, levels, rows, count]
   float* candidate_logits;   // [batch, levels, rows, count]
   void* workspace;           // CUDA only, see top_candidates_workspace()
-  int64_t batch;
-  int64_t levels;
-  int64_t rows;
-  int64_t vocab;
+  int64_t batch, levels, rows, vocab;
   int64_t count;  // 1 .. kMaxCandidates
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = TopCandidatesParams;
-    return std::tuple(&P::logits, &P::positions, &P::seeds, &P::temperature, &P::sharpness, &P::ids,
-                      &P::candidate_logits, &P::workspace, &P::batch, &P::levels, &P::rows, &P::vocab,
-                      &P::count, &P::dtype);
-  }
+  DFLASH_PARAMS(logits, positions, seeds, temperature, sharpness, ids, candidate_logits, workspace, batch,
+                levels, rows, vocab, count, dtype)
 };
 
 // A path through the candidates of each slot: slot j takes the argmax of sharpness * filter(S / temperature)
@@ -439,25 +308,16 @@ struct WalkCandidatesParams {
   const float* sharpness;    // [batch, levels]
   int64_t* path;             // [batch, levels, slots]
   float* scores;             // [batch, levels, slots, count]: S / temperature, -inf where filtered
-  int64_t batch;
-  int64_t levels;
+  int64_t batch, levels;
   int64_t sets;  // 1 (all levels have the same candidates) or levels
   int64_t slots;
   int64_t count;  // 1 .. kMaxCandidates
-  int64_t codes;
-  int64_t rank;
+  int64_t codes, rank;
   int64_t stream;  // of the noise
   DType dtype;     // of hidden and both codebooks
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = WalkCandidatesParams;
-    return std::tuple(&P::hidden, &P::predecessors, &P::successors, &P::anchor, &P::ids, &P::logits,
-                      &P::positions, &P::seeds, &P::temperature, &P::top_k, &P::top_p, &P::min_p,
-                      &P::sharpness, &P::path, &P::scores, &P::batch, &P::levels, &P::sets, &P::slots,
-                      &P::count, &P::codes, &P::rank, &P::stream, &P::dtype);
-  }
+  DFLASH_PARAMS(hidden, predecessors, successors, anchor, ids, logits, positions, seeds, temperature, top_k,
+                top_p, min_p, sharpness, path, scores, batch, levels, sets, slots, count, codes, rank, stream,
+                dtype)
 };
 
 // The tree of the best prefixes, best first: by score (the sum of its tokens' scores), then the shallower,
@@ -471,18 +331,10 @@ struct BuildTreeParams {
   int64_t* depth;         // [batch, rows]; the root and pads: 0
   int64_t* ancestors;     // [batch, rows, ceil(rows / 64)]: bit j of row i: j is i or an ancestor
   float* tree_scores;     // [batch, rows]; the root: 0; pads: -inf
-  int64_t batch;
-  int64_t depths;
-  int64_t count;
+  int64_t batch, depths, count;
   int64_t rows;  // 1 .. kMaxTreeRows
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = BuildTreeParams;
-    return std::tuple(&P::anchor, &P::ids, &P::scores, &P::tree_ids, &P::parents, &P::depth, &P::ancestors,
-                      &P::tree_scores, &P::batch, &P::depths, &P::count, &P::rows);
-  }
+  DFLASH_PARAMS(anchor, ids, scores, tree_ids, parents, depth, ancestors, tree_scores, batch, depths, count,
+                rows)
 };
 
 enum RowState : int64_t { kRunning = 0, kStop = 1, kLimit = 2, kInvalid = 3 };  // the values of done
@@ -497,18 +349,9 @@ struct AcceptPrefixParams {
   int64_t* length;                // [batch]; a row whose length is negative or at its limit has no room
   int64_t* num_context;           // [batch]
   int64_t* done;                  // [batch], RowState
-  int64_t batch;
-  int64_t rows;
-  int64_t num_stop_tokens;
-  int64_t capacity;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = AcceptPrefixParams;
-    return std::tuple(&P::block_ids, &P::posterior, &P::stop_token_ids, &P::limits, &P::tokens, &P::length,
-                      &P::num_context, &P::done, &P::batch, &P::rows, &P::num_stop_tokens, &P::capacity);
-  }
+  int64_t batch, rows, num_stop_tokens, capacity;
+  DFLASH_PARAMS(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done, batch, rows,
+                num_stop_tokens, capacity)
 };
 
 // The same on a tree: from row 0, emits the choice of a row and goes on to the row's child that proposed it.
@@ -528,17 +371,9 @@ struct AcceptPathParams {
   int64_t batch;
   int64_t rows;       // at most kMaxTreeRows
   int64_t path_rows;  // how many may be visited: columns of path, chain_choices and chain_ids
-  int64_t num_stop_tokens;
-  int64_t capacity;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = AcceptPathParams;
-    return std::tuple(&P::ids, &P::parents, &P::choices, &P::stop_token_ids, &P::limits, &P::tokens,
-                      &P::length, &P::num_context, &P::done, &P::path, &P::chain_choices, &P::chain_ids,
-                      &P::batch, &P::rows, &P::path_rows, &P::num_stop_tokens, &P::capacity);
-  }
+  int64_t num_stop_tokens, capacity;
+  DFLASH_PARAMS(ids, parents, choices, stop_token_ids, limits, tokens, length, num_context, done, path,
+                chain_choices, chain_ids, batch, rows, path_rows, num_stop_tokens, capacity)
 };
 
 // A list of numbers that the launching side reads.
@@ -557,12 +392,8 @@ struct CompactKvParams {
   void* const* caches;    // [num_caches] pointers to [batch, heads[i], capacity, row_bytes[i] bytes]
   Sizes heads;            // [num_caches]
   Sizes row_bytes;        // [num_caches]
-  int64_t num_caches;
-  int64_t batch;
-  int64_t path_rows;
-  int64_t capacity;
-  int32_t threads;
-  int32_t device = 0;
+  int64_t num_caches, batch, path_rows, capacity;
+  DFLASH_PARAMS(path, counts, first, caches, heads, row_bytes, num_caches, batch, path_rows, capacity)
 
   // Where the row that moves to first[b] + j comes from; -1: nothing moves there. Needs j < path_rows.
   DFLASH_ANYWHERE int64_t source(int64_t b, int64_t j) const {
@@ -576,12 +407,6 @@ struct CompactKvParams {
     return clamped(first[b], capacity + path_rows) + j;
   }
 
-  static constexpr auto wire() {
-    using P = CompactKvParams;
-    return std::tuple(&P::path, &P::counts, &P::first, &P::caches, &P::heads, &P::row_bytes, &P::num_caches,
-                      &P::batch, &P::path_rows, &P::capacity);
-  }
-
  private:
   DFLASH_ANYWHERE static int64_t clamped(int64_t x, int64_t bound) {
     return x < -bound ? -bound : x > bound ? bound : x;
@@ -593,19 +418,8 @@ struct GatherRowsParams {
   const void* x;        // [batch, rows, row_bytes bytes]
   const int64_t* path;  // [batch, path_rows]
   void* out;            // [batch, out_rows, row_bytes bytes]; rows from path_rows on stay
-  int64_t batch;
-  int64_t rows;
-  int64_t path_rows;
-  int64_t out_rows;
-  int64_t row_bytes;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = GatherRowsParams;
-    return std::tuple(&P::x, &P::path, &P::out, &P::batch, &P::rows, &P::path_rows, &P::out_rows,
-                      &P::row_bytes);
-  }
+  int64_t batch, rows, path_rows, out_rows, row_bytes;
+  DFLASH_PARAMS(x, path, out, batch, rows, path_rows, out_rows, row_bytes)
 };
 
 constexpr int64_t kMaxRecurrentKeys = 256;  // per head, of the CUDA kernel
@@ -629,22 +443,12 @@ struct GatedRecurrenceParams {
   float* out;              // [batch, rows, heads, value_dim]
   int64_t batch;
   int64_t rows;  // the first min(rows, block) are saved
-  int64_t key_heads;
-  int64_t heads;
-  int64_t key_dim;
-  int64_t value_dim;
+  int64_t key_heads, heads, key_dim, value_dim;
   int64_t decay_dim;  // 1 or key_dim
   int64_t block;
-  int32_t threads;
-  int32_t device = 0;
+  DFLASH_PARAMS(q, k, v, log_decay, beta, state, saved_k, saved_d, saved_a, pending, keep, out, batch, rows,
+                key_heads, heads, key_dim, value_dim, decay_dim, block, counters)
   unsigned* counters = nullptr;  // CUDA only: [kNumCounters], zero before and after
-
-  static constexpr auto wire() {
-    using P = GatedRecurrenceParams;
-    return std::tuple(&P::q, &P::k, &P::v, &P::log_decay, &P::beta, &P::state, &P::saved_k, &P::saved_d,
-                      &P::saved_a, &P::pending, &P::keep, &P::out, &P::batch, &P::rows, &P::key_heads,
-                      &P::heads, &P::key_dim, &P::value_dim, &P::decay_dim, &P::block, &P::counters);
-  }
 };
 
 // A depthwise causal convolution over a block of rows. The window holds the inputs in front of the last pass'
@@ -657,23 +461,13 @@ struct CausalConvParams {
   const int64_t* pending;  // [batch], clamped to 0 .. block
   const int64_t* keep;     // [batch], clamped to 0 .. rows: the new context ends in front of this row
   void* out;               // [batch, rows, channels]
-  int64_t x_stride_batch, x_stride_row;
-  int64_t batch;
+  int64_t x_stride_batch, x_stride_row, batch;
   int64_t rows;  // the first min(rows, block) are stored behind the new context
-  int64_t channels;
-  int64_t width;
-  int64_t block;
+  int64_t channels, width, block;
   bool silu;  // out = y / (1 + exp(-y))
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = CausalConvParams;
-    return std::tuple(&P::x, &P::weight, &P::bias, &P::window, &P::pending, &P::keep, &P::out,
-                      &P::x_stride_batch, &P::x_stride_row, &P::batch, &P::rows, &P::channels, &P::width,
-                      &P::block, &P::silu, &P::dtype);
-  }
+  DFLASH_PARAMS(x, weight, bias, window, pending, keep, out, x_stride_batch, x_stride_row, batch, rows,
+                channels, width, block, silu, dtype)
 };
 
 // What a Gated DeltaNet layer's recurrence reads, all float32: q and k with L2 norm 1, q then times
@@ -689,23 +483,11 @@ struct DeltaNetInputsParams {
   float* v;             // [rows, heads, value_dim]
   float* log_decay;     // [rows, heads]
   float* beta;          // [rows, heads]
-  int64_t b_stride, a_stride;
-  int64_t rows;
-  int64_t key_heads;
-  int64_t heads;
-  int64_t key_dim;
-  int64_t value_dim;
+  int64_t b_stride, a_stride, rows, key_heads, heads, key_dim, value_dim;
   float eps;  // added to the sum of squares
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = DeltaNetInputsParams;
-    return std::tuple(&P::qkv, &P::b, &P::a, &P::a_log, &P::dt_bias, &P::q, &P::k, &P::v, &P::log_decay,
-                      &P::beta, &P::b_stride, &P::a_stride, &P::rows, &P::key_heads, &P::heads, &P::key_dim,
-                      &P::value_dim, &P::eps, &P::dtype);
-  }
+  DFLASH_PARAMS(qkv, b, a, a_log, dt_bias, q, k, v, log_decay, beta, b_stride, a_stride, rows, key_heads,
+                heads, key_dim, value_dim, eps, dtype)
 };
 
 // out = rms_norm(x) * weight * silu(z), per head, rounded once.
@@ -714,20 +496,10 @@ struct GatedRmsNormParams {
   const void* z;       // [rows, heads, width], rows strided
   const void* weight;  // [width]
   void* out;           // [rows, heads, width]
-  int64_t z_stride;
-  int64_t rows;
-  int64_t heads;
-  int64_t width;
+  int64_t z_stride, rows, heads, width;
   float eps;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = GatedRmsNormParams;
-    return std::tuple(&P::x, &P::z, &P::weight, &P::out, &P::z_stride, &P::rows, &P::heads, &P::width,
-                      &P::eps, &P::dtype);
-  }
+  DFLASH_PARAMS(x, z, weight, out, z_stride, rows, heads, width, eps, dtype)
 };
 
 constexpr int kMaxLinearWeights = 4;
@@ -741,10 +513,7 @@ struct LinearWeight {
   const void* values;   // [out, in]
   const float* scales;  // [out] or null: the values are of the storage type
 
-  static constexpr auto wire() {
-    using P = LinearWeight;
-    return std::tuple(&P::values, &P::scales);
-  }
+  DFLASH_FIELDS(values, scales)
 };
 
 // out = x weight^T + bias for a few rows, of several weights side by side. If gated, the weights are gate and
@@ -757,25 +526,17 @@ struct LinearParams {
   const void* biases[kMaxLinearWeights];   // [features[i]] or null
   int64_t features[kMaxLinearWeights];
   void* out;  // [rows, out_features]
-  int64_t rows;
-  int64_t in;
+  int64_t rows, in;
   int64_t out_features;  // the sum of features, or of one of them if gated
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
+  DFLASH_PARAMS(x, num_weights, weights, scales, biases, features, out, rows, in, out_features, workspace,
+                counters, splits, prefetch, gated, dtype)
   // CUDA only; linear_workspace() answers for the first three.
   float* workspace;    // [tiles, splits, 128 * rows padded to 16, 32 or 64] if splits > 1, where a tile is
   unsigned* counters;  // [tiles], zero before and after: 128 features of a weight, 64 of two, or the rest
   int64_t splits;      // slices of `in`, none empty
   bool prefetch;       // no kernel ahead writes a weight: they may be read before those have ended
   bool gated;
-
-  static constexpr auto wire() {
-    using P = LinearParams;
-    return std::tuple(&P::x, &P::num_weights, &P::weights, &P::scales, &P::biases, &P::features, &P::out,
-                      &P::rows, &P::in, &P::out_features, &P::workspace, &P::counters, &P::splits,
-                      &P::prefetch, &P::gated, &P::dtype);
-  }
 };
 
 // How an expert combines the two halves of its first product; each is x * sigmoid(s) times the other half.
@@ -799,28 +560,15 @@ struct ExpertsParams {
   const void* gate_up_bias;  // [num_experts, 2 * width], in the order of gate_up, or null
   const void* down_bias;     // [num_experts, hidden] or null
   void* out;                 // [rows, hidden]
-  int64_t rows;
-  int64_t top_k;
-  int64_t num_experts;
-  int64_t hidden;
-  int64_t width;
+  int64_t rows, top_k, num_experts, hidden, width;
   Gate gate;
-  float alpha;
-  float limit;
-  bool transposed;
-  bool float_scores;
+  float alpha, limit;
+  bool transposed, float_scores;
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
+  DFLASH_PARAMS(x, ids, scores, gate_up, down, gate_up_bias, down_bias, out, workspace, rows, top_k,
+                num_experts, hidden, width, gate, alpha, limit, transposed, float_scores, dtype)
   void* workspace = nullptr;  // CUDA only, see experts_workspace(): [rows, top_k, width] of the storage type,
                               // then [rows, top_k, hidden] float
-
-  static constexpr auto wire() {
-    using P = ExpertsParams;
-    return std::tuple(&P::x, &P::ids, &P::scores, &P::gate_up, &P::down, &P::gate_up_bias, &P::down_bias,
-                      &P::out, &P::workspace, &P::rows, &P::top_k, &P::num_experts, &P::hidden, &P::width,
-                      &P::gate, &P::alpha, &P::limit, &P::transposed, &P::float_scores, &P::dtype);
-  }
 };
 
 // The convolutions of a block's rows in front of a sublayer and after it, as in DynamicConvParams. `dynamic`
@@ -828,13 +576,9 @@ struct ExpertsParams {
 struct BlockConvWeights {
   const void* base;        // [2, width, hidden]; null: none
   const void* projection;  // [2 * width * groups, hidden]
-  int64_t width;
-  int64_t groups;
+  int64_t width, groups;
 
-  static constexpr auto wire() {
-    using P = BlockConvWeights;
-    return std::tuple(&P::base, &P::projection, &P::width, &P::groups);
-  }
+  DFLASH_FIELDS(base, projection, width, groups)
 };
 
 // What a decoder layer reads, every weight [out, in]. Its mixer is attention or a Gated DeltaNet.
@@ -848,11 +592,7 @@ struct AttentionWeights {
   int64_t window;
   bool gated;  // q has a gate after each head: out * sigmoid(gate)
 
-  static constexpr auto wire() {
-    using P = AttentionWeights;
-    return std::tuple(&P::q, &P::k, &P::v, &P::o, &P::q_norm, &P::k_norm, &P::q_bias, &P::k_bias, &P::v_bias,
-                      &P::o_bias, &P::sinks, &P::causal, &P::window, &P::gated);
-  }
+  DFLASH_FIELDS(q, k, v, o, q_norm, k_norm, q_bias, k_bias, v_bias, o_bias, sinks, causal, window, gated)
 };
 
 struct DeltaNetWeights {
@@ -865,10 +605,7 @@ struct DeltaNetWeights {
   const void* norm;             // [value_dim]
   LinearWeight out;             // [hidden, heads * value_dim]
 
-  static constexpr auto wire() {
-    using P = DeltaNetWeights;
-    return std::tuple(&P::qkv, &P::z, &P::b, &P::a, &P::conv, &P::a_log, &P::dt_bias, &P::norm, &P::out);
-  }
+  DFLASH_FIELDS(qkv, z, b, a, conv, a_log, dt_bias, norm, out)
 };
 
 struct DecoderLayer {
@@ -881,11 +618,7 @@ struct DecoderLayer {
   BlockConvWeights attention_conv, mlp_conv;
   int64_t tap;  // where its output goes in taps, -1: nowhere
 
-  static constexpr auto wire() {
-    using P = DecoderLayer;
-    return std::tuple(&P::input_norm, &P::post_norm, &P::gate, &P::up, &P::down, &P::attention, &P::delta_net,
-                      &P::attention_conv, &P::mlp_conv, &P::tap);
-  }
+  DFLASH_FIELDS(input_norm, post_norm, gate, up, down, attention, delta_net, attention_conv, mlp_conv, tap)
 };
 
 // The decoder layers of a model and its final norm over a block of rows, each sequence at its own length.
@@ -911,39 +644,18 @@ struct DecoderLayersParams {
   const void* norm;          // [hidden], the final norm
   void* out;                 // [batch, rows, hidden]
   void* taps;                // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
-  int64_t num_layers;
-  int64_t batch;
-  int64_t rows;
-  int64_t context_rows;
-  int64_t hidden_size;
-  int64_t width;
-  int64_t num_heads;
-  int64_t num_kv_heads;
-  int64_t head_dim;
-  int64_t half;
-  int64_t positions;
-  int64_t capacity;
-  int64_t num_taps;
+  int64_t num_layers, batch, rows, context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half,
+      positions, capacity, num_taps;
   int64_t key_heads, delta_heads, key_dim, value_dim;  // of the recurrent layers; 0 without
-  int64_t conv_width;
-  int64_t block;
-  float scale;
-  float eps;
+  int64_t conv_width, block;
+  float scale, eps;
   bool zero_centered;  // the norms over hidden states and heads add one to their weights
   DType dtype;
-  int32_t threads;
-  int32_t device = 0;
-
-  static constexpr auto wire() {
-    using P = DecoderLayersParams;
-    return std::tuple(&P::layers, &P::k_caches, &P::v_caches, &P::windows, &P::states, &P::saved_k,
-                      &P::saved_d, &P::saved_a, &P::pending, &P::keep, &P::hidden, &P::context,
-                      &P::num_context, &P::lengths, &P::ancestors, &P::cos, &P::sin, &P::norm, &P::out,
-                      &P::taps, &P::num_layers, &P::batch, &P::rows, &P::context_rows, &P::hidden_size,
-                      &P::width, &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::half, &P::positions,
-                      &P::capacity, &P::num_taps, &P::key_heads, &P::delta_heads, &P::key_dim, &P::value_dim,
-                      &P::conv_width, &P::block, &P::scale, &P::eps, &P::zero_centered, &P::dtype);
-  }
+  DFLASH_PARAMS(layers, k_caches, v_caches, windows, states, saved_k, saved_d, saved_a, pending, keep, hidden,
+                context, num_context, lengths, ancestors, cos, sin, norm, out, taps, num_layers, batch, rows,
+                context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half, positions,
+                capacity, num_taps, key_heads, delta_heads, key_dim, value_dim, conv_width, block, scale, eps,
+                zero_centered, dtype)
 };
 
 }  // namespace dflash

@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <tuple>
 #include <vector>
@@ -24,6 +25,9 @@ struct DLTensor {
   uint64_t byte_offset;
 
   int64_t element_size() const { return bits * lanes / 8; }
+  bool is(uint8_t some_code, uint8_t some_bits) const {
+    return code == some_code && bits == some_bits && lanes == 1;
+  }
 };
 constexpr int32_t kDLCPU = 1;
 constexpr uint8_t kDLInt = 0, kDLFloat = 2, kDLBfloat = 4;
@@ -35,6 +39,26 @@ struct DLPackExchange {
   int (*tensor_from)(void* object, DLTensor* out);
   void* current_stream;
 };
+
+// Between the rows [..., hidden] of a tensor if it is the same for all and each is dense; else -1.
+inline int64_t row_stride(const DLTensor& t, bool written) {
+  if (t.ndim == 0) return -1;
+  const int64_t hidden = t.shape[t.ndim - 1];
+  int64_t stride = -1, expected = 0, rows = 1;
+  bool even = hidden == 1 || t.strides[t.ndim - 1] == 1;
+  for (int i = t.ndim - 2; i >= 0; --i) {
+    const int64_t size = t.shape[i];
+    rows *= size;
+    if (size > 1 && stride < 0) stride = expected = t.strides[i];
+    if (stride >= 0) {
+      even = even && (size <= 1 || t.strides[i] == expected);
+      expected *= size;
+    }
+  }
+  if (stride < 0) stride = hidden;
+  if (rows == 0 || hidden == 0) return std::max<int64_t>(stride, 0);
+  return even && !(written && rows > 1 && stride < hidden) ? stride : -1;
+}
 
 // ---- torch's tensors
 
@@ -147,13 +171,6 @@ class Torch {
     if (!negative) PyErr_Clear();
     Py_XDECREF(negative);
     return negative != Py_False;
-  }
-
-  // True if a kernel may read the object where it lies: it is a plain tensor on the CPU, and its storage
-  // holds all of it.
-  bool read_plain(PyObject* object, DLTensor& t, Span& span) const {
-    return is_exact(object) && read(object, t) && t.device_type == kDLCPU && !is_negative(object) &&
-           span_of(object, t, span);
   }
 
   // torch.empty_like(tensor)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from op_calls import BATCH, CALLS, CAPACITY, DIM, HEADS, HIDDEN, ROWS, copied, op_of, packed_for, run
+from op_calls import BATCH, CALLS, CAPACITY, DIM, HEADS, HIDDEN, ROWS, copied, op_of, packed_for, replaced, run
 
 from dflash import ops
 from dflash.ops.registry import CpuLauncher
@@ -63,6 +63,47 @@ def test_a_tensor_of_another_shape_or_dtype_is_named(name):
             refused(lambda x: torch.stack([x, x], -1)[..., 0], ValueError, ".* must be .*(contiguous|evenly spaced)")
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
+def shrunk(tensor, size):
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(size)
+    return tensor
+
+
+MISFITS = {
+    "on another device": lambda t: t.to("meta"),
+    "freed": lambda t: shrunk(t, 0),
+    "cut short": lambda t: shrunk(t, t.numel() * t.element_size() - 1),
+    "of a subclass": lambda t: t.as_subclass(Subclass),
+    "in half precision": lambda t: t.to(torch.float16),
+    "a dimension more": lambda t: t[None],
+    "columns apart": lambda t: torch.stack([t, t], -1)[..., 0],
+    "minus its bytes": torch._neg_view,
+    "sparse": torch.Tensor.to_sparse,
+    "not a tensor": torch.Tensor.tolist,
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_any_other_tensor_does_not_reach_the_kernel_and_nothing_is_written(name):
+    specs = {spec.name: spec for spec in contract_of(name).tensors}
+    for misfit, change in MISFITS.items():
+        for argument, changed in replaced(plain := CALLS[name](), change):
+            spec = specs[argument.split("[")[0]]
+            if (misfit == "a dimension more" and spec.leading) or (
+                misfit == "in half precision" and spec.dtype == "any"
+            ):
+                continue
+            before = copied(plain)
+            direct = getattr(ops, op_of(name)).op.direct(*arguments_of(name, changed))
+            assert direct is NotImplemented, (argument, misfit)
+            for tensor, same in zip(tensors_of(plain), tensors_of(before), strict=True):
+                assert torch.equal(tensor, same), (argument, misfit)
+
+
 i64 = torch.int64
 RULES = [
     ("rms_norm", {"weight": torch.ones(HIDDEN - 1)}, r"weight must be \[hidden\] = \[16\], got \[15\]"),
@@ -75,11 +116,13 @@ RULES = [
     ("draft_rows", {"mask_embedding": None, "mask_id": 70}, "mask_id < vocab must hold"),
     ("silu_mul", {"gate_up": torch.ones(2, 7)}, "columns % 2 == 0 must hold, got columns = 7"),
     ("silu_mul", {"gate_up": torch.ones(8)}, r"ndim\(gate_up\) >= 2"),
-    ("linear", {"x": torch.ones(ROWS, HIDDEN + 1)}, r"weight must be \[out, width\] = \[24, 17\]"),
+    ("linear", {"x": torch.ones(ROWS, HIDDEN + 1)}, r"weight must be \[out_features, in\] = \[24, 17\]"),
+    ("linear", {"x": torch.ones(HIDDEN)}, r"x must be \[..., rows, in\], got ndim\(x\) = 1"),
     ("linears", {"weights": [], "biases": []}, "1 <= count <= 4 must hold, got count = 0"),
+    ("linears", {"weights": [torch.ones(2, HIDDEN)] * 5, "biases": []}, "1 <= count <= 4 must hold, got count = 5"),
     ("linears", {"biases": [torch.ones(24)]}, "biases_given == count must hold"),
     ("linears", {"biases": [torch.ones(24), torch.ones(6)]}, r"biases\[1\] must be \[out\] = \[5\], got \[6\]"),
-    ("swiglu", {"up": torch.ones(23, HIDDEN)}, r"up must be \[out, width\] = \[24, 16\]"),
+    ("swiglu", {"up": torch.ones(23, HIDDEN)}, r"up must be \[out_features, in\] = \[24, 16\]"),
     ("experts", {"gate": "relu"}, "gate must be one of silu, gelu_tanh, clamped_silu, got 'relu'"),
     ("experts", {"down": torch.ones(3, HIDDEN, 23)}, "gate_up must be"),
     ("block_attention", {"q": torch.ones(BATCH, ROWS, 3, DIM), "sinks": None}, "num_heads % num_kv_heads == 0"),
@@ -125,7 +168,7 @@ def test_weights_in_8_bits_need_scales_and_others_must_have_none():
             ops.linear(x, weight, scales=given)
         with pytest.raises(TypeError, match=r"weights\[0\] must be torch\.int8 exactly where scales are given"):
             ops.linears(x, [weight], scales=given)
-    with pytest.raises(ValueError, match=r"scales must be \[rows of the weights\] = \[8\], got 4"):
+    with pytest.raises(ValueError, match=r"scales must be \[total_rows\(weights\)\] = \[8\], got \[4\]"):
         ops.linears(x, [values, values], scales=scales)
 
 

@@ -37,9 +37,11 @@ _TENSOR = re.compile(r"(\w+)(?:\{(\w+)\})?\[([^\]]*)\](?::([\w|]+))?([!~=\d]*)")
 _KINDS = {None: 0, "T|f32": 1, "T|i8": 2, "any": 3, "i64": 4, "f32": 5, "float": 5, "i8": 6}  # as in contract.h
 _DTYPES = {"i64": torch.int64, "f32": torch.float32, "float": torch.float32, "i8": torch.int8}
 _OPERATIONS = (  # as in contract.h
-    "constant", "slot", "Add", "Sub", "Mult", "FloorDiv", "Mod", "min", "max", "Eq", "NotEq", "Lt", "LtE", "And", "Or",
-    "Not", "has", "ndim", "size", "stride", "row_stride", "itemsize", "is_float32", "is_int8", "at_least", "at_most",
+    "constant", "slot", "has", "total_rows", "at_least", "at_most", "Not",
+    "ndim", "size", "stride", "row_stride", "itemsize", "is_float32", "is_int8",
+    "Add", "Sub", "Mult", "FloorDiv", "Mod", "min", "max", "Eq", "NotEq", "Lt", "LtE", "And", "Or",
 )  # fmt: skip
+_OF_TENSORS = _OPERATIONS[7:14]
 _ARGUMENTS = {  # annotation -> its letter in contract.h, what an argument may be, in words
     Tensor: ("t", Tensor, "a tensor"),
     Tensor | None: ("t", (Tensor, NoneType), "a tensor or None"),
@@ -77,10 +79,15 @@ class Spec:
         return self.dims[1:] if self.leading else self.dims
 
     @property
+    def last_may_miss(self) -> bool:
+        """True if a tensor may lack the last dimension."""
+        return bool(self.dims) and self.dims[-1].endswith("?")
+
+    @property
     def words(self) -> str:
         """The shape as errors spell it."""
         names = ["..." if dim.endswith("..") else dim for dim in self.dims]
-        return ", ".join([*names[:-1], f"{names[-1][:-1]} or none" if names[-1].endswith("?") else names[-1]])
+        return ", ".join([*names[:-1], f"{names[-1][:-1]} or none" if self.last_may_miss else names[-1]])
 
 
 def _specs(text: str) -> Iterator[Spec]:
@@ -117,6 +124,7 @@ class Contract:
         self.tensors, self.outputs = [*_specs(tensors)], [*_specs(returns)]
         for spec in self.tensors:
             spec.is_optional = self.parameters[spec.name].annotation == Tensor | None
+        self.storage = next((spec.name for spec in self.tensors if spec.dtype is None), None)
         rules = [rule.partition(":") for rule in where.split(";") if rule.strip()]
         self.rules = [
             (rule.strip(), words.strip() or f"{rule.strip()} must hold", _code(rule)) for rule, _, words in rules
@@ -127,69 +135,59 @@ class Contract:
             dim: _code(dim) for s in (*self.tensors, *self.outputs) for dim in s.sizes if not _plain(dim)
         }
         self.writes = [spec.name for spec in self.tensors if spec.is_written]
-        # 2. Hand it to C++
-        self.slots = {name: i for i, name in enumerate(self._names())}
-        self.run, self.match_on_cpu, self.match = _C.contract(self._compiled())
-
-    def _names(self) -> list[str]:
-        """Return every name with a number, each once."""
+        # 2. Give each name that has a number a slot
         numbers = (int, bool, str) if self.choices else (int, bool)
         names = [name for name, p in self.parameters.items() if p.annotation in numbers]
         for spec in self.tensors:
             names += [name for name in (spec.leading, spec.count) if name]
             names += [dim.rstrip("?") for dim in spec.sizes if _plain(dim) and dim != "*"]
-        return [*dict.fromkeys([*names, *self.derived])]
+        self.slots = {name: i for i, name in enumerate(dict.fromkeys([*names, *self.derived]))}
+        # 3. Hand it to C++. ``run`` is None if the CPU has no kernel for the whole op
+        self.run, self.match, self.has_dtype = _C.contract(op, self._compiled())
 
     def _compiled(self) -> dict[str, object]:
         """Return the contract as contract.h reads it."""
         names = [*self.parameters]
-        letters = []
-        for p in self.parameters.values():
-            letter = _ARGUMENTS.get(p.annotation, ("t",))[0]
-            letters.append("c" if p.annotation is str and self.choices else letter)
+        arguments = []
+        for name, p in self.parameters.items():
+            letter = "c" if p.annotation is str and self.choices else _ARGUMENTS.get(p.annotation, ("t",))[0]
+            arguments.append((letter, self.slots[name] if letter in "ibc" else -1))
         sources = {spec.name: ("t", i) for i, spec in enumerate(self.tensors)}
-        sources |= {name: ("f", i) for i, name in enumerate(names) if letters[i] == "f"}
+        sources |= {name: ("f", i) for i, name in enumerate(names) if arguments[i][0] == "f"}
         sources |= {name: ("s", slot) for name, slot in self.slots.items()}
         sources |= {spec.name: ("o", i) for i, spec in enumerate(self.outputs)} | {"dtype": ("d", 0)}
         sources |= {name: ("k", i) for i, name in enumerate(self.constants)}
-        fields = [name for name, _ in _C.FIELDS.get(self.kernel, ())]
         return {
-            "arguments": letters,
-            "argument_slots": [self.slots.get(name, -1) if letters[i] in "ibc" else -1 for i, name in enumerate(names)],
+            "arguments": arguments,
             "tensors": [
-                {
-                    "argument": names.index(spec.name), "kind": _KINDS[spec.dtype], "layout": spec.layout,
-                    "leading": self.slots.get(spec.leading, -1), "count": self.slots.get(spec.count, -1),
-                    "optional": spec.is_optional, "written": spec.is_written, "shape": self._shape(spec),
-                }
+                (
+                    names.index(spec.name), _KINDS[spec.dtype], spec.layout, self.slots.get(spec.leading, -1),
+                    self.slots.get(spec.count, -1), spec.is_optional, spec.is_written, spec.last_may_miss,
+                    self._shape(spec),
+                )
                 for spec in self.tensors
             ],
             "rules": [self._program(text) for text, _, _ in self.rules],
             "derived": [(self.slots[name], self._program(text)) for name, (text, _) in self.derived.items()],
-            "outputs": [
-                {"kind": _KINDS[spec.dtype], "leading": spec.leading is not None, "shape": self._shape(spec)}
-                for spec in self.outputs
-            ],
+            "outputs": [(_KINDS[spec.dtype], spec.leading is not None, self._shape(spec)) for spec in self.outputs],
             "names": [*self.slots], "choices": self.choices, "constants": [*self.constants.values()],
-            "kernel": self.kernel,
-            "fields": [(name, *sources[name]) for name in fields if name in sources],
+            "kernel": self.kernel, "sources": sources,
         }  # fmt: skip
 
-    def _shape(self, spec: Spec) -> list[tuple]:
-        """Return the sizes as (kind of Dimension, slot or program)."""
-        shape = []
-        for dim in spec.sizes:
-            if dim == "*":
-                shape.append((2, 0))
-            elif _plain(dim):
-                shape.append((3 if dim.endswith("?") else 0, self.slots[dim.rstrip("?")]))
-            else:
-                shape.append((1, self._program(dim)))
-        return shape
+    def _shape(self, spec: Spec) -> list[list[int]]:
+        """Return a program for each size; an empty one stands for any."""
+        return [
+            [] if dim == "*" else [1, self.slots[dim.rstrip("?")]] if _plain(dim) else self._program(dim)
+            for dim in spec.sizes
+        ]
 
     def _program(self, text: str) -> list[int]:
         """Compile an expression for the stack machine of contract.h."""
         places = {spec.name: i for i, spec in enumerate(self.tensors)}
+
+        def apply(name: str, *programs: list[int]) -> list[int]:
+            first, *rest = programs
+            return [*first, *(x for program in rest for x in (*program, _OPERATIONS.index(name), 0))]
 
         def emit(node: ast.expr) -> list[int]:
             match node:
@@ -198,30 +196,27 @@ class Contract:
                 case ast.Name():
                     return [1, self.slots[node.id]]
                 case ast.BinOp():
-                    return [*emit(node.left), *emit(node.right), _OPERATIONS.index(type(node.op).__name__), 0]
-                case ast.UnaryOp():
-                    return [*emit(node.operand), _OPERATIONS.index(type(node.op).__name__), 0]
+                    return apply(type(node.op).__name__, emit(node.left), emit(node.right))
+                case ast.UnaryOp(op=ast.Not()):
+                    return [*emit(node.operand), _OPERATIONS.index("Not"), 0]
                 case ast.BoolOp():
-                    return _joined([emit(value) for value in node.values], type(node.op).__name__)
+                    return apply(type(node.op).__name__, *map(emit, node.values))
                 case ast.IfExp():
-                    test = emit(node.test)
-                    chosen = [*test, *emit(node.body), _OPERATIONS.index("Mult"), 0]
-                    other = [*test, _OPERATIONS.index("Not"), 0, *emit(node.orelse), _OPERATIONS.index("Mult"), 0]
-                    return [*chosen, *other, _OPERATIONS.index("Add"), 0]
+                    test, other = emit(node.test), [*emit(node.test), _OPERATIONS.index("Not"), 0]
+                    return apply("Add", apply("Mult", test, emit(node.body)), apply("Mult", other, emit(node.orelse)))
                 case ast.Compare():
                     sides = [emit(side) for side in (node.left, *node.comparators)]
-                    compared = []
-                    for a, b, operation in zip(sides, sides[1:], node.ops, strict=False):
-                        name = type(operation).__name__
-                        if name.startswith("Gt"):
-                            a, b, name = b, a, name.replace("Gt", "Lt")
-                        compared.append([*a, *b, _OPERATIONS.index(name), 0])
-                    return _joined(compared, "And")
+                    names = [type(operation).__name__ for operation in node.ops]
+                    pairs = zip(names, sides, sides[1:], strict=False)
+                    return apply(
+                        "And", *(apply("L" + n[1:], b, a) if n[0] == "G" else apply(n, a, b) for n, a, b in pairs)
+                    )
                 case ast.Call(func=ast.Name(id=("min" | "max") as name)):
-                    return _joined([emit(value) for value in node.args], name)
+                    return apply(name, *map(emit, node.args))
                 case ast.Call(func=ast.Name(id=name), args=[ast.Name(id=argument), *rest]):
                     place = places[argument] if argument in places else [*self.parameters].index(argument)
-                    return [*(x for value in rest for x in emit(value)), _OPERATIONS.index(name), place]
+                    number = emit(rest[0]) if rest else [0, 0] if name in _OF_TENSORS else []
+                    return [*number, _OPERATIONS.index(name), place]
             raise ValueError(f"{self.op}: a contract cannot say {ast.unparse(node)!r}")
 
         return emit(ast.parse(text.strip(), mode="eval").body)
@@ -246,7 +241,7 @@ class Contract:
         scope = self.scope(arguments, {})
         env = _FUNCTIONS | dict.fromkeys(self.slots, 0) | vars(scope)
         found = [(spec, at + name, tensor) for spec, name, tensor in self._tensors(scope)]
-        expect_one_device(self.op, [tensor for _, _, tensor in found])
+        self._check_devices([tensor for _, _, tensor in found])
         for name, p in self.parameters.items():
             if p.annotation is str and self.choices and env[name] not in self.choices.values():
                 raise ValueError(f"{self.op}: {name} must be one of {', '.join(self.choices)}, got {env[name]!r}")
@@ -258,7 +253,7 @@ class Contract:
         leading = None
         for spec, name, tensor in found:
             shape, missing = tensor.shape, len(spec.sizes) - tensor.dim()
-            if missing > 0 if spec.leading else missing and not (missing == 1 and spec.dims[-1].endswith("?")):
+            if missing > 0 if spec.leading else missing and not (missing == 1 and spec.last_may_miss):
                 raise ValueError(f"{self.op}: {name} must be [{spec.words}], got {len(shape)} dimensions")
             if spec.leading:
                 first, shape = shape[:-missing] if missing else (), shape[-missing:] if missing else shape
@@ -274,7 +269,7 @@ class Contract:
         storage = next((tensor.dtype for spec, _, tensor in found if spec.dtype is None), None)
         for spec, name, tensor in found:
             wanted = [*(leading if spec.leading else ()), *(self._size(dim, env) for dim in spec.sizes)]
-            wanted = wanted[: len(wanted) - spec.dims[-1].endswith("?") * (len(wanted) - tensor.dim())]
+            wanted = wanted[: tensor.dim() if spec.last_may_miss else None]
             differ = (want is not None and have != want for have, want in zip(tensor.shape, wanted, strict=False))
             if tensor.dim() != len(wanted) or any(differ):
                 sizes = ", ".join("*" if size is None else str(size) for size in wanted)
@@ -317,6 +312,13 @@ class Contract:
     def _derive(self, env: dict[str, object]) -> None:
         for name, (_, code) in self.derived.items():
             env[name] = eval(code, env)
+
+    def _check_devices(self, tensors: list[Tensor]) -> None:
+        """Raise unless all tensors are where the first is: a kernel would read another device's addresses."""
+        for tensor in tensors:
+            if tensor.device != tensors[0].device:
+                found = f"{list(tensor.shape)} on {tensor.device}"
+                raise ValueError(f"{self.op}: all tensors must be on {tensors[0].device} as the first is, got {found}")
 
     def _check_dtype(self, spec: Spec, name: str, tensor: Tensor, storage: torch.dtype | None) -> None:
         if spec.dtype == "any" or (spec.dtype == "float" and tensor.is_floating_point()):
@@ -404,20 +406,7 @@ def _code(text: str) -> object:
     return compile(text.strip(), "<contract>", "eval")
 
 
-def _joined(programs: list[list[int]], name: str) -> list[int]:
-    first, *rest = programs
-    return [*first, *(x for program in rest for x in (*program, _OPERATIONS.index(name), 0))]
-
-
 # ---------------------------------------------------------------------------------------------- tensors
-
-
-def expect_one_device(op: str, tensors: Sequence[Tensor]) -> None:
-    """Raise unless all tensors are where the first is: a kernel would read another device's addresses."""
-    for tensor in tensors:
-        if tensor.device != tensors[0].device:
-            found = f"{list(tensor.shape)} on {tensor.device}"
-            raise ValueError(f"{op}: all tensors must be on {tensors[0].device} as the first is, got {found}")
 
 
 def expect_memory(op: str, name: str, tensor: Tensor) -> None:
@@ -499,6 +488,7 @@ _FUNCTIONS = {
     "min": min,
     "max": max,
     "has": lambda tensor: tensor is not None,
+    "total_rows": lambda tensors: sum(len(tensor) for tensor in tensors),
     "ndim": lambda tensor: 0 if tensor is None else tensor.dim(),
     "size": lambda tensor, dim: tensor.shape[dim],
     "stride": lambda tensor, dim: 0 if tensor is None else tensor.stride(dim),

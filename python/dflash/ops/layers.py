@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _C
 from .contract import Scope
 from .registry import Launcher, op
-from .weights import DecoderLayer, DeltaNetLayer, check_layers, check_memory, linear_weight, named_tensors
+from .weights import DecoderLayer, DeltaNetLayer, check_layers, check_memory, named_tensors
 
 _OP = "decoder_layers"
 
@@ -102,11 +102,12 @@ class PackedLayers:
                 wide = layer.sinks.detach().float()
                 self._copies += [] if wide.dtype == layer.sinks.dtype else [(wide, layer.sinks)]
                 layer = layer._replace(sinks=wide)
-            mixers = (None, layer.mixer()) if layer.is_recurrent else (layer.mixer(), None)
-            tap = self.taps.index(i) if i in self.taps else -1
-            convs = (conv and conv.record() for conv in (layer.attention_conv, layer.mlp_conv))
-            mlp = map(linear_weight, (layer.gate, layer.up, layer.down))
-            records.append((layer.input_norm, layer.post_norm, *mlp, *mixers, *convs, tap))
+            record = layer._asdict() | {"tap": self.taps.index(i) if i in self.taps else -1}
+            for name in ("attention_conv", "mlp_conv"):
+                if conv := getattr(layer, name):
+                    record[name] = conv.record()
+            record["delta_net" if layer.is_recurrent else "attention"] = dict(record)  # by name, as in params.h
+            records.append(record)
         self._records = _C.DecoderLayers(records, [*self.tensors()])
 
     def check_call(self, s: Scope) -> None:

@@ -20,82 +20,56 @@ def skinny(rows: int, dtype: torch.dtype) -> bool:
     return rows <= _SKINNY.get(dtype, 0)
 
 
-def _linear(launch: Launcher, s: Scope) -> Tensor:
-    return _products(launch, s, [s.weight], [s.bias])
+def _plan_linear(launch: Launcher, s: Scope) -> bool:
+    return _plan(launch, s, [s.weight], [s.bias])
 
 
-def _linears(launch: Launcher, s: Scope) -> Tensor:
-    features = [weight.shape[0] for weight in s.weights]
-    for i, (weight, size) in enumerate(zip(s.weights, features, strict=True)):
+def _plan_linears(launch: Launcher, s: Scope) -> bool:
+    for i, weight in enumerate(s.weights):
         if (weight.dtype == torch.int8) != (s.scales is not None):
             raise TypeError(f"linears: weights[{i}] must be torch.int8 exactly where scales are given")
-        if s.biases and s.biases[i].shape[0] != size:
-            raise ValueError(f"linears: biases[{i}] must be [out] = [{size}], got {list(s.biases[i].shape)}")
-    if s.scales is not None and s.scales.shape[0] != sum(features):
-        raise ValueError(f"linears: scales must be [rows of the weights] = [{sum(features)}], got {len(s.scales)}")
-    return _products(launch, s, s.weights, s.biases or [None] * len(s.weights))
+        if s.biases and s.biases[i].shape[0] != len(weight):
+            raise ValueError(f"linears: biases[{i}] must be [out] = [{len(weight)}], got {list(s.biases[i].shape)}")
+    return _plan(launch, s, s.weights, s.biases or [None] * len(s.weights))
 
 
 def _swiglu(launch: Launcher, s: Scope) -> Tensor:
-    if launch.is_fake:
-        return s.x.new_empty(*s.x.shape[:-1], s.gate.shape[0])
-    out = _run_kernel(launch, s, [s.gate, s.up], [None, None], gated=True)
-    if out is None:
-        both = linears.op.call(launch, s.x, [s.gate, s.up], (), s.prefetch, s.scales)
-        return silu_mul.op.call(launch, both)
-    return out
+    if not launch.is_cpu and _plan(launch, s, [s.gate, s.up], [None, None], gated=True):
+        launch("linear", s)
+        return s.out
+    both = linears.op.call(launch, s.x, [s.gate, s.up], (), s.prefetch, s.scales)
+    return silu_mul.op.call(launch, both)
 
 
-def _products(launch: Launcher, s: Scope, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """Compute ``x @ weight.T + bias`` for each, side by side, ``[..., rows, sum of out]``; the operands fit."""
-    if launch.is_fake:
-        return s.x.new_empty(*s.x.shape[:-1], sum(weight.shape[0] for weight in weights))
-    out = _run_kernel(launch, s, weights, biases)
-    if out is not None:
-        return out
-    operands = _merged(weights, biases) if s.scales is None else (weights, biases)
-    return reference.linears(s.x, *operands, scales=s.scales)
-
-
-def _run_kernel(
+def _plan(
     launch: Launcher, s: Scope, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gated: bool = False
-) -> Tensor | None:
-    """Run the kernel of `linear` on operands that fit; None if it does not take them.
-
-    Only CUDA's can be gated, and only the CPU's takes ``scales``.
-    """
-    features, x = [weight.shape[0] for weight in weights], s.x
-    width, rows = x.shape[-1], x.shape[:-1].numel()
-    splits, workspace = 0, None
+) -> bool:
+    """Set the fields of the kernel `linear`; return False if it does not take the call. Only the CPU's takes scales."""
+    features, width = [len(weight) for weight in weights], s.x.shape[-1]
     if launch.is_cpu:
-        takes = s.scales is not None or skinny(rows, x.dtype)
-        splits = int(takes and width > 0 and not gated)
-    elif s.scales is None:
-        splits, workspace = launch.workspace("linear", x.device, s.dtype, rows, width, weights, features, gated)
-    if splits == 0:
-        return None
-    out_features = features[0] if gated else sum(features)
-    out = x.new_empty(*x.shape[:-1], out_features)
-    given = {
-        "x": launch.aligned(x), "num_weights": len(weights), "weights": weights, "biases": biases,
-        "scales": [None] * len(weights) if s.scales is None else s.scales.split(features), "features": features,
-        "out": out, "rows": rows, "in": width, "out_features": out_features, "workspace": workspace,
-        "counters": None if workspace is None else launch.counters(x.device), "splits": splits,
-        "prefetch": s.prefetch and switches.PREFETCH, "gated": gated, "dtype": s.dtype,
-    }  # fmt: skip
-    launch("linear", Scope(**given))
-    return out
+        s.splits, s.workspace = int(s.scales is not None or skinny(s.rows, s.x.dtype)), None
+    elif s.scales is not None:
+        return False
+    else:
+        shapes = (s.dtype, s.rows, width, weights, features, gated)
+        s.splits, s.workspace = launch.workspace("linear", s.x.device, *shapes)
+    if s.splits == 0 or width == 0:
+        return False
+    s.counters = None if s.workspace is None else launch.counters(s.x.device)
+    s.scales = [None] * len(weights) if s.scales is None else s.scales.split(features)
+    s.x, s.prefetch, s.gated = launch.aligned(s.x), s.prefetch and switches.PREFETCH, gated
+    s.num_weights, s.weights, s.biases, s.features = len(weights), weights, biases, features
+    return True
 
 
-def _merged(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-    """Return weights that lie one after another in one storage as a single one, which takes one product."""
-    uneven = len({bias is None for bias in biases}) > 1
-    if len(weights) == 1 or uneven or not all(map(_follows, weights, weights[1:])):
-        return weights, biases
-    merged = weights[0].as_strided((sum(w.shape[0] for w in weights), weights[0].shape[1]), weights[0].stride())
-    return [merged], [None if biases[0] is None else torch.cat(list(biases))]
+def _linears_in_torch(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], prefetch: bool, scales: Tensor | None
+) -> Tensor:
+    """Compute `linears`; weights that lie one after another in one storage take one product."""
+    if scales is None and len(weights) > 1 and all(map(_follows, weights, weights[1:])):
+        shape = (sum(map(len, weights)), weights[0].shape[1])
+        weights, biases = [weights[0].as_strided(shape, weights[0].stride())], [torch.cat(biases)] if biases else ()
+    return reference.linears(x, weights, biases, scales=scales)
 
 
 def _follows(first: Tensor, second: Tensor) -> bool:
@@ -106,9 +80,11 @@ def _follows(first: Tensor, second: Tensor) -> bool:
 
 
 @op(
-    "x[batch.., rows, width] weight[out, width]:T|i8 bias[out] scales[out]:f32",
-    where="is_int8(weight) == has(scales): weight must be torch.int8 exactly where scales are given",
-    body=_linear,
+    "x[rows.., in] weight[out_features, in]:T|i8 bias[out_features] scales[out_features]:f32",
+    "out[rows.., out_features]",
+    where="ndim(x) >= 2: x must be [..., rows, in]; "
+    "is_int8(weight) == has(scales): weight must be torch.int8 exactly where scales are given",
+    prepare=_plan_linear,
 )
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False, scales: Tensor | None = None
@@ -136,9 +112,14 @@ def linear(
 
 
 @op(
-    "x[batch.., rows, width] weights{count}[*, width]:T|i8 biases{biases_given}[*] scales[*]:f32",
-    where=f"1 <= count <= {_C.MAX_LINEAR_WEIGHTS}; biases_given == 0 or biases_given == count",
-    body=_linears,
+    "x[rows.., in] weights{count}[*, in]:T|i8 biases{biases_given}[*] scales[total_rows(weights)]:f32",
+    "out[rows.., total_rows(weights)]",
+    where="ndim(x) >= 2: x must be [..., rows, in]; "
+    f"1 <= count <= {_C.MAX_LINEAR_WEIGHTS}; biases_given == 0 or biases_given == count",
+    derived="out_features = total_rows(weights)",
+    kernel="linear",
+    prepare=_plan_linears,
+    twin=_linears_in_torch,
 )
 def linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), prefetch: bool = False,
@@ -159,8 +140,10 @@ def linears(
 
 
 @op(
-    "x[batch.., rows, width] gate[out, width]:T|i8 up[out, width]:T|i8 scales[2 * out]:f32",
-    where="is_int8(gate) == is_int8(up) == has(scales): gate and up must be torch.int8 exactly where scales are given",
+    "x[rows.., in] gate[out_features, in]:T|i8 up[out_features, in]:T|i8 scales[2 * out_features]:f32",
+    "out[rows.., out_features]",
+    where="ndim(x) >= 2: x must be [..., rows, in]; "
+    "is_int8(gate) == is_int8(up) == has(scales): gate and up must be torch.int8 exactly where scales are given",
     body=_swiglu,
 )
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: Tensor | None = None) -> Tensor:

@@ -136,7 +136,12 @@ def _fuse(launch: Launcher, s: Scope) -> Tensor:
     return rms_norm.op.call(launch, fused, s.norm_weight, s.eps, s.num_context, False, None)
 
 
-@op("context[batch, rows, width] num_context[batch]:i64 fc_weight[hidden, width] norm_weight[hidden]", body=_fuse)
+@op(
+    "context[batch, rows, width] num_context[batch]:i64 fc_weight[hidden, width] norm_weight[hidden]",
+    "out[batch, rows, hidden]",
+    where="hidden >= 1",
+    body=_fuse,
+)
 def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """Fuse target features for the drafter: ``rms_norm(context @ fc_weight.T)``, rounded once in between.
 

@@ -11,7 +11,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,17 +59,12 @@ def cuda_status(device: int = 0) -> str:
 
 
 class Launcher:
-    """Runs kernels by name. Tensors are passed as they are: ``_C`` takes their addresses, in one place (pack.h)."""
+    """Runs kernels by name. The fields of a kernel's params are the names of a scope, or as they are initialized."""
 
     is_cpu = is_fake = False
 
     def __call__(self, kernel: str, scope: Scope) -> None:
-        """Run a kernel; the fields of its params struct are the names of the scope, or as they are initialized."""
-        given = vars(scope)
-        self.launch(kernel, [given.get(name, initial) for name, initial in _C.FIELDS[kernel]])
-
-    def launch(self, kernel: str, fields: list[object]) -> None:
-        """Run a kernel with its fields, in their order."""
+        """Run a kernel."""
         raise NotImplementedError
 
     def dtype(self, op: str, name: str, tensor: Tensor) -> int:
@@ -99,8 +93,8 @@ class CpuLauncher(Launcher):
 
     is_cpu = True
 
-    def launch(self, kernel: str, fields: list[object]) -> None:
-        getattr(_C, kernel)(*fields, torch.get_num_threads())
+    def __call__(self, kernel: str, scope: Scope) -> None:
+        _C.run(kernel, vars(scope), torch.get_num_threads())
 
     def dtype(self, op: str, name: str, tensor: Tensor) -> int:
         code = _CPU_DTYPES.get(tensor.dtype)
@@ -120,10 +114,9 @@ class CudaLauncher(Launcher):
         self.kernels = kernels
         self._counters: dict[tuple, tuple[int, Tensor]] = {}
 
-    def launch(self, kernel: str, fields: list[object]) -> None:
-        device = next(x.device for x in fields if isinstance(x, Tensor))
-        stream = torch.cuda.current_stream(device).cuda_stream
-        getattr(self.kernels, f"{kernel}_cuda")(*fields, device.index, stream)
+    def __call__(self, kernel: str, scope: Scope) -> None:
+        device = next(x.device for x in vars(scope).values() if isinstance(x, Tensor))
+        self.kernels.launch(kernel, vars(scope), device.index, torch.cuda.current_stream(device).cuda_stream)
 
     def dtype(self, op: str, name: str, tensor: Tensor) -> int:
         return _CUDA_DTYPES[tensor.dtype]
@@ -174,7 +167,7 @@ class FakeLauncher(Launcher):
 
     is_fake = True
 
-    def launch(self, kernel: str, fields: list[object]) -> None:
+    def __call__(self, kernel: str, scope: Scope) -> None:
         pass
 
     def dtype(self, op: str, name: str, tensor: Tensor) -> int:
@@ -203,7 +196,6 @@ def dispatched() -> Iterator[None]:
         _dispatches_all = False
 
 
-@dataclass
 class Op:
     """An op: its contract, and what runs it.
 
@@ -211,16 +203,13 @@ class Op:
         body: ``body(launch, scope)`` runs a call that fits; None for the contract's kernel on the contract's tensors.
         prepare: ``prepare(launch, scope)`` sets further fields of that kernel, such as its workspace; False leaves the
             call to the twin.
-        direct: a function of ``_C`` that runs a plain call on the CPU, or returns NotImplemented.
+        direct: a function that runs a plain call on the CPU, or returns NotImplemented.
         twin: the op in plain torch, for CUDA tensors that the kernel cannot take.
     """
 
-    contract: Contract
-    body: Callable | None
-    prepare: Callable | None
-    direct: Callable
-    twin: Callable
-    has_cuda_kernel: bool
+    def __init__(self, contract: Contract, body: Callable | None, prepare: Callable | None, twin: Callable) -> None:
+        self.contract, self.body, self.prepare, self.twin = contract, body, prepare, twin
+        self.direct = contract.run or self._matched
 
     def run(self, launch: Launcher, *arguments: object) -> object:
         """Check a call and run it."""
@@ -234,22 +223,22 @@ class Op:
     def launch(self, launch: Launcher, scope: Scope) -> object:
         """Run a call that fits."""
         contract = self.contract
-        storage = next((spec for spec in contract.tensors if spec.dtype is None), None)
-        if storage and (self.body or "dtype" in dict(_C.FIELDS[contract.kernel])):
-            scope.dtype = launch.dtype(contract.op, storage.name, getattr(scope, storage.name))
+        if contract.storage and contract.has_dtype:
+            scope.dtype = launch.dtype(contract.op, contract.storage, getattr(scope, contract.storage))
+        made = contract.allocate(scope)
+        results = None if not made else made[0] if len(made) == 1 else tuple(made)
+        if launch.is_fake and (made or not self.body):
+            return results
         if self.body:
             return self.body(launch, scope)
-        made = contract.allocate(scope)
-        if launch.is_fake:
-            return _returned(made)
         if self.prepare and self.prepare(launch, scope) is False:
             return self.twin(*scope.arguments)
         launch(contract.kernel, scope)
-        return _returned(made)
+        return results
 
-    def matched(self, *arguments: object) -> object:
+    def _matched(self, *arguments: object) -> object:
         """Run a plain call on the CPU; NotImplemented if it has to be looked at more closely."""
-        names = self.contract.match_on_cpu(*arguments)
+        names = self.contract.match(*arguments) if getattr(arguments[0], "is_cpu", False) else NotImplemented
         return names if names is NotImplemented else self.launch(_CPU, self.contract.scope(arguments, names))
 
     def on_cpu(self, *arguments: object) -> object:
@@ -273,7 +262,7 @@ class Op:
             scope = self.contract.scope(arguments, names)
         first = next(x for x in arguments if isinstance(x, Tensor))
         is_known = first.dtype in _CUDA_DTYPES or not first.is_floating_point()
-        if self.has_cuda_kernel and is_known and not cuda_status(first.device.index):
+        if is_known and not cuda_status(first.device.index):
             return self.launch(_CUDA, scope)
         return self.twin(*arguments)
 
@@ -296,32 +285,23 @@ class Op:
         return (*arguments, *(p.default for p in missing))
 
 
-def _returned(made: list[Tensor]) -> object:
-    return None if not made else made[0] if len(made) == 1 else tuple(made)
-
-
 def op(
-    tensors: str, returns: str = "", *, where: str = "", derived: str = "", kernel: str = "",
-    body: Callable | None = None, prepare: Callable | None = None, twin: Callable | None = None,
-    cuda_kernel: bool = True, choices: dict[str, int] | None = None, constants: dict[str, float] | None = None,
+    tensors: str, returns: str = "", *, kernel: str = "", body: Callable | None = None,
+    prepare: Callable | None = None, twin: Callable | None = None, **contract: object,
 ) -> Callable:  # fmt: skip
     """Register a function as the op ``dflash::name`` of torch, so that ``torch.compile`` sees it whole.
 
-    The function is its signature and its docstring. What it takes, makes and does is its contract (see `Contract`) and
-    a kernel of the same names, or ``body``.
+    The function is its signature and its docstring. What it takes, makes and does is its contract and a kernel of the
+    same names, or ``body``.
 
     Args:
-        tensors: the contract.
+        tensors: the tensors among its arguments, see `Contract`.
         returns: new tensors, which an op without body returns.
-        where: conditions.
-        derived: further fields.
         kernel: the op's name without a trailing underscore, if it is not another.
         body: see `Op`.
         prepare: see `Op`.
         twin: see `Op`; None for the one in `dflash.ops.reference`.
-        cuda_kernel: False if there is no CUDA kernel.
-        choices: the integer that a string argument stands for.
-        constants: fields of the kernel that are always the same.
+        contract: further arguments of `Contract`.
 
     Returns:
         A decorator. What it returns has the `Op` as ``.op``.
@@ -331,14 +311,12 @@ def op(
         name, signature = function.__name__, inspect.signature(function, eval_str=True)
         parameters = [*signature.parameters.values()]
         run_kernel = "" if body else kernel or name.rstrip("_")
-        contract = Contract(name, parameters, tensors, returns, where, derived, run_kernel, choices, constants)
-        made = Op(contract, body, prepare, contract.run, twin or getattr(reference, name), cuda_kernel)
-        if body:
-            made.direct = getattr(_C, f"direct_{name}", made.matched)
-        _LIBRARY.define(name + _schema(parameters, signature.return_annotation, contract.writes), tags=_TAGS)
-        ways = {"CPU": made.on_cpu, "CUDA": made.on_cuda, **dict.fromkeys(_UNSUPPORTED, made.refuse)}
-        for key, kernel_of in ways.items():
-            _LIBRARY.impl(name, kernel_of, key)
+        parsed = Contract(name, parameters, tensors, returns, kernel=run_kernel, **contract)
+        made = Op(parsed, body, prepare, twin or getattr(reference, name))
+        _LIBRARY.define(name + _schema(parameters, signature.return_annotation, parsed.writes), tags=_TAGS)
+        kernels = {"CPU": made.on_cpu, "CUDA": made.on_cuda, **dict.fromkeys(_UNSUPPORTED, made.refuse)}
+        for key, function_of_key in kernels.items():
+            _LIBRARY.impl(name, function_of_key, key)
         torch.library.register_fake(f"dflash::{name}", made.on_fake, lib=_LIBRARY)
         return _callable(function, made, signature)
 

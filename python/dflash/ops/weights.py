@@ -114,11 +114,6 @@ class BlockConv(NamedTuple):
         return self.base, self.projection, taps, self.projection.shape[0] // (2 * taps)
 
 
-def linear_weight(weight: Weight | None) -> tuple | None:
-    """Return the fields of ``LinearWeight``, as in params.h."""
-    return weight if weight is None or isinstance(weight, Int8Weight) else (weight, None)
-
-
 class DecoderLayer(NamedTuple):
     """The weights of one pre-norm decoder layer with attention, every matrix ``[out, in]``."""
 
@@ -146,12 +141,6 @@ class DecoderLayer(NamedTuple):
     mlp_conv: BlockConv | None = None
 
     is_recurrent = False
-
-    def mixer(self) -> tuple:
-        """Return the fields of ``AttentionWeights``, as in params.h."""
-        qkvo, norms = map(linear_weight, (self.q, self.k, self.v, self.o)), (self.q_norm, self.k_norm)
-        biases = (self.q_bias, self.k_bias, self.v_bias, self.o_bias)
-        return (*qkvo, *norms, *biases, self.sinks, self.causal, self.window, self.gated)
 
 
 class DeltaNetLayer(NamedTuple):
@@ -181,11 +170,6 @@ class DeltaNetLayer(NamedTuple):
 
     is_recurrent = True
     attention_conv = mlp_conv = None
-
-    def mixer(self) -> tuple:
-        """Return the fields of ``DeltaNetWeights``, as in params.h."""
-        projections = map(linear_weight, (self.qkv, self.z, self.b, self.a))
-        return *projections, self.conv, self.a_log, self.dt_bias, self.norm, linear_weight(self.out)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
