@@ -6,11 +6,10 @@ python bench/bench_all.py [--only rms_norm select_tokens] [--threads 1] [--json 
 import importlib
 
 import harness
-import torch
 
 from dflash import ops
 
-OPS = sorted({name.rstrip("_") for name in vars(ops) if hasattr(torch.ops.dflash, name)})
+OPS = sorted({name.rstrip("_") for name in ops.OPS})
 
 
 def main() -> None:

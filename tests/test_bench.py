@@ -23,7 +23,7 @@ import dflash
 from dflash import ops
 
 BENCH = Path(__file__).parents[1] / "bench"
-STEMS = {name.rstrip("_") for name in vars(ops) if hasattr(torch.ops.dflash, name)}
+STEMS = {name.rstrip("_") for name in ops.OPS}
 
 
 @pytest.fixture

@@ -128,8 +128,11 @@ class Contract {
     rules_ = get("rules").cast<std::vector<Program>>();
     derived_ = get("derived").cast<std::vector<std::pair<int, Program>>>();
     for (pybind11::handle entry : get("outputs")) outputs_.push_back(Output(entry));
-    for (pybind11::handle name : get("names"))
-      names_.push_back(PyUnicode_InternFromString(name.cast<std::string>().c_str()));
+    const auto intern = [&get](const char* list, std::vector<PyObject*>& names) {
+      for (pybind11::handle name : get(list))
+        names.push_back(PyUnicode_InternFromString(name.cast<std::string>().c_str()));
+    };
+    intern("parameters", parameters_), intern("names", names_);
     constants_ = get("constants").cast<std::vector<float>>();
     choices_ = get("choices");
     if (names_.size() > Call::kMaxSlots || tensors_.size() > Call::kMaxTensors ||
@@ -151,18 +154,16 @@ class Contract {
   bool has_dtype() const { return has_dtype_; }
   bool runs() const { return body_ || kernel_; }
 
-  // The sizes and fields by name, if the call fits as it is; else null, without an error set.
+  // The arguments, sizes and fields by name, if the call fits as it is; else null, without an error set.
   PyObject* match(PyObject* const* arguments) const {
     const Torch::ModesOff guard(torch);
     Call call(arguments);
     if (!fits(call)) return nullptr;
-    PyObject* sizes = PyDict_New();
-    for (size_t i = 0; sizes && i < names_.size(); ++i) {
-      PyObject* value = PyLong_FromLongLong(call.slots[i]);
-      PyDict_SetItem(sizes, names_[i], value);
-      Py_XDECREF(value);
-    }
-    return sizes;
+    pybind11::dict named;
+    for (size_t i = 0; i < arguments_.size(); ++i) PyDict_SetItem(named.ptr(), parameters_[i], arguments[i]);
+    for (size_t i = 0; i < names_.size(); ++i) named[names_[i]] = call.slots[i];
+    if (has_dtype_ && call.storage >= 0) named["dtype"] = int(call.dtype());
+    return named.release().ptr();
   }
 
   // Runs a call on the CPU; null, without an error set, if it does not fit as it is.
@@ -477,7 +478,7 @@ class Contract {
   std::vector<Program> rules_;
   std::vector<std::pair<int, Program>> derived_;
   std::vector<Output> outputs_;
-  std::vector<PyObject*> names_;  // of the slots
+  std::vector<PyObject*> parameters_, names_;  // of the arguments and of the slots
   std::vector<float> constants_;
   pybind11::dict choices_;
   Body body_;

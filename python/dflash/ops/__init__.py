@@ -7,16 +7,14 @@ twin in `dflash.ops.reference`.
 Ops that end in an underscore write into their arguments and return nothing. None of them records gradients.
 """
 
-from .attention import append_context_kv_, append_kv_, block_attention, compact_kv_, gather_rows_, qkv_norm_rope_append_
+from . import attention, layers, linear, norm, recurrent, tree, vocab
 from .contract import bytes_reached
-from .layers import PackedLayers, decoder_layers
-from .linear import experts, linear, linears, sigmoid_mul, silu_mul, skinny, swiglu
-from .norm import add_rms_norm, conv_add_rms_norm, draft_rows, dynamic_conv, fuse_features, rms_norm
-from .recurrent import L2_EPS, causal_conv_, delta_net_inputs, gated_recurrence_, gated_rms_norm
-from .registry import cuda_status, has_cuda_kernels, isa
+from .layers import PackedLayers
+from .recurrent import L2_EPS
+from .registry import OPS, cuda_status, has_cuda_kernels, isa, skinny
 from .switches import OVERLAP, PREFETCH, overlaps
-from .tree import MAX_TREE_ROWS, ROW_STATES, accept_path_, accept_prefix_, build_tree, tree_candidates
-from .vocab import MAX_CANDIDATES, select_tokens, top_candidates, walk_candidates
+from .tree import MAX_TREE_ROWS, ROW_STATES
+from .vocab import MAX_CANDIDATES
 from .weights import (
     BlockConv,
     DecoderLayer,
@@ -29,3 +27,5 @@ from .weights import (
     int8_weights,
     split_weights,
 )
+
+globals().update(OPS)  # every function under @op is a name of this package

@@ -42,38 +42,27 @@ def block_attention(
 ) -> Tensor:  # fmt: skip
     """Attend from a block of queries to a cache that already holds the block's own K/V.
 
-    Query i of sequence b is at position ``lengths[b] + i``. The keys are slots ``0 .. lengths[b] + rows - 1``;
-    nothing past them is read. Key tiles are aligned to absolute positions and reduced in a fixed order, so a row's
-    bits depend on its query and the keys it sees, not on its place in the block, on ``rows`` or on the batch.
+    Query i of sequence b is at position ``lengths[b] + i`` and sees slots up to ``lengths[b] + rows - 1``; nothing past
+    them is read. Key tiles are aligned to absolute positions and reduced in a fixed order: a row's bits depend on its
+    query and its keys, not on its place in the block, ``rows`` or the batch.
 
-    With ``ancestors`` the block is a tree: row i is at position ``lengths[b]`` plus its depth, its K/V still in slot
-    ``lengths[b] + i``. Its keys take part in the sums as if they stood in the slots of their positions, so its bits are
-    those of a chain that consists of its ancestors.
-
-    On CUDA, tensor cores do the work in bfloat16 and float16 where both head dimensions are multiples of 8 up to 256;
-    elsewhere a plain kernel does.
+    With ``ancestors`` the block is a tree: row i is in slot ``lengths[b] + i``, at position ``lengths[b]`` plus its
+    depth. Its bits are those of a chain of its ancestors.
 
     Args:
         q: ``[batch, rows, num_heads, head_dim]``, any strides.
-        k_cache: ``[batch, num_kv_heads, capacity, head_dim]``. Query head h uses head
-            ``h // (num_heads // num_kv_heads)``.
+        k_cache: ``[batch, num_kv_heads, capacity, head_dim]``.
         v_cache: ``[batch, num_kv_heads, capacity, v_head_dim]``.
-        lengths: ``[batch]``, the position of each sequence's first query. They are on the device and not checked; one
-            outside ``-rows .. 2 * capacity + rows`` counts as the nearest of these.
+        lengths: ``[batch]``, clamped to ``-rows .. 2 * capacity + rows``.
         scale: the factor on the scores.
-        causal: True: a query sees the keys up to its own position. False: all of them.
-        window: a query sees keys less than ``window`` positions back and, unless causal, ahead; 0 for no window. One of
-            more than ``capacity + rows`` counts as that. A tree's rows count by position too.
-        softcap: the scores become ``softcap * tanh(scores / softcap)`` after scaling; 0 for none.
-        sinks: ``[num_heads]``, one more logit per head in the softmax's denominator, not scaled; or None.
-        ancestors: ``[batch, rows, ceil(rows / 64)]``, or None for a chain: query i sees every key before the block, and
-            row j of the block where bit ``j % 64`` of ``ancestors[b, i, j // 64]`` is set. The bits are set for the row
-            itself and its ancestors, all in rows before it; its depth is their number. They are on the device and not
-            checked.
-        fresh: for CUDA, where a chain's older keys are then read before the kernel ahead has ended. 0 or more: the call
-            just before this one is `qkv_norm_rope_append_`, which appends no slot before ``lengths[b] - fresh``.
-            Otherwise keys may be read too early, and nothing would say so. -1: nothing is known of the kernel ahead.
-            ``DFLASH_PREFETCH=0`` in the environment turns it off.
+        causal: True if a query sees no key after its own position.
+        window: a query sees keys less than this many positions back and, unless causal, ahead; 0 for no window.
+        softcap: the scaled scores become ``softcap * tanh(scores / softcap)``; 0 for none.
+        sinks: ``[num_heads]``, one more unscaled logit per head in the softmax's denominator; or None.
+        ancestors: ``[batch, rows, ceil(rows / 64)]``: row i of the block sees row j where bit ``j % 64`` of word
+            ``j // 64`` is set, which it is for itself and its ancestors. Not checked. None for a chain.
+        fresh: for CUDA. 0 or more says that the call just before is `qkv_norm_rope_append_`, which appends no slot
+            before ``lengths[b] - fresh``; older keys are then read early. -1 if nothing is known.
 
     Returns:
         ``[batch, rows, num_heads, v_head_dim]``; zeros for a query that sees no key.
@@ -101,33 +90,31 @@ def qkv_norm_rope_append_(
 ) -> None:  # fmt: skip
     """Split packed QKV rows; norm and rotate q and k; write q of the last rows; append k and v to the cache.
 
-    The last ``q_rows`` rows are a block: row i of sequence b is appended to slot ``lengths[b] + i``. The rows in front
-    are context: row i is appended to slot ``lengths[b] - num_context[b] + i``, and one at or past ``num_context[b]`` is
-    off. A slot outside the cache appends nothing.
-
-    The norm is RMSNorm over each head. RoPE is the half-split kind ("rotate_half") over the first ``rotary``
-    dimensions of a head, in fp32 on the fp32 normed value, rounded once.
+    The last ``q_rows`` rows are a block: row i is appended to slot ``lengths[b] + i``. The rows before are context: row
+    i
+    is appended to slot ``lengths[b] - num_context[b] + i``, and those at or past ``num_context[b]`` are off. A slot
+    outside the cache appends nothing. RoPE rotates halves ("rotate_half") of the first ``rotary`` dimensions of a head,
+    in
+    fp32, rounded once.
 
     Args:
         qkv: ``[batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]``: the q heads, the k heads, the v heads.
-        lengths: ``[batch]``, the position of each block's first row, as in `block_attention`.
+        lengths: ``[batch]``, as in `block_attention`.
         num_context: ``[batch]``, clamped to 0 .. ``rows - q_rows``; None if ``q_rows`` is ``rows``.
-        depth: ``[batch, q_rows]``, or None for a chain: row i of a block rotates by position
-            ``lengths[b] + depth[b, i]``, clamped to 0 .. ``q_rows``.
-        cos: ``[positions, rotary / 2]``, one row per position; positions past the end take the last.
+        depth: ``[batch, q_rows]``: row i of a block rotates by position ``lengths[b] + depth[b, i]``, clamped to
+            0 .. ``q_rows``. None for a chain.
+        cos: ``[positions, rotary / 2]``; positions past the end take the last.
         sin: like ``cos``.
         q_norm_weight: ``[head_dim]``, or None for no norm.
         k_norm_weight: like ``q_norm_weight``.
         eps: added to the mean square.
-        q_out: ``[batch, q_rows, num_heads, head_dim]``; written. Row j comes from row ``rows - q_rows + j`` of ``qkv``.
+        q_out: ``[batch, q_rows, num_heads, head_dim]``; written.
         k_cache: ``[batch, num_kv_heads, capacity, head_dim]``; written.
         v_cache: like ``k_cache``.
         zero_centered: the norms multiply by ``1 + weight``.
-        gated: each q head is followed by a gate of its size, which is not read: ``qkv`` is
-            ``[batch, rows, (2 * num_heads + 2 * num_kv_heads) * head_dim]``. See `sigmoid_mul`.
-        prefetch: for CUDA, read everything but ``qkv`` before the kernel ahead has ended. No kernel that may still run
-            then may write it: all that do must be followed by one that does not overlap, such as any of torch, before
-            the kernel ahead. ``DFLASH_PREFETCH=0`` in the environment turns it off.
+        gated: each q head in ``qkv`` is followed by a gate of its size, which is not read. See `sigmoid_mul`.
+        prefetch: for CUDA: everything but ``qkv`` may be read before the kernel ahead has ended. Nothing that may still
+            run then may write it.
     """
 
 
@@ -152,9 +139,8 @@ def append_context_kv_(
 
     Args:
         kv: ``[num_layers, batch, rows, 2 * num_kv_heads * head_dim]``: the k heads, the v heads.
-        positions: ``[batch, rows]``, the cache slot of each row, all different within a sequence. A row whose position
-            is negative or not below the capacity appends nothing.
-        cos: ``[batch, rows, rotary / 2]``; those of rows that are off may hold anything.
+        positions: ``[batch, rows]``, all different within a sequence. One outside the cache appends nothing.
+        cos: ``[batch, rows, rotary / 2]``.
         sin: like ``cos``.
         k_norm_weight: ``[num_layers, head_dim]``, or None for no norm.
         eps: added to the mean square.
@@ -200,17 +186,17 @@ def _compact(launch: Launcher, s: Scope) -> None:
 def compact_kv_(path: Tensor, counts: Tensor, first: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]) -> None:
     """Move the keys and values of an accepted path together: slot ``first + path[j]`` to slot ``first + j``.
 
-    This happens for ``1 <= j < counts``, as if all slots were read before the first is written. A path ascends, so
-    ``path[j] >= j``; nothing moves where ``path[j] <= j``, and nothing from or to slots outside the cache. One launch
-    serves all layers.
+    This happens for ``1 <= j < counts`` where ``path[j] > j``, in all layers. Nothing moves from or to slots outside
+    the
+    cache.
 
     Args:
-        path: ``[batch, path_rows]``, as `accept_path_` writes it.
-        counts: ``[batch]``: how many rows of the path were accepted, ``num_context`` of `accept_path_`.
+        path: ``[batch, path_rows]``, ascending, as `accept_path_` writes it.
+        counts: ``[batch]``: how many rows of the path were accepted.
         first: ``[batch]``: the slot of row 0.
         k_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, any dtype; written. Heads and dimensions may
             differ between layers.
-        v_caches: per layer ``[batch, num_kv_heads, capacity, v_head_dim]``; written.
+        v_caches: like ``k_caches``.
     """
 
 
@@ -225,5 +211,5 @@ def gather_rows_(x: Tensor, path: Tensor, out: Tensor) -> None:
     Args:
         x: ``[batch, rows, width]``, any dtype.
         path: ``[batch, path_rows]``.
-        out: ``[batch, at least path_rows, width]``; its first ``path_rows`` rows are written, the others stay.
+        out: ``[batch, at least path_rows, width]``; its first ``path_rows`` rows are written.
     """

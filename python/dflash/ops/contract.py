@@ -170,8 +170,8 @@ class Contract:
             "rules": [self._program(text) for text, _, _ in self.rules],
             "derived": [(self.slots[name], self._program(text)) for name, (text, _) in self.derived.items()],
             "outputs": [(_KINDS[spec.dtype], spec.leading is not None, self._shape(spec)) for spec in self.outputs],
-            "names": [*self.slots], "choices": self.choices, "constants": [*self.constants.values()],
-            "kernel": self.kernel, "sources": sources,
+            "parameters": names, "names": [*self.slots], "kernel": self.kernel, "sources": sources,
+            "choices": self.choices, "constants": [*self.constants.values()],
         }  # fmt: skip
 
     def _shape(self, spec: Spec) -> list[list[int]]:
@@ -223,33 +223,29 @@ class Contract:
 
     # ------------------------------------------------------------------------------------------ a call
 
-    def scope(self, arguments: Sequence[object], names: dict[str, int]) -> Scope:
-        """Return the scope of a call that matched."""
-        given = dict(zip(self.parameters, arguments, strict=True))
-        scope = Scope(arguments=arguments, **(given | names | self.constants))
-        for name, p in self.parameters.items():
-            if p.annotation is str and self.choices and given[name] in self.choices:
-                setattr(scope, name, self.choices[given[name]])
-        return scope
-
     def check(self, arguments: Sequence[object], at: str = "") -> Scope:
         """Raise for the first thing that is wrong; return the scope of the call. ``at`` stands before the names.
 
         Raises:
             ValueError: a shape, a number, a layout or memory does not fit. TypeError: a dtype does not fit.
         """
-        scope = self.scope(arguments, {})
-        env = _FUNCTIONS | dict.fromkeys(self.slots, 0) | vars(scope)
-        found = [(spec, at + name, tensor) for spec, name, tensor in self._tensors(scope)]
-        self._check_devices([tensor for _, _, tensor in found])
-        for name, p in self.parameters.items():
-            if p.annotation is str and self.choices and env[name] not in self.choices.values():
-                raise ValueError(f"{self.op}: {name} must be one of {', '.join(self.choices)}, got {env[name]!r}")
-        # 1. Dimensions, and the sizes that names stand for
+        # 1. Tensors, their devices, and choices
+        given = dict(zip(self.parameters, arguments, strict=True)) | self.constants
+        env = _FUNCTIONS | dict.fromkeys(self.slots, 0) | given
+        found = [(spec, at + name, tensor) for spec, name, tensor in self._tensors(arguments)]
+        for _, _, tensor in found:
+            if tensor.device != (device := found[0][2].device):  # a kernel would read another device's addresses
+                came = f"{list(tensor.shape)} on {tensor.device}"
+                raise ValueError(f"{self.op}: all tensors must be on {device} as the first is, got {came}")
+        for name in (name for name, p in self.parameters.items() if p.annotation is str and self.choices):
+            if given[name] not in self.choices:
+                raise ValueError(f"{self.op}: {name} must be one of {', '.join(self.choices)}, got {given[name]!r}")
+            env[name] = self.choices[given[name]]
+        # 2. Dimensions, and the sizes that names stand for
         bound = {name for name, p in self.parameters.items() if p.annotation in (int, bool)}
         for spec in self.tensors:
             if spec.count:
-                self._bind(spec, spec.count, len(getattr(scope, spec.name)), env, bound)
+                self._bind(spec, spec.count, len(given[spec.name]), env, bound)
         leading = None
         for spec, name, tensor in found:
             shape, missing = tensor.shape, len(spec.sizes) - tensor.dim()
@@ -265,7 +261,7 @@ class Contract:
                     env[dim] = size
                     bound.add(dim)
         self._derive(env)  # sizes may be among the derived
-        # 2. All sizes, and dtypes
+        # 3. All sizes, and dtypes
         storage = next((tensor.dtype for spec, _, tensor in found if spec.dtype is None), None)
         for spec, name, tensor in found:
             wanted = [*(leading if spec.leading else ()), *(self._size(dim, env) for dim in spec.sizes)]
@@ -275,16 +271,8 @@ class Contract:
                 sizes = ", ".join("*" if size is None else str(size) for size in wanted)
                 raise ValueError(f"{self.op}: {name} must be [{spec.words}] = [{sizes}], got {list(tensor.shape)}")
             self._check_dtype(spec, name, tensor, storage)
-        # 3. Conditions
-        for text, words, code in self.rules:
-            if not eval(code, env):
-                terms = dict.fromkeys(re.findall(r"\w+\(\w+\)|\w+", text))
-                came = {term: eval(term, env) for term in terms if term in self.slots or "(" in term}
-                came |= {term: env[term] for term in terms if isinstance(env.get(term), float)}
-                kind = TypeError if "is_int8" in text else ValueError
-                at_layer = f"{at[:-1]}: " if at else ""
-                found = ", ".join(f"{term} = {value}" for term, value in came.items())
-                raise kind(f"{self.op}: {at_layer}{words}, got {found}")
+        # 4. Conditions and layouts
+        self._check_rules(env, at)
         for spec, name, tensor in found:
             if spec.is_written and spec.layout == 0 and not tensor.is_contiguous():
                 raise ValueError(
@@ -294,13 +282,23 @@ class Contract:
                 raise ValueError(
                     f"{self.op}: the rows of {name} must be dense and evenly spaced, got strides {tensor.stride()}"
                 )
-        # 4. Make dense what is read, and derive the fields from that
+        # 5. Make dense what is read, and derive the fields from that
         for spec in self.tensors:
             if not spec.is_written and (value := env[spec.name]) is not None:
                 env[spec.name] = [_dense(x, spec) for x in value] if spec.count else _dense(value, spec)
         self._derive(env)
-        vars(scope).update({name: env[name] for name in (*self.slots, *(spec.name for spec in self.tensors))})
-        return scope
+        return Scope(arguments=arguments, **{name: env[name] for name in (*given, *self.slots)})
+
+    def _check_rules(self, env: dict[str, object], at: str) -> None:
+        for text, words, code in self.rules:
+            if not eval(code, env):
+                terms = dict.fromkeys(re.findall(r"\w+\(\w+\)|\w+", text))
+                came = {term: eval(term, env) for term in terms if term in self.slots or "(" in term}
+                came |= {term: env[term] for term in terms if isinstance(env.get(term), float)}
+                kind = TypeError if "is_int8" in text else ValueError
+                at_layer = f"{at[:-1]}: " if at else ""
+                found = ", ".join(f"{term} = {value}" for term, value in came.items())
+                raise kind(f"{self.op}: {at_layer}{words}, got {found}")
 
     def _bind(self, spec: Spec, name: str, size: int, env: dict[str, object], bound: set[str]) -> None:
         """Let a name stand for the length of a list; raise if it stands for another."""
@@ -313,13 +311,6 @@ class Contract:
         for name, (_, code) in self.derived.items():
             env[name] = eval(code, env)
 
-    def _check_devices(self, tensors: list[Tensor]) -> None:
-        """Raise unless all tensors are where the first is: a kernel would read another device's addresses."""
-        for tensor in tensors:
-            if tensor.device != tensors[0].device:
-                found = f"{list(tensor.shape)} on {tensor.device}"
-                raise ValueError(f"{self.op}: all tensors must be on {tensors[0].device} as the first is, got {found}")
-
     def _check_dtype(self, spec: Spec, name: str, tensor: Tensor, storage: torch.dtype | None) -> None:
         if spec.dtype == "any" or (spec.dtype == "float" and tensor.is_floating_point()):
             return
@@ -329,10 +320,10 @@ class Contract:
             also = f" or {_DTYPES[other]}" if other else ""
             raise TypeError(f"{self.op}: {name} must be {want}{also}, got {tensor.dtype}")
 
-    def _tensors(self, scope: Scope) -> list[tuple[Spec, str, Tensor]]:
-        found = []
+    def _tensors(self, arguments: Sequence[object]) -> list[tuple[Spec, str, Tensor]]:
+        found, given = [], dict(zip(self.parameters, arguments, strict=True))
         for spec in self.tensors:
-            value = getattr(scope, spec.name)
+            value = given[spec.name]
             if spec.count:
                 found += [(spec, f"{spec.name}[{i}]", tensor) for i, tensor in enumerate(value)]
             elif value is not None:
@@ -365,7 +356,7 @@ class Contract:
 
     def check_memory(self, arguments: Sequence[object]) -> None:
         """Raise for a tensor that is not in memory, and for one that is written and shares memory with another."""
-        found = self._tensors(self.scope(arguments, {}))
+        found = self._tensors(arguments)
         for _, name, tensor in found:
             expect_memory(self.op, name, tensor)
         for i, (spec, name, tensor) in enumerate(found):
@@ -377,10 +368,7 @@ class Contract:
                     )
 
     def explain_failure(self, arguments: Sequence[object]) -> None:
-        """Raise for an argument of a wrong type, or a negative view that cannot be written through.
-
-        Called where a call has failed; the reason may be another.
-        """
+        """Raise for an argument of a wrong type, or a negative view that cannot be written, after a call has failed."""
         for p, argument in zip(self.parameters.values(), arguments, strict=True):
             _, kinds, words = _ARGUMENTS.get(p.annotation, ("t", (list, tuple), "a list of tensors"))
             fits = isinstance(argument, kinds)
@@ -391,7 +379,7 @@ class Contract:
             if not fits:
                 found = argument if isinstance(argument, (int, str, NoneType)) else type(argument).__name__
                 raise TypeError(f"{self.op}: {p.name} must be {words}, got {found!r}") from None
-        for spec, name, tensor in self._tensors(self.scope(arguments, {})):
+        for spec, name, tensor in self._tensors(arguments):
             if spec.is_written and tensor.is_neg():
                 raise ValueError(
                     f"{self.op}: {name} is written in place and must not be a negative view. Pass {name}.resolve_neg()"
@@ -457,30 +445,16 @@ def _dense(tensor: Tensor, spec: Spec) -> Tensor:
         return tensor.contiguous()
     if spec.layout == -1:
         return tensor if row_stride(tensor) >= 0 else tensor.contiguous()
-    step = 1
-    for size, stride in zip(
-        tensor.shape[: -spec.layout - 1 : -1], tensor.stride()[: -spec.layout - 1 : -1], strict=True
-    ):
-        if size != 1 and stride != step:
-            return tensor.contiguous()
-        step *= size
-    return tensor
+    is_dense = tensor[(0,) * (tensor.dim() - spec.layout)].is_contiguous()
+    return tensor if is_dense else tensor.contiguous()
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:
-    """Return True if the two have memory in common, unless they are columns side by side of the same rows."""
+    """Return True if the spans from the first to the last byte of the two have memory in common."""
     begin, other_begin = first.data_ptr(), second.data_ptr()
     end = begin + bytes_reached(first) - first.storage_offset() * first.element_size()
     other_end = other_begin + bytes_reached(second) - second.storage_offset() * second.element_size()
-    if not (first.numel() and second.numel() and begin < other_end and other_begin < end):
-        return False
-    step = first.stride(-2) if first.dim() >= 2 else 0
-    if first.dtype != second.dtype or not step or second.stride() != first.stride() or row_stride(first) != step:
-        return True
-    if second.shape[:-1] != first.shape[:-1]:
-        return True
-    apart = (other_begin - begin) // first.element_size() % step
-    return not (apart >= first.shape[-1] and apart + second.shape[-1] <= step)
+    return bool(first.numel() and second.numel() and begin < other_end and other_begin < end)
 
 
 _FUNCTIONS = {

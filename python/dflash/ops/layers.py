@@ -51,11 +51,8 @@ class PackedLayers:
         yield from (tensor for _, tensor in named_tensors(self.layers, self.norm))
 
     def refresh(self, signs: bool = True) -> None:
-        """Check the weights again if one has another address, shape, dtype or storage. Takes 0.1 us per weight.
-
-        Args:
-            signs: see whether one became a negative view too (`torch.Tensor.is_neg`), which takes as long again.
-        """
+        """Check the weights again if one has another address, shape, dtype or storage; with ``signs`` also for negative
+        views."""
         if self._records is not None and not self._records.unchanged(signs):
             self._check()
             check_memory(self.layers, self.norm)
@@ -78,7 +75,7 @@ class PackedLayers:
         """Drop what was packed, so that the storages may be freed."""
         self._records: _C.DecoderLayers | None = None  # keeps the storages
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self.checked_heads: tuple[int, int] | None = None  # (num_kv_heads, head_dim) that these weights fit
+        self._checked_heads: tuple[int, int] | None = None  # (num_kv_heads, head_dim) that these weights fit
 
     def records(self) -> _C.DecoderLayers:
         """Return the layers as the kernel reads them, after `refresh`."""
@@ -133,12 +130,11 @@ class PackedLayers:
             raise ValueError(f"{_OP}: ancestors must be None unless every layer has causal attention")
         if s.ancestors is not None and any(layer.attention_conv or layer.mlp_conv for layer in self.attention):
             raise ValueError(f"{_OP}: ancestors must be None where layers have convolutions")
-        self._check_heads(s.num_kv_heads, s.head_dim)
+        if self._checked_heads != (s.num_kv_heads, s.head_dim):
+            self._check_heads(s.num_kv_heads, s.head_dim)
 
     def _check_heads(self, kv_heads: int, head_dim: int) -> None:
         """Raise unless the heads of the cache are those of the layers."""
-        if self.checked_heads == (kv_heads, head_dim):
-            return
         first = self.attention[0]
         at = f"layers[{next(i for i, layer in enumerate(self.layers) if layer is first)}]"
         q_size, kv_size = first.o.shape[1], first.k.shape[0]
@@ -153,22 +149,16 @@ class PackedLayers:
             if not layer.is_recurrent and layer.sinks is not None and layer.sinks.shape[0] != heads:
                 found = list(layer.sinks.shape)
                 raise ValueError(f"{_OP}: layers[{i}].sinks must be [num_heads] = [{heads}], got {found}")
-        self.checked_heads = kv_heads, head_dim
+        self._checked_heads = kv_heads, head_dim
 
 
 _live: weakref.WeakValueDictionary[str, PackedLayers] = weakref.WeakValueDictionary()
 
 
-def _packed(handle: str) -> PackedLayers:
-    packed = _live.get(handle)
-    if packed is None:
-        raise ValueError(f"decoder_layers: layers must be the handle of living PackedLayers, got {handle!r}")
-    return packed
-
-
 def _run(launch: Launcher, s: Scope) -> tuple[Tensor, Tensor]:
     # 1. Check the call against the layers
-    packed = _packed(s.layers)
+    if (packed := _live.get(s.layers)) is None:
+        raise ValueError(f"{_OP}: layers must be the handle of living PackedLayers, got {s.layers!r}")
     if launch.is_cpu:
         packed.refresh(signs=False)
     packed.check_call(s)
@@ -217,33 +207,26 @@ def decoder_layers(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the pre-norm decoder layers of a model (Qwen3.5, Qwen3, Llama, ...) and its final norm, in one call.
 
-    Per layer: RMSNorm, q, k, v, head norms, RoPE, append, attention over the cache, output gate, output projection,
-    residual, RMSNorm, ``silu(gate) * up``, down projection, residual. A recurrent layer has a Gated DeltaNet in place
-    of attention: `causal_conv_`, `delta_net_inputs`, `gated_recurrence_`, `gated_rms_norm`. K and V also come from the
-    live context rows, as they are and without the input norm; those rows have no query. A layer with convolutions
-    (`BlockConv`) has `dynamic_conv` in front of each sublayer, over the block's rows only, and `conv_add_rms_norm`
-    after it. Without them a row's bits depend neither on its place nor on the others.
+    The result is that of the ops of `dflash.decoder` one by one: `rms_norm`, `linears`, `qkv_norm_rope_append_`,
+    `block_attention`, `swiglu` and so on, and for recurrent layers those of a Gated DeltaNet. K and V also come from
+    the live context rows, which have no query and are not normed. Only layers with convolutions (`BlockConv`) let rows
+    of a block meet.
 
     Args:
         hidden: ``[batch, rows, hidden]``; row i of sequence b is at ``lengths[b] + i``.
         context: ``[batch, context_rows, hidden]`` or None: row i is at ``lengths[b] - num_context[b] + i``.
         num_context: ``[batch]``, clamped to 0 .. ``context_rows``; rows at or past it are never read.
         lengths: ``[batch]``, as in `block_attention`.
-        cos: ``[positions, rotary / 2]``, one row per position; positions past the end take the last.
+        cos: ``[positions, rotary / 2]``; positions past the end take the last.
         sin: like ``cos``.
         k_caches: per layer of attention ``[batch, num_kv_heads, capacity, head_dim]``; written.
         v_caches: like ``k_caches``.
-        layers: the handle of the layers, see `dflash.ops.layers.PackedLayers`.
+        layers: the handle of `PackedLayers`.
         windows: per recurrent layer, as in `causal_conv_`; written.
-        states: per recurrent layer, as in `gated_recurrence_`; written.
-        saved_k: like ``states``.
-        saved_d: like ``states``.
-        saved_a: like ``states``.
-        pending: ``[batch]``, as in `gated_recurrence_`; None without recurrent layers.
-        keep: like ``pending``.
-        ancestors: ``[batch, rows, ceil(rows / 64)]``, or None for a chain, as in `block_attention`: row i is
-            appended to slot ``lengths[b] + i`` and rotates by position ``lengths[b]`` plus its depth. Every layer must
-            have causal attention and no convolutions.
+        states: per recurrent layer, as in `gated_recurrence_`; written, as are ``saved_k``, ``saved_d`` and
+            ``saved_a``.
+        pending: ``[batch]``, as in `gated_recurrence_`, and ``keep`` too; None without recurrent layers.
+        ancestors: as in `block_attention`. Every layer must have causal attention and no convolutions then.
 
     Returns:
         ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.

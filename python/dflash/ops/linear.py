@@ -10,14 +10,7 @@ from torch import Tensor
 from .. import _C
 from . import reference, switches
 from .contract import Scope
-from .registry import Launcher, op
-
-_SKINNY = {getattr(torch, dtype): rows for dtype, rows in _C.SKINNY_ROWS.items()}
-
-
-def skinny(rows: int, dtype: torch.dtype) -> bool:
-    """Return True if a product of this many rows goes through the kernel of `linear` on CPU, not torch."""
-    return rows <= _SKINNY.get(dtype, 0)
+from .registry import Launcher, op, skinny
 
 
 def _plan_linear(launch: Launcher, s: Scope) -> bool:
@@ -92,19 +85,16 @@ def linear(
     """Compute ``x @ weight.T + bias`` for a few rows, sums in fp32, rounded once.
 
     A row's bits depend neither on its place nor on how many rows there are: on CPU up to 512 rows in float32 and 64 in
-    bfloat16, on CUDA up to 256 rows in bfloat16 and float16 where ``in`` is a multiple of 8. Anything else goes through
-    torch.
+    bfloat16, on CUDA up to 256 rows in 16 bits where ``in`` is a multiple of 8. Anything else goes through torch.
 
     Args:
         x: ``[..., rows, in]``.
         weight: ``[out, in]``, the dtype of ``x``, or int8 with ``scales``.
         bias: ``[out]``.
-        prefetch: start to read ``weight`` before what is queued ahead on the stream has ended, on CUDA from compute
-            capability 9.0. Only for weights at rest: one that an operation under way still writes may be read too
-            early, and nothing would say so. ``DFLASH_PREFETCH=0`` in the environment turns it off.
-        scales: ``[out]`` float32: the weight is int8, see `Int8Weight`, the rows are rounded to 8 bits, where 256
-            adjacent elements share a scale (`round_rows`), and each channel's sum is multiplied by its scale before the
-            bias is added. On CPU the kernel takes any number of rows, and the bits are those of every instruction set.
+        prefetch: for CUDA: ``weight`` may be read before what is queued ahead has ended, so nothing under way may write
+            it.
+        scales: ``[out]`` float32, those of an int8 weight (`Int8Weight`). The rows are rounded to 8 bits too
+            (`round_rows`). On CPU any number of rows has the same bits with every instruction set.
 
     Returns:
         ``[..., rows, out]``, the dtype of ``x``.
@@ -131,8 +121,8 @@ def linears(
         x: ``[..., rows, in]``.
         weights: one to four of ``[out, in]``, each with an ``out`` of its own.
         biases: ``[out]`` for each weight, or none at all.
-        prefetch: as for `linear`.
-        scales: ``[sum of out]`` float32, those of all weights, which are int8 then: see `linear`.
+        prefetch: as in `linear`.
+        scales: ``[sum of out]`` float32, those of all weights, which are int8 then.
 
     Returns:
         ``[..., rows, sum of out]``, the dtype of ``x``.
@@ -147,16 +137,15 @@ def linears(
     body=_swiglu,
 )
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: Tensor | None = None) -> Tensor:
-    """Compute ``silu(x @ gate.T) * (x @ up.T)``: `silu_mul` of `linears`, on CUDA in one kernel for up to 256 rows.
-
-    Both products are rounded before they are multiplied. What is said of a row's bits in `linear` holds here too.
+    """Compute ``silu(x @ gate.T) * (x @ up.T)``: the bits of `silu_mul` of `linears`, on CUDA in one kernel up to 256
+    rows.
 
     Args:
         x: ``[..., rows, in]``.
         gate: ``[out, in]``.
         up: like ``gate``.
-        prefetch: as for `linear`.
-        scales: ``[2 * out]``, as for `linears`.
+        prefetch: as in `linear`.
+        scales: ``[2 * out]``, as in `linears`.
 
     Returns:
         ``[..., rows, out]``, the dtype of ``x``.
@@ -219,10 +208,10 @@ def experts(
 ) -> Tensor:  # fmt: skip
     """Compute the sum over slots of ``scores[row, slot] * down(gate(gate_up(x[row])))`` of expert ``ids[row, slot]``.
 
-    The weights of an expert that some row has chosen are read once, the others never. Sums are in fp32, over slots in
-    ascending order. Only what goes into ``down`` and the result are rounded. A row's bits depend on its own ``x``,
-    ``ids`` and ``scores`` only. An id that is not in 0 .. num_experts - 1 adds nothing. On CUDA float32, and a
-    ``hidden`` or ``width`` that is not a multiple of 8, go through torch.
+    Only the weights of chosen experts are read, each once. Sums are in fp32, over slots in ascending order; only what
+    goes into ``down`` and the result are rounded. A row's bits depend on its own ``x``, ``ids`` and ``scores``. An id
+    outside the experts adds nothing. On CUDA float32, and a ``hidden`` or ``width`` that is not a multiple of 8, go
+    through torch.
 
     Args:
         x: ``[rows, hidden]``.
@@ -232,13 +221,13 @@ def experts(
         down: ``[num_experts, hidden, width]``.
         gate_up_bias: ``[num_experts, 2 * width]``.
         down_bias: ``[num_experts, hidden]``.
-        gate: ``silu``: ``silu(gate) * up``; ``gelu_tanh``: ``gelu(gate) * up``, by the approximation with tanh;
-            ``clamped_silu``, as in gpt-oss: ``gate * sigmoid(alpha * gate) * (up + 1)``, with the gate clamped to at
-            most ``limit`` and up to ``-limit .. limit``.
+        gate: ``silu``; ``gelu_tanh``, the approximation of gelu with tanh; or ``clamped_silu``, as in gpt-oss: ``gate *
+            sigmoid(alpha * gate) * (up + 1)``, with the gate clamped to at most ``limit`` and up to ``-limit ..
+            limit``.
         alpha: of ``clamped_silu``.
         limit: of ``clamped_silu``.
-        transposed: as in gpt-oss: ``gate_up [num_experts, hidden, 2 * width]``, whose columns (and biases) are gate and
-            up by turns, and ``down [num_experts, width, hidden]``.
+        transposed: as in gpt-oss: ``gate_up [num_experts, hidden, 2 * width]``, whose columns (and biases) alternate
+            between gate and up, and ``down [num_experts, width, hidden]``.
 
     Returns:
         ``[rows, hidden]``.

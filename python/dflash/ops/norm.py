@@ -6,8 +6,8 @@ from torch import Tensor
 
 from . import reference
 from .contract import Scope
-from .linear import linear, skinny
-from .registry import Launcher, op
+from .linear import linear
+from .registry import Launcher, op, skinny
 
 
 @op(
@@ -84,13 +84,12 @@ def _align_base(launch: Launcher, s: Scope) -> None:
 def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, front: Tensor | None = None) -> Tensor:
     """Convolve the rows of each block with weights that depend on the row (DFlash 2), in fp32, rounded once.
 
-    ``out[t, c] = sum over i <= t of (base[i, c] + dynamic[t, i, c // size]) * x[t - i, c]`` with groups of
-    ``size = hidden / groups`` channels. The rows of a sequence are one block, with zeros in front of it. A weight of
-    zero adds nothing, not even a NaN or the sign of a zero: with weights of 1, 0, 0, ... the result is ``x``, bit for
-    bit. A row's bits depend on the rows up to it in its block only.
+    ``out[t, c] = sum over i <= t of (base[i, c] + dynamic[t, i, c // size]) * x[t - i, c]`` with groups of ``size =
+    hidden / groups`` channels; before the first row are zeros. A weight of zero adds nothing, not even a NaN or the
+    sign of a zero.
 
     Args:
-        x: ``[batch, rows, hidden]``.
+        x: ``[batch, rows, hidden]``, one block per sequence.
         base: ``[width, hidden]``.
         dynamic: ``[batch, rows, width, groups]``; batch and rows may have any strides.
         front: as in `rms_norm`; no part of the convolution.
@@ -115,13 +114,8 @@ def conv_add_rms_norm(
 
     Args:
         x: ``[batch, rows, hidden]``.
-        base: ``[width, hidden]``.
-        dynamic: ``[batch, rows, width, groups]``, as `dynamic_conv` takes it.
-        residual: like ``x``.
-        weight: ``[hidden]``: the norm's.
-        eps: added to the mean square.
-        tap: as in `add_rms_norm`.
-        zero_centered: as in `rms_norm`.
+        base: as in `dynamic_conv`, and ``dynamic`` too.
+        residual: like ``x``; ``weight``, ``eps``, ``tap`` and ``zero_centered`` are as in `add_rms_norm`.
 
     Returns:
         ``(rms_norm(h), h)``, both like ``x``.
@@ -169,13 +163,11 @@ def draft_rows(
     tokens: Tensor, length: Tensor, drafts: Tensor | None, table: Tensor, mask_id: int, num_drafts: int, rows: int,
     mask_embedding: Tensor | None = None, scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Embed a block of masks after each sequence's last token.
-
-    Row 0 is that token, the anchor, and row i is draft i - 1, or the mask where there are no drafts yet.
+    """Embed each sequence's last token, the anchor, and after it its drafts, or masks where there are none yet.
 
     Args:
         tokens: ``[batch, capacity]``.
-        length: ``[batch]``, the place of each anchor among the tokens, clamped to 0 .. ``capacity - 1``.
+        length: ``[batch]``, the place of each anchor, clamped to 0 .. ``capacity - 1``.
         drafts: ``[batch, num_drafts]``, or None for masks.
         table: ``[vocab, hidden]``. An id outside of it counts as the nearest.
         mask_id: the mask's id.
@@ -185,6 +177,6 @@ def draft_rows(
         scale: every embedding is multiplied by it, in fp32, and rounded.
 
     Returns:
-        ``(embeds [batch, rows, hidden], anchor [batch], positions [batch, num_drafts])``: the positions of the drafts
-        are ``length + 1``, ``length + 2``, ...
+        ``(embeds [batch, rows, hidden], anchor [batch], positions [batch, num_drafts])``, the positions of the drafts:
+        ``length + 1``, ``length + 2``, ...
     """

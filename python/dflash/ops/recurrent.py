@@ -42,10 +42,10 @@ def gated_recurrence_(
     ``S = S' + k d^T``, ``out = S^T q``. That is the gated delta rule (arXiv 2412.06464, eq. 10; with a decay per
     channel KDA, arXiv 2510.26692), and without beta Mamba-2 (arXiv 2405.21060).
 
-    First the ``pending`` accepted rows of the last pass are applied to the state from what was saved of them, to the
-    very bits that it had when they ran. Then the rows run. The state takes up the first ``keep`` of them now; of the
-    first ``min(rows, block)`` k, d and a are saved, for the next pass to apply. A row's bits depend on the state and
-    the rows in front of it, never on how they were divided into passes. Rows that are not kept may hold NaN.
+    First the ``pending`` accepted rows of the last pass are applied to the state from what was saved of them, with the
+    bits of their first run. Then the rows run. The state takes up the first ``keep`` of them, and k, d and a of the
+    first ``min(rows, block)`` are saved. A row's bits depend on the state and the rows before it, never on how these
+    were divided into passes. Rows that are not kept may hold NaN.
 
     Args:
         q: ``[batch, rows, key_heads, key_dim]``, scaled.
@@ -75,24 +75,24 @@ def gated_recurrence_(
 def causal_conv_(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, window: Tensor, pending: Tensor, keep: Tensor
 ) -> Tensor:
-    """Convolve rows with the inputs in front of them, channel by channel, and keep those inputs.
+    """Convolve rows with the inputs before them, channel by channel, and keep those inputs.
 
-    ``y[t] = bias + sum_j weight[:, j] * input[t - width + 1 + j]``, in fp32 and in this order, then SiLU if asked for,
-    rounded once. The window holds the ``width - 1`` inputs in front of the last pass' rows and then the first of these
-    rows: the context of this pass starts at slot ``pending``. The context that is kept is what is in front of
-    row ``keep``, and the first ``min(rows, block)`` rows are stored after it. Rows that are not kept may hold NaN.
+    ``y[t] = bias + sum_j weight[:, j] * input[t - width + 1 + j]``, in fp32 and in this order, rounded once. The window
+    holds the ``width - 1`` inputs before the last pass' rows, then the first of these rows: the context of this pass
+    starts at slot ``pending``. Afterwards it holds the context of row ``keep`` and then the first ``min(rows, block)``
+    rows. Rows that are not kept may hold NaN.
 
     Args:
-        x: ``[batch, rows, channels]`` (float16 on CUDA), any strides.
-        weight: ``[channels, width]``, the dtype of ``x``; the last column meets the row itself.
-        bias: ``[channels]``, the dtype of ``x``, or None.
-        silu: apply ``y / (1 + exp(-y))``.
-        window: ``[batch, width - 1 + block, channels]``, the dtype of ``x``; written.
+        x: ``[batch, rows, channels]``, any strides.
+        weight: ``[channels, width]``; the last column meets the row itself.
+        bias: ``[channels]``, or None.
+        silu: True to apply ``y / (1 + exp(-y))``.
+        window: ``[batch, width - 1 + block, channels]``; written.
         pending: ``[batch]``, clamped to ``0 .. block``: rows of the last pass that were accepted since.
         keep: ``[batch]``, clamped to ``0 .. rows``.
 
     Returns:
-        ``[batch, rows, channels]``, the dtype of ``x``.
+        ``[batch, rows, channels]``.
     """
 
 
@@ -115,12 +115,11 @@ def delta_net_inputs(
     ``log_decay = -exp(a_log) * softplus(a + dt_bias)``, and ``beta = sigmoid(b)`` is rounded to the dtype of ``b``.
 
     Args:
-        qkv: ``[batch, rows, 2 * key_heads * key_dim + heads * value_dim]``,
-            after the convolution: the q heads, the k heads, the v heads.
-        b: ``[batch, rows, heads]``, the dtype of ``qkv``; its rows may be any one stride apart.
+        qkv: ``[batch, rows, 2 * key_heads * key_dim + heads * value_dim]``, convolved: q heads, k heads, v heads.
+        b: ``[batch, rows, heads]``; its rows may be any one stride apart.
         a: like ``b``.
-        a_log: ``[heads]``, the dtype of ``qkv``.
-        dt_bias: like ``a_log``.
+        a_log: ``[heads]``.
+        dt_bias: ``[heads]``.
         key_heads: how many heads q and k have.
         key_dim: their width.
 
@@ -140,10 +139,9 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute ``rms_norm(x) * weight * silu(z)`` per head, in fp32, rounded once.
 
     Args:
-        x: ``[batch, rows, heads, width]``, from `gated_recurrence_`.
-        z: ``[batch, rows, heads * width]``; its rows may be any one stride
-            apart.
-        weight: ``[width]``, the dtype of ``z``.
+        x: ``[batch, rows, heads, width]`` float32.
+        z: ``[batch, rows, heads * width]``; its rows may be any one stride apart.
+        weight: ``[width]``.
         eps: added to the mean square.
 
     Returns:

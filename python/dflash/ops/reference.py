@@ -20,13 +20,9 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    counts: Tensor | None = None,
-    zero_centered: bool = False,
+    x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None, zero_centered: bool = False,
     front: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``x / sqrt(mean(x^2) + eps) * weight``, or ``1 + weight``; rows at or past ``counts`` are zero."""
     wide = x.to(_compute_dtype(x))
     weight = weight.to(wide.dtype)
@@ -42,14 +38,9 @@ def _behind(front: Tensor | None, x: Tensor) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    tap: Tensor | None = None,
-    zero_centered: bool = False,
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None, zero_centered: bool = False,
     front: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``h = x + residual``; returns ``(rms_norm(h), h)`` and puts h in the tap."""
     total = x + residual
     if tap is not None:
@@ -71,30 +62,17 @@ def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, front: Tensor | None 
 
 
 def conv_add_rms_norm(
-    x: Tensor,
-    base: Tensor,
-    dynamic: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    tap: Tensor | None = None,
+    x: Tensor, base: Tensor, dynamic: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None,
     zero_centered: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`dynamic_conv`, then `add_rms_norm`."""
     return add_rms_norm(dynamic_conv(x, base, dynamic), residual, weight, eps, tap, zero_centered)
 
 
 def draft_rows(
-    tokens: Tensor,
-    length: Tensor,
-    drafts: Tensor | None,
-    table: Tensor,
-    mask_id: int,
-    num_drafts: int,
-    rows: int,
-    mask_embedding: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    tokens: Tensor, length: Tensor, drafts: Tensor | None, table: Tensor, mask_id: int, num_drafts: int, rows: int,
+    mask_embedding: Tensor | None = None, scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The scaled embeddings of the anchor and the drafts or masks, the anchors, and the positions of the drafts."""
     at = length.clamp(0, tokens.shape[1] - 1)[:, None]
     anchor = tokens.gather(1, at)
@@ -160,22 +138,10 @@ def _append(new: Tensor, positions: Tensor, cache: Tensor) -> None:
 
 
 def qkv_norm_rope_append_(
-    qkv: Tensor,
-    lengths: Tensor,
-    num_context: Tensor | None,
-    depth: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    eps: float,
-    q_out: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    zero_centered: bool = False,
-    gated: bool = False,
-    prefetch: bool = False,
-) -> None:
+    qkv: Tensor, lengths: Tensor, num_context: Tensor | None, depth: Tensor | None, cos: Tensor, sin: Tensor,
+    q_norm_weight: Tensor | None, k_norm_weight: Tensor | None, eps: float, q_out: Tensor, k_cache: Tensor,
+    v_cache: Tensor, zero_centered: bool = False, gated: bool = False, prefetch: bool = False,
+) -> None:  # fmt: skip
     """Split packed rows into heads, norm and rotate q and k, write q of the last rows and append k and v."""
     q_rows, num_heads, head_dim = q_out.shape[1:]
     lengths = lengths.clamp(-q_rows, 2 * k_cache.shape[2] + q_rows)
@@ -203,15 +169,9 @@ def _slots_and_positions(
 
 
 def append_context_kv_(
-    kv: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_norm_weight: Tensor | None,
-    eps: float,
-    k_caches: list[Tensor],
-    v_caches: list[Tensor],
-) -> None:
+    kv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_norm_weight: Tensor | None, eps: float,
+    k_caches: list[Tensor], v_caches: list[Tensor],
+) -> None:  # fmt: skip
     """Norm and rotate k and append k and v, for every layer."""
     for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
         k, v = kv[layer].unflatten(-1, (-1, k_cache.shape[-1])).chunk(2, 2)
@@ -269,18 +229,9 @@ def _visible_in_tree(lengths: Tensor, rows: int, capacity: int, window: int, anc
 
 
 def block_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    scale: float,
-    causal: bool,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    ancestors: Tensor | None = None,
-    fresh: int = -1,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float, causal: bool, window: int = 0,
+    softcap: float = 0.0, sinks: Tensor | None = None, ancestors: Tensor | None = None, fresh: int = -1,
+) -> Tensor:  # fmt: skip
     """Attention of a block of queries over a cache that already holds the block; a query without keys gives zero."""
     rows = q.shape[1]
     num_kv_heads, capacity = k_cache.shape[1:3]
@@ -448,15 +399,9 @@ def filtered_logits(
 
 
 def select_tokens(
-    logits: Tensor,
-    positions: Tensor,
-    seeds: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
+    logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
     sharpness: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``argmax(sharpness * filter(logits / temperature) + gumbel_noise)``; -1 for a row that holds NaN."""
     logits = logits.to(torch.float32)
     temperature = temperature.clamp(max=torch.finfo(torch.float32).max)
@@ -517,21 +462,10 @@ def top_candidates(
 
 
 def walk_candidates(
-    hidden: Tensor,
-    predecessors: Tensor,
-    successors: Tensor,
-    anchor: Tensor,
-    ids: Tensor,
-    logits: Tensor,
-    positions: Tensor,
-    seeds: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    sharpness: Tensor,
-    stream: int = 0,
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, predecessors: Tensor, successors: Tensor, anchor: Tensor, ids: Tensor, logits: Tensor,
+    positions: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    sharpness: Tensor, stream: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Slot by slot the choice of `select_tokens` among the candidates, given the one before; -1 from a failure on."""
     (batch, levels), (slots, count), codes = sharpness.shape, ids.shape[2:], len(predecessors)
     ids, logits = (x.expand(batch, levels, slots, count) for x in (ids, logits))
@@ -622,15 +556,9 @@ def build_tree(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> tuple[
 
 
 def accept_prefix_(
-    block_ids: Tensor,
-    posterior: Tensor,
-    stop_token_ids: Tensor,
-    limits: Tensor,
-    tokens: Tensor,
-    length: Tensor,
-    num_context: Tensor,
-    done: Tensor,
-) -> None:
+    block_ids: Tensor, posterior: Tensor, stop_token_ids: Tensor, limits: Tensor, tokens: Tensor, length: Tensor,
+    num_context: Tensor, done: Tensor,
+) -> None:  # fmt: skip
     """Emit the longest matching prefix and one more token of every running row, and advance its state."""
     rows, capacity = block_ids.shape[1], tokens.shape[1]
     steps = torch.arange(rows, device=tokens.device)
@@ -658,19 +586,9 @@ def accept_prefix_(
 
 
 def accept_path_(
-    ids: Tensor,
-    parents: Tensor,
-    choices: Tensor,
-    stop_token_ids: Tensor,
-    limits: Tensor,
-    tokens: Tensor,
-    length: Tensor,
-    num_context: Tensor,
-    done: Tensor,
-    path: Tensor,
-    chain_choices: Tensor,
-    chain_ids: Tensor,
-) -> None:
+    ids: Tensor, parents: Tensor, choices: Tensor, stop_token_ids: Tensor, limits: Tensor, tokens: Tensor,
+    length: Tensor, num_context: Tensor, done: Tensor, path: Tensor, chain_choices: Tensor, chain_ids: Tensor,
+) -> None:  # fmt: skip
     """Walk from row 0 to the child that each choice names; then `accept_prefix_` on the chain of these rows."""
     rows, node = ids.shape[1], torch.arange(ids.shape[1], device=ids.device)
     is_child = (parents >= 0) & (parents < node) & (ids >= 0)
@@ -717,18 +635,9 @@ _WIDENED = 2**22  # int8 values that are widened at a time
 
 
 def gated_recurrence_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    state: Tensor,
-    saved_k: Tensor,
-    saved_d: Tensor,
-    saved_a: Tensor,
-    pending: Tensor,
-    keep: Tensor,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, saved_k: Tensor,
+    saved_d: Tensor, saved_a: Tensor, pending: Tensor, keep: Tensor,
+) -> Tensor:  # fmt: skip
     """Apply ``pending`` saved rows to the state, run the rows, and keep the state after ``keep`` of them."""
     rows, block, groups = q.shape[1], saved_k.shape[1], v.shape[2] // q.shape[2]
     a, (q, k, held_k) = log_decay.exp(), (x.repeat_interleave(groups, 2) for x in (q, k, saved_k))
@@ -858,12 +767,9 @@ def linear(
 
 
 def linears(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor | None] | tuple = (),
-    prefetch: bool = False,
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None] | tuple = (), prefetch: bool = False,
     scales: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``x @ weight.T + bias`` of each, side by side."""
     split = [None] * len(weights) if scales is None else scales.split([weight.shape[0] for weight in weights])
     biases = biases or [None] * len(weights)
@@ -872,29 +778,17 @@ def linears(
 
 
 def swiglu(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    prefetch: bool = False,
-    scales: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``silu(x @ gate.T) * (x @ up.T)``, both products rounded first."""
     return silu_mul(linears(x, [gate, up], (), False, scales))
 
 
 def experts(
-    x: Tensor,
-    ids: Tensor,
-    scores: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    gate: str = "silu",
-    alpha: float = 1.702,
-    limit: float = 7.0,
+    x: Tensor, ids: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, gate: str = "silu", alpha: float = 1.702, limit: float = 7.0,
     transposed: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The sum over slots of ``scores * down(gate(gate_up(x)))`` of the expert in each. Copies the chosen weights."""
     wide, num_experts = _compute_dtype(x), gate_up.shape[0]
     out = torch.zeros(x.shape, dtype=wide, device=x.device)

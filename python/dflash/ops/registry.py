@@ -32,11 +32,17 @@ _CUDA_DTYPES = {getattr(torch, name): code for name, code in _C.DTYPES.items()} 
 _CPU_DTYPES = {dtype: code for dtype, code in _CUDA_DTYPES.items() if dtype != torch.float16}
 
 
-def isa() -> str:
-    """Return the CPU kernels' instruction set: ``scalar``, ``avx2``, ``avx512``, ``avx512_bf16`` or ``amx``.
+_SKINNY = {getattr(torch, dtype): rows for dtype, rows in _C.SKINNY_ROWS.items()}
 
-    It is chosen at first use from what the processor has; the environment variable ``DFLASH_ISA`` names another.
-    """
+
+def skinny(rows: int, dtype: torch.dtype) -> bool:
+    """Return True if a product of this many rows goes through the kernel of `linear` on CPU, not torch."""
+    return rows <= _SKINNY.get(dtype, 0)
+
+
+def isa() -> str:
+    """Return the CPU kernels' instruction set, such as ``avx512``; the environment variable ``DFLASH_ISA`` names
+    another."""
     return _C.isa()
 
 
@@ -47,11 +53,7 @@ def has_cuda_kernels() -> bool:
 
 @functools.cache
 def cuda_status(device: int = 0) -> str:
-    """Return why the CUDA kernels of this build cannot run on CUDA device ``device``; empty if they can.
-
-    The build may hold no kernels, the driver may be missing or too old for them, or they may hold no code for the
-    device. The ops then run their plain-torch twins. Looked up once per device.
-    """
+    """Return why this build's CUDA kernels cannot run on CUDA device ``device``, looked up once; empty if they can."""
     return _C.cuda_status(device)
 
 
@@ -142,8 +144,7 @@ class CudaLauncher(Launcher):
         """Return int32 zeros, zero again after every kernel, where blocks that share a result count themselves.
 
         Kernels that run at the same time never share them: each stream has its own, and each capture, whose graph
-        zeroes them at every replay. Those of a capture are let go when the next one begins on its stream; their memory
-        stays in the graph's pool, where nothing else of that graph has it.
+        zeroes them at every replay. Those of a capture are let go when the next one begins on its stream.
         """
         stream, capture = _stream_and_capture(device)
         key = (device, stream, capture > 0)
@@ -177,6 +178,9 @@ class FakeLauncher(Launcher):
 _CPU, _CUDA, _FAKE = CpuLauncher(), CudaLauncher(), FakeLauncher()
 
 # ---------------------------------------------------------------------------------------------- registration
+
+OPS: dict[str, Callable] = {}
+"""Every op by its name."""
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _UNSUPPORTED = [
@@ -223,9 +227,9 @@ class Op:
     def launch(self, launch: Launcher, scope: Scope) -> object:
         """Run a call that fits."""
         contract = self.contract
-        if contract.storage and contract.has_dtype:
+        if contract.storage and contract.has_dtype and not hasattr(scope, "dtype"):
             scope.dtype = launch.dtype(contract.op, contract.storage, getattr(scope, contract.storage))
-        made = contract.allocate(scope)
+        made = contract.allocate(scope) if contract.outputs else ()
         results = None if not made else made[0] if len(made) == 1 else tuple(made)
         if launch.is_fake and (made or not self.body):
             return results
@@ -239,7 +243,7 @@ class Op:
     def _matched(self, *arguments: object) -> object:
         """Run a plain call on the CPU; NotImplemented if it has to be looked at more closely."""
         names = self.contract.match(*arguments) if getattr(arguments[0], "is_cpu", False) else NotImplemented
-        return names if names is NotImplemented else self.launch(_CPU, self.contract.scope(arguments, names))
+        return names if names is NotImplemented else self.launch(_CPU, Scope(arguments=arguments, **names))
 
     def on_cpu(self, *arguments: object) -> object:
         """Run a call on the CPU, whatever its tensors look like."""
@@ -259,7 +263,7 @@ class Op:
             scope = self.contract.check(arguments)
             self.contract.check_memory(arguments)
         else:
-            scope = self.contract.scope(arguments, names)
+            scope = Scope(arguments=arguments, **self.contract.constants, **names)
         first = next(x for x in arguments if isinstance(x, Tensor))
         is_known = first.dtype in _CUDA_DTYPES or not first.is_floating_point()
         if is_known and not cuda_status(first.device.index):
@@ -292,19 +296,15 @@ def op(
     """Register a function as the op ``dflash::name`` of torch, so that ``torch.compile`` sees it whole.
 
     The function is its signature and its docstring. What it takes, makes and does is its contract and a kernel of the
-    same names, or ``body``.
+    same names, or ``body``. What the decorator returns has the `Op` as ``.op``.
 
     Args:
         tensors: the tensors among its arguments, see `Contract`.
         returns: new tensors, which an op without body returns.
         kernel: the op's name without a trailing underscore, if it is not another.
-        body: see `Op`.
-        prepare: see `Op`.
+        body: see `Op`, and ``prepare`` too.
         twin: see `Op`; None for the one in `dflash.ops.reference`.
         contract: further arguments of `Contract`.
-
-    Returns:
-        A decorator. What it returns has the `Op` as ``.op``.
     """
 
     def register(function: Callable) -> Callable:
@@ -318,7 +318,8 @@ def op(
         for key, function_of_key in kernels.items():
             _LIBRARY.impl(name, function_of_key, key)
         torch.library.register_fake(f"dflash::{name}", made.on_fake, lib=_LIBRARY)
-        return _callable(function, made, signature)
+        OPS[name] = _callable(function, made, signature)
+        return OPS[name]
 
     return register
 

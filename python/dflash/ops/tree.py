@@ -34,26 +34,23 @@ def _tree_scratch(launch: Launcher, s: Scope) -> None:
 def tree_candidates(
     logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, count: int, noise_weight: float = 0.1
 ) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` best tokens at each depth of a draft, best first, ties to the lower id.
+    """Return the best tokens at each depth of a draft and their scores, best first, ties to the lower id.
 
     A token's score is ``log softmax(z)`` at temperature 0 and ``log((1 - w) softmax(z) + w softmax(z / T + noise))``
-    above, with z the raw logits, w the noise weight, and the noise by which `select_tokens` chooses at that position.
-    The target chooses with it too, which the second part foresees; the first allows for the drafter's errors.
-
+    above, with z the raw logits, w the noise weight, and the noise with which `select_tokens` chooses at that position.
     Scores come from float32 sums: tokens whose scores differ in their last bits may change places between devices.
 
     Args:
         logits: ``[batch, depths, vocab]``. Of several that are +inf, each has an equal share.
         positions: ``[batch, depths]``: the position of the token at each depth.
         seeds: ``[batch]``.
-        temperature: ``[batch]``; 0, a negative one or NaN leaves out the noise, and infinity counts as the
-            largest float.
+        temperature: ``[batch]``, as in `select_tokens`.
         count: from 1 to `MAX_TREE_ROWS`.
         noise_weight: w, from 0 to 1.
 
     Returns:
-        ``ids [batch, depths, count]`` int64 and ``scores [batch, depths, count]``, at most 0. Where there are
-        fewer tokens with a score above -inf, and everywhere in a row that holds NaN: id -1 and score -inf.
+        ``(ids, scores)``, both ``[batch, depths, count]``. Where there are fewer tokens with a score above -inf, and
+        everywhere in a row that holds NaN: id -1 and score -inf.
     """
 
 
@@ -64,24 +61,23 @@ def tree_candidates(
     where=f"depths >= 1 and count >= 1; 1 <= rows <= {MAX_TREE_ROWS}",
 )
 def build_tree(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Build the tree of the best prefixes of a draft, best first.
+    """Build the tree of the best prefixes of a draft's candidates, best first.
 
     Row 0 is the anchor, with score 0. A node's score is its parent's plus its candidate's, in float32. Rows 1, 2, ...
-    are the nodes by descending score, then the shallower, then the lower token id, then the lower parent row: a parent
-    comes before its children, and the first n rows are the tree of n rows. Rows for which there are no candidates left
-    are pads, which no row sees but themselves.
+    are the nodes by descending score, then the shallower, then the lower token id, then the lower parent row. Rows
+    without a candidate are pads, which no row sees but themselves.
 
     Args:
         anchor: ``[batch]``.
-        ids: ``[batch, depths, count]``: the candidates at depth 1, 2, ..., no token twice at one depth. A depth
-            ends at the first negative id, and at the first score of -inf or NaN.
+        ids: ``[batch, depths, count]``: the candidates at depth 1, 2, ..., no token twice. A depth ends at the first
+            negative id, and at the first score of -inf or NaN.
         scores: ``[batch, depths, count]``, descending and at most 0, as `tree_candidates` returns them.
         rows: rows of the tree, from 1 to `MAX_TREE_ROWS`.
 
     Returns:
-        ``ids [batch, rows]`` (pads: -1), ``parents [batch, rows]`` (root and pads: -1), ``depth [batch, rows]`` (pads:
-        0) and ``ancestors [batch, rows, ceil(rows / 64)]``, int64: bit ``j % 64`` of word ``j // 64`` of row i is set
-        if j is i or an ancestor of i. Then ``scores [batch, rows]`` float32 (pads: -inf).
+        ``(ids, parents, depth, ancestors, scores)``: ids ``[batch, rows]`` (pads: -1), parents (root and pads: -1),
+        depth (pads: 0), ancestors ``[batch, rows, ceil(rows / 64)]`` as `block_attention` reads them, scores (pads:
+        -inf).
     """
 
 
@@ -90,26 +86,24 @@ def accept_prefix_(
     block_ids: Tensor, posterior: Tensor, stop_token_ids: Tensor, limits: Tensor, tokens: Tensor, length: Tensor,
     num_context: Tensor, done: Tensor,
 ) -> None:  # fmt: skip
-    """Emit the longest matching prefix and one more token of every running row, and advance its state.
+    """Emit the longest matching prefix of each running row and one more token, and advance its state.
 
     Before, ``tokens[b, : length + 1]`` are emitted and ``tokens[b, length]`` is the anchor ``block_ids[b, 0]``. With n
-    the number of leading proposals ``block_ids[b, j + 1]`` that equal ``posterior[b, j]``, m = n + 1 tokens of the
-    posterior are emitted, but none past the first stop token and none past the room that ``limits`` and the capacity of
-    ``tokens`` leave. Then ``length += m`` and ``num_context = m``. A row that is done stays as it is, with
-    ``num_context`` 0, whatever its ids hold.
+    leading proposals ``block_ids[b, j + 1]`` that equal ``posterior[b, j]``, m = n + 1 tokens of the posterior are
+    emitted, but none past the first stop token and none past the room that ``limits`` and the capacity leave. Then
+    ``length += m`` and ``num_context = m``. A row that is done stays as it is, with ``num_context`` 0.
 
     Args:
-        block_ids: ``[batch, rows]``: the anchor, then proposals for the positions after it; -1 never matches.
-        posterior: ``[batch, rows]``: the target's choice for the position after each row; -1: its logits held
-            NaN. Such a choice is never emitted; the row is done where it would have been.
+        block_ids: ``[batch, rows]``: the anchor, then proposals; -1 never matches.
+        posterior: ``[batch, rows]``: the target's choice after each row; -1: its logits held NaN. Such a choice is
+            never emitted; the row is done where it would have been.
         stop_token_ids: ``[batch, n]``, the ids that end each row; n may be 0, and negative ids pad.
         limits: ``[batch]``: how many tokens the row may hold in all.
         tokens: ``[batch, capacity]``, written.
-        length: ``[batch]``, advanced in place. A row whose length is negative or not below its limit
-            and the capacity has no room: it emits nothing and is done.
+        length: ``[batch]``, advanced in place. One that is negative or leaves no room emits nothing, and the row is
+            done.
         num_context: ``[batch]``, written: how many tokens were emitted.
-        done: ``[batch]``, written: 0 running, 1 a stop token was emitted, 2 the limit is reached,
-            3 the target's logits were NaN.
+        done: ``[batch]``, written: 0 running, 1 a stop token was emitted, 2 the limit is reached, 3 NaN.
     """
 
 
@@ -122,30 +116,22 @@ def accept_path_(
     ids: Tensor, parents: Tensor, choices: Tensor, stop_token_ids: Tensor, limits: Tensor, tokens: Tensor,
     length: Tensor, num_context: Tensor, done: Tensor, path: Tensor, chain_choices: Tensor, chain_ids: Tensor,
 ) -> None:  # fmt: skip
-    """Emit the path of a tree that the target's choices follow, and advance every running row.
+    """Emit the path of a tree that the target's choices follow, and one more token, and advance the state.
 
-    The walk starts at row 0. It emits the choice of the row where it stands and continues at that row's child of this
-    id; without one it ends, and so it does after ``path_rows`` tokens. As in `accept_prefix_`, nothing is emitted past
-    the first stop token or past the room that ``limits`` and the capacity of ``tokens`` leave. A chain is a tree with
-    ``parents[b, j] = j - 1``; here it gives what `accept_prefix_` gives. What was kept is also told as a chain.
+    From row 0 on, the choice of a row is emitted and the walk continues at that row's child of this id; without one it
+    ends, and so it does after ``path_rows`` tokens. The rest is as in `accept_prefix_`, to which a chain (``parents[b,
+    j] = j - 1``) is equal.
 
     Args:
-        ids: ``[batch, rows]``, at most `MAX_TREE_ROWS`: the anchor, then the nodes; a negative one is never a
-            child.
-        parents: ``[batch, rows]``: the row of each node's parent, which comes before it. A row with any other
-            value is nobody's child, as row 0 is. Of several siblings with one id the first counts.
-        choices: ``[batch, rows]``: the target's choice for the position after each row; -1: its logits held NaN.
-            Such a choice is never emitted; the walk is done where it would have been.
-        stop_token_ids: ``[batch, n]``, as in `accept_prefix_`.
-        limits: ``[batch]``, as in `accept_prefix_`.
-        tokens: ``[batch, capacity]``, written.
-        length: ``[batch]``, advanced in place.
-        num_context: ``[batch]``, written: how many tokens were emitted.
-        done: ``[batch]``, written, as in `accept_prefix_`.
-        path: ``[batch, path_rows]``, written, with at least one column: the rows whose choices were
-            emitted, in ascending order; from ``num_context`` on ``path[b, j] = j``.
-        chain_choices: like ``path``: the choices of these rows, which were emitted; -1 from ``num_context`` on.
+        ids: ``[batch, rows]``, at most `MAX_TREE_ROWS`: the anchor, then the nodes; a negative one is never a child.
+        parents: ``[batch, rows]``: the row of each node's parent, before it; with any other value a row is nobody's
+            child. Of several siblings with one id the first counts.
+        choices: ``[batch, rows]``: the target's choice after each row, as ``posterior`` in `accept_prefix_`.
+        stop_token_ids: ``[batch, n]``. ``limits``, ``tokens``, ``length``, ``num_context`` and ``done`` are as in
+            `accept_prefix_`.
+        path: ``[batch, path_rows]``, written: the rows whose choices were emitted; from ``num_context`` on ``path[b, j]
+            = j``.
+        chain_choices: like ``path``: these choices; -1 from ``num_context`` on.
         chain_ids: like ``path``: the anchor, then the drafts among the emitted tokens, each one column after the choice
-            that it equals; -1 elsewhere. All but the last emitted token were drafted; the last may have been, where a
-            stop token or the limit ended the walk.
+            that it equals; -1 elsewhere.
     """

@@ -30,29 +30,25 @@ def select_tokens(
     logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
     sharpness: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Choose tokens by keyed noise: ``argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id))``.
+    """Choose one token per row: the argmax of ``sharpness * filter(logits / temperature)`` plus keyed Gumbel noise.
 
-    A row's choice is a function of its logits, position and parameters, with the same bits on every device: a
-    Gumbel-max sample of the filtered softmax when ``sharpness`` is 1, independent between positions and seeds.
-    Ties go to the lowest id. Filters run in the order top-k, top-p, min-p, each on the survivors of the one before;
-    every token equal to the threshold is kept, and the best token always is. Probabilities enter top-p as fixed point
-    (2^-38 of the best token's): their sum has no order. The noise is `dflash.ops.reference.gumbel_noise`.
-
-    Logits may be -inf: such a token is chosen only when all are, and then it is id 0. Of several logits that are +inf,
-    or become so when divided by the temperature, the lowest id wins. Nothing is read on the host.
+    A row's choice is a function of its logits, position and parameters, with the same bits on every device: a sample of
+    the filtered softmax when ``sharpness`` is 1, independent between positions and seeds. Ties go to the lowest id.
+    Filters run in the order top-k, top-p, min-p; every token equal to the threshold is kept, and the best token always
+    is. Probabilities enter top-p as fixed point (2^-38 of the best token's). The noise is
+    `dflash.ops.reference.gumbel_noise`. A token at -inf is chosen only when all are (id 0).
 
     Args:
         logits: ``[batch, rows, vocab]``.
-        positions: ``[batch, rows]``: the index of the token that each row chooses. Or ``[batch]``: that of the
-            last token before; row i then chooses token ``positions[b] + 1 + i``.
+        positions: ``[batch, rows]``: the index of the token that each row chooses. Or ``[batch]``: that of the last
+            token before; row i then chooses token ``positions[b] + 1 + i``.
         seeds: ``[batch]``.
-        temperature: ``[batch]``; 0, a negative one or NaN is plain argmax of the logits, and infinity counts as
-            the largest float.
-        top_k: ``[batch]``; 0, a negative one or at least vocab is off.
+        temperature: ``[batch]``; 0, less or NaN is plain argmax of the logits, and infinity counts as the largest
+            float.
+        top_k: ``[batch]``; 0, less or at least vocab is off.
         top_p: ``[batch]``; 1, more or NaN is off.
         min_p: ``[batch]``: least probability as a fraction of the best token's; 0, less or NaN is off.
-        sharpness: ``[batch]``: 1 for a target; a drafter may use more, infinity being plain argmax. A negative
-            one or NaN counts as 0.
+        sharpness: ``[batch]``: 1 for a target; infinity is plain argmax, and less than 0 or NaN counts as 0.
 
     Returns:
         ``[batch, rows]``; -1 for a row with a NaN logit.
@@ -72,24 +68,22 @@ def _top_scratch(launch: Launcher, s: Scope) -> None:
 def top_candidates(
     logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, sharpness: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` tokens with the best scores per row, best first, ties to the lower id.
+    """Return the tokens with the best scores of each row, best first, ties to the lower id, and their logits.
 
-    A token's score is ``sharpness * logits / temperature + gumbel(seed, position, id)``, with the bits that
-    `select_tokens` maximizes if nothing is filtered: its choice is the first candidate. At temperature 0 or a sharpness
-    of infinity the score is the logit. Each level of sharpness has its own candidates.
+    A token's score is what `select_tokens` maximizes if nothing is filtered, with the same bits: its choice is the
+    first candidate. Each level of sharpness has its own candidates.
 
     Args:
         logits: ``[batch, rows, vocab]``. A token at -inf is never a candidate.
         positions: ``[batch, rows]``: the index of the token that each row drafts.
         seeds: ``[batch]``.
-        temperature: ``[batch]``; 0, a negative one or NaN takes only the logits, and infinity counts as the
-            largest float.
-        sharpness: ``[batch, levels]``; infinity takes only the logits, and a negative one or NaN counts as 0.
+        temperature: ``[batch]``, as in `select_tokens`.
+        sharpness: ``[batch, levels]``, as in `select_tokens`.
         count: from 1 to `MAX_CANDIDATES`.
 
     Returns:
-        ``ids [batch, levels, rows, count]`` int64 and their ``logits [batch, levels, rows, count]``. Where
-        there are fewer tokens, and everywhere in a row that holds NaN: id -1 and logit -inf.
+        ``(ids, logits)``, both ``[batch, levels, rows, count]``. Where there are fewer tokens, and everywhere in a row
+        that holds NaN: id -1 and logit -inf.
     """
 
 
@@ -106,33 +100,27 @@ def walk_candidates(
     positions: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
     sharpness: Tensor, stream: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Take a path through the candidates of each slot, in which every token depends on the one before.
+    """Choose a path through the candidates of each slot, where a token's score depends on the token before.
 
     Candidate c of slot j scores ``S = logit(c) + sum_r predecessors[a, r] hidden[j, r] successors[c, r]`` after token
-    a: the token that the path takes in the slot before, and ``anchor`` for the first. The slot takes the token that
-    `select_tokens` would with S as logits of the candidates, by the keyed noise of their token ids: filters are those
-    of the candidates, and ties go to the lower id. Sums are in float32.
+    a, in float32. The slot takes the token that `select_tokens` would with S as logits of the candidates, by the keyed
+    noise of their token ids.
 
     Args:
         hidden: ``[batch, slots, rank]``: the projected hidden state of each slot.
-        predecessors: ``[codes, rank]``, the dtype of ``hidden``.
-        successors: ``[codes, rank]``, the dtype of ``hidden``.
-        anchor: ``[batch]``. One outside the codebook adds nothing to its successors' scores.
-        ids: ``[batch, sets, slots, count]`` int64 with ``count`` from 1 to `MAX_CANDIDATES`, no token twice in a slot.
-            sets is levels, or 1 for all levels to have the same. An id outside ``[0, codes)`` is not a candidate.
+        predecessors: ``[codes, rank]``.
+        successors: ``[codes, rank]``.
+        anchor: ``[batch]``: the token before the first slot. One outside the codebook adds nothing.
+        ids: ``[batch, sets, slots, count]``, no token twice in a slot; sets is levels, or 1 for all levels to have the
+            same. An id outside ``[0, codes)`` is not a candidate.
         logits: ``[batch, sets, slots, count]``. A candidate whose score is -inf is left out.
         positions: ``[batch, slots]``: the index of the token in each slot.
-        seeds: ``[batch]``.
-        temperature: ``[batch]``, as `select_tokens` takes it.
-        top_k: ``[batch]``, likewise.
-        top_p: ``[batch]``, likewise.
-        min_p: ``[batch]``, likewise.
-        sharpness: ``[batch, levels]``, likewise: each level takes its own path.
+        seeds: ``[batch]``. ``temperature``, ``top_k``, ``top_p`` and ``min_p`` are as in `select_tokens`.
+        sharpness: ``[batch, levels]``, as in `select_tokens`: each level takes its own path.
         stream: of the noise, from 0 to 3; 0 is the target's own.
 
     Returns:
-        ``path [batch, levels, slots]``: -1 from the first slot on that has no candidate or a score of NaN.
-        ``scores [batch, levels, slots, count]``: ``S / temperature`` of what the filters keep, else -inf, so
-        that at a sharpness of 1 the softmax of a slot is the distribution that its token was drawn from. At temperature
-        0 or a sharpness of infinity it is S. All -inf where the path is -1.
+        ``path [batch, levels, slots]``: -1 from the first slot on that has no candidate or a score of NaN. ``scores
+        [batch, levels, slots, count]``: ``S / temperature`` of what the filters keep (S itself for argmax), else -inf,
+        and -inf where the path is -1.
     """

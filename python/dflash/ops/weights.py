@@ -34,8 +34,8 @@ class NotFiniteError(ValueError):
 class Int8Weight(NamedTuple):
     """A weight in 8 bits with a scale per output channel: it stands for ``values * scales[:, None]``.
 
-    Products round the activations too (see `dflash.ops.reference.round_rows`): sums of integers are exact, and so a
-    product's bits are the same with every instruction set and any number of rows.
+    Products round the activations too (`dflash.ops.reference.round_rows`): sums of integers are exact, so their bits
+    are the same with every instruction set and any number of rows.
     """
 
     values: Tensor  # [out, in] int8, -127 .. 127
@@ -46,9 +46,6 @@ class Int8Weight(NamedTuple):
     @torch.no_grad()
     def of(cls, weight: Tensor) -> Int8Weight:
         """Return the nearest weight in 8 bits: each channel's largest magnitude becomes 127.
-
-        Args:
-            weight: ``[out, in]``, of a floating-point dtype.
 
         Raises:
             NotFiniteError: a value is infinite or NaN.
@@ -98,11 +95,9 @@ Experts = Callable[[Tensor], Tensor]
 
 
 class BlockConv(NamedTuple):
-    """The weights of a convolution over the rows of a block, in front of a sublayer (side 0) and after it (side 1).
+    """The weights of `dynamic_conv` over the rows of a block, in front of a sublayer (side 0) and after it (side 1).
 
-    Row t of the output is the sum over taps i of ``(base[side, i] + kernels[t, side, i]) * x[t - i]``, with zeros in
-    front of the block. ``kernels [rows, 2, taps, groups]`` are the sublayer's input times ``projection``; channels of
-    one group, hidden / groups in a row, share a number.
+    The dynamic weights ``[rows, 2, taps, groups]`` are the sublayer's input times ``projection``.
     """
 
     base: Tensor  # [2, taps, hidden]
@@ -146,9 +141,8 @@ class DecoderLayer(NamedTuple):
 class DeltaNetLayer(NamedTuple):
     """The weights of one pre-norm decoder layer with a Gated DeltaNet, every matrix ``[out, in]``.
 
-    The recurrence has ``heads`` heads, and ``key_heads`` heads of q and k that each serve several in a row. Without
-    ``z`` and ``a``, ``qkv`` has per key head its q, its k, the v of the heads that it serves and their z, and ``b`` has
-    per key head the b and then the a of these heads.
+    Without ``z`` and ``a``, ``qkv`` has per key head its q, its k, the v of the heads that it serves and their z, and
+    ``b`` has per key head the b and then the a of these heads.
     """
 
     input_norm: Tensor  # [hidden]
