@@ -1,11 +1,9 @@
 import pytest
 import torch
 from test_accept_prefix import INVALID, LIMIT, RUNNING, STALE, STOP, draw_case, slow_accept, state
-from torch._subclasses.fake_tensor import FakeTensorMode
 from trees import SlowTree, chain, choices_along, from_parents, random_tree
 
 from dflash import ops
-from dflash.ops import reference
 
 pytestmark = pytest.mark.op
 
@@ -214,14 +212,3 @@ def test_inputs_may_have_any_strides(kernels):
     kernels.accept_path_(ids.t().contiguous().t(), parents.repeat(1, 2)[:, :16], choices.repeat(1, 3)[:, 16:32], *rest)
     for have, want in zip(rest[2:], wanted, strict=True):
         assert torch.equal(have, want)
-
-
-def test_opcheck():
-    torch.library.opcheck(torch.ops.dflash.accept_path_.default, draw(4, 5, 16, 7))
-
-
-def test_runs_without_data():
-    case = draw(4, 5, 16, 7)
-    with FakeTensorMode() as mode:
-        for accept in (ops.accept_path_, reference.accept_path_):
-            accept(*(mode.from_tensor(x) for x in case))

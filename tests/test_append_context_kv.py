@@ -1,6 +1,6 @@
 import pytest
 import torch
-from op_checks import DTYPES, assert_as_exact_as_torch
+from op_checks import assert_as_exact_as_torch
 
 from dflash.ops import reference
 
@@ -74,13 +74,3 @@ def test_each_layer_has_the_bits_of_the_step_op(norm, dtype, kernels):
         kernels.qkv_norm_rope_append_(args[0][layer], *places, None, weight, EPS, q_out, k_cache, v_cache)
         assert torch.equal(k_cache.nan_to_num(7), k_caches[layer].nan_to_num(7))
         assert torch.equal(v_cache.nan_to_num(7), v_caches[layer].nan_to_num(7))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
-    args = draw((2, 16, 8), 2, 2, 5, dtype)
-    args[2:4] = [x.nan_to_num(1.0) for x in args[2:4]]
-    args[6:] = [[x.zero_() for x in caches] for caches in args[6:]]
-    torch.library.opcheck(torch.ops.dflash.append_context_kv_.default, tuple(args))
-    args[4] = None
-    torch.library.opcheck(torch.ops.dflash.append_context_kv_.default, tuple(args))

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from op_checks import DTYPES
 
 pytestmark = pytest.mark.op
 
@@ -60,12 +59,3 @@ def test_strided_views(dtype, kernels):
         kernels.append_kv_(k, v, positions, out_k, out_v)
         assert_same(out_k, want_k)
         assert_same(out_v, want_v)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
-    key, value, positions, k_cache, v_cache = draw(2, 3, 5, (24, 16), dtype)
-    torch.library.opcheck(
-        torch.ops.dflash.append_kv_.default,
-        (key.transpose(1, 2).contiguous().transpose(1, 2), value, positions, k_cache.zero_(), v_cache.zero_()),
-    )

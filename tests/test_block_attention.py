@@ -273,14 +273,6 @@ def test_empty(shape, implementation):
     assert implementation.block_attention(q, cache, cache, lengths, 1.0, True).shape == (*shape, 16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
-    q, k_cache, v_cache, lengths = draw((4, 2, 16, 24), [0, 33], 5, dtype)
-    op = torch.ops.dflash.block_attention.default
-    torch.library.opcheck(op, (q, k_cache, v_cache, lengths, 0.25, True, 0, 0.0, None, None))
-    torch.library.opcheck(op, (q, k_cache, v_cache, lengths, 0.25, False, 7, 9.0, torch.zeros(4), None))
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_window_past_every_key_is_no_window(causal):
     q, cache = torch.randn(1, 8, 2, 16), torch.randn(1, 1, 64, 16)

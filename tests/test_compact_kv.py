@@ -1,10 +1,7 @@
 import pytest
 import torch
-from op_checks import DTYPES
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import ops
-from dflash.ops import reference
 from dflash.state import KVCache, RecurrentCache
 
 pytestmark = pytest.mark.op
@@ -137,19 +134,3 @@ def test_a_cache_with_states_takes_chains_only():
     cache = RecurrentCache(1, 40, 4, device="cpu")
     with pytest.raises(ValueError, match="recurrent states follow chains only"):
         cache.commit_(torch.tensor([9]), torch.tensor([3]), torch.tensor([[0, 2, 7, 3]]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
-    path, counts = draw_paths(1, 2, 9, 4)
-    caches = make_caches(LAYERS["unlike"], 2, 30, dtype)
-    torch.library.opcheck(torch.ops.dflash.compact_kv_.default, (path, counts, torch.tensor([3, 4]), *caches))
-
-
-def test_runs_without_data():
-    path, counts = draw_paths(1, 2, 9, 4)
-    k_caches, v_caches = make_caches(LAYERS["unlike"], 2, 30, torch.float32)
-    with FakeTensorMode() as mode:
-        path, counts, *caches = (mode.from_tensor(x) for x in (path, counts, *k_caches, *v_caches))
-        for compact in (ops.compact_kv_, reference.compact_kv_):
-            compact(path, counts, counts.clone(), caches[:3], caches[3:])

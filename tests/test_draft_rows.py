@@ -1,6 +1,6 @@
 import pytest
 import torch
-from op_checks import DTYPES, Emulated
+from op_checks import Emulated
 from torch import nn
 
 pytestmark = pytest.mark.op
@@ -104,11 +104,3 @@ def test_emulated_kernels_behind_it_may_read_early_what_was_accepted_before_it(s
     with kernels.overlapping():
         have = run()
     assert same(have, want)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
-    tokens, table, mask = draw(dtype=dtype)
-    op = torch.ops.dflash.draft_rows.default
-    torch.library.opcheck(op, (tokens, LENGTH, None, table, MASK, 5, 6))
-    torch.library.opcheck(op, (tokens, LENGTH, tokens[:, :5], table, MASK, 5, 5, mask, 2.0))

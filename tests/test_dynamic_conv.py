@@ -213,14 +213,6 @@ def test_rows_may_be_put_in_front(shape, dtype, implementation):
         assert torch.equal(out, torch.cat([front[:, :rows], want], 1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
-    call = draw((2, 3, 40, 2, 5), dtype)
-    torch.library.opcheck(torch.ops.dflash.dynamic_conv.default, convolution(call))
-    torch.library.opcheck(torch.ops.dflash.conv_add_rms_norm.default, (*call.values(),))
-    torch.library.opcheck(torch.ops.dflash.conv_add_rms_norm.default, (*call.values(), torch.zeros_like(call["x"])))
-
-
 def test_compiles_into_one_graph():
     def layer(call, projection):
         dynamic = torch.nn.functional.linear(call["x"], projection).unflatten(-1, (2, 2, 5))
@@ -230,20 +222,6 @@ def test_compiles_into_one_graph():
     call, projection = draw((2, 3, 40, 2, 5)), torch.randn(20, 40)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)(call, projection)
     assert all(torch.equal(a, b) for a, b in zip(compiled, layer(call, projection), strict=True))
-
-
-BAD = [
-    ({"x": lambda x: x[0]}, ValueError, r"x must be \[batch, rows, hidden\], got 2 dimensions"),
-    ({"base": lambda x: x[:, :8]}, ValueError, r"base must be \[width, hidden\] = \[\*, 40\], got \[2, 8\]"),
-    ({"base": lambda x: x[:0]}, ValueError, r"base must be \[width, hidden\], neither 0, got \[0, 40\]"),
-    ({"base": lambda x: x[:1]}, ValueError, r"dynamic must be .* = \[2, 3, 1, \*\], got \[2, 3, 2, 5\]"),
-    ({"dynamic": lambda x: x[:, :2]}, ValueError, r"dynamic must be .* = \[2, 3, 2, \*\], got \[2, 2, 2, 5\]"),
-    ({"dynamic": lambda x: x[..., :3]}, ValueError, "a number of groups that divides hidden = 40, got 3"),
-    ({"dynamic": lambda x: x[..., :0]}, ValueError, "a number of groups that divides hidden = 40, got 0"),
-    ({"dynamic": lambda x: x.bfloat16()}, TypeError, "dynamic must be torch.float32, got torch.bfloat16"),
-    ({"base": lambda x: x.double()}, TypeError, "base must be torch.float32, got torch.float64"),
-    (dict.fromkeys(("x", "base", "dynamic", "residual", "weight"), torch.Tensor.half), TypeError, "on CPU"),
-]  # fmt: skip
 
 
 def test_a_tap_must_be_apart_and_evenly_spaced():

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from op_checks import DTYPES, assert_as_exact_as_torch, let_rows_meet
+from op_checks import assert_as_exact_as_torch, let_rows_meet
 
 from dflash import ops
 from dflash.ops import reference
@@ -57,10 +57,3 @@ def test_no_rows():
     context, fc_weight, norm_weight = draw(2, 0, 30, 10, torch.float32)
     for op in (ops.fuse_features, reference.fuse_features):
         assert op(context, torch.tensor([0, 0]), fc_weight, norm_weight, EPS).shape == (2, 0, 10)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
-    context, fc_weight, norm_weight = draw(2, 5, 30, 10, dtype)
-    op = torch.ops.dflash.fuse_features.default
-    torch.library.opcheck(op, (context, torch.tensor([2, 5]), fc_weight, norm_weight, EPS))

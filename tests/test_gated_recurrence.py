@@ -256,12 +256,6 @@ def test_no_sequences(kernels):
     assert run(kernels, call)[0].shape == (0, 5, 4, 24)
 
 
-@pytest.mark.parametrize("kind", ["gated delta rule", "channels"])
-def test_opcheck(kind):
-    call = draw(kind, (2, 4, 8, 6), pending=[1, 2], keep=[3, 0])
-    torch.library.opcheck(torch.ops.dflash.gated_recurrence_.default, (*call.values(),))
-
-
 def test_compiles_into_one_graph():
     def step(call):
         return ops.gated_recurrence_(**call) * 2
@@ -270,25 +264,3 @@ def test_compiles_into_one_graph():
     eager, compiled = sequences(call, slice(None)), sequences(call, slice(None))
     assert torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(compiled), step(eager))
     assert all(torch.equal(compiled[name], eager[name]) for name in WRITTEN)
-
-
-BAD = [
-    ({"q": lambda x: x[0]}, ValueError, r"q must be \[batch, rows, key_heads, key_dim\], got 3 dimensions"),
-    ({"k": lambda x: x[:, :4]}, ValueError, r"k must be .* = \[2, 5, 2, 8\], got \[2, 4, 2, 8\]"),
-    ({"v": lambda x: x[:, :4]}, ValueError, r"v must be .* = \[2, 5, \*, \*\], got \[2, 4, 4, 6\]"),
-    ({"v": lambda x: x[:, :, :3]}, ValueError, "v must have a multiple of the heads of q"),
-    ({"v": lambda x: x[..., :0]}, ValueError, "none of them empty"),
-    ({"log_decay": lambda x: x[..., :7]}, ValueError, r"log_decay must be \[batch, rows, heads, key_dim\]"),
-    ({"log_decay": lambda x: x[..., 0]}, ValueError, r"saved_a must be \[batch, block, heads\], got 4 dimensions"),
-    ({"beta": lambda x: x[..., :3]}, ValueError, r"beta must be .* = \[2, 5, 4\], got \[2, 5, 3\]"),
-    ({"state": lambda x: x[:1]}, ValueError, r"state must be .* = \[2, 4, 8, 6\], got \[1, 4, 8, 6\]"),
-    ({"state": lambda x: x.mT.contiguous().mT}, ValueError, "state is written in place and must be contiguous"),
-    ({"saved_k": lambda x: x[..., :7]}, ValueError, r"saved_k must be .* = \[2, \*, 2, 8\]"),
-    ({"saved_d": lambda x: x[:, :5]}, ValueError, r"saved_d must be .* = \[2, 6, 4, 6\], got \[2, 5, 4, 6\]"),
-    ({"saved_a": lambda x: x.mT.contiguous().mT}, ValueError, "saved_a is written in place and must be contiguous"),
-    ({"pending": lambda x: x[:1]}, ValueError, r"pending must be \[batch\] = \[2\], got \[1\]"),
-    ({"keep": lambda x: x.int()}, TypeError, r"keep must be torch.int64, got torch.int32"),
-    ({"q": lambda x: x.double()}, TypeError, r"q must be torch.float32, got torch.float64"),
-    ({"beta": lambda x: x.bfloat16()}, TypeError, r"beta must be torch.float32, got torch.bfloat16"),
-    ({"state": lambda x: x.bfloat16()}, TypeError, r"state must be torch.float32, got torch.bfloat16"),
-]  # fmt: skip

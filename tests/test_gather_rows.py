@@ -1,10 +1,6 @@
 import pytest
 import torch
-from op_checks import DTYPES, Emulated
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from dflash import ops
-from dflash.ops import reference
+from op_checks import Emulated
 
 pytestmark = pytest.mark.op
 
@@ -89,15 +85,3 @@ def test_emulated_kernels_behind_it_may_read_a_tree_early_that_was_built_before_
         have = run()
     assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
     assert want[2].unique().numel() > 2
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
-    x, path, out = draw(2, 6, 4, 24, dtype)
-    torch.library.opcheck(torch.ops.dflash.gather_rows_.default, (x, path, out.zero_()))
-
-
-def test_runs_without_data():
-    with FakeTensorMode() as mode:
-        for gather in (ops.gather_rows_, reference.gather_rows_):
-            gather(*(mode.from_tensor(x) for x in draw(2, 6, 4, 24, torch.float32)))

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from op_checks import DTYPES
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dflash import ops
@@ -426,24 +424,6 @@ def test_rows_may_follow_one_position(rows, implementation):
     ids = implementation.select_tokens(logits, before, *rest)
     assert torch.equal(ids, reference.select_tokens(logits, positions, *rest))
     assert rows == 1 or not torch.equal(ids, reference.select_tokens(logits, before[:, None].expand(-1, rows), *rest))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
-    logits, positions, *rest = draw_case(0, 40, batch=3)
-    for given in (positions, positions[:, 0].clone()):
-        torch.library.opcheck(torch.ops.dflash.select_tokens.default, (logits.to(dtype), given, *rest))
-
-
-def test_runs_without_data():
-    case = draw_case(0, 40, batch=3)
-    with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(x) for x in case]
-        for select in (ops.select_tokens, reference.select_tokens):
-            for positions in (fake[1], fake[1][:, 0]):
-                ids = select(fake[0], positions, *fake[2:])
-                assert (ids.shape, ids.dtype) == ((3, 2), torch.int64)
-        assert reference.gumbel_noise(fake[2], fake[1], 9).shape == (3, 2, 9)
 
 
 def test_empty_batch(kernels):

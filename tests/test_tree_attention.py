@@ -180,10 +180,3 @@ def test_ancestors_on_an_emulated_gpu(rows, dtype, emulation):
     chain = tree_of([list(range(-1, rows - 1))] * 3).ancestors
     want = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True)
     assert torch.equal(kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True, ancestors=chain), want)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(dtype):
-    q, k_cache, v_cache, lengths = draw((4, 2, 16, 24), [0, 33], 5, dtype)
-    arguments = (q, k_cache, v_cache, lengths, 0.25, True, 7, 9.0, torch.zeros(4), random_shapes(5, 2).ancestors)
-    torch.library.opcheck(torch.ops.dflash.block_attention.default, arguments, test_utils=("test_schema",))

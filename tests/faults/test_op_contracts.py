@@ -2,7 +2,23 @@
 
 import pytest
 import torch
-from op_calls import BATCH, CALLS, CAPACITY, DIM, HEADS, HIDDEN, ROWS, copied, op_of, packed_for, replaced, run
+from op_calls import (
+    BATCH,
+    CALLS,
+    CAPACITY,
+    DIM,
+    HEADS,
+    HIDDEN,
+    ROWS,
+    copied,
+    op_of,
+    packed_for,
+    replaced,
+    run,
+    run_twin,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from dflash import ops
 from dflash.ops.registry import CpuLauncher
@@ -37,6 +53,27 @@ def test_plain_tensors_reach_the_kernel_directly_with_the_bits_of_a_checked_call
     for a, b in zip((*returned[0], *tensors_of(call)), (*returned[1], *tensors_of(other)), strict=True):
         assert torch.equal(a, b)
         assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name, dtype):
+    of_storage = {spec.name for spec in contract_of(name).tensors if spec.dtype in (None, "any")}
+    call = {
+        key: tree_map_only(torch.Tensor, lambda x: x.to(dtype), value) if key in of_storage else value
+        for key, value in CALLS[name]().items()
+    }
+    torch.library.opcheck(getattr(torch.ops.dflash, op_of(name)).default, (*arguments_of(name, call),))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_twin_runs_without_data(name):
+    """Under FakeTensorMode reading a value is an error: a twin that did could not run inside a CUDA graph."""
+    real = run_twin(name, CALLS[name]())
+    with FakeTensorMode() as mode:
+        fake = run_twin(name, tree_map_only(torch.Tensor, mode.from_tensor, CALLS[name]()))
+    described = [[(x.shape, x.dtype, x.stride()) for x in results] for results in (real, fake)]
+    assert described[0] == described[1]
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -2,19 +2,17 @@
 
     "x[batch.., rows, hidden] weight[hidden] counts[batch]:i64 tap[batch.., rows, hidden]!="
 
-Each tensor has its sizes in brackets. A name is bound where it first stands and must be the same everywhere else; an
-expression of names and integer arguments must come out; ``*`` is any size. ``batch..`` stands for any number of leading
-dimensions and is their product, ``key_dim?`` for a last dimension that may be missing, ``caches{layers}`` for a list.
-After the brackets:
+A name is bound where it first stands and must be the same everywhere else; an expression of names and integer arguments
+must come out; ``*`` is any size. ``batch..`` stands for any number of leading dimensions and is their product,
+``key_dim?`` for a last dimension that may be missing, ``caches{layers}`` for a list. After the brackets:
 
     :i64, :f32, :i8   the dtype. Without one it is the op's storage type, which the first such tensor decides.
-    :T|f32, :T|i8     the storage type or another; :any stands for any dtype, and :float for a floating one that becomes
-                      float32.
+    :T|f32, :T|i8     the storage type or another; :any is any dtype, :float a floating one that becomes float32.
     !                 the op writes it: it must be contiguous and share no memory with another argument.
     ~ or ~2           only the last dimension or two must be dense; without it, what is read is made contiguous.
     =                 only its rows must be dense and evenly spaced.
 
-Whether a tensor may be None stands in the op's signature. Matching in C++ (csrc/binding/contract.h) takes about two
+A tensor may be None if the op's signature says so. Matching in C++ (csrc/binding/contract.h) takes about two
 microseconds and answers yes or no; `Contract.check` says what is wrong, and makes contiguous what has to be.
 """
 

@@ -1,8 +1,7 @@
 """The ops of `dflash.ops` in plain torch: the oracle of the tests, and what runs on devices without a kernel.
 
-Same names, same arguments, any floating dtype; sums in at least fp32. Nothing here depends on data: no ``.item()``,
-no tensor in Python control flow. Each twin runs under ``FakeTensorMode`` and inside a CUDA graph.
-Imports torch only, and a size from the kernels.
+Same names, same arguments, any floating dtype; sums in at least fp32. Nothing here depends on data: each twin runs
+under ``FakeTensorMode`` and inside a CUDA graph. Imports torch only, and a size from the kernels.
 """
 
 from __future__ import annotations
@@ -122,10 +121,8 @@ def _norm_rope(
 
 
 def _append(new: Tensor, positions: Tensor, cache: Tensor) -> None:
-    """``cache[b, :, positions[b, r]] = new[b, :, r]``, skipping positions outside the cache.
-
-    A skipped row repeats the write of a row that is not skipped, or where there is none puts slot 0 back.
-    """
+    """Write ``cache[b, :, positions[b, r]] = new[b, :, r]``. A position outside the cache repeats a row that is inside,
+    or puts slot 0 back."""
     if new.shape[2] == 0:
         return
     live = (positions >= 0) & (positions < cache.shape[2])
@@ -331,20 +328,12 @@ def _gumbel(fraction: Tensor) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int, stream: int = 0) -> Tensor:
-    """The keyed noise of `select_tokens`: standard Gumbel, a function of (seed, position, token id) alone.
+    """Return the keyed noise of `select_tokens`, ``[batch, rows, vocab]`` float32, a function of (seed, position, token
+    id) alone.
 
     Word ``id & 3`` of Philox 4x32-10 with the seed as key and (id >> 2, position low, position high, stream) as
-    counter is x; the noise is ``-ln(-ln(1 - (x + 0.5) / 2^32))`` in float64, rounded to fp32. It lies in
-    (-3.14, 22.88).
-
-    Args:
-        seeds: ``[batch]`` int64.
-        positions: ``[batch, rows]`` int64.
-        vocab: how many token ids.
-        stream: 0 for the choice of tokens; others are independent of it and of one another.
-
-    Returns:
-        ``[batch, rows, vocab]`` float32.
+    counter is x; the noise is ``-ln(-ln(1 - (x + 0.5) / 2^32))`` in float64, rounded to fp32. Streams are independent
+    of one another; tokens are chosen with stream 0.
     """
     return _gumbel(_uniform(seeds, positions, vocab, stream))
 
@@ -356,16 +345,8 @@ def gumbel_noise_of(ids: Tensor, seeds: Tensor, positions: Tensor, stream: int =
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """One number in (0, 1) per position: ``(x + 0.5) / 2^32`` of the first word x of `gumbel_noise`.
-
-    Args:
-        seeds: ``[batch]`` int64.
-        positions: ``[batch, rows]`` int64.
-        stream: as in `gumbel_noise`.
-
-    Returns:
-        ``[batch, rows]`` float64.
-    """
+    """Return one number in (0, 1) per position, ``[batch, rows]`` float64: ``(x + 0.5) / 2^32`` of `gumbel_noise`'s
+    first word x."""
     return _uniform(seeds, positions, 1, stream)[..., 0]
 
 
@@ -717,7 +698,7 @@ def separate_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the operands of ``x @ weight.T`` in a form in which no row of ``x`` meets another.
 
     On CPUs with AMX, torch's 16-bit product of an inner dimension that is not a multiple of 32 reads past the end of a
-    row into the next one, and 0 * NaN is NaN. Zeros up to the next multiple keep the rows apart.
+    row into the next one, and 0 * NaN is NaN. Zeros up to the next multiple prevent it.
     """
     short = -x.shape[-1] % _AMX_INNER
     if short and x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
@@ -726,15 +707,11 @@ def separate_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows to 8 bits: 256 adjacent elements share a scale, a 127th of their largest magnitude.
-
-    Args:
-        x: ``[..., in]``.
+    """Round rows ``x [..., in]`` to 8 bits: 256 adjacent elements share a scale, a 127th of their largest magnitude.
 
     Returns:
-        ``(integers [..., groups, 256], group_scales [..., groups])``, at least fp32. Their product over the groups is x
-        but for the rounding. Elements past ``in`` are zero. The scale of a group that is not finite is NaN; magnitudes
-        up to 1e-30 are zero.
+        ``(integers [..., groups, 256], group_scales [..., groups])``, at least fp32, zero past ``in``. The scale of a
+        group that is not finite is NaN; magnitudes up to 1e-30 are zero.
     """
     wide = torch.nn.functional.pad(x.to(_compute_dtype(x)), (0, -x.shape[-1] % _GROUP)).unflatten(-1, (-1, _GROUP))
     top = wide.abs().amax(-1)
@@ -747,10 +724,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False, scales: Tensor | None = None
 ) -> Tensor:
-    """``x @ weight.T + bias``; a row of NaN spoils no other row.
-
-    With ``scales`` the weight is int8, and so are the rows (`round_rows`). This never widens the whole weight at once.
-    """
+    """Compute ``x @ weight.T + bias``; a row of NaN spoils no other. An int8 weight is never widened whole."""
     if scales is None:
         return torch.nn.functional.linear(*separate_rows(x, weight), bias)
     out, step = x.new_empty(*x.shape[:-1], weight.shape[0]), max(1, _WIDENED // max(1, weight.shape[1]))
