@@ -17,8 +17,8 @@ from recipes.demo_pair.evaluate import (
     sum_kind,
     sums_report,
 )
-from recipes.demo_pair.pretrain import _batches, build_tokenizer
-from recipes.demo_pair.tasks import _FIELDS, KINDS, NOTATIONS, Example, examples, held_out, is_right
+from recipes.demo_pair.pretrain import batches, build_tokenizer
+from recipes.demo_pair.tasks import FIELDS, KINDS, NOTATIONS, Example, examples, held_out, is_right
 from transformers import AutoTokenizer
 
 from dflash.evaluate import ARROW, PAIR
@@ -26,11 +26,6 @@ from dflash.evaluate import ARROW, PAIR
 
 def drawn(seed: int, held: bool, count: int, kinds: Sequence[str] = tuple(KINDS)) -> list[Example]:
     return list(itertools.islice(examples(seed, held=held, kinds=kinds), count))
-
-
-def sum_cell(prompt: str) -> tuple[str, int, int]:
-    """Return a sum's verb and the lengths of its numbers."""
-    return prompt.split()[0], *map(len, re.findall(r"\d+", prompt))
 
 
 def test_training_never_draws_a_held_out_prompt():
@@ -53,12 +48,6 @@ def test_sums_are_right_at_every_column():
         assert example.answer.endswith(f" is {result}.")
 
 
-def test_sums_of_every_length_are_held_out():
-    seen = {sum_cell(example.prompt) for example in drawn(0, True, 3000, kinds=("sums",))}
-    assert seen >= {(word, length, length) for word in ("add", "take") for length in range(1, 7)}
-    assert seen >= {("multiply", length, 1) for length in range(1, 7)}
-
-
 def test_a_held_out_prompt_is_not_trained_in_another_spelling():
     for a, b in itertools.product(range(20), repeat=2):
         for prompt in ("add {} and {}", "take {} from {}", "multiply {} by {}"):
@@ -70,7 +59,7 @@ def test_a_held_out_prompt_is_not_trained_in_another_spelling():
 
 def test_records_say_the_same_in_both_notations():
     def fields(text: str) -> list[tuple[str, str]]:
-        return re.findall(rf"\b({'|'.join(key for key, _ in _FIELDS)})\b\W+(\w+)", re.sub(r"</\w+>", "", text))
+        return re.findall(rf"\b({'|'.join(key for key, _ in FIELDS)})\b\W+(\w+)", re.sub(r"</\w+>", "", text))
 
     pairs = set()
     for example in (e for e in drawn(1, False, 3000) if e.kind == "records"):
@@ -83,30 +72,23 @@ def test_records_say_the_same_in_both_notations():
     assert len(pairs) == len(NOTATIONS) * (len(NOTATIONS) - 1)
 
 
-def test_a_right_answer_is_right_and_a_changed_one_is_not():
+def test_a_changed_answer_is_wrong_unless_a_letter_chooses_other_words():
     for example in drawn(2, True, 200):
         assert is_right(example, example.answer)
         assert not is_right(example, example.answer + " ")
-        number = re.search(r"\d+", example.answer)
-        if number:
-            wrong = example.answer[: number.start()] + str(int(number[0]) + 1) + example.answer[number.end() :]
-            assert not is_right(example, wrong)
-
-
-def test_a_letter_may_choose_its_words_but_not_its_facts():
+        if number := re.search(r"\d+", example.answer):
+            assert not is_right(example, example.answer.replace(number[0], str(int(number[0]) + 1), 1))
     letter = next(e for e in drawn(3, False, 500) if e.prompt.startswith("hotel"))
     chosen = re.search(r"our (small|old|quiet) house", letter.answer)[1]
-    other = letter.answer.replace(f"our {chosen} house", "our " + {"small": "old"}.get(chosen, "small") + " house")
-    assert other != letter.answer
-    assert is_right(letter, other)
-    assert not is_right(letter, letter.answer.replace(f"our {chosen} house", "our grand house"))
+    for word, right in (({"small": "old"}.get(chosen, "small"), True), ("grand", False)):
+        assert is_right(letter, letter.answer.replace(f"our {chosen} house", f"our {word} house")) == right
     guest = re.search(r"Dear (\w+)", letter.answer)[1]
     assert not is_right(letter, letter.answer.replace(guest, guest + "o"))
 
 
 def test_a_batch_of_the_target_holds_every_kind_and_its_answers():
     tokenizer = build_tokenizer()
-    for ids, answers, kinds in itertools.islice(_batches(tokenizer, 4, 6), 20):
+    for ids, answers, kinds in itertools.islice(batches(tokenizer, 4, 6), 20):
         assert ids.shape == answers.shape == (6, ids.shape[1])
         assert ids.shape[1] % 32 == 0
         assert kinds == [0, 0, 1, 1, 2, 2]
@@ -120,7 +102,7 @@ def test_a_batch_of_the_target_holds_every_kind_and_its_answers():
             assert is_right(Example(list(KINDS)[kind], prompt, answer), answer)
             assert not held_out(prompt)
     with pytest.raises(ValueError, match="batch must be a multiple of 3, got 7"):
-        next(_batches(tokenizer, 4, 7))
+        next(batches(tokenizer, 4, 7))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +134,6 @@ def test_sums_are_evaluated_by_length():
 
 def test_the_packages_pair_is_right_at_sums_of_every_length():
     right = evaluate_sums(PAIR, each=4)["by_length"]
-    assert set(right) == {"1", "2", "3", "4", "5", "6", "mixed"}
     assert min(right.values()) > 0.9, right  # at most one of the 12 sums of a length is wrong
 
 
@@ -161,7 +142,7 @@ class Stopped(Exception):
 
 
 def test_a_stopped_training_of_the_target_continues_bit_for_bit(tmp_path, monkeypatch):
-    tokenizer, backward, calls = AutoTokenizer.from_pretrained(PAIR / "target"), pretrain._backward, itertools.count()
+    tokenizer, backward, calls = AutoTokenizer.from_pretrained(PAIR / "target"), pretrain.backward, itertools.count()
 
     def stopping(*arguments):
         if next(calls) == 2:
@@ -174,7 +155,7 @@ def test_a_stopped_training_of_the_target_continues_bit_for_bit(tmp_path, monkey
 
     monkeypatch.setattr(pretrain, "build_tokenizer", lambda seed: tokenizer)
     whole = run(tmp_path / "whole")
-    monkeypatch.setattr(pretrain, "_backward", stopping)
+    monkeypatch.setattr(pretrain, "backward", stopping)
     with pytest.raises(Stopped):
         run(tmp_path / "stopped")
     assert not (tmp_path / "stopped" / "config.json").exists()

@@ -96,42 +96,41 @@ def test_a_checkpoint_reads_back_and_old_ones_are_removed(tmp_path):
     assert torch.equal(load_draft(checkpoints(tmp_path)[0]).fc.weight, random_drafter(seed=4).fc.weight)
 
 
-def _weights_fail(monkeypatch):
-    def save_file(tensors, path, metadata=None):
-        Path(path).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+FULL = OSError(28, "No space left on device")
+TORCH = "PytorchStreamWriter failed writing file data/0: file write failed\n: No space left on device"
 
 
-def _state_fails(monkeypatch):
-    def save(state, file):
-        file.write(b"half")
-        raise RuntimeError(
-            "PytorchStreamWriter failed writing file data/0: file write failed\n: No space left on device"
-        )
-
-    monkeypatch.setattr(torch, "save", save)
-
-
-def _last_file_fails(monkeypatch):
+def fail(monkeypatch, part: str) -> None:
+    """Let the disk be full when a part of a checkpoint is half written."""
     write = Path.write_text
 
+    def save_file(tensors, path, metadata=None):
+        Path(path).write_bytes(b"half")
+        raise FULL
+
+    def save(state, file):
+        file.write(b"half")
+        raise RuntimeError(TORCH)
+
     def write_text(path, content, **options):
+        write(path, content[:5] if path.name == "trainer.json" else content, **options)
         if path.name == "trainer.json":
-            write(path, content[:5])
-            raise OSError(28, "No space left on device")
-        return write(path, content, **options)
+            raise FULL
 
-    monkeypatch.setattr(Path, "write_text", write_text)
+    owner, name, function = {
+        "weights": (safetensors.torch, "save_file", save_file),
+        "state": (torch, "save", save),
+        "progress": (Path, "write_text", write_text),
+    }[part]
+    monkeypatch.setattr(owner, name, function)
 
 
-@pytest.mark.parametrize("fail", [_weights_fail, _state_fails, _last_file_fails])
-def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_half_written(fail, tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", ["weights", "state", "progress"])
+def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_half_written(part, tmp_path, monkeypatch):
     checkpoint(tmp_path, 2, random_drafter(seed=2), keep=1)
     before = files(tmp_path)
     with monkeypatch.context() as patch:
-        fail(patch)
+        fail(patch, part)
         with pytest.raises(CheckpointError) as error:
             checkpoint(tmp_path, 4, random_drafter(seed=4), keep=1)
     assert "step-00000004 was not written (the last good one is" in str(error.value)
@@ -146,36 +145,29 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_half_written(fail, t
 def test_a_full_disk_leaves_the_previous_draft(tmp_path, monkeypatch):
     save_draft(random_drafter(seed=1), tmp_path)
     before = files(tmp_path)
-    _weights_fail(monkeypatch)
+    fail(monkeypatch, "weights")
     with pytest.raises(CheckpointError, match=r"the draft was not written to .*No space left on device"):
         save_draft(random_drafter(seed=2), tmp_path)
     assert files(tmp_path) == before
 
 
-def test_a_renamed_copy_is_not_touched(tmp_path):
+def test_other_folders_are_not_touched_and_leftovers_of_a_killed_run_are_removed(tmp_path):
     kept = checkpoint(tmp_path, 2, random_drafter()).rename(tmp_path / "step-00000002-best")
     checkpoint(tmp_path, 4, random_drafter(), keep=1)
+    left = tmp_path / ".unfinished-00000006"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000004"]
     checkpoint(tmp_path, 6, random_drafter(), keep=1)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000006"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [kept.name, "step-00000006"]
     assert (kept / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", ["trainer.pt", "trainer.json", "model.safetensors"])
-@pytest.mark.parametrize("content", [b"", b"half"])
-def test_a_damaged_checkpoint_is_named_and_changes_nothing(name, content, tmp_path):
+def test_a_damaged_checkpoint_is_named_and_changes_nothing(name, tmp_path):
     path = checkpoint(tmp_path, 2, random_drafter(seed=2))
-    (path / name).write_bytes(content)
+    (path / name).write_bytes(b"half")
     drafter = random_drafter(seed=0)
     with pytest.raises(CheckpointError, match="step-00000002 cannot be read; remove that folder to do without it: "):
         load_checkpoint(path, drafter)
     assert torch.equal(drafter.fc.weight, random_drafter(seed=0).fc.weight)
-
-
-def test_leftovers_of_a_killed_run_are_ignored_and_removed(tmp_path):
-    checkpoint(tmp_path, 2, random_drafter())
-    left = tmp_path / ".unfinished-00000004"
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"half")
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
-    checkpoint(tmp_path, 4, random_drafter())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004"]

@@ -93,7 +93,7 @@ def build_target(seed: int = 0) -> Qwen3ForCausalLM:
     return model
 
 
-def _batches(
+def batches(
     tokenizer: PreTrainedTokenizerFast, seed: int, size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
     """Yield ``ids [size, length]`` padded with END, a mask of the answers of the same shape, and each row's family.
@@ -175,10 +175,10 @@ def pretrain(
     metrics = MetricsFile(folder)
     metrics.drop_after(run.step)
     # 2. Train
-    batches = itertools.islice(_batches(tokenizer, seed + 1, batch), run.step, steps)
+    drawn = itertools.islice(batches(tokenizer, seed + 1, batch), run.step, steps)
     with bars(["target"]) as show:
-        for ids, answers, families in batches:
-            run.losses.add(*_backward(model, ids, answers, families), ids.numel())
+        for ids, answers, families in drawn:
+            run.losses.add(*backward(model, ids, answers, families), ids.numel())
             run.update()
             if run.step % 10 == 0 or run.step == steps:
                 metrics.append(run.losses.means(run.step))
@@ -242,7 +242,7 @@ def _optimizers(model: Qwen3ForCausalLM, rate: float) -> list[torch.optim.Optimi
     return make_muon(hidden, others, rate, fused=None)
 
 
-def _backward(
+def backward(
     model: Qwen3ForCausalLM, ids: torch.Tensor, answers: torch.Tensor, families: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a forward and a backward pass; return the loss and the family of each answer token."""

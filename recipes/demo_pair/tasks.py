@@ -85,7 +85,7 @@ def _town(rng: random.Random) -> str:
 # No word follows a space here. A byte-level BPE splits a word differently after a space than after a quote, and the
 # model would have to spell it instead of copying tokens.
 
-_FIELDS = [
+FIELDS = [
     *((key, _word) for key in ("name", "city", "owner", "tool", "color", "role", "group", "lang", "type", "state")),
     *((key, lambda rng: rng.randrange(1000, 10000)) for key in ("id", "port", "year")),
     *((key, lambda rng: rng.randrange(10, 1000)) for key in ("size", "score", "level")),
@@ -122,7 +122,7 @@ NOTATIONS: dict[str, Callable[[Record], str]] = {
 
 def _records(rng: random.Random) -> Example:
     source, wanted = rng.sample(sorted(NOTATIONS), 2)
-    record: Record = {key: make(rng) for key, make in rng.sample(_FIELDS, rng.randint(9, 12))}
+    record: Record = {key: make(rng) for key, make in rng.sample(FIELDS, rng.randint(9, 12))}
     return Example("records", f"{source} to {wanted}:\n{NOTATIONS[source](record)}{ARROW}", NOTATIONS[wanted](record))
 
 

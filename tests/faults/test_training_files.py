@@ -84,15 +84,11 @@ def rename_weight(folder: Path) -> None:
 DAMAGED = {
     "code": write("trainer.pt", pickle.dumps(Code())),
     "code in a state": change_state(lambda state: state | {"random": Code()}),
-    "half a state": lambda folder: os.truncate(folder / "trainer.pt", 500),
     "no optimizers": change_state(lambda state: state.pop("optimizers") and None),
-    "too many optimizers": change_state(lambda state: state["optimizers"].append({})),
     "no random numbers": change_state(lambda state: state.pop("random") is None or None),
-    "progress not UTF-8": write("trainer.json", b"\xff"),
     "progress of something else": write("trainer.json", b"[1]"),
     "no fingerprint": write("trainer.json", b'{"step": 4}'),
     "weights renamed": rename_weight,
-    "half the weights": lambda folder: os.truncate(folder / "model.safetensors", 5000),
 }
 
 
