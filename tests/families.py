@@ -18,79 +18,39 @@ VOCAB = 97
 needs_assistant = pytest.mark.skipif(transformers_version() < (5, 18), reason="as_assistant refuses older transformers")
 
 _COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
 _MLA = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
 _MOE = {
-    "n_routed_experts": 8,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-}
+    "n_routed_experts": 8, "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 _MIXED = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _GEMMA4 = {**_MIXED, "vocab_size_per_layer_input": 128}  # of a second embedding; 262,144 by default
 _DSA = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 
 _GDN = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "linear_conv_kernel_dim": 4,
-    "shared_expert_intermediate_size": 32,
-}
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 _LINEAR = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 _KDA = {
-    **{**_MOE, **_MLA, **_LINEAR},
-    "linear_head_dim": 16,
-    "linear_num_heads": 4,
+    **{**_MOE, **_MLA, **_LINEAR}, "linear_head_dim": 16, "linear_num_heads": 4,
     "mlp_layer_types": ["dense"] + ["sparse"] * 3,
-}
+}  # fmt: skip
 _MAMBA2 = {
-    "mamba_d_state": 16,
-    "mamba_d_conv": 4,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_n_groups": 2,
-    "mamba_chunk_size": 8,
-    "mamba_expand": 2,
-    "mamba_d_ssm": 128,
-    "shared_intermediate_size": 32,
-}
+    "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2,
+    "mamba_chunk_size": 8, "mamba_expand": 2, "mamba_d_ssm": 128, "shared_intermediate_size": 32,
+}  # fmt: skip
 _NEMOTRON_H = {
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 32,
-    "ssm_state_size": 16,
-    "n_groups": 2,
-    "chunk_size": 8,
-    "conv_kernel": 4,
-    "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
-    "n_routed_experts": 4,
-}
+    "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8, "conv_kernel": 4,
+    "layers_block_type": ["mamba", "mlp", "attention", "mamba"], "n_routed_experts": 4,
+}  # fmt: skip
 _SHORT_CONV = {**_MOE, "num_dense_layers": 1, "layer_types": ["conv", "conv", "full_attention", "conv"]}
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 _KIMI_VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
@@ -99,26 +59,14 @@ _MULTIMODAL = {"kimi_k25": {"vision_config": _KIMI_VISION}, "qwen3_5": {"vision_
 # name -> (model_type, what differs from _COMMON)
 FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen3": ("qwen3", {}),
-    "qwen3 (windowed)": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2},
-    ),
+    "qwen3 (windowed)": ("qwen3", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}),
     "qwen3_moe": ("qwen3_moe", _MOE),
     "qwen2": ("qwen2", {}),
     "llama": ("llama", {}),
-    "llama (llama3 RoPE)": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
+    "llama (llama3 RoPE)": ("llama", {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral (windowed)": ("mistral", {"sliding_window": 20}),
     "gemma3": ("gemma3_text", {**_MIXED, "query_pre_attn_scalar": 16}),
@@ -133,7 +81,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "minimax_m2": ("minimax_m2", _MOE),
     "phimoe (windowed)": ("phimoe", {**_MOE, "sliding_window": 20}),
     "kimi_k25": ("kimi_k25", {**_MOE, **_MLA}),
-}
+}  # fmt: skip
 # Families with recurrent layers.
 RECURRENT: dict[str, tuple[str, dict]] = {
     "qwen3_5": ("qwen3_5_text", _GDN),
@@ -146,14 +94,13 @@ RECURRENT: dict[str, tuple[str, dict]] = {
     "nemotron_h": ("nemotron_h", _NEMOTRON_H),
     "nemotron_h (dt under its limit)": ("nemotron_h", {**_NEMOTRON_H, "time_step_min": 1.2}),
     "granitemoehybrid": (
-        "granitemoehybrid",
-        {**_MAMBA2, **_MOE, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
+        "granitemoehybrid", {**_MAMBA2, **_MOE, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
     ),
     "bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [2]}),
     "falcon_h1": ("falcon_h1", _MAMBA2),
     "lfm2": ("lfm2", _SHORT_CONV),
     "lfm2_moe": ("lfm2_moe", _SHORT_CONV),
-}
+}  # fmt: skip
 FAMILIES |= RECURRENT
 
 

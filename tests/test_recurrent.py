@@ -94,62 +94,6 @@ def test_the_state_after_m_rows_is_that_of_m_single_rows(family):
 
 
 @torch.no_grad()
-def test_a_row_that_is_done_stays_where_it_is():
-    target = Target(make_target("qwen3_5"))
-    cache, lengths = target.new_cache(2, 64, BLOCK), torch.tensor([9, 5])
-    run_prompts(target, cache, [prompt(9), prompt(5)], 16)
-    target.forward(torch.stack([prompt(BLOCK)] * 2), lengths, cache)
-    lengths += torch.tensor([3, 2])
-    target.forward(torch.stack([prompt(BLOCK, seed=1)] * 2), lengths, cache)
-    before = standing(cache)
-    for _ in range(5):
-        lengths[1] += 1
-        target.forward(torch.stack([prompt(BLOCK, seed=2)] * 2), lengths, cache)
-    assert cache.held.tolist() == [12, 12]
-    for old, new in zip(before, standing(cache), strict=True):
-        assert torch.equal(old[0], new[0])
-        assert not torch.equal(old[1], new[1])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", KINDS)
-def test_states_do_not_depend_on_the_chunks_of_a_prompt(family, monkeypatch):
-    """Given what a prompt of 100 rows gives the ops: torch's own functions round by shape and place, ours do not."""
-    target, calls = Target(make_target(family, **DENSE.get(family, {})), fused=False), []
-
-    def kept(name):
-        function = getattr(ops, name)
-
-        def call(*arguments):
-            calls.append((function, arguments))
-            return function(*arguments)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        for name in ("causal_conv_", "gated_recurrence_"):
-            patch.setattr(ops, name, kept(name))
-        whole = target.new_cache(1, 128, BLOCK)
-        run_prompts(target, whole, [prompt(100)], 100)
-    assert len(calls) >= 2
-    for function, arguments in calls:
-        *inputs, pending, keep = arguments
-        written = [x for x in inputs if any(x is buffer for buffer in whole.buffers)]
-        context = 4 - 1 if function.__name__ == "gated_recurrence_" else written[0].shape[1] - BLOCK
-        for chunk in (7, 64):
-            fresh = {id(x): torch.zeros_like(x) for x in written}
-            for start in range(0, 100, chunk):
-                rows = [
-                    fresh[id(x)] if id(x) in fresh
-                    else x[:, start : start + chunk] if isinstance(x, torch.Tensor) and x.dim() > 2 else x
-                    for x in inputs
-                ]  # fmt: skip
-                function(*rows, torch.zeros_like(pending), torch.full_like(keep, min(chunk, 100 - start)))
-            stands = slice(None) if written[0].dim() == 4 else slice(0, context)
-            assert torch.equal(fresh[id(written[0])][:, stands], written[0][:, stands])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("family", KINDS)
 def test_nan_in_a_rejected_row_reaches_nothing(family):
     model = make_target(family)

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCa
 
 import dflash
 from dflash.targets import Target, UnsupportedTargetError, refusal, structural_copy
-from dflash.targets import model as models
 
 FUSED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 
@@ -157,29 +156,6 @@ class NoLogitsToKeep(LlamaForCausalLM):
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         kwargs.pop("logits_to_keep", None)
         return super().forward(input_ids, attention_mask, position_ids, **kwargs)
-
-
-class TakesCache(torch.nn.Module):
-    def forward(self, input_ids, cache=None):
-        return input_ids
-
-
-class TakesPastKeyValues(torch.nn.Module):
-    def forward(self, input_ids, past_key_values=None):
-        return input_ids
-
-
-class TakesAnything(torch.nn.Module):
-    def forward(self, *arguments, **kwargs):
-        return arguments
-
-
-@pytest.mark.parametrize(("version", "name"), [((5, 23), "past_key_values"), ((5, 24), "cache"), ((6, 0), "cache")])
-def test_a_forward_that_names_no_cache_gets_it_under_the_versions_name(version, name, monkeypatch):
-    monkeypatch.setattr(models, "transformers_version", lambda: version)
-    assert models.cache_argument(TakesAnything()) == name
-    assert models.cache_argument(TakesCache()) == "cache"
-    assert models.cache_argument(TakesPastKeyValues()) == "past_key_values"
 
 
 def test_a_model_that_ignores_logits_to_keep_still_chooses_from_the_right_row():

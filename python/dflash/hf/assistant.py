@@ -56,18 +56,10 @@ class _Assistant:
         cache: Any = None,
         past_key_values: Any = None,
     ) -> Any:
-        """One draft pass.
+        """Draft a block: ``noise_embeds [1, block_size, hidden]`` are its anchor and masks as the target embeds them.
 
-        Args:
-            noise_embeds: ``[1, block_size, hidden]``, the anchor and the masks as the target's module embeds them.
-            context_hidden_states: ``[1, rows, taps * hidden]`` of the tokens before the anchor that are new.
-            position_ids: ``[1, rows + block_size]``.
-            attention_mask: ``[1, all tokens + block_size]`` of zeros and ones, or None.
-            cache: one object per call of ``generate``; our cache travels with it.
-            past_key_values: the name of ``cache`` before transformers 5.24.
-
-        Returns:
-            An object whose ``last_hidden_state`` is ``[1, block_size, hidden]``.
+        ``context_hidden_states [1, rows, taps * hidden]`` are of the new tokens before the anchor. Our cache travels
+        with ``cache``, one object per call of ``generate``; before transformers 5.24 that is ``past_key_values``.
         """
         draft, (rows, block) = self.draft, (context_hidden_states.shape[1], noise_embeds.shape[1])
         if noise_embeds.dtype != draft.dtype:

@@ -63,19 +63,8 @@ def _refuse(what: str) -> ValueError:
     return ValueError(f"dflash.custom_generate does not apply {what}")
 
 
-def _same(given: object, wanted: object) -> bool:
-    """Return True if a processor's attribute holds what the setting says."""
-    if isinstance(given, Tensor):
-        given = given.tolist()
-    return given == ([wanted] if isinstance(given, list) and isinstance(wanted, int) else wanted)
-
-
 def _processors(processors: Sequence[Any], config: Any, defaults: TargetDefaults) -> tuple[dict[str, Any], list[Any]]:
-    """Return the rules that the processors stand for, and the processors that have to be called.
-
-    Raises:
-        ValueError: one cannot be called, or a warper differs from the settings of ``config`` or from their order.
-    """
+    """Return the rules that the processors stand for, and those that have to be called. Warpers must be as set."""
     order, last = list(_WARPERS), -1
     rules: dict[str, Any] = {}
     called: list[Any] = []
@@ -94,11 +83,13 @@ def _processors(processors: Sequence[Any], config: Any, defaults: TargetDefaults
             raise _refuse(f"the logits processor {type(processor).__name__} after {order[last]}")
         plain.append(processor)
         setting, attribute = _RULES.get(name or "", ("", ""))
-        if not setting or not _same(getattr(processor, attribute), getattr(config, SETTINGS[setting].config)):
-            called.append(processor)
-        else:
+        given, wanted = getattr(processor, attribute, None), setting and getattr(config, SETTINGS[setting].config)
+        given = given.tolist() if isinstance(given, Tensor) else given
+        if setting and given == ([wanted] if isinstance(given, list) and isinstance(wanted, int) else wanted):
             rules[setting] = defaults.settings[setting]
             mixed = mixed or bool(called)
+        else:
+            called.append(processor)
     return ({}, plain) if mixed else (rules, called)  # rules come before what is called
 
 
@@ -196,24 +187,8 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     slower. Note that transformers samples with ``top_k=50`` where neither the call nor the model says anything.
     Whatever else would change the text is refused by name.
 
-    Args:
-        model: what transformers passes, as the next six.
-        input_ids: ``[batch, length]``.
-        logits_processor: its processors.
-        stopping_criteria: its criteria.
-        generation_config: its settings.
-        synced_gpus: refused.
-        streamer: a streamer, for a batch of one.
-        draft: see `dflash.generate`; passed in the call of ``model.generate``; so are the next eight.
-        seed: see `dflash.call.GenerateArguments`.
-        draft_sharpness: see there.
-        acceptance: see there.
-        denoise_steps: see there.
-        block_size: see `dflash.generate`.
-        tree: see `dflash.call.GenerateArguments`.
-        weights: see `dflash.generate`; the text is then that of the quantized target.
-        draft_weights: see `dflash.generate`.
-        model_kwargs: what transformers prepares for the model's forward.
+    transformers passes the arguments up to ``streamer`` and ``model_kwargs``. The others are those of `dflash.generate`
+    and `dflash.call.GenerateArguments`, given in the call of ``model.generate``.
 
     Returns:
         ``[batch, length + longest answer]`` int64; with ``return_dict_in_generate=True`` a

@@ -105,19 +105,9 @@ def _block_attention(  # noqa: PLR0913 - transformers' signature
         raise UnsupportedTargetError(f"{type(module).__name__} cannot run on dflash's attention: {reason}")
     # Nothing may be read early (`fresh`): some families, such as deepseek_v3, attend to keys and values that the kernel
     # ahead computes of the cache.
-    out = ops.block_attention(
-        query.transpose(1, 2),
-        key,
-        value,
-        block_lengths,
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        causal=True,
-        window=window_of(module, kwargs) or 0,
-        softcap=softcap or 0.0,
-        sinks=s_aux,
-        ancestors=block_ancestors,
-    )
-    return out, None
+    scale, window = query.shape[-1] ** -0.5 if scaling is None else float(scaling), window_of(module, kwargs) or 0
+    heads = query.transpose(1, 2), key, value, block_lengths
+    return ops.block_attention(*heads, scale, True, window, softcap or 0.0, s_aux, block_ancestors), None
 
 
 def window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:

@@ -15,14 +15,11 @@ from ..terminal import listed, named, printable, shortened
 
 # Keys that decide how much transformers builds, under the names of any family, and their largest value. The largest
 # published: 126 layers, of which one costs transformers a millisecond, and 16384 experts.
-_SIZES = (
-    (re.compile(r"(^|_)(n?_?layers?(_per_\w+)?|depth|num_blocks)$"), 2**10),
-    (re.compile(r"(^|_)experts$"), 2**16),
-    (
-        re.compile(r"(_size|_dim|_rank|heads|_head|_window|_embeddings|_positions|_inner|n_embd|d_model|d_ff)$"),
-        2**31 - 1,
-    ),
-)
+_SIZES = {
+    r"(^|_)(n?_?layers?(_per_\w+)?|depth|num_blocks)$": 2**10,
+    r"(^|_)experts$": 2**16,
+    r"(_size|_dim|_rank|heads|_head|_window|_embeddings|_positions|_inner|n_embd|d_model|d_ff)$": 2**31 - 1,
+}
 _MAX_INTEGER = 2**63 - 1  # torch has no larger ones
 
 
@@ -37,7 +34,7 @@ def check_target_config(folder: Path) -> None:
     config, source = read_json(path), printable(path)
     read_architectures(config, source)
     for key, value in _integers(config):
-        limit = next((limit for pattern, limit in _SIZES if pattern.search(key)), _MAX_INTEGER)
+        limit = next((limit for pattern, limit in _SIZES.items() if re.search(pattern, key)), _MAX_INTEGER)
         if abs(value) > limit:
             raise ValueError(f"{source}: {named(key)} must be at most {limit}, got {shortened(value)}")
 
@@ -78,7 +75,7 @@ def check_target_size(model: nn.Module, files: Sequence[Path], *, is_quantized: 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if files and parameters > (stored * 8 if is_quantized else stored):
         values = _integers(model.config.to_dict())
-        sizes = [f"{key} {value}" for key, value in values if any(pattern.search(key) for pattern, _ in _SIZES)]
+        sizes = [f"{key} {value}" for key, value in values if any(re.search(pattern, key) for pattern in _SIZES)]
         raise ValueError(
             f"{printable(files[0].parent)}: config.json makes a model of {parameters} parameters, and its weights have "
             f"only {stored} bytes. One of its sizes is wrong: {listed(sizes)}"
