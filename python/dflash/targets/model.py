@@ -172,8 +172,10 @@ def generation_defaults(model: nn.Module) -> dict[str, Any]:
         pairs = pairs.items() if isinstance(pairs, dict) else pairs
         found["logit_bias"] = {tuple(sequence): bias for sequence, bias in pairs}
     return {
-        **{name: getattr(config, name, None) for name in ("do_sample", "max_length", "pad_token_id")},
         **found,
+        "do_sample": getattr(config, "do_sample", None),
+        "max_length": getattr(config, "max_length", None),
+        "pad_token_id": getattr(config, "pad_token_id", None),
         "stop_token_ids": [token for token in eos if 0 <= token < vocab],  # ids past the vocabulary are never emitted
         "unsupported": {
             name: value
