@@ -179,8 +179,13 @@ def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[
     if len(every) - 1 in modules:
         modules[RAW_LAST] = every[-1]
     kept: dict[int, Tensor] = {}
+
+    def keep(layer: int, _module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output  # [1, length, hidden]
+        kept[layer] = states[0]
+
     for layer, module in modules.items():
-        module.register_forward_hook(functools.partial(_keep, kept, layer))
+        module.register_forward_hook(functools.partial(keep, layer))
     # 2. Run it, sequence by sequence: padding would cost memory, and on a CPU more time than it saves
     device, recordings = model.get_input_embeddings().weight.device, []
     for one in sequences:
@@ -188,11 +193,6 @@ def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[
         model.get_decoder()(input_ids=ids[None], use_cache=False)
         recordings.append(Recording(ids, one.prompt_length, dict(kept)))
     return recordings
-
-
-def _keep(kept: dict[int, Tensor], layer: int, _module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
-    states = output[0] if isinstance(output, tuple) else output  # [1, length, hidden]
-    kept[layer] = states[0]
 
 
 class Score(NamedTuple):

@@ -120,7 +120,10 @@ def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: S
     out.findings += check_weights(pair.drafter)
     out.findings += check_positions(pair.keys, max(one.prompt_length for one in answers.sequences), longest)
     # 2. Record the target's states over the answers, and look at them
-    recordings = record(pair.target, answers.sequences, _layers(wiring, pair.target))
+    target, reach = text_config(pair.target), range(-_REACH, _REACH + 1)
+    layers = range(target.num_hidden_layers)
+    taps = sorted({tap + i for tap in wiring.config.target_layer_ids for i in reach if tap + i in layers})
+    recordings = record(pair.target, answers.sequences, taps)
     replay = Replay(recordings, answers.generator.engine.target, pair.drafter, effort.places)
     out.findings += check_features(replay, wiring)
     out.places = len(replay.anchors)
@@ -133,29 +136,15 @@ def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: S
             "needed to tell a fault from chance; give more prompts, or prompts with longer answers"
         )
     else:
-        _search(out, replay, wiring, _facts(pair, prompts.tokenizer, longest), show)
+        facts = Facts(
+            target.to_dict(), len(layers), prompts.tokenizer, is_speculators(pair.keys), longest,
+            embedding_table(pair.target).shape[0], pair.drafter.dtype,
+        )  # fmt: skip
+        _search(out, replay, wiring, facts, show)
         _compare_encodings(out, pair, prompts, effort, show)
         _explain_low_acceptance(out)
     out.seconds = time.perf_counter() - began
     return out
-
-
-def _layers(wiring: Wiring, target: Any) -> list[int]:
-    last, reach = text_config(target).num_hidden_layers - 1, range(-_REACH, _REACH + 1)
-    return sorted({tap + i for tap in wiring.config.target_layer_ids for i in reach if 0 <= tap + i <= last})
-
-
-def _facts(pair: Pair, tokenizer: Any, longest: int) -> Facts:
-    target, config = pair.target, text_config(pair.target)
-    return Facts(
-        config.to_dict(),
-        config.num_hidden_layers,
-        tokenizer,
-        is_speculators(pair.keys),
-        longest,
-        embedding_table(target).shape[0],
-        pair.drafter.dtype,
-    )
 
 
 # ---------------------------------------------------------------------------------------------- wirings
