@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from baseline import check_answers, left_padded, prompt, sampled
-from families import Cheat, make_draft, make_target
+from families import cheat, make_draft, make_target
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from tiny_pair import save_pair
@@ -87,9 +87,7 @@ def test_text_equals_one_token_decoding(target, draft, prompts, name, temperatur
 def test_a_grammar_bites_inside_blocks(target, draft, prompts, name, spoil, temperature):
     grammar, p = GRAMMARS[name], prompts[1]
     answer = oracle(target, grammar, p, seed=3, temperature=temperature)
-    generator = Cheat(target, draft, max_length=80)
-    generator.script, generator.spoil = torch.zeros(1, 100, dtype=torch.int64), spoil
-    generator.script[0, : len(p) + len(answer)] = torch.cat([p, answer])
+    generator = cheat(target, draft, [p], [answer], spoil, max_length=80)
     arguments = call(grammar, temperature=temperature, seed=3, return_dict_in_generate=True)
     output = generator.generate(p[None], **arguments)
     check_answers(output.sequences, len(p), [answer])
@@ -271,9 +269,7 @@ def test_a_draft_may_lead_where_the_grammar_ends_without_a_match(target, draft, 
     """The vocabulary has no z: é is allowed, and nothing after it."""
     p, grammar = prompts[1], Grammar.regex("aéz|ab{5}")
     dead, alive = ([*TOKENIZER.encode(text)] for text in ("aé", "abbbbb"))
-    generator = Cheat(target, draft, max_length=80)
-    generator.script = torch.zeros(1, 100, dtype=torch.int64)
-    generator.script[0, len(p) : len(p) + len(dead)] = torch.tensor(dead)
+    generator = cheat(target, draft, [p], [torch.tensor(dead)], max_length=80)
     bias = dict.fromkeys(alive, 50.0) | {token: -50.0 for token in range(97) if token not in (*alive, *dead, 0)}
     arguments = call(grammar, logit_bias=bias | {dead[1]: -50.0}, forced_bos_token_id=[])
     answer = generator.generate(p[None], **arguments)[0, len(p) :].tolist()

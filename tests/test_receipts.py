@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from baseline import left_padded, prompt
-from families import RECURRENT, Cheat, make_draft, make_target
+from families import RECURRENT, cheat, make_draft, make_target
 from tiny_pair import save_pair, word_tokenizer
 from tiny_tokenizers import byte_level
 from torch.testing._internal.two_tensor import TwoTensor
@@ -324,13 +324,10 @@ class TestBfloat16:
         ids, mask = left_padded(prompts)
         arguments = {"attention_mask": mask, "max_new_tokens": 40, "temperature": temperature, "seed": 8}
         receipt = recorded(target, make_draft(target), ids, **arguments)
-        script = torch.zeros(3, 160, dtype=torch.int64)
-        for row, answer in enumerate(receipt.answers):
-            script[row, : len(answer.prompt) + 40] = torch.tensor(answer.prompt + answer.ids)
-        cheat = Cheat(target, make_draft(target), max_length=128, batch_size=3)
-        cheat.script, cheat.spoil = script, 5
+        answers = [torch.tensor(answer.ids) for answer in receipt.answers]
+        drafting = cheat(target, make_draft(target), prompts, answers, spoil=5, max_length=128)
         recorder = dflash.Recorder(target, ids, **arguments)
-        output = cheat.generate(ids, return_dict_in_generate=True, **recorder.arguments)
+        output = drafting.generate(ids, return_dict_in_generate=True, **recorder.arguments)
         assert recorder.receipt(output) == receipt
         assert dflash.verify(receipt, target).is_exact
 

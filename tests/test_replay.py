@@ -5,10 +5,11 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import families
 import pytest
 import torch
 from baseline import greedy, left_padded, prompt
-from families import Cheat, make_draft, make_target
+from families import make_draft, make_target
 from recorded import HostRead, Recorded, no_host_reads, no_peeking, record
 from tiny_tokenizers import byte_level
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -57,12 +58,10 @@ def batch(target):
     return *left_padded(prompts), prompts, answers, [int(answers[0][11]), int(answers[1][29])]
 
 
-def cheat(target, draft, batch, **options) -> Cheat:
+def cheat(target, draft, batch, **options) -> families.Cheat:
     _, _, prompts, answers, _ = batch
-    generator = Cheat(target, draft, **{"max_length": 90, "batch_size": 3} | options)
-    generator.script, generator.spoil = torch.zeros(3, 120, dtype=torch.int64, device=target.device), 5
-    for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
-        generator.script[row, : len(p) + NEW] = torch.cat([p, answer])
+    generator = families.cheat(target, draft, prompts, answers, spoil=5, **{"max_length": 90} | options)
+    generator.script = generator.script.to(target.device)
     return generator
 
 
@@ -152,21 +151,16 @@ class TestHostReads:
     def test_planted_host_reads_are_found(self, target):
         generator = dflash.Generator(target, max_length=30)
         length = generator.state.length
-        reads = [
-            lambda: length.item(),
-            lambda: length.tolist(),
-            lambda: int(length[0]),
-            lambda: bool(length[0] > 3),
-            lambda: length.cpu(),
-            lambda: length.nonzero(),
-            lambda: length[length > 3],
-        ]
-        for read in (*reads, lambda: length.new_zeros(3) + torch.tensor([1, 2, 3])):
-            with pytest.raises(HostRead), no_host_reads():
-                read()
-        for read in reads:
+        for read in (
+            *(lambda: length.item(), lambda: length.tolist(), lambda: int(length[0]), lambda: bool(length[0] > 3)),
+            *(lambda: length.cpu(), lambda: length.nonzero(), lambda: length[length > 3]),
+        ):
             with pytest.raises(HostRead), no_peeking(generator):
                 read()
+            with pytest.raises(HostRead), no_host_reads():
+                read()
+        with pytest.raises(HostRead), no_host_reads():
+            torch.tensor([1, 2, 3])
 
 
 class TestGraphContents:
