@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import time
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ..call import Call, TargetDefaults
 from ..engine import Engine, Prefill
@@ -286,12 +288,8 @@ def _call_of(
     answers: Sequence[RecordedAnswer], receipt: Receipt, device: torch.device, tokenizer: object = None
 ) -> Call:
     """Return the call that asks for some answers of a receipt, without its stop strings; ``tokenizer`` is its own."""
-    width = max(len(answer.prompt) for answer in answers)
-    ids = torch.zeros(len(answers), width, dtype=torch.int64, device="cpu")
-    mask = torch.zeros_like(ids)
-    for row, answer in enumerate(answers):
-        ids[row, : len(answer.prompt)] = torch.tensor(answer.prompt, dtype=torch.int64, device="cpu")
-        mask[row, : len(answer.prompt)] = 1
+    prompts = [torch.tensor(answer.prompt, dtype=torch.int64, device="cpu") for answer in answers]
+    ids, mask = (pad_sequence(rows, batch_first=True) for rows in (prompts, [*map(torch.ones_like, prompts)]))
     arguments = receipt.settings.arguments()
     if receipt.settings.grammar is not None:
         arguments |= {"grammar": receipt.settings.grammar, "tokenizer": cast("Tokenizer", tokenizer)}
@@ -303,13 +301,11 @@ def _call_of(
 
 def _least(is_enough: Callable[[float], bool]) -> float:
     """Return the least change that is enough, by bisection; infinity if none is."""
-    low, high = 0.0, _LARGEST_MARGIN
-    if not is_enough(high):
+    if not is_enough(_LARGEST_MARGIN):
         return math.inf
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high
+    parts = range(1, 2**_HALVINGS)
+    index = bisect.bisect_left(parts, True, key=lambda part: is_enough(_LARGEST_MARGIN * part / 2**_HALVINGS))
+    return _LARGEST_MARGIN * (index + 1) / 2**_HALVINGS
 
 
 def _wrong_end(answer: RecordedAnswer, settings: RecordedSettings, criteria: Sequence[StopCriterion]) -> str:
