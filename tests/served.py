@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import torch
 
 import dflash
@@ -173,8 +172,10 @@ def live(*, key: str | None = None, grace: float = 30.0, **options: Any) -> Iter
 
 
 @contextlib.contextmanager
-def client(**options: Any) -> Iterator[openai.OpenAI]:
+def client(**options: Any) -> Iterator[Any]:
     """Serve on a free port; yield OpenAI's client for it. ``options`` are those of `live`."""
+    import openai  # not every environment that serves has it
+
     with live(**options) as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as asking:
         yield asking
 
