@@ -55,10 +55,10 @@ def refusing(param: str | None, where: str = "") -> Iterator[None]:
         raise bad_request(f"{where}{error}", param) from error
 
 
-def _not_applied(**fields: tuple[Any, ...]) -> Any:
-    """Return fields of OpenAI's API that are not applied, each with the values that ask for nothing; null always does.
+def _not_applied(base: type[BaseModel], **fields: tuple[Any, ...]) -> Any:
+    """Return a model with fields of OpenAI's API that are not applied, each with the values that ask for nothing.
 
-    Their JSON schemas say so.
+    null always does. Their JSON schemas say so.
     """
 
     def field(neutral: tuple[Any, ...]) -> Any:
@@ -69,7 +69,7 @@ def _not_applied(**fields: tuple[Any, ...]) -> Any:
         schema = WithJsonSchema({"enum": [None, *neutral], "description": "Not applied."})
         return Annotated[Any, AfterValidator(check), schema], None
 
-    return {name: field(neutral) for name, neutral in fields.items()}
+    return create_model("_NotApplied", __base__=base, **{name: field(neutral) for name, neutral in fields.items()})
 
 
 def _stops(value: object) -> object:
@@ -93,7 +93,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(create_model("_Options", __base__=_Strict, **_not_applied(include_obfuscation=()))):
+class StreamOptions(_not_applied(_Strict, include_obfuscation=())):
     """Options of a stream. Extensions: ``continuous_usage_stats``, as in vLLM, and ``include_drafts``."""
 
     include_usage: bool | None = None
@@ -203,11 +203,7 @@ class ToolCall(_Strict):
     function: CalledFunction
 
 
-class Message(
-    create_model(
-        "_Message", __base__=_Strict, **_not_applied(refusal=(), audio=(), annotations=([],), function_call=("none",))
-    )
-):
+class Message(_not_applied(_Strict, refusal=(), audio=(), annotations=([],), function_call=("none",))):
     """A message of a conversation. The chat template decides which roles it takes, and what it shows of a name."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -230,14 +226,14 @@ class Message(
         return "\n".join(part.text for part in self.content or ())
 
 
-_UNUSED_BY_CHATS = _not_applied(
-    functions=([],), function_call=("none",), audio=(), modalities=(["text"],), prediction=(), reasoning_effort=(),
-    prompt_cache_retention=(), service_tier=("auto", "default"), store=(False,), verbosity=("medium",),
-    web_search_options=(),
+_ChatFields = _not_applied(
+    GenerationRequest, functions=([],), function_call=("none",), audio=(), modalities=(["text"],), prediction=(),
+    prompt_cache_retention=(), reasoning_effort=(), service_tier=("auto", "default"), store=(False,),
+    verbosity=("medium",), web_search_options=(),
 )  # fmt: skip
 
 
-class ChatRequest(create_model("_Chat", __base__=GenerationRequest, **_UNUSED_BY_CHATS)):
+class ChatRequest(_ChatFields):
     """A request of ``/v1/chat/completions``. ``chat_template_kwargs`` is an extension."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -274,9 +270,7 @@ class ChatRequest(create_model("_Chat", __base__=GenerationRequest, **_UNUSED_BY
         return self.top_logprobs or 0 if self.logprobs else None
 
 
-class CompletionRequest(
-    create_model("_Completion", __base__=GenerationRequest, **_not_applied(best_of=(1,), suffix=("",)))
-):
+class CompletionRequest(_not_applied(GenerationRequest, best_of=(1,), suffix=("",))):
     """A request of ``/v1/completions``. With ``echo``, ``max_tokens`` may be 0, and ``logprobs`` has the prompt's."""
 
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1)]
