@@ -16,30 +16,14 @@ HIDDEN, VOCAB = 64, 101
 def config_dict(**changes) -> dict:
     """Return a small published ``config.json``. ``changes`` replace keys, and None removes one."""
     config = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "block_size": 16,
-        "dflash_config": {"mask_token_id": 100, "target_layer_ids": [1, 9, 17, 25, 33]},
-        "dtype": "float32",
-        "head_dim": 16,
-        "hidden_act": "silu",
-        "hidden_size": HIDDEN,
-        "intermediate_size": 88,
-        "layer_types": [FULL, FULL, FULL],
-        "max_position_embeddings": 4096,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 2,
-        "num_target_layers": 36,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "vocab_size": VOCAB,
-    } | changes
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 16, "dtype": "float32", "head_dim": 16,
+        "dflash_config": {"mask_token_id": 100, "target_layer_ids": [1, 9, 17, 25, 33]}, "hidden_act": "silu",
+        "hidden_size": HIDDEN, "intermediate_size": 88, "layer_types": [FULL, FULL, FULL],
+        "max_position_embeddings": 4096, "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2,
+        "num_target_layers": 36, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+        "use_cache": True, "vocab_size": VOCAB,
+    } | changes  # fmt: skip
     return copy.deepcopy({key: value for key, value in config.items() if value is not None})
 
 
@@ -60,56 +44,37 @@ def _taps(*ids: int, **more) -> dict:
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
+# fmt: off
 VARIANTS: dict[str, dict] = {
     "Qwen3-4B": config_dict(),
     "Qwen3.5-27B-September": config_dict(
-        **sliding("sssf", 24), rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1e7}
-    ),
+        **sliding("sssf", 24), rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1e7}),
     "Qwen3.6-27B": config_dict(
-        **sliding("ssf", 7),
-        num_target_layers=64,
-        dflash_config=_taps(1, 16, 31, 46, 61, block_size=16),
-        block_size=None,
-    ),
+        **sliding("ssf", 7), num_target_layers=64, dflash_config=_taps(1, 16, 31, 46, 61, block_size=16),
+        block_size=None),
     "Qwen3.5-122B": config_dict(
-        **sliding("ssf", 40), dflash_config=_taps(1, 5, 9, 13, 17, 21, 25, 29, block_size=16), block_size=4
-    ),
+        **sliding("ssf", 40), dflash_config=_taps(1, 5, 9, 13, 17, 21, 25, 29, block_size=16), block_size=4),
     "gpt-oss-20b": config_dict(
-        block_size=8,
-        hidden_size=72,
-        num_attention_heads=6,
-        head_dim=16,
-        attention_bias=True,
-        num_target_layers=24,
-        dflash_config=_taps(1, 6, 11, 16, 21),
-        rope_theta=150000.0,
-        rope_scaling=YARN | {"original_max_position_embeddings": 128},
-    ),
+        block_size=8, hidden_size=72, num_attention_heads=6, head_dim=16, attention_bias=True, num_target_layers=24,
+        dflash_config=_taps(1, 6, 11, 16, 21), rope_theta=150000.0,
+        rope_scaling=YARN | {"original_max_position_embeddings": 128}),
     "Kimi-K2.5": config_dict(num_target_layers=61, dflash_config=_taps(1, 12, 24, 35, 47, 58)),
     "Gemma4-31B": config_dict(
-        **sliding("sf", 12),
-        head_dim=8,
-        num_attention_heads=8,
-        num_key_value_heads=1,
-        final_logit_softcapping=30.0,
-        dflash_config=_taps(1, 9, 17, 25, 33, 35, input_embedding_scale=8.0),
-    ),
+        **sliding("sf", 12), head_dim=8, num_attention_heads=8, num_key_value_heads=1, final_logit_softcapping=30.0,
+        dflash_config=_taps(1, 9, 17, 25, 33, 35, input_embedding_scale=8.0)),
     "Llama-3.1-8B": config_dict(
-        block_size=10,
-        rope_theta=None,
-        rope_parameters=LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 32},
-    ),
+        block_size=10, rope_theta=None,
+        rope_parameters=LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 32}),
     "linear-rope": config_dict(rope_scaling={"type": "linear", "factor": 4.0}),
     "is_causal-false-with-window": config_dict(
-        **sliding("ss", 6),
-        is_causal=False,
-        dflash_config=_taps(1, 9, output_multiplier=0.196, final_logit_softcapping=20),
-    ),
+        **sliding("ss", 6), is_causal=False,
+        dflash_config=_taps(1, 9, output_multiplier=0.196, final_logit_softcapping=20)),
     "is_causal-true-with-window": config_dict(**sliding("sf", 6), is_causal=True),
     "dflash_config.causal-false": config_dict(**sliding("sf", 9), dflash_config=_taps(1, 9, 17, causal=False)),
     "dflash_config.causal-true": config_dict(**sliding("sf", 9), dflash_config=_taps(1, 9, 17, causal=True)),
     "one-layer": config_dict(layer_types=None, num_hidden_layers=1, dflash_config={"mask_token_id": 100}),
 }
+# fmt: on
 
 
 def dflash2_dict(section: dict | None = None, **changes) -> dict:
