@@ -42,22 +42,18 @@ class OneProcess:
     count = 1
 
     def share_(self, tensor: Tensor) -> Tensor:
-        """Return the tensor."""
         return tensor
 
     def share_rows(self, rows: list[int], _like: Tensor) -> list[int]:
-        """Return the rows."""
         return rows
 
     def compare(self, what: str, value: Callable[[], object]) -> None:
         """Do nothing."""
 
     def all(self, flag: bool) -> bool:
-        """Return the flag."""
         return flag
 
     def whole(self, weight: Tensor) -> Tensor:
-        """Return the weight."""
         return weight
 
     def refresh(self) -> None:
