@@ -227,11 +227,6 @@ class TestRefusals:
         with pytest.raises(TypeError, match="custom_generate is called by transformers"):
             dflash.custom_generate(target, prompt(5)[None], draft=draft)
 
-    def test_an_unsupported_target_is_refused(self, draft):
-        target = make_target("deepseek_v32")
-        with pytest.raises(ValueError, match="this target is not supported"):
-            ours(target, draft, prompt(5)[None])
-
 
 class Counting:
     """An assistant that counts its drafts."""

@@ -71,15 +71,6 @@ def test_a_dspark_config_that_is_not_supported_is_refused_by_name(written, messa
         DraftConfig.from_config(written)
 
 
-@pytest.mark.parametrize("name", ["markov_w1", "markov_w2"])
-def test_missing_and_misshapen_tables_of_the_head_are_named(name, tmp_path):
-    name = f"markov_head.{name}.weight"
-    with pytest.raises(ValueError, match=f"missing tensors: {name} .*, markov_rank 8"):
-        dflash.load_draft(save(tmp_path / "missing", tensors={name: None}))
-    with pytest.raises(ValueError, match=rf"the config makes tensor {name} \[97, 8\], got \[90, 8\]"):
-        dflash.load_draft(save(tmp_path / "short", tensors={name: random(90, 8)}))
-
-
 # ---------------------------------------------------------------------------------------------- drafting
 
 

@@ -241,13 +241,6 @@ def test_a_mask_embedding_of_another_drafter_is_refused(save, content, message):
         dflash.load_draft(path.parent)
 
 
-def test_two_mask_embeddings_are_refused(save):
-    folder = save({"mask_embedding": own(64)})
-    torch.save(own(64), folder / "mask_embedding.pt")
-    with pytest.raises(ValueError, match="both hold mask_embedding"):
-        dflash.load_draft(folder)
-
-
 # ---------------------------------------------------------------------------------------------- bad input
 
 SMALL = {"draft_vocab_size": len(KNOWN)}
