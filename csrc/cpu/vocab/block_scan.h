@@ -55,15 +55,31 @@ static bool scan(const T* logits, int64_t vocab, float* block_max) {
   return clean;
 }
 
-// logits / temperature of one block, padded with -inf.
+struct Block {
+  Vec v[kBlock / kWidth];
+};
+
+// One block of logits, padded with -inf.
 template <typename T>
-static void load_block(const T* logits, int64_t vocab, float temperature, int64_t block, float* z) {
-  const int64_t begin = block * kBlock, left = vocab - begin, count = left < kBlock ? left : kBlock;
-  const T* x = logits + begin;
-  int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) store(z + i, load(x + i) / splat(temperature));
-  for (; i < count; ++i) z[i] = to_float(x[i]) / temperature;
-  for (; i < kBlock; ++i) z[i] = -kInf;
+static inline Block load_block(const T* logits, int64_t vocab, int64_t block) {
+  const T* x = logits + block * kBlock;
+  const int64_t left = vocab - block * kBlock;
+  Block loaded;
+  if (left >= kBlock) {
+    for (int i = 0; i < kBlock; i += kWidth) loaded.v[i / kWidth] = load(x + i);
+    return loaded;
+  }
+  float padded[kBlock];
+  for (int i = 0; i < kBlock; ++i) padded[i] = i < left ? to_float(x[i]) : -kInf;
+  std::memcpy(&loaded, padded, sizeof(padded));
+  return loaded;
+}
+
+// z = logits / temperature of one block, padded with -inf.
+template <typename T>
+static void scaled_block(const T* logits, int64_t vocab, float temperature, int64_t block, float* z) {
+  const Block x = load_block(logits, vocab, block);
+  for (int i = 0; i < kBlock; i += kWidth) store(z + i, x.v[i / kWidth] / splat(temperature));
 }
 
 // Which tokens of a block have z >= floor and may score at least `best`: writes sharpness * z to `a` and the

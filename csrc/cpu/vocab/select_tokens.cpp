@@ -78,7 +78,7 @@ static float top_p_threshold(const T* logits, const Row& row, const float* block
   int64_t q[kBlock];
   int bucket[kBlock];
   const auto weigh = [&](int64_t b) {
-    load_block(logits, row.vocab, row.draw.temperature, b, z);
+    scaled_block(logits, row.vocab, row.draw.temperature, b, z);
     for (int i = 0; i < kBlock; ++i) {
       const float d = below_top(z[i], top);
       e[i] = z[i] >= floor ? shared_exp(d) : 0.0f;
@@ -146,7 +146,7 @@ static int64_t select_row(const T* logits, const Row& row, Scratch& s) {
   int32_t hit[kBlock];
   for (int64_t b = 0; b < row.blocks; ++b) {
     if (block_max[b] < floor || sharpened(row.draw, block_max[b]) + kLargestNoise < best) continue;
-    load_block(logits, row.vocab, row.draw.temperature, b, z);
+    scaled_block(logits, row.vocab, row.draw.temperature, b, z);
     block_words(uint32_t(b * (kBlock / 4)), row.position, row.seed, word);
     if (!may_reach(z, word, row.draw.sharpness, best, floor, a, hit)) continue;
     for (int i = 0; i < kBlock; ++i) {

@@ -6,76 +6,18 @@
 // With noise, a token's Philox word bounds its noise, and only tokens whose bound reaches the worst of the
 // best so far need the logarithm. fp32 addition is monotone, so a skipped token is not among the best. Needs
 // -ffp-contract=off.
-#include <algorithm>
-#include <cmath>
-
-#include "binding/params.h"
 #include "common/filters.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/parallel.h"
-#include "cpu/vocab/block_scan.h"
+#include "cpu/vocab/best.h"
 
 DFLASH_NAMESPACE_BEGIN
-
-constexpr float kLargestFloat = std::numeric_limits<float>::max();
 
 struct Row {
   Draw draw;
   int64_t vocab, blocks;
   uint64_t position, seed;
 };
-
-struct Candidate {
-  float score;
-  int32_t id;
-  friend bool operator<(const Candidate& a, const Candidate& b) {
-    return a.score > b.score || (a.score == b.score && a.id < b.id);  // the best come first
-  }
-};
-
-// A type of this namespace, as standard templates need (vec.h).
-struct Maximum {
-  float value;
-  friend bool operator<(Maximum a, Maximum b) { return a.value > b.value; }  // the largest come first
-};
-
-// The best so far of candidates that come in the order of their ids.
-struct Best {
-  Candidate kept[4 * kMaxCandidates];
-  int64_t count, size = 0;
-  float floor = -kLargestFloat;  // what is below cannot be among the best
-
-  void add(float score, int64_t id) {
-    if (!(score >= floor)) return;
-    kept[size++] = {score, int32_t(id)};
-    if (size == 4 * count) cut();
-  }
-
-  void cut() {
-    const int64_t left = size < count ? size : count;
-    std::partial_sort(kept, kept + left, kept + size);
-    size = left;
-    if (size == count)
-      floor = std::nextafter(kept[count - 1].score, kInf);  // equal ones that come later lose
-  }
-};
-
-// The count-th largest maximum of 4 * count interleaved slices, if there are as many values as that.
-template <typename T>
-static float reached_by_enough(const T* values, int64_t total, int64_t count) {
-  Maximum maxima[4 * kMaxCandidates];
-  const int64_t size = 4 * count;
-  if (total < size) return -kLargestFloat;
-  for (int64_t i = 0; i < size; ++i) maxima[i].value = to_float(values[i]);
-  for (int64_t begin = size; begin < total; begin += size)
-    for (int64_t i = 0, left = least(size, total - begin); i < left; ++i) {
-      const float value = to_float(values[begin + i]);
-      maxima[i].value = value > maxima[i].value ? value : maxima[i].value;
-    }
-  std::nth_element(maxima, maxima + (count - 1), maxima + size);
-  const float reached = maxima[count - 1].value;
-  return reached > -kLargestFloat ? reached : -kLargestFloat;
-}
 
 template <typename T>
 static void look_at_logits(const T* logits, const Row& row, const float* block_max, Best& best) {
@@ -95,7 +37,7 @@ static void look_at_scores(const T* logits, const Row& row, const float* block_m
   int32_t hit[kBlock];
   for (int64_t b = 0; b < row.blocks; ++b) {
     if (!(sharpened(row.draw, block_max[b] / row.draw.temperature) + kLargestNoise >= best.floor)) continue;
-    load_block(logits, row.vocab, row.draw.temperature, b, z);
+    scaled_block(logits, row.vocab, row.draw.temperature, b, z);
     block_words(uint32_t(b * (kBlock / 4)), row.position, row.seed, word);
     if (!may_reach(z, word, row.draw.sharpness, best.floor, -kInf, a, hit)) continue;
     for (int i = 0; i < kBlock; ++i)
@@ -108,8 +50,7 @@ static int64_t best_of_row(const T* logits, const Row& row, int64_t count, int64
   static thread_local Buffer<float> maxima;
   float* block_max = maxima.reserve(row.blocks);
   if (!scan(logits, row.vocab, block_max)) return 0;
-  Best best;
-  best.count = count;
+  Best best(count);
   row.draw.greedy ? look_at_logits(logits, row, block_max, best)
                   : look_at_scores(logits, row, block_max, best);
   best.cut();

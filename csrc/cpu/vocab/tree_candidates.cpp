@@ -3,30 +3,17 @@
 //   plain = d - ln(sum of exp(d)) + ln(1 - w), noisy = d / T - ln(e) - ln(sum of exp(d / T) / e) + ln(w).
 // At T <= 0 there is plain alone, with w = 0. No sum overflows: d <= 0 and e > 2^-33.
 //
-// A score lies between m = max(plain, noisy) and m + ln2. The row is cut into 64 interleaved slices: `count`
-// of them reach the count-th largest of the slices' largest m, so no token below that is among the best, and
-// hardly more than `count` are above it. Only these get a score and an order.
-#include <algorithm>
-#include <cmath>
-#include <limits>
-
-#include "binding/params.h"
+// A score lies between m = max(plain, noisy) and m + ln2. Blocks of 64 tokens have a largest m: `count` of
+// them reach a certain score (best.h), so only blocks that may reach it get the scores of their tokens.
 #include "common/filters.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/parallel.h"
-#include "cpu/vocab/block_noise.h"
+#include "cpu/vocab/best.h"
 
 DFLASH_NAMESPACE_BEGIN
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kLargestFloat = std::numeric_limits<float>::max();
 constexpr float kAboveLn2 = 0.6932f;
 constexpr int kVecs = kBlock / kWidth;
-constexpr int64_t kRoom = 4 * kMaxTreeRows;  // for candidates before they are cut to the best
-
-struct Block {
-  Vec v[kVecs];
-};
 
 struct Row {
   float temperature, noise_weight;  // noise_weight is 0 at T <= 0
@@ -34,42 +21,8 @@ struct Row {
   uint64_t position, seed;
 };
 
-static inline Vec larger(Vec a, Vec b) { return b > a ? b : a; }
-
-static inline Block filled(float x) {
-  Block block;
-  for (Vec& v : block.v) v = splat(x);
-  return block;
-}
-
-static inline float largest(const Block& block) {
-  Vec top = block.v[0];
-  for (int i = 1; i < kVecs; ++i) top = larger(top, block.v[i]);
-  float lane[kWidth];
-  std::memcpy(lane, &top, sizeof(top));
-  for (int step = kWidth / 2; step > 0; step /= 2)
-    for (int i = 0; i < step; ++i) lane[i] = lane[i + step] > lane[i] ? lane[i + step] : lane[i];
-  return lane[0];
-}
-
-// 64 logits, padded with -inf.
-template <typename T>
-static inline Block load_block(const T* logits, const Row& row, int64_t b) {
-  Block block;
-  const T* x = logits + b * kBlock;
-  const int64_t left = row.vocab - b * kBlock;
-  if (left >= kBlock) {
-    for (int i = 0; i < kVecs; ++i) block.v[i] = load(x + i * kWidth);
-    return block;
-  }
-  float z[kBlock];
-  for (int i = 0; i < kBlock; ++i) z[i] = i < left ? to_float(x[i]) : -kInf;
-  for (int i = 0; i < kVecs; ++i) block.v[i] = load(z + i * kWidth);
-  return block;
-}
-
 // z - top; the largest logit gives 0 even if it is infinite.
-static inline Vec below_top(Vec z, float top) { return z == splat(top) ? Vec{} : z - splat(top); }
+static inline Vec vec_below_top(Vec z, float top) { return z == splat(top) ? Vec{} : z - splat(top); }
 
 // ln(x) for positive normal x, absolute error below 1e-7 near 1, relative 2e-7 (Cephes). Step by step on all
 // vectors of a block: each step waits for the one before.
@@ -114,24 +67,6 @@ static inline Block log_of_draws(const uint32_t* words) {
   return log_block(e);
 }
 
-// Finds the largest logit of each slice; returns true if the row has no NaN.
-template <typename T>
-static bool scan(const T* logits, const Row& row, Block& slices) {
-  IVec largest_bits = {};
-  slices = filled(-kInf);
-  for (int64_t b = 0; b < row.blocks; ++b) {
-    const Block z = load_block(logits, row, b);
-    for (int i = 0; i < kVecs; ++i) {
-      const IVec bits = reinterpret_cast<const IVec&>(z.v[i]) & 0x7fffffff;
-      slices.v[i] = larger(slices.v[i], z.v[i]);
-      largest_bits = bits > largest_bits ? bits : largest_bits;
-    }
-  }
-  bool clean = true;
-  for (int i = 0; i < kWidth; ++i) clean &= largest_bits[i] <= 0x7f800000;
-  return clean;
-}
-
 // The sum of exp(x.v[i]) over all blocks; `block(b)` gives x. Lanes go into a double now and then, so that
 // the error does not grow with the vocabulary.
 template <typename F>
@@ -148,8 +83,8 @@ static double sum_exp(int64_t blocks, F&& block) {
 
 template <typename T>
 static Block plain_block(const T* logits, const Row& row, int64_t b, float top) {
-  Block d = load_block(logits, row, b);
-  for (Vec& v : d.v) v = below_top(v, top);
+  Block d = load_block(logits, row.vocab, b);
+  for (Vec& v : d.v) v = vec_below_top(v, top);
   return d;
 }
 
@@ -164,146 +99,81 @@ static Block noisy_block(const T* logits, const Row& row, int64_t b, float top) 
   return d;
 }
 
-// The k-th largest lane: the least of those that fewer than k are above. No branch depends on the values.
-static float kth_lane(const Block& block, int64_t k) {
-  float lanes[kBlock], kth = kInf;
-  int32_t above[kBlock];
-  IVec counts[kVecs] = {};
-  std::memcpy(lanes, &block, sizeof(lanes));
-  for (float x : lanes)
-    for (int i = 0; i < kVecs; ++i) counts[i] -= block.v[i] < x;
-  std::memcpy(above, &counts, sizeof(above));
-  for (int i = 0; i < kBlock; ++i) kth = above[i] < k && lanes[i] < kth ? lanes[i] : kth;
-  return kth;
-}
-
-static bool any(IVec x) {
-  int32_t lane[kWidth], found = 0;
-  std::memcpy(lane, &x, sizeof(x));
-  for (int32_t hit : lane) found |= hit;
-  return found;
-}
-
-// The best so far of candidates that come in the order of their ids.
-struct Best {
-  float plain[kRoom], noisy[kRoom];
-  int32_t ids[kRoom];
-  int64_t count, size = 0;
-  float floor;  // what is below cannot be among the best
-
-  void add(float plain_share, float noisy_share, int64_t id) {
-    if (size == kRoom) cut();
-    plain[size] = plain_share, noisy[size] = noisy_share, ids[size++] = int32_t(id);
+// log(exp(a) + exp(b)), at most 0.
+static inline Block add_exp(const Block& a, const Block& b) {
+  Block high, sum;
+  for (int i = 0; i < kVecs; ++i) {
+    high.v[i] = b.v[i] > a.v[i] ? b.v[i] : a.v[i];
+    sum.v[i] = exp_vec((b.v[i] > a.v[i] ? a.v[i] : b.v[i]) - high.v[i]) + 1.0f;
   }
-
-  // Keeps the best in their order, with their scores in `plain`.
-  void cut() {
-    // 1. Scores
-    float scores[kRoom], kept_scores[kMaxTreeRows] = {};
-    int32_t ranks[kRoom], kept_ids[kMaxTreeRows];
-    for (int64_t i = size; i % kBlock != 0; ++i) plain[i] = 0.0f, noisy[i] = -kInf, ids[i] = 0;
-    for (int64_t first = 0; first < size; first += kBlock) {
-      Block high, sum;
-      for (int i = 0; i < kVecs; ++i) {
-        const Vec a = load(plain + first + i * kWidth), b = load(noisy + first + i * kWidth);
-        high.v[i] = larger(a, b);
-        sum.v[i] = exp_vec((b > a ? a : b) - high.v[i]) + 1.0f;
-      }
-      const Block log = log_block(sum);
-      for (int i = 0; i < kVecs; ++i) {
-        const Vec score = high.v[i] + log.v[i];
-        store(scores + first + i * kWidth, score > Vec{} ? Vec{} : score);
-      }
-    }
-    // 2. How many are better than each
-    for (int64_t i = 0; i < size; i += kWidth) {
-      const Vec own = load(scores + i);
-      const IVec id = *reinterpret_cast<const IVec*>(ids + i);
-      IVec rank = {};
-      for (int64_t j = 0; j < size; ++j) rank -= (own < scores[j]) | ((own == scores[j]) & (id > ids[j]));
-      *reinterpret_cast<IVec*>(ranks + i) = rank;
-    }
-    // 3. The best in their places
-    for (int64_t i = 0; i < size; ++i)
-      if (ranks[i] < count) kept_scores[ranks[i]] = scores[i], kept_ids[ranks[i]] = ids[i];
-    if (size >= count)
-      floor = std::nextafter(kept_scores[count - 1], kInf);  // equal ones that come later lose
-    size = size < count ? size : count;
-    for (int64_t i = 0; i < size; ++i) plain[i] = kept_scores[i], noisy[i] = -kInf, ids[i] = kept_ids[i];
+  Block score = log_block(sum);
+  for (int i = 0; i < kVecs; ++i) {
+    score.v[i] = high.v[i] + score.v[i];
+    score.v[i] = score.v[i] > Vec{} ? Vec{} : score.v[i];
   }
-};
+  return score;
+}
 
 // Writes the best into ids and scores; returns how many there are.
 template <typename T>
-static int64_t best_of_row(const T* logits, const Row& row, Buffer<float>& scratch, int64_t* ids,
-                           float* scores) {
+static int64_t best_of_row(const T* logits, const Row& row, int64_t* ids, float* scores) {
   // 1. The largest logits, and both sums
-  Block slices;
-  if (!scan(logits, row, slices)) return 0;
-  const float top = largest(slices);
+  static thread_local Buffer<float> scratch;
+  const bool is_noisy = row.noise_weight > 0.0f;
+  float* most =
+      scratch.reserve(row.blocks * (is_noisy ? 1 + kBlock : 1));  // of a block: the largest logit, then m
+  float* noisy = most + row.blocks;
+  if (!scan(logits, row.vocab, most)) return 0;
+  float top = -kInf;
+  for (int64_t b = 0; b < row.blocks; ++b) top = most[b] > top ? most[b] : top;
   if (top == -kInf) return 0;
   const auto plain = [&](int64_t b) { return plain_block(logits, row, b, top); };
-  const bool is_noisy = row.noise_weight > 0.0f;
   const double weight = row.noise_weight;
   const float plain_shift = float(std::log(1.0 - weight) - std::log(sum_exp(row.blocks, plain)));
-  float* noisy = nullptr;
+  for (int64_t b = 0; b < row.blocks; ++b) most[b] = below_top(most[b], top) + plain_shift;
   float noisy_shift = -kInf;
   if (is_noisy) {
-    noisy = scratch.reserve(row.blocks * kBlock);
     const double sum = sum_exp(row.blocks, [&](int64_t b) {
       const Block a = noisy_block(logits, row, b, top);
-      for (int i = 0; i < kVecs; ++i) store(noisy + b * kBlock + i * kWidth, a.v[i]);
+      std::memcpy(noisy + b * kBlock, &a, sizeof(a));
       return a;
     });
     noisy_shift = float(std::log(weight) - std::log(sum));
-  }
-  const auto noisy_at = [&](int64_t b, int i) {
-    return load(noisy + b * kBlock + i * kWidth) + splat(noisy_shift);
-  };
-
-  // 2. A score that `count` tokens reach
-  Best best;
-  best.count = row.count;
-  best.floor = -kLargestFloat;
-  if (row.count <= kBlock) {
-    for (Vec& v : slices.v) v = below_top(v, top) + splat(plain_shift);
-    for (int64_t b = 0; is_noisy && b < row.blocks; ++b)
-      for (int i = 0; i < kVecs; ++i) slices.v[i] = larger(slices.v[i], noisy_at(b, i));
-    best.floor = std::clamp(kth_lane(slices, row.count), -kLargestFloat, 0.0f);
-  }
-
-  // 3. The tokens that may reach it
-  const Vec slack = splat(is_noisy ? kAboveLn2 : 0.0f);
-  for (int64_t b = 0; b < row.blocks; ++b) {
-    const Block d = plain(b);
-    Block x, y = filled(-kInf);
-    IVec hits[kVecs], found = {};
-    for (int i = 0; i < kVecs; ++i) {
-      x.v[i] = d.v[i] + splat(plain_shift);
-      if (is_noisy) y.v[i] = noisy_at(b, i);
-      hits[i] = larger(x.v[i], y.v[i]) + slack >= splat(best.floor);
-      found |= hits[i];
+    for (int64_t b = 0; b < row.blocks; ++b) {
+      Vec largest = load(noisy + b * kBlock);
+      for (int i = kWidth; i < kBlock; i += kWidth) {
+        const Vec next = load(noisy + b * kBlock + i);
+        largest = next > largest ? next : largest;
+      }
+      const float reached = largest_lane(largest) + noisy_shift;
+      most[b] = reached > most[b] ? reached : most[b];
     }
-    if (!any(found)) continue;
-    float one[kBlock], other[kBlock];
-    int32_t hit[kBlock];
-    std::memcpy(one, &x, sizeof(one));
-    std::memcpy(other, &y, sizeof(other));
-    std::memcpy(hit, &hits, sizeof(hit));
-    for (int i = 0; i < kBlock; ++i)
-      if (hit[i]) best.add(one[i], other[i], b * kBlock + i);
   }
 
-  // 4. Their order
+  // 2. The tokens of blocks that may reach what `count` tokens reach, and their order
+  Best best(row.count);
+  const float reached = reached_by_enough(most, row.blocks, row.count);
+  best.floor = reached < 0.0f ? reached : 0.0f;
+  for (int64_t b = 0; b < row.blocks; ++b) {
+    if (!(most[b] + (is_noisy ? kAboveLn2 : 0.0f) >= best.floor)) continue;
+    Block x = plain(b), y;
+    for (int i = 0; i < kVecs; ++i) {
+      x.v[i] += splat(plain_shift);
+      y.v[i] = is_noisy ? load(noisy + b * kBlock + i * kWidth) + splat(noisy_shift) : splat(-kInf);
+    }
+    const Block score = add_exp(x, y);
+    float one[kBlock];
+    std::memcpy(one, &score, sizeof(one));
+    for (int i = 0; i < kBlock; ++i) best.add(one[i], b * kBlock + i);
+  }
   best.cut();
-  for (int64_t k = 0; k < best.size; ++k) ids[k] = best.ids[k], scores[k] = best.plain[k];
+  for (int64_t k = 0; k < best.size; ++k) ids[k] = best.kept[k].id, scores[k] = best.kept[k].score;
   return best.size;
 }
 
 template <typename T>
 static void candidates(const TreeCandidatesParams& p) {
   parallel_for(p.batch * p.depths, p.batch * p.depths * p.vocab, p.threads, [&](int64_t i) {
-    static thread_local Buffer<float> scratch;
     const int64_t b = i / p.depths;
     const float temperature = p.temperature[b];
     const Row row{draw_of(temperature, 1.0f).temperature,
@@ -315,8 +185,7 @@ static void candidates(const TreeCandidatesParams& p) {
                   uint64_t(p.seeds[b])};
     int64_t* ids = p.ids + i * p.count;
     float* scores = p.scores + i * p.count;
-    const int64_t found =
-        best_of_row(static_cast<const T*>(p.logits) + i * p.vocab, row, scratch, ids, scores);
+    const int64_t found = best_of_row(static_cast<const T*>(p.logits) + i * p.vocab, row, ids, scores);
     for (int64_t k = found; k < p.count; ++k) ids[k] = -1, scores[k] = -kInf;
   });
 }
