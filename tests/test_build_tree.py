@@ -149,11 +149,3 @@ def test_sequences_do_not_meet(kernels):
     for before, after in zip(whole, spoilt, strict=True):
         assert torch.equal(before[1::2], after[1::2])
     assert (spoilt[0][::2, 1:] == -1).all()
-
-
-def test_views_and_empty_batches_are_taken(kernels):
-    anchor, ids, scores = draw_case(2, 4, 5, 8)
-    strided = [x.repeat_interleave(2, 0)[::2] for x in (anchor, ids, scores)]
-    for have, want in zip(kernels.build_tree(*strided, 12), kernels.build_tree(anchor, ids, scores, 12), strict=True):
-        assert torch.equal(have, want)
-    assert kernels.build_tree(anchor[:0], ids[:0], scores[:0], 70)[3].shape == (0, 70, 2)

@@ -205,20 +205,3 @@ def test_strided_views(dtype, kernels):
         assert torch.equal(out, want)
         assert out.is_contiguous()
         assert torch.equal(moved, window)
-
-
-@pytest.mark.parametrize("shape", [(0, 5, 7), (2, 5, 0)])
-def test_nothing_to_convolve(shape, kernels):
-    batch, rows, channels = shape
-    call = draw((channels, 4), batch=batch, rows=rows)
-    assert run(kernels, call)[0].shape == shape
-
-
-def test_compiles_into_one_graph():
-    def step(call):
-        return ops.causal_conv_(**call) * 2
-
-    call = draw((7, 4), pending=[1, 2], keep=[3, 0])
-    eager, compiled = sequences(call, slice(None)), sequences(call, slice(None))
-    assert torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(compiled), step(eager))
-    assert torch.equal(compiled["window"], eager["window"])

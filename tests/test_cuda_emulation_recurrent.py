@@ -73,37 +73,6 @@ def test_a_pass_gives_the_bits_of_its_rows_one_by_one(emulation, name):
         assert same(([torch.cat(outs, 1), parts[0]], [want, whole[0]]))
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_rows_that_are_applied_later_move_the_state_to_the_same_bits(emulation, name):
-    on, (inputs, state) = Emulated(emulation), make(SHAPES[name], 5)
-    for kept in range(6):
-        now, later = copies(state), copies(state)
-        on.gated_recurrence_(*inputs, *now, *counts([0, 1], [0, kept]))  # the first sequence is done
-        on.gated_recurrence_(*inputs, *later, *counts([0, 1], 0))
-        on.gated_recurrence_(*some(inputs, 0, 1), *later, *counts([0, kept], 0))
-        assert torch.equal(now[0], later[0])
-        assert torch.equal(now[0][0], state[0][0])
-        assert not torch.equal(now[0][1], state[0][1])
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_row_that_is_not_kept_may_hold_nan(emulation, name):
-    on, (inputs, state) = Emulated(emulation), make(SHAPES[name], 5)
-    kept = copies(state)
-    on.gated_recurrence_(*some(inputs, 0, 2), *kept, *counts(3, 2))
-    spoilt, after = [x if x is None else x.clone() for x in inputs], copies(state)
-    for x in spoilt:
-        if x is not None:
-            x[:, 2:] = NAN
-    for x in after[1:]:
-        x[:, 3:] = NAN  # not pending
-    out = on.gated_recurrence_(*spoilt, *after, *counts(3, 2))
-    assert torch.equal(after[0], kept[0])
-    assert out[:, 2:].isnan().all()
-    on.gated_recurrence_(*inputs, *after, *counts(2, 0))
-    assert not after[0].isnan().any()
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", ["delta", "decay per channel"])
 def test_saved_rows_are_overwritten_behind_the_last_block_that_reads_them(emulation, name, seed):
@@ -153,21 +122,6 @@ def test_a_convolution_gives_the_bits_of_its_rows_one_by_one(emulation, dtype, w
     assert torch.equal(whole, twin)
     assert torch.equal(parts[:, : width - 1], whole[:, : width - 1])
     torch.testing.assert_close(want, theirs, rtol=4 * torch.finfo(dtype).eps, atol=1e-5)
-
-
-@pytest.mark.parametrize("width", [4, 9])
-def test_a_convolution_moves_its_window_to_the_rows_that_are_kept(emulation, width):
-    on, g = Emulated(emulation), torch.Generator().manual_seed(0)
-    x, weight, window = torch.randn(2, 20, 9, generator=g), torch.ones(9, width), torch.randn(2, width + 18, 9)
-    for kept in (0, 1, 5, 19, 20):
-        now, later, spoilt = window.clone(), window.clone(), x.clone()
-        spoilt[:, kept:] = NAN
-        convolve(on, spoilt, weight, None, now, 3, kept)
-        convolve(on, x, weight, None, later, 3, 0)
-        convolve(on, x[:, :0], weight, None, later, min(kept, 19), kept - min(kept, 19))
-        assert not now[:, : width - 1].isnan().any()
-        if kept < 20:
-            assert torch.equal(now[:, : width - 1], later[:, : width - 1])
 
 
 @pytest.mark.parametrize("seed", range(4))

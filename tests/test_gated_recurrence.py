@@ -233,34 +233,3 @@ def test_only_the_first_rows_of_a_pass_are_saved(rows, block, implementation):
     torch.testing.assert_close(written["saved_a"][:, :stored], call["log_decay"][:, :stored].exp())
     for name in WRITTEN[1:]:
         assert torch.equal(written[name][:, stored:], call[name][:, stored:])
-
-
-def test_strided_views(kernels):
-    call = draw("kda", (2, 4, 16, 24), pending=3, keep=2)
-    want, written = run(kernels, call)
-    views = {}
-    for name in INPUTS:
-        x = call[name]
-        views[name] = torch.stack([x, x], -1).flatten(-2)[..., ::2] if name == "q" else x.transpose(0, -1).contiguous()
-        views[name] = views[name] if name == "q" else views[name].transpose(0, -1)
-        assert not views[name].is_contiguous()
-    views |= {name: torch.stack([call[name]] * 2, -1)[..., 0] for name in ("pending", "keep")}
-    out, others = run(kernels, call | views)
-    assert torch.equal(out, want)
-    assert out.is_contiguous()
-    assert all(torch.equal(others[name], written[name]) for name in WRITTEN)
-
-
-def test_no_sequences(kernels):
-    call = sequences(draw("kda", (2, 4, 16, 24)), slice(0, 0))
-    assert run(kernels, call)[0].shape == (0, 5, 4, 24)
-
-
-def test_compiles_into_one_graph():
-    def step(call):
-        return ops.gated_recurrence_(**call) * 2
-
-    call = draw("kda", (2, 4, 8, 6), pending=[1, 2], keep=[3, 0])
-    eager, compiled = sequences(call, slice(None)), sequences(call, slice(None))
-    assert torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(compiled), step(eager))
-    assert all(torch.equal(compiled[name], eager[name]) for name in WRITTEN)

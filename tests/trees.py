@@ -1,14 +1,12 @@
-"""Draft trees for tests, by slow and obvious code: a heap that builds them, random ones, and what follows from parents.
+"""Draft trees for tests, by slow and obvious code: random ones, and what follows from parents.
 
 A tree has ``rows`` rows per sequence, the root included. A parent comes before its children. Rows that are missing
 stand at the end: id -1, parent -1, depth 0, and nobody's ancestor but their own.
 """
 
-import heapq
 import itertools
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,45 +66,6 @@ def chain(ids: Tensor) -> SlowTree:
     """Return ``ids [batch, rows]`` as trees without branches."""
     batch, rows = ids.shape
     return from_parents(ids.tolist(), [[*range(-1, rows - 1)]] * batch)
-
-
-def heap_tree(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> tuple[SlowTree, Tensor]:
-    """Build the best trees by a heap: the next row is the best of all children that the tree could have.
-
-    The order is by score, a float32 sum from the root on, then by depth, token id and parent's row.
-
-    Args:
-        anchor: ``[batch]`` int64.
-        ids: ``[batch, depths, count]`` int64, candidates at each depth; negative: none.
-        scores: ``[batch, depths, count]`` float32, -inf where there is none.
-        rows: of each tree.
-
-    Returns:
-        The trees and the scores of their rows, ``[batch, rows]`` float32, -inf for missing ones.
-    """
-    built = [_heap(*each, rows) for each in zip(anchor.tolist(), ids.tolist(), scores.float().numpy(), strict=True)]
-    all_ids, parents, totals = ([each[i] for each in built] for i in range(3))
-    return from_parents(all_ids, parents), torch.tensor(np.array(totals, np.float32))
-
-
-def _heap(anchor: int, ids: list[list[int]], scores: np.ndarray, rows: int) -> tuple[list, list, list]:
-    tree, parents, totals, heap = [anchor], [-1], [np.float32(0)], []
-
-    def offer(parent: int, depth: int) -> None:
-        for token, score in zip(ids[depth], scores[depth], strict=True):
-            total = np.float32(totals[parent] + score)
-            if token >= 0 and total > -np.inf:
-                heapq.heappush(heap, (-total, depth, token, parent))
-
-    if ids:
-        offer(0, 0)
-    while heap and len(tree) < rows:
-        total, depth, token, parent = heapq.heappop(heap)
-        tree.append(token), parents.append(parent), totals.append(-total)
-        if depth + 1 < len(ids):
-            offer(len(tree) - 1, depth + 1)
-    missing = rows - len(tree)
-    return tree + [-1] * missing, parents + [-1] * missing, totals + [np.float32(-np.inf)] * missing
 
 
 def random_tree(
