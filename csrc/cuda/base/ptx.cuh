@@ -5,39 +5,12 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
-#include <map>
-#include <mutex>
 #include <type_traits>
-#include <utility>
 
 namespace dflash {
 
 // ---- launches and dynamic shared memory
-
-// True if the code of `kernel` that the current device runs holds the waits of an overlapping launch: a newer
-// device that runs code compiled for an older one (PTX of compute_80, say) has none. Asked once per device,
-// when the kernel also says how it wants the memory of a multiprocessor split.
-inline bool waits_for_dependencies(const void* kernel) {
-  static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, bool> known;
-  int device = 0;
-  cudaGetDevice(&device);
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto [entry, added] = known.try_emplace({kernel, device}, false);
-  if (added) {
-    cudaFuncAttributes attributes{};
-    if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess)
-      entry->second = attributes.ptxVersion >= 90;
-    // Kernels that want its memory split differently between L1 and shared memory cannot share a
-    // multiprocessor.
-    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                         cudaSharedmemCarveoutMaxShared);
-    cudaGetLastError();  // the launch will say what is wrong
-  }
-  return entry->second;
-}
 
 // Enqueues kernel<<<grid, block, shared, stream>>>(arguments...); more than 48 KB of shared memory is asked
 // for. An overlapping launch (programmatic dependent launch, from sm_90) may start before the kernel ahead of
@@ -74,13 +47,13 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   return launch_with(false, kernel, grid, block, shared, stream, arguments...);
 }
 
-// False turns every launch into an ordinary one (DFLASH_OVERLAP=0).
-inline std::atomic<bool> overlap_is_on{true};
+// True if launches of `kernel` may overlap on the current device (probe.cu).
+bool launches_overlap(const void* kernel);
 
 template <typename... Parameters>
 cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                                cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
-  const bool overlapping = overlap_is_on && waits_for_dependencies(reinterpret_cast<const void*>(kernel));
+  const bool overlapping = launches_overlap(reinterpret_cast<const void*>(kernel));
   return launch_with(overlapping, kernel, grid, block, shared, stream, arguments...);
 }
 

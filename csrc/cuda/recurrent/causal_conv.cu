@@ -2,7 +2,8 @@
 //
 // A thread has 4 bytes of channels (one, or two neighbours) and a chunk of the rows. The thread of the first
 // chunk alone reads the window, into registers, and alone writes it afterwards: later chunks find what is in
-// front of them among the rows.
+// front of them among the rows. Wide convolutions and odd numbers of 16-bit channels go through a plain
+// kernel, one thread per channel, with the same bits.
 #include "cuda/base/device.cuh"
 #include "cuda/base/launch.h"
 
@@ -12,9 +13,9 @@ constexpr int kThreads = 128;
 constexpr int kChunk = 16;    // rows
 constexpr int kMostTaps = 8;  // that fit in registers
 
-template <typename T, int kWidth>
+template <typename T>
 struct Channels {
-  static_assert(kWidth * sizeof(T) <= 4, "at most 4 bytes");
+  static constexpr int kWidth = int(4 / sizeof(T));
   using Word = std::conditional_t<kWidth == 1, T, uint32_t>;
 
   static __device__ __forceinline__ Word read(const T* from) { return *reinterpret_cast<const Word*>(from); }
@@ -71,10 +72,10 @@ struct Sequence {
 
 // Grid: (blocks of channels of all sequences, chunks of rows). kTaps is at least the width: the taps in front
 // of the first one count for nothing.
-template <typename T, int kWidth, int kTaps>
+template <typename T, int kTaps>
 static __global__ void __launch_bounds__(kThreads, 1) causal_conv_kernel(const CausalConvParams p) {
-  using C = Channels<T, kWidth>;
-  constexpr int kReach = kTaps - 1;
+  using C = Channels<T>;
+  constexpr int kWidth = C::kWidth, kReach = kTaps - 1;
   static_assert(kReach <= kChunk, "later chunks do not reach the window");
   const int64_t per_sequence = ceil_div(p.channels, kThreads * kWidth), b = blockIdx.x / per_sequence;
   const int64_t channel = (blockIdx.x % per_sequence * kThreads + threadIdx.x) * kWidth;
@@ -144,9 +145,9 @@ static __global__ void __launch_bounds__(kThreads, 1) causal_conv_kernel(const C
   for (int64_t t = kChunk; t < stored; ++t) C::write(at.slot(at.reach + t), C::read(at.row(t)));
 }
 
-// Any width: a thread has all rows of a channel. The new context is at or ahead of the slots that it goes to.
+// A thread has all rows of a channel. The new context is at or ahead of the slots that it goes to.
 template <typename T>
-static __global__ void __launch_bounds__(kThreads, 1) wide_conv_kernel(const CausalConvParams p) {
+static __global__ void __launch_bounds__(kThreads, 1) plain_conv_kernel(const CausalConvParams p) {
   const int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t b = index / p.channels, channel = index % p.channels;
   grid_launch_dependents();
@@ -163,26 +164,18 @@ static __global__ void __launch_bounds__(kThreads, 1) wide_conv_kernel(const Cau
   for (int64_t t = 0; t < min(p.rows, p.block); ++t) *at.slot(at.reach + t) = *at.row(t);
 }
 
-template <typename T, int kWidth>
-static cudaError_t launch_channels(const CausalConvParams& p, cudaStream_t stream) {
-  const int64_t blocks = p.batch * ceil_div(p.channels, kThreads * kWidth);
-  const int64_t chunks = max(int64_t(1), ceil_div(p.rows, kChunk));  // without rows, the window still moves
-  return launch_overlapping(
-      p.width <= 4 ? causal_conv_kernel<T, kWidth, 4> : causal_conv_kernel<T, kWidth, kMostTaps>,
-      dim3(unsigned(blocks), unsigned(chunks)), dim3(kThreads), 0, stream, p);
-}
-
 cudaError_t launch_causal_conv(const CausalConvParams& p, cudaStream_t stream) {
   return run_on_device(p, p.batch * p.channels, [&](auto type) {
     using T = decltype(type);
-    if (p.width > kMostTaps)
-      return launch_flat(wide_conv_kernel<T>, ceil_div(p.batch * p.channels, kThreads), kThreads, stream, p);
-    if constexpr (sizeof(T) == 2) {
-      const bool even = (p.channels | p.x_stride_batch | p.x_stride_row) % 2 == 0;
-      const uint64_t addresses = uint64_t(p.x) | uint64_t(p.window) | uint64_t(p.out);
-      if (even && addresses % 4 == 0) return launch_channels<T, 2>(p, stream);
-    }
-    return launch_channels<T, 1>(p, stream);
+    constexpr int kWidth = Channels<T>::kWidth;
+    const uint64_t addresses = uint64_t(p.x) | uint64_t(p.window) | uint64_t(p.out);
+    const bool whole = (p.channels | p.x_stride_batch | p.x_stride_row) % kWidth == 0 && addresses % 4 == 0;
+    if (p.width > kMostTaps || !whole)
+      return launch_flat(plain_conv_kernel<T>, ceil_div(p.batch * p.channels, kThreads), kThreads, stream, p);
+    const int64_t blocks = p.batch * ceil_div(p.channels, kThreads * kWidth);
+    const int64_t chunks = max(int64_t(1), ceil_div(p.rows, kChunk));  // without rows, the window still moves
+    return launch_overlapping(p.width <= 4 ? causal_conv_kernel<T, 4> : causal_conv_kernel<T, kMostTaps>,
+                              dim3(unsigned(blocks), unsigned(chunks)), dim3(kThreads), 0, stream, p);
   });
 }
 

@@ -402,8 +402,7 @@ cudaError_t launch_gated_recurrence(const GatedRecurrenceParams& p, cudaStream_t
                    : launch_groups<kGroups, false>(p, wide, stream);
   };
   return run_on_device(p, p.batch, [&] {
-    return p.key_dim <= kPerGroup       ? launch(std::integral_constant<int, 1>())
-           : p.key_dim <= 2 * kPerGroup ? launch(std::integral_constant<int, 2>())
+    return p.key_dim <= 2 * kPerGroup   ? launch(std::integral_constant<int, 2>())
            : p.key_dim <= 4 * kPerGroup ? launch(std::integral_constant<int, 4>())
                                         : launch(std::integral_constant<int, 8>());
   });
