@@ -29,7 +29,7 @@ def cases(o):
         for sharpness, peer in ((math.inf, plain), (1.0, noisy)):
 
             def make(m=m, sharpness=sharpness):
-                settings = o.integers(7), torch.ones(1, device=o.device), torch.full((1, 1), sharpness, device=o.device)
+                settings = o.integers(7), torch.ones(1, device=o.device), torch.full((1,), sharpness, device=o.device)
                 return o.random(1, ROWS, m.vocab, scale=3.0), o.positions(100, ROWS), *settings, COUNT
 
             moved = ROWS * (m.vocab * o.size + COUNT * 12)

@@ -203,7 +203,7 @@ def test_the_kernels_of_a_trees_candidates_may_start_early(emulation, seed):
     emulation.seed(seed)
     x, y = torch.randn(2, 3, 600, generator=g), torch.randn(2, 3, 80, generator=g)
     codebooks, positions = torch.randn(2, 300, 40, generator=g), torch.tensor([[3, 4, 5], [0, 7, 2]])
-    row, anchor, sharpness = torch.tensor([1, 2]), torch.tensor([8, 9]), torch.tensor([[math.inf, 1.0]] * 2)
+    row, anchor, sharpness = torch.tensor([1, 2]), torch.tensor([8, 9]), torch.tensor([math.inf, 1.0])
     one, temperature = torch.ones(2), torch.tensor([0.0, 1.0])  # all outlive the launches, which run late
     settings = positions, row, one, row * 0, one, one * 0, sharpness
 

@@ -60,12 +60,12 @@ CALLS = {
         floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), 4, 0.1
     ],
     "top_candidates": lambda: [
-        floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), floats(BATCH, 3), 4
+        floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), floats(BATCH), 4
     ],
     "walk_candidates": lambda: [
-        floats(BATCH, ROWS, 8), floats(50, 8), floats(50, 8), integers(BATCH), integers(BATCH, 1, ROWS, 4),
-        floats(BATCH, 1, ROWS, 4), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), integers(BATCH),
-        floats(BATCH), floats(BATCH), floats(BATCH, 3), 0,
+        floats(BATCH, ROWS, 8), floats(50, 8), floats(50, 8), integers(BATCH), integers(BATCH, ROWS, 4),
+        floats(BATCH, ROWS, 4), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), integers(BATCH),
+        floats(BATCH), floats(BATCH), floats(BATCH), 0,
     ],
     "build_tree": lambda: [integers(BATCH), integers(BATCH, ROWS, 4), floats(BATCH, ROWS, 4), 8],
     "accept_prefix_": lambda: [

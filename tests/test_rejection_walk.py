@@ -28,18 +28,17 @@ def walking(draft, noisy=False, stream=rejection.DRAFT, after_anchor=False):
     def propose(sampling: Sampling, positions: torch.Tensor):
         batch, s = len(positions), sampling
         logits, anchor = draft.expand(batch, -1, -1).contiguous(), torch.full((batch,), VOCAB)
-        sharpness = torch.full((batch, 1), 1.0 if noisy else math.inf)
+        sharpness = torch.full((batch,), 1.0 if noisy else math.inf)
         ids, values = ops.top_candidates(logits, positions, s.seeds, s.temperature, sharpness, COUNT)
-        settings = positions, s.seeds, s.temperature, s.top_k, s.top_p, s.min_p, torch.ones(batch, 1)
+        settings = positions, s.seeds, s.temperature, s.top_k, s.top_p, s.min_p, torch.ones(batch)
         parts = hidden.expand(batch, -1, -1), predecessors, successors, anchor, ids, values
         path, scores = ops.walk_candidates(*parts, *settings, stream)
         if after_anchor:
             first = [x.clone() for x in parts]
             first[0][:, 0] = first[0][:, 1]
-            first[4][:, :, 0], first[5][:, :, 0] = ids[:, :, 1], values[:, :, 1]
-            scores[:, :, 1] = ops.walk_candidates(*first, *settings, stream)[1][:, :, 0]
-        q = rejection.walk_probabilities(path[:, 0], ids[:, 0], scores[:, 0], VOCAB)
-        return path[:, 0], q
+            first[4][:, 0], first[5][:, 0] = ids[:, 1], values[:, 1]
+            scores[:, 1] = ops.walk_candidates(*first, *settings, stream)[1][:, 0]
+        return path, rejection.walk_probabilities(path, ids, scores, VOCAB)
 
     return propose
 

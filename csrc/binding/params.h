@@ -270,23 +270,23 @@ struct TreeCandidatesParams {
                 noise_weight, dtype)
 };
 
-// The tokens with the best scores of each row: those of select_tokens without filters, per level of
-// sharpness. Descending, ties to the lower id; then ids of -1 with a logit of -inf, as in all of a row that
+// The tokens with the best scores of each row: those of select_tokens without filters.
+// Descending, ties to the lower id; then ids of -1 with a logit of -inf, as in all of a row that
 // holds NaN.
 struct TopCandidatesParams {
   const void* logits;        // [batch, rows, vocab]
   const int64_t* positions;  // [batch, rows]
   const int64_t* seeds;      // [batch]
   const float* temperature;  // [batch], as if at most the largest float; 0, negative or NaN: only logits
-  const float* sharpness;    // [batch, levels]; infinity: only logits; negative or NaN: as if 0
-  int64_t* ids;              // [batch, levels, rows, count]
-  float* candidate_logits;   // [batch, levels, rows, count]
+  const float* sharpness;    // [batch]; infinity: only logits; negative or NaN: as if 0
+  int64_t* ids;              // [batch, rows, count]
+  float* candidate_logits;   // [batch, rows, count]
   void* workspace;           // CUDA only, see top_candidates_workspace()
-  int64_t batch, levels, rows, vocab;
+  int64_t batch, rows, vocab;
   int64_t count;  // 1 .. kMaxCandidates
   DType dtype;
   DFLASH_PARAMS(logits, positions, seeds, temperature, sharpness, ids, candidate_logits, workspace, batch,
-                levels, rows, vocab, count, dtype)
+                rows, vocab, count, dtype)
 };
 
 // A path through the candidates of each slot: slot j takes the argmax of sharpness * filter(S / temperature)
@@ -297,27 +297,24 @@ struct WalkCandidatesParams {
   const void* predecessors;  // [codes, rank]
   const void* successors;    // [codes, rank]
   const int64_t* anchor;     // [batch], the token before slot 0; outside the codebook it adds nothing
-  const int64_t* ids;        // [batch, sets, slots, count]; outside [0, codes): no candidate
-  const float* logits;       // [batch, sets, slots, count]
+  const int64_t* ids;        // [batch, slots, count]; outside [0, codes): no candidate
+  const float* logits;       // [batch, slots, count]
   const int64_t* positions;  // [batch, slots]
   const int64_t* seeds;      // [batch]
-  const float* temperature;  // [batch], as select_tokens has these four
+  const float* temperature;  // [batch], as select_tokens has these five
   const int64_t* top_k;      // [batch]
   const float* top_p;        // [batch]
   const float* min_p;        // [batch]
-  const float* sharpness;    // [batch, levels]
-  int64_t* path;             // [batch, levels, slots]
-  float* scores;             // [batch, levels, slots, count]: S / temperature, -inf where filtered
-  int64_t batch, levels;
-  int64_t sets;  // 1 (all levels have the same candidates) or levels
-  int64_t slots;
+  const float* sharpness;    // [batch]
+  int64_t* path;             // [batch, slots]
+  float* scores;             // [batch, slots, count]: S / temperature, -inf where filtered
+  int64_t batch, slots;
   int64_t count;  // 1 .. kMaxCandidates
   int64_t codes, rank;
   int64_t stream;  // of the noise
   DType dtype;     // of hidden and both codebooks
   DFLASH_PARAMS(hidden, predecessors, successors, anchor, ids, logits, positions, seeds, temperature, top_k,
-                top_p, min_p, sharpness, path, scores, batch, levels, sets, slots, count, codes, rank, stream,
-                dtype)
+                top_p, min_p, sharpness, path, scores, batch, slots, count, codes, rank, stream, dtype)
 };
 
 // The tree of the best prefixes, best first: by score (the sum of its tokens' scores), then the shallower,

@@ -269,8 +269,8 @@ class Logprobs:
         logits, zeros = logits.float(), self._temperature[rows]
         total = logits.logsumexp(-1, keepdim=True)
         chosen = logits.gather(-1, tokens.clamp(min=0)[..., None])
-        ids, top = ops.top_candidates(logits, positions, self._seeds[rows], zeros, zeros[:, None], self._most)
-        values = torch.cat([chosen - total, top[:, 0] - total, ids[:, 0].float()], -1)
+        ids, top = ops.top_candidates(logits, positions, self._seeds[rows], zeros, zeros, self._most)
+        values = torch.cat([chosen - total, top - total, ids.float()], -1)
         places = positions.clamp(max=self._last)[..., None].expand_as(values)
         self._values[rows].scatter_(1, places, values)
 

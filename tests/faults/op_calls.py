@@ -180,14 +180,14 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
         "seeds": _ints(1, 2), "temperature": torch.tensor([0.0, 0.8]), "count": 5, "noise_weight": 0.1},
     "top_candidates": lambda: {
         "logits": torch.randn(BATCH, ROWS, VOCAB), "positions": torch.arange(BATCH * ROWS).view(BATCH, ROWS),
-        "seeds": _ints(1, 2), "temperature": torch.tensor([0.0, 0.8]), "sharpness": torch.ones(BATCH, 2), "count": 5},
+        "seeds": _ints(1, 2), "temperature": torch.tensor([0.0, 0.8]), "sharpness": torch.ones(BATCH), "count": 5},
     "walk_candidates": lambda: {
         "hidden": torch.randn(BATCH, ROWS, DIM), "predecessors": torch.randn(VOCAB, DIM),
         "successors": torch.randn(VOCAB, DIM), "anchor": _ints(3, 4),
-        "ids": torch.arange(BATCH * ROWS * 5).view(BATCH, 1, ROWS, 5), "logits": torch.randn(BATCH, 1, ROWS, 5),
+        "ids": torch.arange(BATCH * ROWS * 5).view(BATCH, ROWS, 5), "logits": torch.randn(BATCH, ROWS, 5),
         "positions": torch.arange(BATCH * ROWS).view(BATCH, ROWS), "seeds": _ints(1, 2),
         "temperature": torch.tensor([0.0, 0.8]), "top_k": _ints(0, 9), "top_p": torch.tensor([1.0, 0.9]),
-        "min_p": torch.tensor([0.0, 0.01]), "sharpness": torch.ones(BATCH, 2), "stream": 0},
+        "min_p": torch.tensor([0.0, 0.01]), "sharpness": torch.ones(BATCH), "stream": 0},
     "build_tree": lambda: {
         "anchor": _ints(3, 4), "ids": torch.arange(BATCH * ROWS * 5).view(BATCH, ROWS, 5),
         "scores": -torch.rand(BATCH, ROWS, 5).sort().values, "rows": 9},

@@ -274,7 +274,7 @@ def tree_candidates(d: Draw) -> dict[str, object]:
 def top_candidates(d: Draw) -> dict[str, object]:
     named = _sampled_rows(d)
     named = {name: named[name] for name in ("logits", "positions", "seeds", "temperature", "sharpness")}
-    return named | {"sharpness": named["sharpness"][:, None].repeat(1, d.size()), "count": d.size(1, 9)}
+    return named | {"count": d.size(1, 9)}
 
 
 def walk_candidates(d: Draw) -> dict[str, object]:
@@ -286,10 +286,9 @@ def walk_candidates(d: Draw) -> dict[str, object]:
 
     named = {"hidden": eighths(batch, slots, rank), "predecessors": eighths(codes, rank)}
     named = {name: x.to(d.dtype) for name, x in (named | {"successors": eighths(codes, rank)}).items()}
-    ids = torch.rand(batch, 1, slots, codes + 2, generator=d.generator).argsort(-1)[..., :count].contiguous() - 1
-    named |= {"anchor": d.ints(batch, -1, codes + 1), "ids": ids, "logits": eighths(batch, 1, slots, count)}
-    levels = sampling["sharpness"][:, None].repeat(1, d.size())
-    return named | sampling | {"sharpness": levels, "stream": d.choice(0, 1)}
+    ids = torch.rand(batch, slots, codes + 2, generator=d.generator).argsort(-1)[..., :count].contiguous() - 1
+    named |= {"anchor": d.ints(batch, -1, codes + 1), "ids": ids, "logits": eighths(batch, slots, count)}
+    return named | sampling | {"stream": d.choice(0, 1)}
 
 
 def build_tree(d: Draw) -> dict[str, object]:

@@ -176,8 +176,6 @@ RULES = [
     ("top_candidates", {"count": 0}, "1 <= count <= 128 must hold, got count = 0"),
     ("tree_candidates", {"noise_weight": 1.5}, "noise_weight must be from 0 to 1, got noise_weight = 1.5"),
     ("walk_candidates", {"stream": 4}, "0 <= stream <= 3 must hold, got stream = 4"),
-    ("walk_candidates", {"ids": torch.zeros(BATCH, 3, ROWS, 5, dtype=i64), "logits": torch.ones(BATCH, 3, ROWS, 5)},
-     "sets == 1 or sets == levels must hold, got sets = 3, levels = 2"),
     ("build_tree", {"rows": 129}, "1 <= rows <= 128 must hold, got rows = 129"),
     ("accept_prefix_", {n: torch.zeros(BATCH, 0, dtype=i64) for n in ("block_ids", "posterior")}, "rows >= 1"),
     ("accept_path_", {n: torch.zeros(BATCH, 129, dtype=i64) for n in ("ids", "parents", "choices")}, "rows <= 128"),

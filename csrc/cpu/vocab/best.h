@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cpu/vocab/block_scan.h"
 #include "binding/params.h"
+#include "cpu/vocab/block_scan.h"
 
 DFLASH_NAMESPACE_BEGIN
 

@@ -60,15 +60,14 @@ static int64_t best_of_row(const T* logits, const Row& row, int64_t count, int64
 
 template <typename T>
 static void top_rows(const TopCandidatesParams& p) {
-  const int64_t total = p.batch * p.levels * p.rows;
+  const int64_t total = p.batch * p.rows;
   parallel_for(total, total * p.vocab, p.threads, [&](int64_t i) {
-    const int64_t b = i / (p.levels * p.rows), line = b * p.rows + i % p.rows;
-    const Row row{draw_of(p.temperature[b], p.sharpness[i / p.rows]), p.vocab,
-                  (p.vocab + kBlock - 1) / kBlock, uint64_t(p.positions[line]), uint64_t(p.seeds[b])};
+    const int64_t b = i / p.rows;
+    const Row row{draw_of(p.temperature[b], p.sharpness[b]), p.vocab, (p.vocab + kBlock - 1) / kBlock,
+                  uint64_t(p.positions[i]), uint64_t(p.seeds[b])};
     int64_t* ids = p.ids + i * p.count;
     float* out = p.candidate_logits + i * p.count;
-    const int64_t found =
-        best_of_row(static_cast<const T*>(p.logits) + line * p.vocab, row, p.count, ids, out);
+    const int64_t found = best_of_row(static_cast<const T*>(p.logits) + i * p.vocab, row, p.count, ids, out);
     for (int64_t k = found; k < p.count; ++k) ids[k] = -1, out[k] = -kInf;
   });
 }

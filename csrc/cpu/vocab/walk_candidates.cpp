@@ -1,7 +1,7 @@
-// A path through the candidates of each slot (params.h has the formula). Each thread takes one level of one
-// sequence. Slot by slot the predecessor's row is multiplied with the hidden state once, and every
-// candidate's row with that; the rows of the next slot are on their way meanwhile. Choices have the bits of
-// select_tokens given equal scores. Needs -ffp-contract=off.
+// A path through the candidates of each slot (params.h has the formula). Each thread takes one sequence. Slot
+// by slot the predecessor's row is multiplied with the hidden state once, and every candidate's row with
+// that; the rows of the next slot are on their way meanwhile. Choices have the bits of select_tokens given
+// equal scores. Needs -ffp-contract=off.
 #include <algorithm>
 #include <cmath>
 
@@ -76,15 +76,12 @@ static int64_t choose(const Choice& c, const int64_t* ids, int64_t count, uint64
 }
 
 template <typename T>
-static void walk(const WalkCandidatesParams& p, int64_t b, int64_t level) {
-  // 1. How this level chooses
-  const Choice c{draw_of(p.temperature[b], p.sharpness[b * p.levels + level]),
+static void walk(const WalkCandidatesParams& p, int64_t b) {
+  // 1. How this sequence chooses
+  const Choice c{draw_of(p.temperature[b], p.sharpness[b]),
                  {p.top_k[b], p.top_p[b], p.min_p[b]},
                  uint64_t(p.seeds[b]),
                  uint32_t(p.stream)};
-  const int64_t set = (b * p.sets + (p.sets == 1 ? 0 : level)) * p.slots * p.count;
-  int64_t* path = p.path + (b * p.levels + level) * p.slots;
-  float* scores = p.scores + (b * p.levels + level) * p.slots * p.count;
   const T *predecessors = static_cast<const T*>(p.predecessors),
           *successors = static_cast<const T*>(p.successors);
   const auto known = [&](int64_t id) { return id >= 0 && id < p.codes; };
@@ -98,36 +95,36 @@ static void walk(const WalkCandidatesParams& p, int64_t b, int64_t level) {
   int64_t previous = p.anchor[b];
   bool alive = true;
   for (int64_t slot = 0; slot < p.slots; ++slot) {
-    const int64_t* ids = p.ids + set + slot * p.count;
-    const float* logits = p.logits + set + slot * p.count;
-    float* score = scores + slot * p.count;
+    const int64_t row = b * p.slots + slot, first = row * p.count;
+    const int64_t* ids = p.ids + first;
+    const float* logits = p.logits + first;
+    float* score = p.scores + first;
     if (alive) {
       for (int64_t k = 0; k < p.count && slot + 1 < p.slots; ++k) {
         if (known(ids[k])) fetch(predecessors + ids[k] * p.rank);
         if (known(ids[p.count + k])) fetch(successors + ids[p.count + k] * p.rank);
       }
       const bool paired = known(previous);
-      const T* hidden = static_cast<const T*>(p.hidden) + (b * p.slots + slot) * p.rank;
+      const T* hidden = static_cast<const T*>(p.hidden) + row * p.rank;
       for (int64_t i = 0; i < p.rank && paired; ++i)
         product[i] = to_float(predecessors[previous * p.rank + i]) * to_float(hidden[i]);
       for (int64_t k = 0; k < p.count; ++k) {
         score[k] = known(ids[k]) ? logits[k] : -kInf;
         if (paired && known(ids[k])) score[k] += dot(product, successors + ids[k] * p.rank, p.rank);
       }
-      previous = choose(c, ids, p.count, uint64_t(p.positions[b * p.slots + slot]), score);
+      previous = choose(c, ids, p.count, uint64_t(p.positions[row]), score);
       alive = previous >= 0;
     }
     if (!alive)
       for (int64_t k = 0; k < p.count; ++k) score[k] = -kInf;
-    path[slot] = alive ? previous : -1;
+    p.path[row] = alive ? previous : -1;
   }
 }
 
 template <typename T>
 static void walks(const WalkCandidatesParams& p) {
   const int64_t each = p.slots * p.count * p.rank;
-  parallel_for(p.batch * p.levels, p.batch * p.levels * each, p.threads,
-               [&](int64_t i) { walk<T>(p, i / p.levels, i % p.levels); });
+  parallel_for(p.batch, p.batch * each, p.threads, [&](int64_t b) { walk<T>(p, b); });
 }
 
 DFLASH_NAMESPACE_END

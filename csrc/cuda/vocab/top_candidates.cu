@@ -10,13 +10,11 @@ namespace dflash {
 struct Row {
   Draw draw;
   uint64_t position, seed;
-  int64_t line;  // of the logits
 };
 
 static __device__ Row row_of(const TopCandidatesParams& p, int64_t index) {
-  const int64_t b = index / (p.levels * p.rows), line = b * p.rows + index % p.rows;
-  return {draw_of(p.temperature[b], p.sharpness[index / p.rows]), uint64_t(p.positions[line]),
-          uint64_t(p.seeds[b]), line};
+  const int64_t b = index / p.rows;
+  return {draw_of(p.temperature[b], p.sharpness[b]), uint64_t(p.positions[index]), uint64_t(p.seeds[b])};
 }
 
 // The score of a token, or NaN if it is surely below `floor`.
@@ -32,12 +30,12 @@ static __global__ void __launch_bounds__(32 * kSpanWarps, 1) score_spans(const T
   const Span span(p.vocab);
   grid_launch_dependents();
   grid_dependency_wait();
-  if (span.row >= p.batch * p.levels * p.rows) return;
+  if (span.row >= p.batch * p.rows) return;
   const Row row = row_of(p, span.row);
   RowNoise noise(row.position, row.seed);
   float best = -infinity();
   bool nan = false;
-  span.for_tokens<kWidth>(static_cast<const T*>(p.logits) + row.line * p.vocab, [&](uint32_t id, float z) {
+  span.for_tokens<kWidth>(static_cast<const T*>(p.logits) + span.row * p.vocab, [&](uint32_t id, float z) {
     nan |= z != z;
     best = fmaxf(best, score_of(row, noise, z, id, best));
   });
@@ -57,7 +55,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_tokens(const Top
   grid_launch_dependents();
   grid_dependency_wait();
   const Row row = row_of(p, index);
-  const T* logits = static_cast<const T*>(p.logits) + row.line * p.vocab;
+  const T* logits = static_cast<const T*>(p.logits) + index * p.vocab;
 
   // 1. The best score of each span, and what `count` spans reach
   uint32_t least[kOwnSpans];
@@ -93,7 +91,7 @@ int64_t top_candidates_workspace(int64_t rows, int64_t vocab) {
 }
 
 cudaError_t launch_top_candidates(const TopCandidatesParams& p, cudaStream_t stream) {
-  const int64_t rows = p.batch * p.levels * p.rows;
+  const int64_t rows = p.batch * p.rows;
   return run_on_device(p, rows, [&](auto type) {
     using T = decltype(type);
     return launch_stages<T>(p, rows, stream, score_spans<T, kPer16<T>>, score_spans<T, 1>, choose_tokens<T>);

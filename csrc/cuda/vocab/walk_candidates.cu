@@ -1,4 +1,4 @@
-// A path through the candidates of each slot (params.h has the formula). One block per level of a sequence; a
+// A path through the candidates of each slot (params.h has the formula). One block per sequence; a
 // warp per candidate multiplies three rows of the rank, then the first warp chooses. The walk needs count
 // products per slot where all pairs would be count^2, and only the predecessor's row is known late: every row
 // that may be needed is fetched into L2 first, and the noise is drawn ahead. Choices have the bits of
@@ -89,11 +89,10 @@ static __device__ int64_t choose(Scratch& s, const Choice& c, const int64_t* ids
 template <typename T, int kWidth>
 static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandidatesParams p) {
   __shared__ Scratch s;
-  const int64_t b = blockIdx.x / p.levels, level = blockIdx.x % p.levels;
-  const int64_t set = (b * p.sets + (p.sets == 1 ? 0 : level)) * p.slots * p.count;
-  const int64_t* ids = p.ids + set;
-  int64_t* path = p.path + blockIdx.x * p.slots;
-  float* scores = p.scores + blockIdx.x * p.slots * p.count;
+  const int64_t b = blockIdx.x, first = b * p.slots * p.count;
+  const int64_t* ids = p.ids + first;
+  int64_t* path = p.path + b * p.slots;
+  float* scores = p.scores + first;
   const T *predecessors = static_cast<const T*>(p.predecessors),
           *successors = static_cast<const T*>(p.successors);
   const auto known = [&](int64_t id) { return id >= 0 && id < p.codes; };
@@ -112,8 +111,7 @@ static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandi
     prefetch_l2(predecessors + id * p.rank + i % lines * kLine);
   }
 
-  const Choice choice{draw_of(p.temperature[b], p.sharpness[b * p.levels + level]),
-                      {p.top_k[b], p.top_p[b], p.min_p[b]}};
+  const Choice choice{draw_of(p.temperature[b], p.sharpness[b]), {p.top_k[b], p.top_p[b], p.min_p[b]}};
   int64_t previous = p.anchor[b], slot = 0;
   for (; slot < p.slots; ++slot) {
     // 2. Draw noise
@@ -140,7 +138,7 @@ static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandi
         }
       }
       sum = warp_sum(sum);
-      if (lane == 0) s.score[k] = known(id) ? p.logits[set + slot * p.count + k] + sum : -infinity();
+      if (lane == 0) s.score[k] = known(id) ? p.logits[first + slot * p.count + k] + sum : -infinity();
     }
     __syncthreads();
 
@@ -162,13 +160,12 @@ static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandi
 }
 
 cudaError_t launch_walk_candidates(const WalkCandidatesParams& p, cudaStream_t stream) {
-  const int64_t walks = p.batch * p.levels;
-  return run_on_device(p, walks * p.slots, [&](auto type) {
+  return run_on_device(p, p.batch * p.slots, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.hidden, p.predecessors, p.successors, p.rank * sizeof(T));
     const unsigned threads = 32 * unsigned(min(p.count, int64_t(kMaxWarps)));
-    return launch_flat(wide ? walk<T, kWidth> : walk<T, 1>, walks, threads, stream, p);
+    return launch_flat(wide ? walk<T, kWidth> : walk<T, 1>, p.batch, threads, stream, p);
   });
 }
 

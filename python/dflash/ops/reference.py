@@ -426,19 +426,19 @@ def top_candidates(
     logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, sharpness: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
     """The ``count`` tokens with the best unfiltered scores of `select_tokens`, and their logits, in fp32."""
-    logits = logits.to(torch.float32)[:, None]  # [batch, 1, rows, vocab]
+    logits = logits.to(torch.float32)
     vocab = logits.shape[-1]
-    temperature = temperature.clamp(max=torch.finfo(torch.float32).max)[:, None, None, None]
-    sharpness = torch.where(sharpness >= 0, sharpness, 0.0)[:, :, None, None]
+    temperature = temperature.clamp(max=torch.finfo(torch.float32).max)[:, None, None]
+    sharpness = torch.where(sharpness >= 0, sharpness, 0.0)[:, None, None]
     z = logits / temperature
-    score = torch.where(torch.isinf(z), z, sharpness * z) + gumbel_noise(seeds, positions, vocab)[:, None]
+    score = torch.where(torch.isinf(z), z, sharpness * z) + gumbel_noise(seeds, positions, vocab)
     score = torch.where(~(temperature > 0) | torch.isposinf(sharpness), logits, score)
 
     score = torch.where(torch.isnan(logits).any(-1, keepdim=True), -torch.inf, score)
     score = torch.nn.functional.pad(score, (0, max(count - vocab, 0)), value=-torch.inf)
     score, ids = (x[..., :count].contiguous() for x in score.sort(dim=-1, descending=True, stable=True))
     live = score > -torch.inf
-    chosen = logits.expand(*score.shape[:3], vocab).gather(-1, ids.clamp(max=vocab - 1))
+    chosen = logits.gather(-1, ids.clamp(max=vocab - 1))
     return torch.where(live, ids, -1), torch.where(live, chosen, -torch.inf)
 
 
@@ -448,32 +448,31 @@ def walk_candidates(
     sharpness: Tensor, stream: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Slot by slot the choice of `select_tokens` among the candidates, given the one before; -1 from a failure on."""
-    (batch, levels), (slots, count), codes = sharpness.shape, ids.shape[2:], len(predecessors)
-    ids, logits = (x.expand(batch, levels, slots, count) for x in (ids, logits))
+    codes = len(predecessors)
     dtype = _compute_dtype(hidden)
     temperature = temperature.clamp(max=torch.finfo(torch.float32).max)
-    sharpness = torch.where(sharpness >= 0, sharpness, 0.0)[..., None]
-    greedy = ~(temperature > 0)[:, None, None] | torch.isposinf(sharpness)
-    path, scores = anchor.new_empty(batch, levels, slots), logits.new_empty(batch, levels, slots, count)
+    sharpness = torch.where(sharpness >= 0, sharpness, 0.0)[:, None]
+    greedy = ~(temperature > 0)[:, None] | torch.isposinf(sharpness)
+    path, scores = anchor.new_empty(ids.shape[:2]), torch.empty_like(logits)
 
-    previous, alive = anchor[:, None].expand(batch, levels), torch.ones_like(sharpness[..., 0], dtype=torch.bool)
-    for slot in range(slots):
+    previous, alive = anchor, torch.ones_like(anchor, dtype=torch.bool)
+    for slot in range(ids.shape[1]):
         # 1. The score of each candidate after the token before
-        own = ids[:, :, slot]
+        own = ids[:, slot]
         live = (own >= 0) & (own < codes)
         paired = ((previous >= 0) & (previous < codes))[..., None]
-        product = predecessors[previous.clamp(0, codes - 1)].to(dtype) * hidden[:, None, slot].to(dtype)
-        pairs = (product[:, :, None] * successors[own.clamp(0, codes - 1)].to(dtype)).sum(-1)
-        score = (logits[:, :, slot].to(dtype) + torch.where(paired, pairs, 0.0)).to(torch.float32)
+        product = predecessors[previous.clamp(0, codes - 1)].to(dtype) * hidden[:, slot].to(dtype)
+        pairs = (product[:, None] * successors[own.clamp(0, codes - 1)].to(dtype)).sum(-1)
+        score = (logits[:, slot].to(dtype) + torch.where(paired, pairs, 0.0)).to(torch.float32)
         nan = (torch.isnan(score) & live).any(-1)
         live = live & (score > -torch.inf)
 
         # 2. Filters and noise
         score = torch.where(live, score, -torch.inf)
-        z, keep = filtered_logits(score, temperature, top_k, top_p, min_p)
+        z, keep = (x[:, 0] for x in filtered_logits(score[:, None], temperature, top_k, top_p, min_p))
         live = live & (keep | greedy)
-        where = positions[:, slot, None].expand(batch, levels)
-        value = torch.where(torch.isinf(z), z, sharpness * z) + gumbel_noise_of(own, seeds, where, stream)
+        noise = gumbel_noise_of(own[:, None], seeds, positions[:, slot, None], stream)[:, 0]
+        value = torch.where(torch.isinf(z), z, sharpness * z) + noise
         value = torch.where(greedy, score, value)
 
         # 3. The best
@@ -482,8 +481,8 @@ def walk_candidates(
         chosen = torch.where(best, own, torch.iinfo(torch.int64).max).amin(-1)
         alive = alive & live.any(-1) & ~nan
         previous = torch.where(alive, chosen, -1)
-        path[:, :, slot] = previous
-        scores[:, :, slot] = torch.where(live & alive[..., None], torch.where(greedy, score, z), -torch.inf)
+        path[:, slot] = previous
+        scores[:, slot] = torch.where(live & alive[..., None], torch.where(greedy, score, z), -torch.inf)
     return path, scores
 
 

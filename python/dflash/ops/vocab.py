@@ -56,12 +56,12 @@ def select_tokens(
 
 
 def _top_scratch(launch: Launcher, s: Scope) -> None:
-    s.workspace = launch.scratch("top_candidates", s.logits.device, s.batch * s.levels * s.rows, s.vocab)
+    s.workspace = launch.scratch("top_candidates", s.logits.device, s.batch * s.rows, s.vocab)
 
 
 @op(
-    _POSITIONS + "sharpness[batch, levels]:f32",
-    "ids[batch, levels, rows, count]:i64 candidate_logits[batch, levels, rows, count]:f32",
+    _POSITIONS + "sharpness[batch]:f32",
+    "ids[batch, rows, count]:i64 candidate_logits[batch, rows, count]:f32",
     where=f"vocab >= 1; 1 <= count <= {MAX_CANDIDATES}",
     prepare=_top_scratch,
 )
@@ -71,28 +71,28 @@ def top_candidates(
     """Return the tokens with the best scores of each row, best first, ties to the lower id, and their logits.
 
     A token's score is what `select_tokens` maximizes if nothing is filtered, with the same bits: its choice is the
-    first candidate. Each level of sharpness has its own candidates.
+    first candidate.
 
     Args:
         logits: ``[batch, rows, vocab]``. A token at -inf is never a candidate.
         positions: ``[batch, rows]``: the index of the token that each row drafts.
         seeds: ``[batch]``.
         temperature: ``[batch]``, as in `select_tokens`.
-        sharpness: ``[batch, levels]``, as in `select_tokens`.
+        sharpness: ``[batch]``, as in `select_tokens`.
         count: from 1 to `MAX_CANDIDATES`.
 
     Returns:
-        ``(ids, logits)``, both ``[batch, levels, rows, count]``. Where there are fewer tokens, and everywhere in a row
+        ``(ids, logits)``, both ``[batch, rows, count]``. Where there are fewer tokens, and everywhere in a row
         that holds NaN: id -1 and logit -inf.
     """
 
 
 @op(
     "hidden[batch, slots, rank] predecessors[codes, rank] successors[codes, rank] anchor[batch]:i64 "
-    "ids[batch, sets, slots, count]:i64 logits[batch, sets, slots, count]:f32 positions[batch, slots]:i64 "
-    + ROW_PARAMETERS + "sharpness[batch, levels]:f32",
-    "path[batch, levels, slots]:i64 scores[batch, levels, slots, count]:f32",
-    where="rank >= 1; codes >= 1; sets == 1 or sets == levels; "
+    "ids[batch, slots, count]:i64 logits[batch, slots, count]:f32 positions[batch, slots]:i64 "
+    + ROW_PARAMETERS + "sharpness[batch]:f32",
+    "path[batch, slots]:i64 scores[batch, slots, count]:f32",
+    where="rank >= 1; codes >= 1; "
     f"1 <= count <= {MAX_CANDIDATES}; 0 <= stream <= 3",
 )  # fmt: skip
 def walk_candidates(
@@ -111,16 +111,15 @@ def walk_candidates(
         predecessors: ``[codes, rank]``.
         successors: ``[codes, rank]``.
         anchor: ``[batch]``: the token before the first slot. One outside the codebook adds nothing.
-        ids: ``[batch, sets, slots, count]``, no token twice in a slot; sets is levels, or 1 for all levels to have the
-            same. An id outside ``[0, codes)`` is not a candidate.
-        logits: ``[batch, sets, slots, count]``. A candidate whose score is -inf is left out.
+        ids: ``[batch, slots, count]``, no token twice in a slot. An id outside ``[0, codes)`` is not a
+            candidate.
+        logits: ``[batch, slots, count]``. A candidate whose score is -inf is left out.
         positions: ``[batch, slots]``: the index of the token in each slot.
-        seeds: ``[batch]``. ``temperature``, ``top_k``, ``top_p`` and ``min_p`` are as in `select_tokens`.
-        sharpness: ``[batch, levels]``, as in `select_tokens`: each level takes its own path.
+        seeds: ``[batch]``. ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``sharpness`` are as in `select_tokens`.
         stream: of the noise, from 0 to 3; 0 is the target's own.
 
     Returns:
-        ``path [batch, levels, slots]``: -1 from the first slot on that has no candidate or a score of NaN. ``scores
-        [batch, levels, slots, count]``: ``S / temperature`` of what the filters keep (S itself for argmax), else -inf,
+        ``path [batch, slots]``: -1 from the first slot on that has no candidate or a score of NaN. ``scores
+        [batch, slots, count]``: ``S / temperature`` of what the filters keep (S itself for argmax), else -inf,
         and -inf where the path is -1.
     """

@@ -56,13 +56,12 @@ class LinkedPredictions(Predictions):
         Candidates are those with the best noisy logits, since the target's choice is made with the same noise: on a
         trained pair more of them are accepted. A selector that adds nothing draws what `Predictions` draw.
         """
-        sharpness = sampling.sharpness[:, None]
-        return self._walk(positions, sampling, sharpness, sharpness, stream=0)[0]
+        return self._walk(positions, sampling, sampling.sharpness, sampling.sharpness, stream=0)[0]
 
     def draw_for(self, acceptance: RejectionAcceptance, positions: Tensor, sampling: Sampling) -> Tensor:
         """Draw from the selector's distribution, which ``acceptance`` remembers."""
         # The candidates are plain: the noise of the draw must not choose them too, which would bias the output.
-        ones = sampling.ones[:, None]
+        ones = sampling.ones
         path, ids, scores = self._walk(positions, sampling, math.inf * ones, ones, stream=acceptance.STREAM)
         acceptance.remember_(path, ids, scores)
         return path
@@ -78,7 +77,7 @@ class LinkedPredictions(Predictions):
             self.pairs.queries, self.pairs.predecessors, self.pairs.successors, self.anchor, ids, logits, positions,
             s.seeds, s.temperature, s.top_k, s.top_p, s.min_p, sharpness, stream,
         )  # fmt: skip
-        return path[:, 0], ids[:, 0], scores[:, 0]
+        return path, ids, scores
 
 
 class DraftRows(NamedTuple):
