@@ -1,7 +1,6 @@
-// The order in which the nodes of a draft tree are taken, for CPU and GPU. Scores fall along a list of
-// candidates and from a parent to its children, so a frontier holds the best sibling not yet taken and the
-// best child of every row. fp32 sums may make siblings equal whose own scores are not; such a run is taken in
-// the order of its ids.
+// The order in which the nodes of a draft tree are taken, for CPU and GPU. Scores fall along a list of candidates and
+// from a parent to its children, so a frontier holds the best sibling not yet taken and the best child of every row.
+// fp32 sums may make siblings equal whose own scores are not; such a run is taken in the order of its ids.
 #pragma once
 #include "binding/params.h"
 
@@ -38,8 +37,8 @@ struct Siblings {
     return score > kNoScore ? score : kNoScore;
   }
 
-  // Sets the score, id and run of the best sibling of the run that starts at `run` with an id above `id`, or
-  // else of the next run. False if there is none.
+  // Sets the score, id and run of the best sibling of the run that starts at `run` with an id above `id`, or else of
+  // the next run. False if there is none.
   DFLASH_ANYWHERE bool next(int64_t run, int64_t id, Node& node) const {
     for (;; id = -1) {
       const float score = at(run);

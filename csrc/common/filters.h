@@ -1,6 +1,5 @@
-// How a row draws its token, and top-k, top-p and min-p over a few values, for host and device: every value
-// is compared with every other, so that there is nothing to sort. The rules are those of select_tokens, with
-// the same bits.
+// How a row draws its token, and top-k, top-p and min-p over a few values, for host and device: every value is compared
+// with every other, so that there is nothing to sort. The rules are those of select_tokens, with the same bits.
 #pragma once
 #include "common/noise.h"
 
@@ -31,9 +30,7 @@ struct Filters {
   float top_p, min_p;
 };
 
-DFLASH_HOST_DEVICE bool any_filter(const Filters& f) {
-  return f.top_k > 0 || f.top_p < 1.0f || f.min_p > 0.0f;
-}
+DFLASH_HOST_DEVICE bool any_filter(const Filters& f) { return f.top_k > 0 || f.top_p < 1.0f || f.min_p > 0.0f; }
 
 // The fixed-point weight exp(z[i] - top) of a value that top-k keeps, -1 of another. Values of -inf are none.
 DFLASH_HOST_DEVICE int64_t weight_in_top_k(const float* z, int count, int i, float top, const Filters& f) {
@@ -44,8 +41,7 @@ DFLASH_HOST_DEVICE int64_t weight_in_top_k(const float* z, int count, int i, flo
 }
 
 // Does a value stay? `weight` holds weight_in_top_k of all. The largest always does.
-DFLASH_HOST_DEVICE bool is_kept(const float* z, const int64_t* weight, int count, int i, float top,
-                                const Filters& f) {
+DFLASH_HOST_DEVICE bool is_kept(const float* z, const int64_t* weight, int count, int i, float top, const Filters& f) {
   if (z[i] == top) return true;
   if (weight[i] < 0 || (f.min_p > 0.0f && !(shared_exp(z[i] - top) >= f.min_p))) return false;
   if (!(f.top_p < 1.0f)) return true;

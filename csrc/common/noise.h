@@ -1,7 +1,7 @@
-// The keyed noise of token selection and the exponential of its filters, for host and device. Every operation
-// is one IEEE multiply, add or division in a fixed order, so that CPU, CUDA and the plain-torch twin give the
-// same bits: on the host compile with -ffp-contract=off and never -ffast-math; on the device the wrappers
-// below keep products unfused.
+// The keyed noise of token selection and the exponential of its filters, for host and device. Every operation is one
+// IEEE multiply, add or division in a fixed order, so that CPU, CUDA and the plain-torch twin give the same bits: on
+// the host compile with -ffp-contract=off and never -ffast-math; on the device the wrappers below keep products
+// unfused.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -44,8 +44,7 @@ struct Words4 {
 constexpr uint32_t kPhiloxM0 = 0xD2511F53, kPhiloxM1 = 0xCD9E8D57;
 constexpr uint32_t kPhiloxW0 = 0x9E3779B9, kPhiloxW1 = 0xBB67AE85;
 
-DFLASH_HOST_DEVICE Words4 philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
-                                 uint32_t k1) {
+DFLASH_HOST_DEVICE Words4 philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
   for (int round = 0; round < 10; ++round) {
     const uint64_t p0 = uint64_t(kPhiloxM0) * c0, p1 = uint64_t(kPhiloxM1) * c2;
     c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
@@ -60,8 +59,7 @@ DFLASH_HOST_DEVICE Words4 philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t
 
 // The four words of tokens 4 * group .. 4 * group + 3 at one position; stream 0 is the target's noise.
 DFLASH_HOST_DEVICE Words4 noise_words(uint32_t group, uint64_t position, uint32_t stream, uint64_t seed) {
-  return philox(group, uint32_t(position), uint32_t(position >> 32), stream, uint32_t(seed),
-                uint32_t(seed >> 32));
+  return philox(group, uint32_t(position), uint32_t(position >> 32), stream, uint32_t(seed), uint32_t(seed >> 32));
 }
 
 // ln(x) for positive normal x, relative error below 1e-15:
@@ -85,8 +83,8 @@ DFLASH_HOST_DEVICE double log64(double x) {
   return DFLASH_ADD64(DFLASH_MUL64(k, 0.6931471805599453), DFLASH_MUL64(DFLASH_ADD64(s, s), series));
 }
 
-// Standard Gumbel noise of a word: -ln(-ln(1 - w)), w = (word + 0.5) / 2^32 exact. At most -ln(w), since
-// -ln(1 - w) >= w.
+// Standard Gumbel noise of a word: -ln(-ln(1 - w)), w = (word + 0.5) / 2^32 exact. At most -ln(w), since -ln(1 - w) >=
+// w.
 DFLASH_HOST_DEVICE float gumbel(uint32_t word) {
   const double w = DFLASH_MUL64(DFLASH_ADD64(double(word), 0.5), 2.3283064365386963e-10);
   return float(-log64(-log64(DFLASH_ADD64(1.0, -w))));
@@ -97,8 +95,7 @@ DFLASH_HOST_DEVICE float shared_exp(float d) {
   const bool under = d < -86.0f;
   d = under ? 0.0f : d;
   const float n = DFLASH_ADD32(DFLASH_ADD32(DFLASH_MUL32(d, 1.4426950216293335f), 12582912.0f), -12582912.0f);
-  const float r =
-      DFLASH_ADD32(DFLASH_ADD32(d, -DFLASH_MUL32(n, 0.693359375f)), -DFLASH_MUL32(n, -2.12194442e-4f));
+  const float r = DFLASH_ADD32(DFLASH_ADD32(d, -DFLASH_MUL32(n, 0.693359375f)), -DFLASH_MUL32(n, -2.12194442e-4f));
   float p = 1.9875691e-4f;
   p = DFLASH_ADD32(DFLASH_MUL32(p, r), 1.3981999e-3f);
   p = DFLASH_ADD32(DFLASH_MUL32(p, r), 8.3334519e-3f);
@@ -111,8 +108,7 @@ DFLASH_HOST_DEVICE float shared_exp(float d) {
   return under ? 0.0f : e;
 }
 
-// rint(e * 2^38) for 0 <= e <= 2: adding 1.5 * 2^52 leaves the integer in the low bits. Sums of these have no
-// order.
+// rint(e * 2^38) for 0 <= e <= 2: adding 1.5 * 2^52 leaves the integer in the low bits. Sums of these have no order.
 DFLASH_HOST_DEVICE int64_t fixed_point(float e) {
   const double shifted = DFLASH_ADD64(DFLASH_MUL64(double(e), 274877906944.0), 6755399441055744.0);
   return bit_cast<int64_t>(shifted) - 0x4338000000000000;

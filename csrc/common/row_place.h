@@ -1,5 +1,5 @@
-// Which row is meant, for CPU and GPU: of a cache and a table of angles, of a tensor with rows put in front,
-// of a table of embeddings.
+// Which row is meant, for CPU and GPU: of a cache and a table of angles, of a tensor with rows put in front, of a table
+// of embeddings.
 #pragma once
 #include "binding/params.h"
 

@@ -6,10 +6,10 @@
 //   q, k, v = silu(conv(n W_qkv)); rms_norm(recurrence(q / |q|, k / |k|, v)) * silu(n W_z) W_out
 // Convolutions over the block's rows may stand in front of a sublayer f (mixer or MLP) and after it:
 //   d = n P; h += conv(f(conv(n, d)), d)
-// Composes the other kernels over buffers that stay in the cache of one core: a small model's forward pass is
-// one call. The live context rows come before the block's rows in the buffer that k and v are projected from;
-// each layer overwrites the block's rows and finds the context's as they were. Row i of a tree is appended to
-// slot length + i and rotates by position length + its depth.
+// Composes the other kernels over buffers that stay in the cache of one core: a small model's forward pass is one call.
+// The live context rows come before the block's rows in the buffer that k and v are projected from; each layer
+// overwrites the block's rows and finds the context's as they were. Row i of a tree is appended to slot length + i and
+// rotates by position length + its depth.
 #include <algorithm>
 
 #include "cpu/attention/norm_rope.h"
@@ -161,8 +161,8 @@ class Pass {
   }
 
   void norm(const T* in, const T* add, const void* weight, T* out, T* sum) const {
-    rms_norm({in, add, weight, nullptr, out, sum, n, hidden, n, p.eps, p.dtype, p.threads, 0, nullptr, 0,
-              p.zero_centered});
+    rms_norm(
+        {in, add, weight, nullptr, out, sum, n, hidden, n, p.eps, p.dtype, p.threads, 0, nullptr, 0, p.zero_centered});
   }
 
   // Where a norm in front of a sublayer goes: to `normed`, by way of the convolution if there is one.
@@ -174,8 +174,8 @@ class Pass {
     const int64_t kernels = 2 * w.width * w.groups;
     const LinearPart project{{w.projection, nullptr}, nullptr, dynamic, kernels, kernels, 0};
     linear_parts(plain, n, hidden, &project, 1, p.dtype, p.threads);
-    dynamic_conv({plain, w.base, dynamic, normed, p.rows * kernels, kernels, n, p.rows, hidden, w.width,
-                  w.groups, p.dtype, p.threads});
+    dynamic_conv({plain, w.base, dynamic, normed, p.rows * kernels, kernels, n, p.rows, hidden, w.width, w.groups,
+                  p.dtype, p.threads});
   }
 
   // Adds `delta` to a residual, convolved if the sublayer has convolutions.
@@ -183,9 +183,8 @@ class Pass {
     if (!w.base) return norm(delta, add, weight, out, sum);
     const int64_t side = w.width * w.groups, row = 2 * side;
     const T *base = static_cast<const T*>(w.base) + w.width * hidden, *kernels = dynamic + side;
-    conv_add_rms_norm(
-        {delta, base, kernels, add,    weight,  out,      sum,   nullptr,         0,       p.rows * row,
-         row,   n,    p.rows,  hidden, w.width, w.groups, p.eps, p.zero_centered, p.dtype, p.threads});
+    conv_add_rms_norm({delta, base, kernels, add,    weight,  out,      sum,   nullptr,         0,       p.rows * row,
+                       row,   n,    p.rows,  hidden, w.width, w.groups, p.eps, p.zero_centered, p.dtype, p.threads});
   }
 
   // normed -> delta
@@ -198,9 +197,7 @@ class Pass {
     void *k_cache = p.k_caches[index], *v_cache = p.v_caches[index];
     parallel_for(all, all * (q_size + 2 * kv_size), p.threads, [&](int64_t i) {
       const Row row = rows[i];
-      const int64_t angle = row.position < 0             ? 0
-                            : row.position < p.positions ? row.position
-                                                         : p.positions - 1;
+      const int64_t angle = row.position < 0 ? 0 : row.position < p.positions ? row.position : p.positions - 1;
       NormRope<T> norm_rope{
           static_cast<const T*>(w.q_norm), p.cos + angle * p.half, p.sin + angle * p.half, p.half, d, p.eps,
           norm_offset(p.zero_centered)};
@@ -221,8 +218,7 @@ class Pass {
         0.0f,    w.causal, p.dtype,     p.threads};
     attention.ancestors = p.ancestors;
     block_attention(attention);
-    if (w.gated)
-      sigmoid_mul({out, raw_q + d, out, raw_size, q_stride, n, p.num_heads, d, p.dtype, p.threads});
+    if (w.gated) sigmoid_mul({out, raw_q + d, out, raw_size, q_stride, n, p.num_heads, d, p.dtype, p.threads});
     const LinearPart o{w.o, w.o_bias, delta, hidden, hidden, 0};
     linear_parts(out, n, q_size, &o, 1, p.dtype, p.threads);
   }
@@ -262,18 +258,16 @@ class Pass {
   // normed -> delta
   void run_delta_net(const DeltaNetWeights& w, int64_t index) const {
     project_delta_net(w);
-    causal_conv({mixed, w.conv, nullptr, p.windows[index], p.pending, p.keep, convolved, p.rows * channels,
-                 channels, p.batch, p.rows, channels, p.conv_width, p.block, true, p.dtype, p.threads});
-    delta_net_inputs(
-        {convolved,     b,         a,           w.a_log,       w.dt_bias,     delta_q,  delta_k,
-         delta_v,       log_decay, beta,        p.delta_heads, p.delta_heads, n,        p.key_heads,
-         p.delta_heads, p.key_dim, p.value_dim, 1e-6f,         p.dtype,       p.threads});
+    causal_conv({mixed, w.conv, nullptr, p.windows[index], p.pending, p.keep, convolved, p.rows * channels, channels,
+                 p.batch, p.rows, channels, p.conv_width, p.block, true, p.dtype, p.threads});
+    delta_net_inputs({convolved,     b,         a,           w.a_log,       w.dt_bias,     delta_q,  delta_k,
+                      delta_v,       log_decay, beta,        p.delta_heads, p.delta_heads, n,        p.key_heads,
+                      p.delta_heads, p.key_dim, p.value_dim, 1e-6f,         p.dtype,       p.threads});
     gated_recurrence(
         {delta_q,          delta_k,          delta_v,   log_decay,   beta, p.states[index], p.saved_k[index],
          p.saved_d[index], p.saved_a[index], p.pending, p.keep,      read, p.batch,         p.rows,
          p.key_heads,      p.delta_heads,    p.key_dim, p.value_dim, 1,    p.block,         p.threads});
-    gated_rms_norm(
-        {read, z, w.norm, gated, value_size, n, p.delta_heads, p.value_dim, p.eps, p.dtype, p.threads});
+    gated_rms_norm({read, z, w.norm, gated, value_size, n, p.delta_heads, p.value_dim, p.eps, p.dtype, p.threads});
     const LinearPart out{w.out, nullptr, delta, hidden, hidden, 0};
     linear_parts(gated, n, value_size, &out, 1, p.dtype, p.threads);
   }
@@ -290,8 +284,7 @@ class Pass {
 
   void copy_tap(int64_t index, const T* tapped) const {
     T* tap = static_cast<T*>(p.taps) + index * hidden;
-    for (int64_t i = 0; i < n; ++i)
-      std::memcpy(tap + i * p.num_taps * hidden, tapped + i * hidden, sizeof(T) * hidden);
+    for (int64_t i = 0; i < n; ++i) std::memcpy(tap + i * p.num_taps * hidden, tapped + i * hidden, sizeof(T) * hidden);
   }
 };
 
@@ -309,8 +302,7 @@ void decoder_layers(const DecoderLayersParams& p) {
   int64_t keys = 0;
   for (int64_t b = 0; b < p.batch; ++b) keys += length_of(p, b) + p.rows;
   const bool attention_is_shared = p.num_heads * p.rows * keys * p.head_dim / 8 >= kParallelElements;
-  const bool recurrence_is_shared =
-      p.batch * p.rows * p.delta_heads * p.key_dim * p.value_dim >= kParallelElements;
+  const bool recurrence_is_shared = p.batch * p.rows * p.delta_heads * p.key_dim * p.value_dim >= kParallelElements;
   if (attention_is_shared || recurrence_is_shared ||
       linear_is_shared(p.batch * (p.rows + p.context_rows), p.hidden_size, 2 * p.width))
     with_team(p.threads, run, &p);

@@ -1,6 +1,6 @@
 // n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
-// out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the row's slot of the cache.
-// Rows over threads. A gated q head is followed by its gate, which stays where it is.
+// out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the row's slot of the cache. Rows over
+// threads. A gated q head is followed by its gate, which stays where it is.
 // append_context_kv is the same for k and v only, for all layers.
 #include "common/row_place.h"
 #include "cpu/attention/norm_rope.h"
@@ -58,9 +58,8 @@ namespace dflash::DFLASH_ISA {
 
 void qkv_norm_rope_append(const QkvNormRopeAppendParams& p) {
   const int64_t n = p.batch * p.rows, heads = p.num_heads + 2 * p.num_kv_heads;
-  parallel_for(n, n * heads * p.head_dim, p.threads, [&](int64_t row) {
-    p.dtype == DType::kFloat32 ? qkv_row<float>(p, row) : qkv_row<bf16>(p, row);
-  });
+  parallel_for(n, n * heads * p.head_dim, p.threads,
+               [&](int64_t row) { p.dtype == DType::kFloat32 ? qkv_row<float>(p, row) : qkv_row<bf16>(p, row); });
 }
 
 void append_context_kv(const AppendContextKvParams& p) {
@@ -81,10 +80,9 @@ void append_kv(const AppendKvParams& p) {
       const int64_t slot = (b * p.num_kv_heads + h) * p.capacity + position;
       const int64_t k = b * p.k_stride_batch + h * p.k_stride_head + row * p.k_stride_row;
       const int64_t v = b * p.v_stride_batch + h * p.v_stride_head + row * p.v_stride_row;
-      std::memcpy(static_cast<char*>(p.k_cache) + slot * k_bytes, static_cast<const char*>(p.key) + k * size,
-                  k_bytes);
-      std::memcpy(static_cast<char*>(p.v_cache) + slot * v_bytes,
-                  static_cast<const char*>(p.value) + v * size, v_bytes);
+      std::memcpy(static_cast<char*>(p.k_cache) + slot * k_bytes, static_cast<const char*>(p.key) + k * size, k_bytes);
+      std::memcpy(static_cast<char*>(p.v_cache) + slot * v_bytes, static_cast<const char*>(p.value) + v * size,
+                  v_bytes);
     }
   };
   const int64_t n = p.batch * p.rows;

@@ -1,5 +1,5 @@
-// A group of queries of block_attention.cpp: which positions its lanes see, the keys of a tile, and the state
-// of the softmax.
+// A group of queries of block_attention.cpp: which positions its lanes see, the keys of a tile, and the state of the
+// softmax.
 #pragma once
 #include "binding/params.h"
 #include "cpu/base/buffer.h"
@@ -15,8 +15,8 @@ constexpr float kInfinity = __builtin_inff();
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The length, clamped to -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity
-// + rows, and what is farther out sees the same slots.
+// The length, clamped to -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity + rows,
+// and what is farther out sees the same slots.
 static inline int64_t length_of(const BlockAttentionParams& p, int64_t b) {
   return most(-p.rows, least(p.lengths[b], 2 * p.capacity + p.rows));
 }

@@ -1,5 +1,5 @@
-// q k^T of block_attention.cpp. The queries of a group times the keys of a tile are a product like those of
-// linear.cpp, with keys in place of weights, and go through the same kernels.
+// q k^T of block_attention.cpp. The queries of a group times the keys of a tile are a product like those of linear.cpp,
+// with keys in place of weights, and go through the same kernels.
 #pragma once
 #include "cpu/attention/attention_group.h"
 #include "cpu/linear/linear_few.h"
@@ -19,17 +19,12 @@ static inline void over_lanes(int64_t lane, int64_t lanes, const Fn& fn) {
 // True if a group has too few queries to fill the lanes, which then hold columns and keys.
 static inline bool has_few(const Group& g) { return kWidth == 16 && g.live <= kFewRows; }
 
-// A group's queries, packed once for the kernel that multiplies them. The choice of kernel does not affect
-// the bits.
+// A group's queries, packed once for the kernel that multiplies them. The choice of kernel does not affect the bits.
 template <typename T>
 class Queries {
  public:
   Queries(const BlockAttentionParams& p, const Group& g)
-      : live_(g.live),
-        lanes_(g.lanes),
-        dim_(p.head_dim),
-        words_(words_of<T>(dim_)),
-        few_(has_few(g) && !kOnTiles) {
+      : live_(g.live), lanes_(g.lanes), dim_(p.head_dim), words_(words_of<T>(dim_)), few_(has_few(g) && !kOnTiles) {
     static thread_local Buffer<T> row_buffer;
     static thread_local Buffer<Word<T>> buffer;
     T* rows = row_buffer.reserve(live_ * dim_);

@@ -1,23 +1,23 @@
 // o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)),  p_ij = exp(s_ij - top),  s_ij = cap(scale * q_i .
 // k_j)
 //
-// The queries that share a kv head are packed into vector lanes, one query per lane, so one load of K or V
-// serves them all. A lane's result depends neither on its place nor on the other lanes. Where there are few
-// queries, the lanes hold keys and columns instead, with the same sums (AVX-512): value_tile and value_few
-// leave their products to the compiler to fuse, and the tests hold their bits together.
+// The queries that share a kv head are packed into vector lanes, one query per lane, so one load of K or V serves them
+// all. A lane's result depends neither on its place nor on the other lanes. Where there are few queries, the lanes hold
+// keys and columns instead, with the same sums (AVX-512): value_tile and value_few leave their products to the compiler
+// to fuse, and the tests hold their bits together.
 //
-// bf16 queries and keys are multiplied without widening where the CPU can (attention_scores.h). Values are
-// multiplied in fp32: weights would have to be rounded, and a pair of bf16 would tie a key to the next one in
-// memory, which in a tree may be on another path.
+// bf16 queries and keys are multiplied without widening where the CPU can (attention_scores.h). Values are multiplied
+// in fp32: weights would have to be rounded, and a pair of bf16 would tie a key to the next one in memory, which in a
+// tree may be on another path.
 //
-// Keys are processed in tiles of 64 slots with an online softmax. Tiles form chunks of 256 slots, and the
-// chunks' (top, sum, o) are combined in ascending order. Tiles and chunks start at multiples of their size in
-// absolute slots, and one without a visible key changes no bit. The result therefore does not depend on how
-// the work is split. Threads share (sequence, kv head, lane group), and chunks too if there are few of those.
+// Keys are processed in tiles of 64 slots with an online softmax. Tiles form chunks of 256 slots, and the chunks' (top,
+// sum, o) are combined in ascending order. Tiles and chunks start at multiples of their size in absolute slots, and one
+// without a visible key changes no bit. The result therefore does not depend on how the work is split. Threads share
+// (sequence, kv head, lane group), and chunks too if there are few of those.
 //
-// A row of a tree is a key of the tile of its position: after the slots before the block, in the order of
-// rows, which along a path is the order of positions. Between the keys of a path stand keys with weight zero,
-// which change no bit, so the sums are those of a chain.
+// A row of a tree is a key of the tile of its position: after the slots before the block, in the order of rows, which
+// along a path is the order of positions. Between the keys of a path stand keys with weight zero, which change no bit,
+// so the sums are those of a chain.
 #include <cmath>
 #include <cstdlib>
 
@@ -88,8 +88,8 @@ static void value_tile(const float* v, int64_t v_step, int64_t keys, const float
 
 // The same sums of QUERIES queries, with NV vectors of columns in the lanes: out [QUERIES, out_step].
 template <int QUERIES, int NV, typename V>
-static void value_few(const V* v, int64_t v_step, int64_t keys, const float* weights, const float* alpha,
-                      int64_t lanes, int64_t out_step, float* out) {
+static void value_few(const V* v, int64_t v_step, int64_t keys, const float* weights, const float* alpha, int64_t lanes,
+                      int64_t out_step, float* out) {
   Vec acc[QUERIES][NV] = {};
   for (int64_t key = 0; key < keys; ++key) {
     Vec x[NV];
@@ -111,14 +111,12 @@ static void value_few(const V* v, int64_t v_step, int64_t keys, const float* wei
     }
 }
 
-// Turns scores [keys, lanes], times `scale`, into weights exp(score - top), and updates the state's top and
-// sum. alpha [lanes] rescales sums that used the old top.
-__attribute__((noinline)) static void softmax_tile(const BlockAttentionParams& p, const Group& g,
-                                                   const Keys& keys, float scale, float* scores, float* alpha,
-                                                   const State& state) {
+// Turns scores [keys, lanes], times `scale`, into weights exp(score - top), and updates the state's top and sum. alpha
+// [lanes] rescales sums that used the old top.
+__attribute__((noinline)) static void softmax_tile(const BlockAttentionParams& p, const Group& g, const Keys& keys,
+                                                   float scale, float* scores, float* alpha, const State& state) {
   for (int64_t lane = 0; lane < g.lanes; lane += kWidth) {
-    const IVec lo = *reinterpret_cast<const IVec*>(g.lo + lane),
-               hi = *reinterpret_cast<const IVec*>(g.hi + lane);
+    const IVec lo = *reinterpret_cast<const IVec*>(g.lo + lane), hi = *reinterpret_cast<const IVec*>(g.hi + lane);
     const Vec old_top = load(state.top + lane);
     Vec top = old_top;
     for (int64_t key = 0; key < keys.count; ++key) {
@@ -127,8 +125,8 @@ __attribute__((noinline)) static void softmax_tile(const BlockAttentionParams& p
       if (p.softcap != 0.0f) x = tanh_vec(x) * p.softcap;
       if (keys.masked) {
         const IVec slot = IVec{} + int32_t(keys.first + key);
-        const IVec seen = key < keys.slots ? (slot >= lo) & (slot < hi)
-                                           : lanes_of(keys.rows[key - keys.slots]->seen_by, lane);
+        const IVec seen =
+            key < keys.slots ? (slot >= lo) & (slot < hi) : lanes_of(keys.rows[key - keys.slots]->seen_by, lane);
         x = select(seen, x, splat(-kInfinity));
       }
       store(at, x);
@@ -184,8 +182,7 @@ struct Worker {
       : p(p), g(g), queries(p, g), few(has_few(g) && p.v_head_dim % kWidth == 0) {
     v_step = ceil_div(p.v_head_dim, 16) * 16 + 16;
     const int64_t most_keys = kTileSlots + (g.tree ? p.rows : 0);
-    const int64_t state = State::floats(g.lanes, p.v_head_dim),
-                  few_floats = few ? kFewRows * p.v_head_dim : 0;
+    const int64_t state = State::floats(g.lanes, p.v_head_dim), few_floats = few ? kFewRows * p.v_head_dim : 0;
     float* data = thread_scratch(g.lanes * (most_keys + 1) + 2 * state + few_floats + most_keys * v_step);
     scores = data, data += g.lanes * most_keys;
     alpha = data, data += g.lanes;
@@ -205,8 +202,8 @@ struct Worker {
     for (; i < n; ++i) to[i] = to_float(from[i]);
   }
 
-  // v_tile = v. Slots hidden from some queries may hold anything, and a weight of zero does not cancel NaN or
-  // infinity, so non-finite rows are zeroed. Queries that do see such a row become NaN.
+  // v_tile = v. Slots hidden from some queries may hold anything, and a weight of zero does not cancel NaN or infinity,
+  // so non-finite rows are zeroed. Queries that do see such a row become NaN.
   void copy_values(const T* v, const Keys& keys) const {
     const int64_t n = p.v_head_dim;
     for (int64_t key = 0; key < keys.count; ++key) {
@@ -239,8 +236,7 @@ struct Worker {
     queries.score(k + keys.first * p.head_dim, keys.slots, scores);
     const int64_t others = keys.count - keys.slots;
     for (int64_t i = 0; i < others; ++i)
-      std::memcpy(tree_keys + i * p.head_dim, k + keys.slot(keys.slots + i) * p.head_dim,
-                  p.head_dim * sizeof(T));
+      std::memcpy(tree_keys + i * p.head_dim, k + keys.slot(keys.slots + i) * p.head_dim, p.head_dim * sizeof(T));
     queries.score(tree_keys, others, scores + keys.slots * g.lanes);
   }
 
@@ -269,8 +265,7 @@ struct Worker {
 
   void store_few() const {
     for (int64_t lane = 0; lane < g.live; ++lane)
-      for (int64_t i = 0; i < p.v_head_dim; ++i)
-        chunk.out[i * g.lanes + lane] = read[lane * p.v_head_dim + i];
+      for (int64_t i = 0; i < p.v_head_dim; ++i) chunk.out[i * g.lanes + lane] = read[lane * p.v_head_dim + i];
   }
 
   // chunk = the state over the visible keys at [begin, begin + kChunk); returns false if there are none
@@ -345,19 +340,17 @@ static void attend_all(const BlockAttentionParams& p) {
   if (queries == 0 || pairs == 0) return;
   int64_t keys = 0;
   for (int64_t b = 0; b < p.batch; ++b) keys = most(keys, least(length_of(p, b) + p.rows, p.capacity));
-  const int64_t chunks = ceil_div(keys, kChunk),
-                work = pairs * queries * keys * (p.head_dim + p.v_head_dim) / 16;
+  const int64_t chunks = ceil_div(keys, kChunk), work = pairs * queries * keys * (p.head_dim + p.v_head_dim) / 16;
   const int64_t threads = p.threads;
   int64_t groups = ceil_div(queries, kMaxLanes);
   while (pairs * groups * most(chunks, 1) < threads && groups < ceil_div(queries, 16)) ++groups;
   const int64_t width = ceil_div(ceil_div(queries, groups), kWidth) * kWidth;
   groups = ceil_div(queries, width);
   const int64_t tasks = pairs * groups, size = State::floats(width, p.v_head_dim);
-  const bool share_chunks = chunks > 1 && tasks < 4 * threads && tasks % threads != 0 &&
-                            work >= kParallelElements && tasks * chunks * size <= kMaxPartialFloats;
+  const bool share_chunks = chunks > 1 && tasks < 4 * threads && tasks % threads != 0 && work >= kParallelElements &&
+                            tasks * chunks * size <= kMaxPartialFloats;
   if (!share_chunks) {
-    parallel_for(tasks, work, p.threads,
-                 [&](int64_t task) { attend_group<T>(p, Group(p, task, groups, width)); });
+    parallel_for(tasks, work, p.threads, [&](int64_t task) { attend_group<T>(p, Group(p, task, groups, width)); });
     return;
   }
   Buffer<float> memory;

@@ -64,10 +64,9 @@ static bool has_tiles() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all;
 }
 
-// Linux lends tile registers to processes that ask. Returns 0 if this one has them, errno otherwise. Asking
-// only permits: a thread's memory for the registers is taken when it first uses them. But it cannot be
-// undone, and new alternate signal stacks must have room for the registers from then on. cpu_isas() asks too,
-// whatever is chosen.
+// Linux lends tile registers to processes that ask. Returns 0 if this one has them, errno otherwise. Asking only
+// permits: a thread's memory for the registers is taken when it first uses them. But it cannot be undone, and new
+// alternate signal stacks must have room for the registers from then on. cpu_isas() asks too, whatever is chosen.
 static int tile_refusal() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   static const int refusal = syscall(SYS_arch_prctl, kRequestPermission, kTileData) ? errno : 0;
@@ -105,8 +104,7 @@ static const CpuKernels& choose() {
   const std::string wanted = variable ? variable : "";
   const CpuKernels* best = nullptr;
   for (const InstructionSet& set : kSets)
-    if ((wanted.empty() ? !set.only_by_name : wanted == set.kernels->isa) && set.runs_here())
-      best = set.kernels;
+    if ((wanted.empty() ? !set.only_by_name : wanted == set.kernels->isa) && set.runs_here()) best = set.kernels;
   if (best) return *best;
   std::string names;
   for (const std::string& name : cpu_isas()) names += (names.empty() ? "" : ", ") + name;
@@ -115,8 +113,8 @@ static const CpuKernels& choose() {
   if (wanted == "amx" && has_tiles() && tile_refusal())
     reason = std::string("the system gives no tile registers (") + std::strerror(tile_refusal()) + "); ";
 #endif
-  throw std::runtime_error("DFLASH_ISA=" + wanted + " cannot run here: " + reason +
-                           "this build and processor have " + names);
+  throw std::runtime_error("DFLASH_ISA=" + wanted + " cannot run here: " + reason + "this build and processor have " +
+                           names);
 }
 
 const CpuKernels& cpu_kernels() {

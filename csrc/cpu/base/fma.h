@@ -1,5 +1,5 @@
-// a * b + c with one rounding wherever the instruction set can, written out so that no compiler decides which
-// of two products it fuses: for sums whose bits must be the same in every loop they are part of.
+// a * b + c with one rounding wherever the instruction set can, written out so that no compiler decides which of two
+// products it fuses: for sums whose bits must be the same in every loop they are part of.
 #pragma once
 #include "cpu/base/vec.h"
 #if defined(__AVX512F__) || defined(__FMA__)

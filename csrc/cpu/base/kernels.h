@@ -1,5 +1,5 @@
-// Declares the CPU kernels of the instruction set this file is compiled for. A set with DFLASH_BASE compiles
-// only the kernels with products; the base set's serve for the rest.
+// Declares the CPU kernels of the instruction set this file is compiled for. A set with DFLASH_BASE compiles only the
+// kernels with products; the base set's serve for the rest.
 #pragma once
 #include "binding/params.h"
 

@@ -1,5 +1,4 @@
-// The CPU kernels of one instruction set. table.cpp fills one table per set; dispatch.cpp picks one at run
-// time.
+// The CPU kernels of one instruction set. table.cpp fills one table per set; dispatch.cpp picks one at run time.
 #pragma once
 #include <string>
 #include <vector>

@@ -36,8 +36,8 @@ int64_t nanoseconds() {
   return now.tv_sec * int64_t(1000000000) + now.tv_nsec;
 }
 
-// Where threads wait for another thread's write. They spin for a while, then sleep to free the processor for
-// the other thread.
+// Where threads wait for another thread's write. They spin for a while, then sleep to free the processor for the other
+// thread.
 class Gate {
  public:
   // Waits until there() is true.
@@ -118,8 +118,7 @@ class Team {
     end_.open();
   }
 
-  // Dismisses the helpers and waits for them. OpenMP would wait too, but it spins for much longer before it
-  // sleeps.
+  // Dismisses the helpers and waits for them. OpenMP would wait too, but it spins for much longer before it sleeps.
   void close(int helpers) {
     set(round_, kClosed);
     start_.open();
@@ -134,9 +133,9 @@ class Team {
     uint64_t value;
   };
 
-  // Takes half of the iterations left in a range of `count`, as [first, last); returns false if none are
-  // left. A round cannot end before all its iterations are taken, so a successful take belongs to the current
-  // round even if this thread read the loop long ago.
+  // Takes half of the iterations left in a range of `count`, as [first, last); returns false if none are left. A round
+  // cannot end before all its iterations are taken, so a successful take belongs to the current round even if this
+  // thread read the loop long ago.
   static bool take(Taken& range, uint64_t round, int64_t count, int64_t& first, int64_t& last) {
     uint64_t taken = get(range.value);
     for (;;) {
@@ -144,8 +143,8 @@ class Team {
       first = taken >> 32 == round ? int64_t(taken & 0xffffffffu) : 0;
       if (first >= count) return false;
       last = first + (count - first + 1) / 2;
-      if (__atomic_compare_exchange_n(&range.value, &taken, round << 32 | uint64_t(last), true,
-                                      __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+      if (__atomic_compare_exchange_n(&range.value, &taken, round << 32 | uint64_t(last), true, __ATOMIC_SEQ_CST,
+                                      __ATOMIC_SEQ_CST))
         return true;
     }
   }
@@ -208,8 +207,7 @@ void with_team(int threads, void (*body)(const void*), const void* context) noex
   }
 }
 
-void team_for(int64_t n, int threads, void (*body)(const void*, int64_t, int64_t),
-              const void* context) noexcept {
+void team_for(int64_t n, int threads, void (*body)(const void*, int64_t, int64_t), const void* context) noexcept {
   const Loop loop{body, context, n};
   if (in_loop || n < 2 || n >> 32 || (!team && threads <= 1)) {
     body(context, 0, n);

@@ -1,10 +1,10 @@
 // Loops over OpenMP threads. torch loads libgomp before this module, so both share one pool.
 //
-// Many short loops follow one another in a step. The barrier that ends an OpenMP loop waits for every thread,
-// even for one that did nothing because the system ran something else in its place: on a busy machine that
-// costs a time slice per loop. Here a loop ends when its iterations have ended. A thread takes those of its
-// own range first, as in a static schedule, then what others have left; one that comes late finds nothing to
-// do. with_team keeps one OpenMP region open over all loops of a call.
+// Many short loops follow one another in a step. The barrier that ends an OpenMP loop waits for every thread, even for
+// one that did nothing because the system ran something else in its place: on a busy machine that costs a time slice
+// per loop. Here a loop ends when its iterations have ended. A thread takes those of its own range first, as in a
+// static schedule, then what others have left; one that comes late finds nothing to do. with_team keeps one OpenMP
+// region open over all loops of a call.
 #pragma once
 #include <cstdint>
 
@@ -13,8 +13,8 @@ namespace dflash {
 // body(context) on this thread; up to `threads` threads in all share the loops in it.
 void with_team(int threads, void (*body)(const void* context), const void* context) noexcept;
 
-// body(context, first, last) for ranges that make up [0, n), by the team this thread has opened or else by
-// one of `threads` threads.
+// body(context, first, last) for ranges that make up [0, n), by the team this thread has opened or else by one of
+// `threads` threads.
 void team_for(int64_t n, int threads, void (*body)(const void* context, int64_t first, int64_t last),
               const void* context) noexcept;
 

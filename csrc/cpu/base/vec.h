@@ -1,6 +1,5 @@
-// A short fp32 vector, as wide as the instruction set this file is compiled for (GCC/Clang vector extensions,
-// so that aarch64 builds too), bf16 conversion and a fixed-order horizontal sum. Every kernel is written once
-// on this.
+// A short fp32 vector, as wide as the instruction set this file is compiled for (GCC/Clang vector extensions, so that
+// aarch64 builds too), bf16 conversion and a fixed-order horizontal sum. Every kernel is written once on this.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -13,9 +12,9 @@
 #define DFLASH_WIDTH 4
 #endif
 
-// Each instruction set has its own namespace, and all but the kernels themselves has internal linkage: the
-// linker must never merge code across files, nor across instruction sets. Standard templates are therefore
-// instantiated on types of this namespace only, never on float or int64_t.
+// Each instruction set has its own namespace, and all but the kernels themselves has internal linkage: the linker must
+// never merge code across files, nor across instruction sets. Standard templates are therefore instantiated on types of
+// this namespace only, never on float or int64_t.
 #define DFLASH_NAMESPACE_BEGIN \
   namespace dflash {           \
   namespace DFLASH_ISA {       \

@@ -1,10 +1,10 @@
 // A mixture of experts for a few rows: out[r] = sum of scores[r, slot] * expert ids[r, slot] of x[r].
 //
-// The pairs (row, slot) are sorted by expert, and the rows of each expert that somebody chose are gathered:
-// its weights are read once, the others' never. With many such experts each is a task, else the features of
-// one are spread over the threads. Products are those of linear.cpp, or, for transposed weights, have their
-// features in the lanes. Neither lets a row's bits depend on the other rows. What goes into the second
-// product is rounded, and the result; all else stays in float.
+// The pairs (row, slot) are sorted by expert, and the rows of each expert that somebody chose are gathered: its weights
+// are read once, the others' never. With many such experts each is a task, else the features of one are spread over the
+// threads. Products are those of linear.cpp, or, for transposed weights, have their features in the lanes. Neither lets
+// a row's bits depend on the other rows. What goes into the second product is rounded, and the result; all else stays
+// in float.
 #include "binding/params.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"
@@ -19,8 +19,8 @@ constexpr int64_t kTile = kTileVecs * kWidth;
 constexpr int kTileRows = 4;
 constexpr int64_t kAhead = 16;  // rows of a transposed weight, requested before they are needed
 
-// The pairs of a call by expert, and the experts that have any. Pair `row * top_k + slot` is the
-// place[pair]-th; -1 if its id is no expert's.
+// The pairs of a call by expert, and the experts that have any. Pair `row * top_k + slot` is the place[pair]-th; -1 if
+// its id is no expert's.
 struct Routing {
   int64_t* place;    // [pairs]
   int64_t* pairs;    // [pairs], those of one expert after another
@@ -86,8 +86,8 @@ static void multiply(const float* x, int64_t in, const T* weight, int64_t stride
 
 // out [rows, live] for `live` <= NV vectors of features; the last ones of a row may be less than a vector.
 template <typename T, int NV>
-static void transposed_tile(const float* x, int64_t rows, int64_t in, const T* weight, int64_t features,
-                            const T* bias, int64_t live, float* out) {
+static void transposed_tile(const float* x, int64_t rows, int64_t in, const T* weight, int64_t features, const T* bias,
+                            int64_t live, float* out) {
   alignas(64) float sums[kTileRows * NV * kWidth];
   for (int64_t row = 0; row < rows; row += kTileRows) {
     const int64_t n = least(kTileRows, rows - row);
@@ -104,8 +104,8 @@ static void transposed_tile(const float* x, int64_t rows, int64_t in, const T* w
 
 // The features past the last whole vector, one at a time, in the order of multiply().
 template <typename T>
-static void transposed_rest(const float* x, int64_t rows, int64_t in, const T* weight, int64_t features,
-                            const T* bias, int64_t live, float* out) {
+static void transposed_rest(const float* x, int64_t rows, int64_t in, const T* weight, int64_t features, const T* bias,
+                            int64_t live, float* out) {
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t i = 0; i < live; ++i) {
       float sum = 0.0f;
@@ -120,8 +120,8 @@ static void transposed_rest(const float* x, int64_t rows, int64_t in, const T* w
 }
 
 template <typename T>
-static void transposed_product(const T* x, int64_t rows, int64_t in, const T* weight, const T* bias,
-                               int64_t features, float* out, int threads) {
+static void transposed_product(const T* x, int64_t rows, int64_t in, const T* weight, const T* bias, int64_t features,
+                               float* out, int threads) {
   static thread_local Buffer<float> buffer;
   float* wide = buffer.reserve(rows * in);
   for (int64_t i = 0; i < rows * in; ++i) wide[i] = to_float(x[i]);
@@ -138,8 +138,8 @@ static void transposed_product(const T* x, int64_t rows, int64_t in, const T* we
   });
 }
 
-// gate * sigmoid(s) * up, by the expert's kind of gate. exp_vec saturates, but far below zero the sigmoid is
-// 0, and its product with -infinity NaN.
+// gate * sigmoid(s) * up, by the expert's kind of gate. exp_vec saturates, but far below zero the sigmoid is 0, and its
+// product with -infinity NaN.
 static inline Vec gated(const ExpertsParams& p, Vec gate, Vec up) {
   Vec s = gate;
   if (p.gate == Gate::kGeluTanh) {
@@ -181,8 +181,7 @@ static void product(const ExpertsParams& p, const T* x, int64_t rows, int64_t in
 
 // The rows of one expert: out [its pairs, hidden].
 template <typename T>
-static void run_expert(const ExpertsParams& p, const Routing& routing, int64_t expert, float* out,
-                       int threads) {
+static void run_expert(const ExpertsParams& p, const Routing& routing, int64_t expert, float* out, int threads) {
   static thread_local Buffer<T> buffer;
   static thread_local Buffer<float> floats;
   const int64_t first = routing.first[expert], n = routing.first[expert + 1] - first;
@@ -201,8 +200,7 @@ template <typename T>
 static void combine_row(const ExpertsParams& p, const Routing& routing, const float* results, int64_t row) {
   T* out = static_cast<T*>(p.out) + row * p.hidden;
   const auto score = [&](int64_t pair) {
-    return p.float_scores ? static_cast<const float*>(p.scores)[pair]
-                          : to_float(static_cast<const T*>(p.scores)[pair]);
+    return p.float_scores ? static_cast<const float*>(p.scores)[pair] : to_float(static_cast<const T*>(p.scores)[pair]);
   };
   const auto over_slots = [&](auto&& add) {
     for (int64_t pair = row * p.top_k; pair < (row + 1) * p.top_k; ++pair)
@@ -228,9 +226,8 @@ static void run_experts(const ExpertsParams& p) {
   float* results = buffer.reserve(p.rows * p.top_k * p.hidden);
   const bool by_expert = routing.num_touched >= 2 * p.threads;
   const int64_t work = routing.num_touched * 3 * p.width * p.hidden;
-  parallel_for(routing.num_touched, work, by_expert ? p.threads : 1, [&](int64_t i) {
-    run_expert<T>(p, routing, routing.touched[i], results, by_expert ? 1 : p.threads);
-  });
+  parallel_for(routing.num_touched, work, by_expert ? p.threads : 1,
+               [&](int64_t i) { run_expert<T>(p, routing, routing.touched[i], results, by_expert ? 1 : p.threads); });
   parallel_for(p.rows, p.rows * p.top_k * p.hidden, p.threads,
                [&](int64_t row) { combine_row<T>(p, routing, results, row); });
 }
@@ -239,8 +236,6 @@ DFLASH_NAMESPACE_END
 
 namespace dflash::DFLASH_ISA {
 
-void experts(const ExpertsParams& p) {
-  p.dtype == DType::kFloat32 ? run_experts<float>(p) : run_experts<bf16>(p);
-}
+void experts(const ExpertsParams& p) { p.dtype == DType::kFloat32 ? run_experts<float>(p) : run_experts<bf16>(p); }
 
 }  // namespace dflash::DFLASH_ISA

@@ -1,15 +1,15 @@
 // out[r][n] = sum_k x[r][k] weight[n][k] + bias[n]
 //
-// The bits of a row depend neither on its place nor on the number of rows: two kernels sum in the same order.
-// In one (linear_tile.h) a vector lane holds a row, up to 64 of them in AVX-512, and every weight is
-// broadcast to all lanes, so that the weights are never copied as a matrix. In the other (linear_few.h,
-// AVX-512) the lanes hold weights as they lie in memory; it takes the few rows that would leave lanes idle.
-// With AMX, bf16 goes through tiles instead (linear_amx.h), however many rows there are.
+// The bits of a row depend neither on its place nor on the number of rows: two kernels sum in the same order. In one
+// (linear_tile.h) a vector lane holds a row, up to 64 of them in AVX-512, and every weight is broadcast to all lanes,
+// so that the weights are never copied as a matrix. In the other (linear_few.h, AVX-512) the lanes hold weights as they
+// lie in memory; it takes the few rows that would leave lanes idle. With AMX, bf16 goes through tiles instead
+// (linear_amx.h), however many rows there are.
 //
 // Rows are in 8 bits too where weights are (linear_int8.h).
 //
-// A task is a tile of weight rows, which comes from memory once for all rows. Tiles are spread over threads.
-// Few rows are packed by every thread for itself, in its own cache; many by the calling thread for all.
+// A task is a tile of weight rows, which comes from memory once for all rows. Tiles are spread over threads. Few rows
+// are packed by every thread for itself, in its own cache; many by the calling thread for all.
 #include "cpu/linear/linear.h"
 
 #include "cpu/base/buffer.h"
@@ -24,12 +24,11 @@ DFLASH_NAMESPACE_BEGIN
 
 constexpr int64_t kParallelProducts = int64_t(3) << 18;  // fewer multiply-adds than this stay on one thread
 constexpr int kMaxVecs = kWidth == 16 ? 4 : 2;
-constexpr int64_t kMostFew = 12;  // up to this many leftover rows skip the lanes
-constexpr int64_t kOwnRows =
-    256 << 10;  // bytes of packed rows that every thread has for itself, in its L2 cache
+constexpr int64_t kMostFew = 12;         // up to this many leftover rows skip the lanes
+constexpr int64_t kOwnRows = 256 << 10;  // bytes of packed rows that every thread has for itself, in its L2 cache
 
-// How rows are multiplied: those of whole vectors in lanes, and the leftover ones, if they are few and a
-// kernel takes them, as they lie in memory.
+// How rows are multiplied: those of whole vectors in lanes, and the leftover ones, if they are few and a kernel takes
+// them, as they lie in memory.
 struct Split {
   int64_t count, in_lanes, few, lanes;
 
@@ -40,8 +39,8 @@ struct Split {
   }
 };
 
-// Where a thread keeps packed rows, and the number of the product that they are of. They are still there when
-// the thread reserves as much again.
+// Where a thread keeps packed rows, and the number of the product that they are of. They are still there when the
+// thread reserves as much again.
 struct PackedRows {
   Buffer<uint32_t> buffer;
   uint64_t product = 0;
@@ -86,9 +85,7 @@ class Rows : public Split {
   template <int NV>
   static constexpr int kFeaturesPerTask = kOnTiles ? kFeaturesOnTiles<NV> : kTile;
 
-  static int64_t packed_bytes(int64_t rows, int64_t in) {
-    return Rows(rows, in).size() * int64_t(sizeof(Word<T>));
-  }
+  static int64_t packed_bytes(int64_t rows, int64_t in) { return Rows(rows, in).size() * int64_t(sizeof(Word<T>)); }
 
   Rows(const T* x, int64_t rows, int64_t in, uint64_t product) : Rows(rows, in) {
     static thread_local PackedRows mine;
@@ -120,8 +117,7 @@ class Rows : public Split {
 #endif
 
  private:
-  Rows(int64_t rows, int64_t in)
-      : Split(rows, kTakesFew), in_(in), words_(words_of<T>(in)), stride_(words_ + 32) {}
+  Rows(int64_t rows, int64_t in) : Split(rows, kTakesFew), in_(in), words_(words_of<T>(in)), stride_(words_ + 32) {}
 
   // Few rows are multiplied 8 at once, and what is left as 1, 2, 4, 6 or 8.
   static int64_t padded(int64_t few) { return few % kFewRows == 1 ? few : (few + 1) / 2 * 2; }
@@ -185,12 +181,12 @@ static inline int64_t features_of(const LinearPart& part) {
   return bool(part.weight.scales) == R::kIsInt8 ? part.out_features : 0;
 }
 
-// Calls fn(state, part, first, live) for every tile of `size` features of the parts that R is for; each
-// feature costs `products` multiply-adds. make() is called for every range of tiles and returns `state`,
-// which is the thread's own or one for all.
+// Calls fn(state, part, first, live) for every tile of `size` features of the parts that R is for; each feature costs
+// `products` multiply-adds. make() is called for every range of tiles and returns `state`, which is the thread's own or
+// one for all.
 template <typename R, typename Make, typename Fn>
-static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t size, int64_t products,
-                              int threads, const Make& make, const Fn& fn) {
+static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t size, int64_t products, int threads,
+                              const Make& make, const Fn& fn) {
   int64_t tiles = 0, features = 0;
   for (int i = 0; i < num_parts; ++i) {
     tiles += (features_of<R>(parts[i]) + size - 1) / size;
@@ -223,8 +219,7 @@ static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, i
   const auto* weight = static_cast<const typename R::Weight*>(part.weight.values) + first * in;
   const auto finish_at = [&](int64_t at) {
     return Finish(part.weight.scales ? part.weight.scales + first + at : nullptr,
-                  part.bias ? static_cast<const T*>(part.bias) + first + at : nullptr,
-                  least(kTile, live - at));
+                  part.bias ? static_cast<const T*>(part.bias) + first + at : nullptr, least(kTile, live - at));
   };
   // row `row` of the result, at feature `at` of the tile
   const auto store = [&](int64_t row, int64_t at, const auto& store_to) {
@@ -239,8 +234,8 @@ static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, i
       for (int64_t at = 0; at < live; at += kTile) {
         const Finish finish = finish_at(at);
         store(skip, at, [&](auto* out) {
-          store_tile(sums + at * NV * kWidth, NV * kWidth, skip, rows.in_lanes, least(kTile, live - at),
-                     finish, out, part.out_stride);
+          store_tile(sums + at * NV * kWidth, NV * kWidth, skip, rows.in_lanes, least(kTile, live - at), finish, out,
+                     part.out_stride);
         });
       }
     }
@@ -258,14 +253,13 @@ static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, i
       const Finish finish = finish_at(0);
       for (int64_t r = 0; r < n; ++r)
         if (rows.in_lanes + row + r >= skip)
-          store(rows.in_lanes + row + r, 0,
-                [&](auto* out) { store_features(out, sums + r * kTile, finish, live); });
+          store(rows.in_lanes + row + r, 0, [&](auto* out) { store_features(out, sums + r * kTile, finish, live); });
     }
 }
 
 template <typename T, int NV, typename R>
-static void run_tiles(const T* x, int64_t rows, int64_t first_row, const LinearPart* parts, int num_parts,
-                      int64_t in, int threads) {
+static void run_tiles(const T* x, int64_t rows, int64_t first_row, const LinearPart* parts, int num_parts, int64_t in,
+                      int threads) {
   const uint64_t product = next_product();
   const auto run = [&](const auto& make) {
     over_tiles<R>(parts, num_parts, R::template kFeaturesPerTask<NV>, products_of(rows, in), threads, make,
@@ -281,8 +275,7 @@ static void run_tiles(const T* x, int64_t rows, int64_t first_row, const LinearP
 
 // The products of the parts that R is for.
 template <typename T, typename R>
-static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* parts, int num_parts,
-                       int threads) {
+static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* parts, int num_parts, int threads) {
   int64_t features = 0;
   for (int i = 0; i < num_parts; ++i) features += features_of<R>(parts[i]);
   if (features == 0) return;
@@ -299,8 +292,7 @@ static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* 
 }
 
 template <typename T>
-static void linear_of(const T* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
-                      int threads) {
+static void linear_of(const T* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts, int threads) {
   linear_all<T, Rows<T>>(x, rows, in, parts, num_parts, threads);
   linear_all<T, Int8Rows<T>>(x, rows, in, parts, num_parts, threads);
 }
@@ -309,8 +301,8 @@ DFLASH_NAMESPACE_END
 
 namespace dflash::DFLASH_ISA {
 
-void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
-                  DType dtype, int threads) {
+void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts, DType dtype,
+                  int threads) {
   if (dtype == DType::kFloat32)
     linear_of(static_cast<const float*>(x), rows, in, parts, num_parts, threads);
   else

@@ -15,8 +15,8 @@ struct LinearPart {
 };
 
 // out = x[first_row:] weight^T + bias for every part; x [rows, in].
-void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
-                  DType dtype, int threads);
+void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts, DType dtype,
+                  int threads);
 
 // True if that is enough work for more than one thread.
 bool linear_is_shared(int64_t rows, int64_t in, int64_t out_features);

@@ -1,9 +1,9 @@
-// Products of bf16 rows on AMX tiles: 16 features x 32 of k, loaded from the user's weights where they lie,
-// are the first operand, 16 rows in pairs of k the second. Of the eight tile registers up to four hold the
-// sums of 16 features x 16 rows each; with fewer rows a block has more features.
+// Products of bf16 rows on AMX tiles: 16 features x 32 of k, loaded from the user's weights where they lie, are the
+// first operand, 16 rows in pairs of k the second. Of the eight tile registers up to four hold the sums of 16 features
+// x 16 rows each; with fewer rows a block has more features.
 //
-// A row is a column of the second operand, and its sum runs over all of k in tiles of 32: its bits depend
-// neither on its place nor on the other rows. Groups of 16 are padded with zero words.
+// A row is a column of the second operand, and its sum runs over all of k in tiles of 32: its bits depend neither on
+// its place nor on the other rows. Groups of 16 are padded with zero words.
 #pragma once
 #include <utility>
 
@@ -33,8 +33,7 @@ template <int NV, int TILE>
 struct Block {
   static constexpr int kFeatureTiles = TILE / kTileRows;
   static constexpr int kFirst = NV * kFeatureTiles < 4 ? 4 : NV * kFeatureTiles;  // the rest are sums
-  static constexpr int kWeights = kFeatureTiles < 3 ? kFeatureTiles : 3,
-                       kRows = kTileRegisters - kFirst - kWeights;
+  static constexpr int kWeights = kFeatureTiles < 3 ? kFeatureTiles : 3, kRows = kTileRegisters - kFirst - kWeights;
   static constexpr int sums(int f, int v) { return f * NV + v; }
   static constexpr int weights(int f) { return kFirst + f % kWeights; }
   static constexpr int rows(int v) { return kFirst + kWeights + v % kRows; }
@@ -77,19 +76,18 @@ static inline void store_sums(void* sums) {
   });
 }
 
-// Copies up to 16 features, `stride` bytes apart, into a whole tile: it must not read past the matrix, nor
-// multiply what follows a row.
+// Copies up to 16 features, `stride` bytes apart, into a whole tile: it must not read past the matrix, nor multiply
+// what follows a row.
 static inline void copy_weights(const char* from, int64_t stride, int64_t features, int64_t bytes, char* to) {
   const __mmask64 mask = bytes < kTileBytes ? (__mmask64(1) << bytes) - 1 : ~__mmask64(0);
   for (int64_t i = 0; i < kTileRows; ++i)
-    _mm512_store_si512(to + i * kTileBytes, i < features ? _mm512_maskz_loadu_epi8(mask, from + i * stride)
-                                                         : _mm512_setzero_si512());
+    _mm512_store_si512(to + i * kTileBytes,
+                       i < features ? _mm512_maskz_loadu_epi8(mask, from + i * stride) : _mm512_setzero_si512());
 }
 
 // Adds the products of the next 64 bytes of `live` features, of which the rows have `bytes`.
 template <typename T, int NV, int TILE>
-static inline void add_tile_products(const T* weight, int64_t in, int64_t live, int64_t bytes,
-                                     const uint32_t* packed) {
+static inline void add_tile_products(const T* weight, int64_t in, int64_t live, int64_t bytes, const uint32_t* packed) {
   using B = Block<NV, TILE>;
   const int64_t stride = in * int64_t(sizeof(T));
   unroll<B::kFeatureTiles>([&](auto tile) {
@@ -123,8 +121,7 @@ static inline void prefetch_weights(const T* weight, int64_t in, int64_t k, int6
 
 // sums [TILE, NV vectors of rows] of `live` features
 template <int NV, int TILE>
-static void multiply_block(const uint32_t* packed, int64_t in, const bf16* weight, int64_t live,
-                           float* sums) {
+static void multiply_block(const uint32_t* packed, int64_t in, const bf16* weight, int64_t live, float* sums) {
   constexpr int64_t kDepth = kTileBytes / sizeof(bf16), kAhead = 4 * kDepth;  // of k
   zero_sums<NV, TILE>();
   for (int64_t k = 0; k < in; k += kDepth) {
@@ -136,8 +133,7 @@ static void multiply_block(const uint32_t* packed, int64_t in, const bf16* weigh
 }
 
 template <int NV>
-static void multiply_on_tiles(const uint32_t* packed, int64_t in, const bf16* weight, int64_t live,
-                              float* sums) {
+static void multiply_on_tiles(const uint32_t* packed, int64_t in, const bf16* weight, int64_t live, float* sums) {
   choose_block<NV>(live, [&](auto tile) { multiply_block<NV, tile>(packed, in, weight, live, sums); });
 }
 

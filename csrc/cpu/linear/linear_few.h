@@ -1,5 +1,5 @@
-// Products with the few rows that would leave lanes idle (AVX-512): lanes hold weights as they lie in memory.
-// Sums have the order that linear_tile.h describes.
+// Products with the few rows that would leave lanes idle (AVX-512): lanes hold weights as they lie in memory. Sums have
+// the order that linear_tile.h describes.
 #pragma once
 #include "cpu/linear/linear_tile.h"
 
@@ -22,8 +22,8 @@ struct RowStarts {
   }
 };
 
-// A group of words of a tile's rows from element k as chains take them; load(row) gives those of a row.
-// Requests element `next` of each.
+// A group of words of a tile's rows from element k as chains take them; load(row) gives those of a row. Requests
+// element `next` of each.
 template <typename T, typename Load>
 static inline void load_quarters(const RowStarts<T>& rows, int64_t k, int64_t next, const Load& load,
                                  Vec (&quarters)[kFours][4]) {
@@ -62,8 +62,7 @@ static_assert(kTile == 8, "the sums of a row are a vector of 32 bytes");
 template <int ROWS>
 static inline void store_totals(const __m128 (&totals)[ROWS][kFours], float* sums) {
 #pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r)
-    _mm256_storeu_ps(sums + r * kTile, _mm256_set_m128(totals[r][1], totals[r][0]));
+  for (int r = 0; r < ROWS; ++r) _mm256_storeu_ps(sums + r * kTile, _mm256_set_m128(totals[r][1], totals[r][0]));
 }
 
 // to [live] = from [kTile], finished
@@ -81,8 +80,7 @@ static inline void store_features(Out* to, const float* from, const Finish& fini
 // sums [ROWS, kTile] of ROWS rows of words `stride` apart and `live` features: vectors are words of a
 // weight row, as they lie in memory
 template <typename T, int ROWS>
-static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* weight, int64_t live,
-                         float* sums) {
+static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* weight, int64_t live, float* sums) {
   constexpr int64_t kElements = kGroup * kEach<T>, kAhead = 256 / sizeof(T);
   const RowStarts<T> tile(weight, in, live);
   Vec acc[ROWS][kFours];
@@ -98,8 +96,7 @@ static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* 
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c)
 #pragma GCC unroll 4
-        for (int f = 0; f < kFours; ++f)
-          acc[r][f] = add_products(weights[f][c], each[c], acc[r][f], Word<T>{});
+        for (int f = 0; f < kFours; ++f) acc[r][f] = add_products(weights[f][c], each[c], acc[r][f], Word<T>{});
     }
   };
   // 2. Segments, each summed from zero

@@ -1,12 +1,12 @@
 // The products of linear.cpp with int8 weights: rows of x in 8 bits too, so that the sums are of integers.
 //
-// Of a row, 256 elements at a time share a scale, the 127th part of their largest magnitude, and are rounded
-// to whole multiples of it. The sum of such a group is exact, whatever the instructions and their order; it
-// is multiplied by the scale, rounded, and added to those of the groups before it. So the bits of a result
-// are the same with every instruction set, and depend on the row and the weights alone.
+// Of a row, 256 elements at a time share a scale, the 127th part of their largest magnitude, and are rounded to whole
+// multiples of it. The sum of such a group is exact, whatever the instructions and their order; it is multiplied by the
+// scale, rounded, and added to those of the groups before it. So the bits of a result are the same with every
+// instruction set, and depend on the row and the weights alone.
 //
-// What is multiplied at once is a word of four bytes (vpdpbusd, AMX), elsewhere a pair of 16-bit integers.
-// vpdpbusd takes one operand without a sign: weights are shifted by 128, and sums start at what that adds.
+// What is multiplied at once is a word of four bytes (vpdpbusd, AMX), elsewhere a pair of 16-bit integers. vpdpbusd
+// takes one operand without a sign: weights are shifted by 128, and sums start at what that adds.
 #pragma once
 #include "cpu/linear/linear_few.h"
 
@@ -20,9 +20,8 @@ typedef int16_t Quantized;
 constexpr int64_t kInt8Each = sizeof(uint32_t) / sizeof(Quantized);  // elements in a word
 constexpr int64_t kInt8Words = kQuantGroup / kInt8Each;              // of a group
 constexpr int64_t kInt8Stride = kInt8Words + kGroup;                 // as kSegmentStride
-constexpr int64_t kInt8Ahead = 2 * kQuantGroup;  // elements: weights are requested that long before
-typedef Quantized QuantizedVec
-    __attribute__((vector_size(sizeof(Quantized) * kWidth), aligned(1), may_alias));
+constexpr int64_t kInt8Ahead = 2 * kQuantGroup;                      // elements: weights are requested that long before
+typedef Quantized QuantizedVec __attribute__((vector_size(sizeof(Quantized) * kWidth), aligned(1), may_alias));
 typedef int8_t ByteVec __attribute__((vector_size(kInt8Each * kWidth), aligned(1), may_alias));
 typedef Quantized WordVec __attribute__((vector_size(4 * kWidth), aligned(1), may_alias));
 
@@ -52,8 +51,8 @@ static inline IVec add_dots(IVec weights, IVec rows, IVec sums) {
 #endif
 }
 
-// Rounds a group of a row, `live` elements and zeros, to multiples of its scale. Returns the scale: NaN if
-// not all elements are finite, and zero if all are too small to divide by.
+// Rounds a group of a row, `live` elements and zeros, to multiples of its scale. Returns the scale: NaN if not all
+// elements are finite, and zero if all are too small to divide by.
 template <typename T>
 static float quantize_group(const T* from, int64_t live, Quantized* to) {
   alignas(64) T group[kQuantGroup] = {};
@@ -85,8 +84,8 @@ static inline int32_t sum_group(const Quantized* group) {
   return sum;
 }
 
-// Rows in 8 bits. Those in lanes are also transposed: words [groups * kInt8Words, lanes], scales and starts
-// [groups, lanes].
+// Rows in 8 bits. Those in lanes are also transposed: words [groups * kInt8Words, lanes], scales and starts [groups,
+// lanes].
 struct QuantizedRows {
   int64_t rows, lanes, in, groups;
   int64_t stride;                 // words from a row to the next
@@ -137,10 +136,9 @@ struct QuantizedRows {
   }
 };
 
-// Words of a group of a tile's rows, of which `left` elements exist; past the end of the matrix its last row
-// again, whose sums are dropped.
-static inline void copy_group(const int8_t* weight, int64_t in, int64_t live, int64_t left,
-                              uint32_t* copied) {
+// Words of a group of a tile's rows, of which `left` elements exist; past the end of the matrix its last row again,
+// whose sums are dropped.
+static inline void copy_group(const int8_t* weight, int64_t in, int64_t live, int64_t left, uint32_t* copied) {
   for (int i = 0; i < kTile; ++i) {
     const int8_t* from = weight + least(i, live - 1) * in;
     int8_t some[kQuantGroup] = {};
@@ -151,13 +149,12 @@ static inline void copy_group(const int8_t* weight, int64_t in, int64_t live, in
   }
 }
 
-// sums [TILE, NV vectors] += copied [TILE, words] packed [words, NV vectors], of one group. Meanwhile one at
-// `next` comes from memory.
+// sums [TILE, NV vectors] += copied [TILE, words] packed [words, NV vectors], of one group. Meanwhile one at `next`
+// comes from memory.
 template <int NV, int TILE>
-__attribute__((noinline)) static void multiply_group(const uint32_t* copied, const uint32_t* packed,
-                                                     int64_t words, const float* scales,
-                                                     const int32_t* starts, float* sums, const int8_t* next,
-                                                     int64_t in) {
+__attribute__((noinline)) static void multiply_group(const uint32_t* copied, const uint32_t* packed, int64_t words,
+                                                     const float* scales, const int32_t* starts, float* sums,
+                                                     const int8_t* next, int64_t in) {
   IVec acc[TILE][NV];
 #pragma GCC unroll 32
   for (int i = 0; i < TILE; ++i)
@@ -202,8 +199,8 @@ static void multiply_int8_in_lanes(const QuantizedRows& rows, int64_t in, const 
     const int8_t* next = weight + element_ahead(in, k + kInt8Ahead, kTile);
     for (int i = 0; i < kTile; i += kAtOnce<NV>)
       multiply_group<NV, kAtOnce<NV>>(copied + i * kInt8Stride, rows.packed + g * kInt8Words * lanes, words,
-                                      rows.packed_scales + g * lanes, rows.packed_starts + g * lanes,
-                                      sums + i * lanes, next + i * in, in);
+                                      rows.packed_scales + g * lanes, rows.packed_starts + g * lanes, sums + i * lanes,
+                                      next + i * in, in);
   }
 }
 
@@ -219,8 +216,8 @@ static inline __m128 add_group(IVec chains, __m128i start, __m128 scale, __m128 
 
 // sums [ROWS, kTile] of `count` rows from `first`, as multiply_few
 template <int ROWS>
-static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t count, int64_t in,
-                              const int8_t* weight, int64_t live, float* sums) {
+static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t count, int64_t in, const int8_t* weight,
+                              int64_t live, float* sums) {
   constexpr int64_t kElements = kGroup * kInt8Each;
   int64_t row[ROWS];
   for (int r = 0; r < ROWS; ++r) row[r] = first + least(r, count - 1);
@@ -248,8 +245,7 @@ static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t 
       for (int f = 0; f < kFours; ++f) acc[r][f] = IVec{};
     int64_t k = g * kQuantGroup;
     const int64_t end = least(in, k + kQuantGroup);
-    for (; k + kElements <= end; k += kElements)
-      block(k, [](const int8_t* from) { return (Vec)load_weights(from); });
+    for (; k + kElements <= end; k += kElements) block(k, [](const int8_t* from) { return (Vec)load_weights(from); });
     if (k < end)
       block(k, [&](const int8_t* from) {
         int8_t some[kElements] = {};

@@ -1,5 +1,5 @@
-// Products of rows in 8 bits with int8 weights on AMX tiles, as linear_amx.h multiplies bf16. A group's sums
-// are whole numbers: they leave the tiles after each group, for its scale.
+// Products of rows in 8 bits with int8 weights on AMX tiles, as linear_amx.h multiplies bf16. A group's sums are whole
+// numbers: they leave the tiles after each group, for its scale.
 #pragma once
 #include "cpu/linear/linear_amx.h"
 #include "cpu/linear/linear_int8.h"

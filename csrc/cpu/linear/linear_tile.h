@@ -1,19 +1,18 @@
 // The products of linear.cpp: a tile of weight rows with rows of x.
 //
-// What is multiplied at once is a word: a float, or a pair of bf16 where vdpbf16ps multiplies one (elsewhere
-// bf16 is widened). Sums have the same order in all kernels. Of a segment of kSegment words, word k belongs
-// to chain k / 4 % 4; a chain is summed from zero, one word after another, and then added to the total, so
-// that long sums stay precise. A vector of 16 words of a weight row has four words of each chain in its four
-// quarters, which is how few rows are multiplied; many rows take one chain after another. Groups of 16 are
-// padded with zero words.
+// What is multiplied at once is a word: a float, or a pair of bf16 where vdpbf16ps multiplies one (elsewhere bf16 is
+// widened). Sums have the same order in all kernels. Of a segment of kSegment words, word k belongs to chain k / 4 % 4;
+// a chain is summed from zero, one word after another, and then added to the total, so that long sums stay precise. A
+// vector of 16 words of a weight row has four words of each chain in its four quarters, which is how few rows are
+// multiplied; many rows take one chain after another. Groups of 16 are padded with zero words.
 #pragma once
 #include <type_traits>
 
 #include "cpu/base/fma.h"
 #include "cpu/base/vec.h"
 
-// GCC 12 warns about uninitialised vectors in its own intrinsics, and about the sums of rows without columns,
-// which nobody asks for.
+// GCC 12 warns about uninitialised vectors in its own intrinsics, and about the sums of rows without columns, which
+// nobody asks for.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #if defined(__AVX512F__)
@@ -93,8 +92,7 @@ static inline void transpose16(const Vec (&in)[16], uint32_t* out, int64_t out_s
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const __m512i p = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88),
-                  q = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
+    const __m512i p = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), q = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
     const __m512i r = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88),
                   s = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
     _mm512_storeu_si512(out + i * out_step, _mm512_shuffle_i32x4(p, r, 0x88));
@@ -117,8 +115,7 @@ static inline void transpose(const Vec (&in)[kWidth], float* out, int64_t out_st
 
 // packed [words, lanes] = [rows, words]^T, lanes past the last row zero; load(row, word) gives kWidth words
 template <typename Load>
-static inline void transpose_rows(int64_t rows, int64_t words, int64_t lanes, float* packed,
-                                  const Load& load) {
+static inline void transpose_rows(int64_t rows, int64_t words, int64_t lanes, float* packed, const Load& load) {
   for (int64_t k = 0; k < words; k += kWidth)
     for (int64_t first = 0; first < lanes; first += kWidth) {
       Vec tile[kWidth];
@@ -148,14 +145,12 @@ static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t lanes, Word<
   });
 }
 
-// What to request early, as an offset from the start of a tile's row: element k, or past the row's end the
-// next tile's.
+// What to request early, as an offset from the start of a tile's row: element k, or past the row's end the next tile's.
 static inline int64_t element_ahead(int64_t in, int64_t k, int64_t features) {
   return k < in ? k : features * in + k - in;
 }
 
-// The words of a tile's rows from `first`; past the end of the matrix its last row again, whose sums are
-// dropped.
+// The words of a tile's rows from `first`; past the end of the matrix its last row again, whose sums are dropped.
 template <typename T>
 static inline void copy_segment(const T* weight, int64_t in, int64_t live, int64_t first, int64_t words,
                                 Word<T>* copied) {
@@ -166,24 +161,20 @@ static inline void copy_segment(const T* weight, int64_t in, int64_t live, int64
     float* to = reinterpret_cast<float*>(copied + i * kSegmentStride);
     if (is_whole) {
 #pragma GCC unroll 8
-      for (int64_t k = 0; k < kSegment; k += kWidth)
-        store(to + k, load_words(from + k * kEach<T>, Word<T>{}));
+      for (int64_t k = 0; k < kSegment; k += kWidth) store(to + k, load_words(from + k * kEach<T>, Word<T>{}));
     } else {
-      for (int64_t k = 0; k < words; k += kWidth)
-        store(to + k, load_some<T>(from + k * kEach<T>, left - k * kEach<T>));
+      for (int64_t k = 0; k < words; k += kWidth) store(to + k, load_some<T>(from + k * kEach<T>, left - k * kEach<T>));
     }
   }
 }
 
-// sums [TILE, NV vectors] (+)= copied [TILE, words] packed [words, NV vectors], of one segment. Meanwhile a
-// segment of weights at `next` comes from memory to the L2 cache: rows lie powers of two apart, and the L1
-// cache does not hold that many lines of them. A non-temporal hint instead, here and in load_quarters, was
-// measured on Zen 4: 0.93x to 1.0x with 1 and 16 rows of 4096 -> 12288, 1.02x with 40. Inlined, GCC runs out
-// of registers.
+// sums [TILE, NV vectors] (+)= copied [TILE, words] packed [words, NV vectors], of one segment. Meanwhile a segment of
+// weights at `next` comes from memory to the L2 cache: rows lie powers of two apart, and the L1 cache does not hold
+// that many lines of them. A non-temporal hint instead, here and in load_quarters, was measured on Zen 4: 0.93x to 1.0x
+// with 1 and 16 rows of 4096 -> 12288, 1.02x with 40. Inlined, GCC runs out of registers.
 template <typename T, int NV, int TILE>
-__attribute__((noinline)) static void multiply_segment(const Word<T>* copied, const Word<T>* packed,
-                                                       int64_t words, bool first, float* sums, const T* next,
-                                                       int64_t in) {
+__attribute__((noinline)) static void multiply_segment(const Word<T>* copied, const Word<T>* packed, int64_t words,
+                                                       bool first, float* sums, const T* next, int64_t in) {
   constexpr int kRows = (TILE + kChains - 1) / kChains;  // requested during one chain
   for (int chain = 0; chain < kChains; ++chain, next += kRows * in) {
     // 1. Sum the chain from zero
@@ -280,13 +271,11 @@ static inline void transpose_tile(const Vec (&tile)[kTile], float* rows) {
   Vec first[4], last[4];  // row 4q + c is quarter q of first[c] and of last[c]
   transpose_quarters({tile[0], tile[1], tile[2], tile[3]}, first);
   transpose_quarters({tile[4], tile[5], tile[6], tile[7]}, last);
-  const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0),
-                high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     const int c = i % 4;
-    const __m512 two =
-        (__m512)_mm512_permutex2var_pd((__m512d)first[c], i < 4 ? low : high, (__m512d)last[c]);
+    const __m512 two = (__m512)_mm512_permutex2var_pd((__m512d)first[c], i < 4 ? low : high, (__m512d)last[c]);
     float* to = rows + (i < 4 ? c : c + 8) * kTile;
     _mm256_store_ps(to, _mm512_castps512_ps256(two));
     _mm256_store_ps(to + 4 * kTile, _mm512_extractf32x8_ps(two, 1));
@@ -341,8 +330,8 @@ static inline void store_tile(const float* sums, int64_t lanes, int64_t first, i
     for (int i = 0; i < kTile; ++i) tile[i] = finish(load(sums + i * lanes + lane), i);
     alignas(64) Out rounded[kWidth * kTile];
     transpose_tile(tile, rounded);
-    // One row after another: they are often a power of two apart, and out of order they would push each other
-    // out of the cache.
+    // One row after another: they are often a power of two apart, and out of order they would push each other out of
+    // the cache.
     for (int64_t r = lane < first ? first : lane; r < least(rows, lane + kWidth); ++r)
       copy_features(rounded + (r - lane) * kTile, live, out + (r - first) * out_stride);
   }

@@ -1,7 +1,6 @@
 // h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight).
-// One row at a time, rows over threads; sums in fp32. Used for the layer norms (with residual), the final
-// norm and, with counts, for the norm after the feature projection. In conv_add_rms_norm x is convolved
-// first.
+// One row at a time, rows over threads; sums in fp32. Used for the layer norms (with residual), the final norm and,
+// with counts, for the norm after the feature projection. In conv_add_rms_norm x is convolved first.
 //
 // out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]. One row at a time, rows over threads; sums in fp32.
 #include <cmath>
@@ -21,8 +20,7 @@ static inline void convolve_row(const Params& p, int64_t row, T* out) {
   const int64_t reach = p.width < t + 1 ? p.width : t + 1;  // the rows in front of the block are zeros
   const T* x = static_cast<const T*>(p.x) + row * n;
   const T* base = static_cast<const T*>(p.base);
-  const T* dynamic =
-      static_cast<const T*>(p.dynamic) + block * p.dynamic_stride_block + t * p.dynamic_stride_row;
+  const T* dynamic = static_cast<const T*>(p.dynamic) + block * p.dynamic_stride_block + t * p.dynamic_stride_row;
   // A group may be narrower than a vector, so each of its channels gets a copy.
   float* spread = buffer.reserve(reach * n);
   for (int64_t g = 0; g < reach * p.groups; ++g) {

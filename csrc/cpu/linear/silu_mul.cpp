@@ -32,8 +32,7 @@ static void sigmoid_mul_row(const SigmoidMulParams& p, int64_t row) {
     const T* x = static_cast<const T*>(p.x) + (row * p.heads + h) * p.width;
     T* out = static_cast<T*>(p.out) + (row * p.heads + h) * p.width;
     int64_t i = 0;
-    for (; i + kWidth <= p.width; i += kWidth)
-      store(out + i, load(x + i) / (exp_vec(-load(gate + i)) + 1.0f));
+    for (; i + kWidth <= p.width; i += kWidth) store(out + i, load(x + i) / (exp_vec(-load(gate + i)) + 1.0f));
     for (; i < p.width; ++i) store_one(out + i, to_float(x[i]) / (std::exp(-to_float(gate[i])) + 1.0f));
   }
 }

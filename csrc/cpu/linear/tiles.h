@@ -1,5 +1,5 @@
-// The AMX instructions that products use, on eight tile registers of 16 rows of 64 bytes; template arguments
-// number them. A build with DFLASH_EMULATE_TILES has the same functions without AMX (tests/emulated_tiles.h).
+// The AMX instructions that products use, on eight tile registers of 16 rows of 64 bytes; template arguments number
+// them. A build with DFLASH_EMULATE_TILES has the same functions without AMX (tests/emulated_tiles.h).
 #pragma once
 #include "cpu/base/vec.h"
 

@@ -1,8 +1,7 @@
 // y[t] = bias + sum of weight[j] * input[t - width + 1 + j], taps in this order; then the window moves.
 //
-// Channels are the lanes. A task takes up to 256 channels of one sequence: it transposes their weights, sets
-// the context aside, which the window's new rows may overwrite, and then goes through the rows. Threads share
-// the tasks.
+// Channels are the lanes. A task takes up to 256 channels of one sequence: it transposes their weights, sets the
+// context aside, which the window's new rows may overwrite, and then goes through the rows. Threads share the tasks.
 #include "binding/params.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"
@@ -20,8 +19,8 @@ static inline Vec silu(Vec x) {
   return x < splat(-104.0f) ? x - x : x / (exp_vec(-x) + 1.0f);
 }
 
-// One row of up to kChannels channels. Where they do not fill the last vector, what is behind them is not
-// read: the inputs and the result then lie in padded memory.
+// One row of up to kChannels channels. Where they do not fill the last vector, what is behind them is not read: the
+// inputs and the result then lie in padded memory.
 template <typename T>
 static inline void convolve(const T* const* inputs, const float* taps, const float* bias, int64_t width,
                             int64_t channels, bool has_silu, T* out) {
@@ -30,8 +29,7 @@ static inline void convolve(const T* const* inputs, const float* taps, const flo
     for (int v = 0; v < kVecs; ++v) sums[v] = load(bias + c + v * kWidth);
     for (int64_t j = 0; j < width; ++j)
       for (int v = 0; v < kVecs; ++v)
-        sums[v] =
-            fma_vec(load(taps + j * kChannels + c + v * kWidth), load(inputs[j] + c + v * kWidth), sums[v]);
+        sums[v] = fma_vec(load(taps + j * kChannels + c + v * kWidth), load(inputs[j] + c + v * kWidth), sums[v]);
     if (has_silu)
       for (int v = 0; v < kVecs; ++v) sums[v] = silu(sums[v]);
     for (int v = 0; v < kVecs; ++v) store(out + c + v * kWidth, sums[v]);
@@ -64,8 +62,7 @@ struct Task {
     result = context + reach * kChannels, padded = result + kChannels;
     rows = pointers.reserve(p.width);
     const T* weight = static_cast<const T*>(p.weight) + first * p.width;
-    for (int64_t c = 0; c < channels; ++c)
-      bias[c] = p.bias ? to_float(static_cast<const T*>(p.bias)[first + c]) : 0.0f;
+    for (int64_t c = 0; c < channels; ++c) bias[c] = p.bias ? to_float(static_cast<const T*>(p.bias)[first + c]) : 0.0f;
     for (int64_t j = 0; j < p.width; ++j)
       for (int64_t c = 0; c < channels; ++c) taps[j * kChannels + c] = to_float(weight[c * p.width + j]);
     for (int64_t i = 0; i < reach; ++i)
@@ -89,8 +86,7 @@ struct Task {
       convolve(rows, taps, bias, p.width, channels, p.silu, is_full() ? out : result);
       if (!is_full()) std::memcpy(out, result, sizeof(T) * channels);
     }
-    for (int64_t i = 0; i < reach; ++i)
-      std::memcpy(window + i * p.channels, input(keep + i), sizeof(T) * channels);
+    for (int64_t i = 0; i < reach; ++i) std::memcpy(window + i * p.channels, input(keep + i), sizeof(T) * channels);
     for (int64_t t = 0; t < least(p.rows, p.block); ++t)
       std::memcpy(window + (reach + t) * p.channels, x + t * p.x_stride_row, sizeof(T) * channels);
   }

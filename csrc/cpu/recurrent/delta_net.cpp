@@ -29,15 +29,13 @@ static void inputs_row(const DeltaNetInputsParams& p, int64_t row) {
     scaled(k, d, 1.0f / std::sqrt(sum_of_squares(k, d) + p.eps), p.k + row * keys + h * d);
   }
   scaled(x + 2 * keys, values, 1.0f, p.v + row * values);
-  const T *b = static_cast<const T*>(p.b) + row * p.b_stride,
-          *a = static_cast<const T*>(p.a) + row * p.a_stride;
+  const T *b = static_cast<const T*>(p.b) + row * p.b_stride, *a = static_cast<const T*>(p.a) + row * p.a_stride;
   const T *a_log = static_cast<const T*>(p.a_log), *dt_bias = static_cast<const T*>(p.dt_bias);
   for (int64_t h = 0; h < p.heads; ++h) {
     T beta;
     store_one(&beta, 1.0f / (1.0f + std::exp(-to_float(b[h]))));
     p.beta[row * p.heads + h] = to_float(beta);
-    p.log_decay[row * p.heads + h] =
-        -std::exp(to_float(a_log[h])) * softplus(to_float(a[h]) + to_float(dt_bias[h]));
+    p.log_decay[row * p.heads + h] = -std::exp(to_float(a_log[h])) * softplus(to_float(a[h]) + to_float(dt_bias[h]));
   }
 }
 
@@ -69,15 +67,13 @@ namespace dflash::DFLASH_ISA {
 
 void delta_net_inputs(const DeltaNetInputsParams& p) {
   const int64_t width = 2 * p.key_heads * p.key_dim + p.heads * p.value_dim;
-  parallel_for(p.rows, p.rows * width, p.threads, [&](int64_t row) {
-    p.dtype == DType::kFloat32 ? inputs_row<float>(p, row) : inputs_row<bf16>(p, row);
-  });
+  parallel_for(p.rows, p.rows * width, p.threads,
+               [&](int64_t row) { p.dtype == DType::kFloat32 ? inputs_row<float>(p, row) : inputs_row<bf16>(p, row); });
 }
 
 void gated_rms_norm(const GatedRmsNormParams& p) {
-  parallel_for(p.rows, p.rows * p.heads * p.width, p.threads, [&](int64_t row) {
-    p.dtype == DType::kFloat32 ? gated_row<float>(p, row) : gated_row<bf16>(p, row);
-  });
+  parallel_for(p.rows, p.rows * p.heads * p.width, p.threads,
+               [&](int64_t row) { p.dtype == DType::kFloat32 ? gated_row<float>(p, row) : gated_row<bf16>(p, row); });
 }
 
 }  // namespace dflash::DFLASH_ISA

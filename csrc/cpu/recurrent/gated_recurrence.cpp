@@ -1,10 +1,9 @@
 // S' = a S, d = beta (v - S'^T k) or v, S = S' + k d^T, out = S^T q, for one row after another.
 //
-// The columns of a state know nothing of one another, so they are the lanes. A tile of up to 32 columns (16
-// KB at a key_dim of 128) stays in the L1 cache while the saved rows and all rows of the pass move it. One
-// sweep over it moves it by a row and adds up both what this row reads out and what the next row's correction
-// needs: four operations per element, which is what bounds the speed. Threads share the heads, and tiles if
-// heads are few.
+// The columns of a state know nothing of one another, so they are the lanes. A tile of up to 32 columns (16 KB at a
+// key_dim of 128) stays in the L1 cache while the saved rows and all rows of the pass move it. One sweep over it moves
+// it by a row and adds up both what this row reads out and what the next row's correction needs: four operations per
+// element, which is what bounds the speed. Threads share the heads, and tiles if heads are few.
 #include "binding/params.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"
@@ -48,9 +47,9 @@ struct Place {
   int64_t stride = kColumns;
 };
 
-// tile = a from + k d^T: the one place where a state moves, by explicit operations, so that a row moves it to
-// the same bits when it is verified and when it is applied again. With kRead, out = tile^T q; with kPredict,
-// held = tile^T next; with kWrite, `to` becomes the tile too.
+// tile = a from + k d^T: the one place where a state moves, by explicit operations, so that a row moves it to the same
+// bits when it is verified and when it is applied again. With kRead, out = tile^T q; with kPredict, held = tile^T next;
+// with kWrite, `to` becomes the tile too.
 template <bool kPerChannel, bool kRead, bool kPredict, bool kWrite = false>
 static inline void advance(Place from, float* tile, Place to, int64_t key_dim, const float* a, const float* k,
                            const Columns& d, const float* q, Columns& out, const float* next, Columns& held) {
@@ -61,8 +60,7 @@ static inline void advance(Place from, float* tile, Place to, int64_t key_dim, c
     Columns sum_out, sum_held;
     for (int64_t i = first; i < end; ++i) {
       if (kPerChannel) decay = splat(a[i]);
-      const Vec key = splat(k[i]), query = kRead ? splat(q[i]) : Vec{},
-                ahead = kPredict ? splat(next[i]) : Vec{};
+      const Vec key = splat(k[i]), query = kRead ? splat(q[i]) : Vec{}, ahead = kPredict ? splat(next[i]) : Vec{};
       const float* source = from.values + i * from.stride;
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) {
@@ -133,9 +131,7 @@ struct Head {
     return of + ((b * p.rows + t) * p.key_heads + key_head) * p.key_dim;
   }
 
-  float* state_at(int64_t column) const {
-    return p.state + (b * p.heads + h) * p.key_dim * p.value_dim + column;
-  }
+  float* state_at(int64_t column) const { return p.state + (b * p.heads + h) * p.key_dim * p.value_dim + column; }
 
   void move_tile(int64_t column, int64_t columns, bool from_state) const {
     float* state = state_at(column);
@@ -146,27 +142,23 @@ struct Head {
     }
   }
 
-  // Asks for row t's share of what the next tile reads and writes, which comes from memory while this one is
-  // worked on. Behind the last tile of a head lies the next head's first. Inlined, because GCC drops a call
-  // that only prefetches.
+  // Asks for row t's share of what the next tile reads and writes, which comes from memory while this one is worked on.
+  // Behind the last tile of a head lies the next head's first. Inlined, because GCC drops a call that only prefetches.
   __attribute__((always_inline)) void prefetch_next(int64_t column, int64_t t) const {
     const bool is_last = column + kColumns >= p.value_dim;
     if (is_last && h + 1 == p.heads) return;
     const int64_t head = b * p.heads + h, next = column + kColumns;
-    const float* state =
-        p.state + head * p.key_dim * p.value_dim + (is_last ? p.key_dim * p.value_dim : next);
+    const float* state = p.state + head * p.key_dim * p.value_dim + (is_last ? p.key_dim * p.value_dim : next);
     const int64_t share = (p.key_dim + p.rows - 1) / p.rows, end = least((t + 1) * share, p.key_dim);
     for (int64_t i = t * share; i < end; ++i)
-      for (int64_t line = 0; line < kColumns; line += 16)
-        __builtin_prefetch(state + i * p.value_dim + line, 0, 2);
+      for (int64_t line = 0; line < kColumns; line += 16) __builtin_prefetch(state + i * p.value_dim + line, 0, 2);
     if (t >= p.block) return;
     const float* saved = p.saved_d + ((b * p.block + t) * p.heads + h) * p.value_dim + next;
     for (int64_t line = 0; line < kColumns; line += 16) __builtin_prefetch(saved + line, 1, 3);
   }
 
   // Applies the saved rows: tile = the state after them, and the state too if `write`. With
-  // kPredict, held = tile^T decayed_k. A whole tile is read and written on the way, by the first row and the
-  // last.
+  // kPredict, held = tile^T decayed_k. A whole tile is read and written on the way, by the first row and the last.
   template <bool kPerChannel, bool kPredict>
   void replay(int64_t column, int64_t columns, bool write, Columns& held) const {
     const bool is_whole = columns == kColumns;
@@ -175,18 +167,16 @@ struct Head {
     Columns none;
     for (int64_t t = 0; t < pending; ++t) {
       const int64_t slot = b * p.block + t, head = slot * p.heads + h;
-      const float *k = p.saved_k + (slot * p.key_heads + key_head) * p.key_dim,
-                  *a = p.saved_a + head * p.decay_dim;
+      const float *k = p.saved_k + (slot * p.key_heads + key_head) * p.key_dim, *a = p.saved_a + head * p.decay_dim;
       const Columns d = Columns::read(p.saved_d + head * p.value_dim + column, columns);
       const Place from = is_whole && t == 0 ? state : own;
       if (t + 1 < pending)
         advance<kPerChannel, false, false>(from, tile, own, p.key_dim, a, k, d, nullptr, none, nullptr, none);
       else if (is_whole && write)
-        advance<kPerChannel, false, kPredict, true>(from, tile, state, p.key_dim, a, k, d, nullptr, none,
-                                                    decayed_k, held);
+        advance<kPerChannel, false, kPredict, true>(from, tile, state, p.key_dim, a, k, d, nullptr, none, decayed_k,
+                                                    held);
       else
-        advance<kPerChannel, false, kPredict>(from, tile, own, p.key_dim, a, k, d, nullptr, none, decayed_k,
-                                              held);
+        advance<kPerChannel, false, kPredict>(from, tile, own, p.key_dim, a, k, d, nullptr, none, decayed_k, held);
     }
     if (!is_whole && write && pending > 0) move_tile(column, columns, false);
     if (kPredict && pending == 0) predict(tile, p.key_dim, decayed_k, held);

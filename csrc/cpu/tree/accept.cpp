@@ -1,5 +1,5 @@
-// Emits the target's choices along a path of rows, cut after the first stop token and to the room left. Rows
-// one after another: a row is a few ids.
+// Emits the target's choices along a path of rows, cut after the first stop token and to the room left. Rows one after
+// another: a row is a few ids.
 #include "binding/params.h"
 #include "cpu/base/vec.h"
 
@@ -12,9 +12,9 @@ static inline bool is_stop(const Params& p, int64_t b, int64_t token) {
   return false;
 }
 
-// Emits the choices of row 0 and of the rows that continue it, and advances sequence b, unless it is done.
-// next(row, token, count), called after each token with how many there are, returns the row that continues
-// the path with it, or -1. Returns the count.
+// Emits the choices of row 0 and of the rows that continue it, and advances sequence b, unless it is done. next(row,
+// token, count), called after each token with how many there are, returns the row that continues the path with it, or
+// -1. Returns the count.
 template <typename Params, typename Next>
 static inline int64_t emit(const Params& p, int64_t b, const int64_t* choices, const Next& next) {
   int64_t count = 0;
@@ -43,20 +43,19 @@ DFLASH_NAMESPACE_END
 
 namespace dflash::DFLASH_ISA {
 
-// m = 1 + |longest prefix with block_ids[j + 1] == posterior[j]|; tokens[length + 1 ..] = posterior[0 .. m),
-// length += m, num_context = m.
+// m = 1 + |longest prefix with block_ids[j + 1] == posterior[j]|; tokens[length + 1 ..] = posterior[0 .. m), length +=
+// m, num_context = m.
 void accept_prefix(const AcceptPrefixParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t* ids = p.block_ids + b * p.rows;
-    emit(p, b, p.posterior + b * p.rows, [&](int64_t row, int64_t token, int64_t) {
-      return row + 1 < p.rows && ids[row + 1] == token ? row + 1 : -1;
-    });
+    emit(p, b, p.posterior + b * p.rows,
+         [&](int64_t row, int64_t token, int64_t) { return row + 1 < p.rows && ids[row + 1] == token ? row + 1 : -1; });
   }
 }
 
-// From row 0: emit the row's choice, continue at its child of that id. Then tokens[length + 1 ..] = what was
-// emitted, length += m, num_context = m, path = the rows, chain_choices and chain_ids = the same as a chain
-// would tell it. A child comes after its parent, so one pass over the rows finds the whole path.
+// From row 0: emit the row's choice, continue at its child of that id. Then tokens[length + 1 ..] = what was emitted,
+// length += m, num_context = m, path = the rows, chain_choices and chain_ids = the same as a chain would tell it. A
+// child comes after its parent, so one pass over the rows finds the whole path.
 void accept_path(const AcceptPathParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t *ids = p.ids + b * p.rows, *parents = p.parents + b * p.rows;

@@ -1,5 +1,5 @@
-// Slot first[b] + path[b, j] moves to slot first[b] + j, in ascending order of j, in every cache. (Cache,
-// sequence) pairs over threads.
+// Slot first[b] + path[b, j] moves to slot first[b] + j, in ascending order of j, in every cache. (Cache, sequence)
+// pairs over threads.
 #include <algorithm>
 #include <cstring>
 

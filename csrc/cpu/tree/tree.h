@@ -1,5 +1,4 @@
-// Rows of a block that is a tree: bits of each row's ancestors and of the row itself, see
-// BlockAttentionParams.
+// Rows of a block that is a tree: bits of each row's ancestors and of the row itself, see BlockAttentionParams.
 #pragma once
 #include "cpu/base/vec.h"
 

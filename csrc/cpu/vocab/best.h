@@ -46,8 +46,8 @@ struct Best {
   }
 };
 
-// The count-th largest maximum of 4 * count interleaved slices of values, or fewer if there are not as many
-// values: `count` of the values reach it, and hardly more are above it.
+// The count-th largest maximum of 4 * count interleaved slices of values, or fewer if there are not as many values:
+// `count` of the values reach it, and hardly more are above it.
 template <typename T>
 static float reached_by_enough(const T* values, int64_t total, int64_t count) {
   Maximum maxima[4 * kMaxCandidates];

@@ -30,8 +30,8 @@ static inline LVec multiply_low(LVec a, LVec b) {
 #endif
 }
 
-// noise_words for a full block, one counter per 64-bit lane. Only the low halves matter, so the high halves
-// are never masked off.
+// noise_words for a full block, one counter per 64-bit lane. Only the low halves matter, so the high halves are never
+// masked off.
 static void block_words(uint32_t group, uint64_t position, uint64_t seed, uint32_t* words) {
   constexpr int kLanes = kWidth / 2;
   uint64_t pairs[2][kBlock / 4];  // the first two words of each counter, the last two; little endian

@@ -1,5 +1,5 @@
-// A row of logits in blocks of 64, for kernels that look for few of its tokens: the maximum of each block,
-// and which tokens of a block may matter once their keyed noise is added.
+// A row of logits in blocks of 64, for kernels that look for few of its tokens: the maximum of each block, and which
+// tokens of a block may matter once their keyed noise is added.
 #pragma once
 #include <limits>
 
@@ -82,13 +82,13 @@ static void scaled_block(const T* logits, int64_t vocab, float temperature, int6
   for (int i = 0; i < kBlock; i += kWidth) store(z + i, x.v[i / kWidth] / splat(temperature));
 }
 
-// Which tokens of a block have z >= floor and may score at least `best`: writes sharpness * z to `a` and the
-// flags to `hit`; returns true if there are any. `word` holds the block's Philox words.
+// Which tokens of a block have z >= floor and may score at least `best`: writes sharpness * z to `a` and the flags to
+// `hit`; returns true if there are any. `word` holds the block's Philox words.
 //
 // -ln(word / 2^32) <= ln2 (151 - bits / 2^23), where bits are those of float(word >> 8), because
 // log2(1 + f) >= f for the mantissa f.
-static inline bool may_reach(const float* z, const uint32_t* word, float sharpness, float best, float floor,
-                             float* a, int32_t* hit) {
+static inline bool may_reach(const float* z, const uint32_t* word, float sharpness, float best, float floor, float* a,
+                             int32_t* hit) {
   IVec any = {};
   for (int i = 0; i < kBlock; i += kWidth) {
     const Vec v = load(z + i);

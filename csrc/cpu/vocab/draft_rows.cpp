@@ -25,8 +25,7 @@ namespace dflash::DFLASH_ISA {
 void draft_rows(const DraftRowsParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     p.anchor[b] = drafted_id(p, b, 0);
-    for (int64_t i = 0; i < p.num_drafts; ++i)
-      p.positions[b * p.num_drafts + i] = anchor_position(p, b) + 1 + i;
+    for (int64_t i = 0; i < p.num_drafts; ++i) p.positions[b * p.num_drafts + i] = anchor_position(p, b) + 1 + i;
   }
   const int64_t rows = p.batch * p.rows;
   parallel_for(rows, rows * p.hidden, p.threads, [&](int64_t index) {

@@ -1,11 +1,11 @@
-// id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id.
-// Each thread takes one row at a time. A first pass finds the maximum of each block of 64 logits and checks
-// for NaN; later passes read only blocks that can matter.
+// id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id. Each
+// thread takes one row at a time. A first pass finds the maximum of each block of 64 logits and checks for NaN; later
+// passes read only blocks that can matter.
 //
-// A token needs its Philox word only if its score plus the largest possible noise reaches the best score so
-// far. It needs the logarithm only if the bound gumbel(word) <= -ln(word / 2^32) does too. fp32 addition is
-// monotone, so a skipped token could not have won, and the result is exact. Filter thresholds are found
-// exactly, on the blocks that can hold them. Needs -ffp-contract=off.
+// A token needs its Philox word only if its score plus the largest possible noise reaches the best score so far. It
+// needs the logarithm only if the bound gumbel(word) <= -ln(word / 2^32) does too. fp32 addition is monotone, so a
+// skipped token could not have won, and the result is exact. Filter thresholds are found exactly, on the blocks that
+// can hold them. Needs -ffp-contract=off.
 #include <algorithm>
 #include <cmath>
 
@@ -68,8 +68,8 @@ static inline int bucket_of(float d) {
   return int(bucket < float(kBuckets - 1) ? bucket : float(kBuckets - 1));
 }
 
-// The smallest z >= floor that top-p keeps: everything strictly above it weighs less than top_p of the total.
-// Weights are summed in buckets of z; only the bucket where the sum reaches the limit is sorted.
+// The smallest z >= floor that top-p keeps: everything strictly above it weighs less than top_p of the total. Weights
+// are summed in buckets of z; only the bucket where the sum reaches the limit is sorted.
 template <typename T>
 static float top_p_threshold(const T* logits, const Row& row, const float* block_max, float top, float floor,
                              Scratch& s) {
@@ -131,8 +131,7 @@ static int64_t select_row(const T* logits, const Row& row, Scratch& s) {
   if (row.filters.top_k > 0 && row.filters.top_k < row.vocab)
     floor = kth_largest(logits, row, block_max, s) / row.draw.temperature;
   for (int64_t b = 0; b < row.blocks; ++b) block_max[b] = block_max[b] / row.draw.temperature;
-  if (row.filters.top_p < 1.0f)
-    floor = std::max(floor, top_p_threshold(logits, row, block_max, top, floor, s));
+  if (row.filters.top_p < 1.0f) floor = std::max(floor, top_p_threshold(logits, row, block_max, top, floor, s));
   if (row.filters.min_p > 0.0f) {  // a lower bound for skipping; the test itself uses the exponential
     const double bound = double(top) + std::log(double(row.filters.min_p));
     floor = std::max(floor, std::min(top, float(bound - 1e-3 - 1e-6 * std::fabs(bound))));

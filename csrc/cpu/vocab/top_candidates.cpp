@@ -1,11 +1,10 @@
 // The best tokens of each row by score, where a score is that of select_tokens (same bits) without filters.
 //
-// The maximum of each block of 64 logits says whether the block can hold one of the best so far. Without
-// noise the row is cut into 4 * count interleaved slices: `count` of them reach the count-th largest of
-// the slices' maxima, so no logit below that is among the best, and hardly more than `count` are above it.
-// With noise, a token's Philox word bounds its noise, and only tokens whose bound reaches the worst of the
-// best so far need the logarithm. fp32 addition is monotone, so a skipped token is not among the best. Needs
-// -ffp-contract=off.
+// The maximum of each block of 64 logits says whether the block can hold one of the best so far. Without noise the row
+// is cut into 4 * count interleaved slices: `count` of them reach the count-th largest of
+// the slices' maxima, so no logit below that is among the best, and hardly more than `count` are above it. With noise,
+// a token's Philox word bounds its noise, and only tokens whose bound reaches the worst of the best so far need the
+// logarithm. fp32 addition is monotone, so a skipped token is not among the best. Needs -ffp-contract=off.
 #include "common/filters.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/parallel.h"
@@ -51,8 +50,7 @@ static int64_t best_of_row(const T* logits, const Row& row, int64_t count, int64
   float* block_max = maxima.reserve(row.blocks);
   if (!scan(logits, row.vocab, block_max)) return 0;
   Best best(count);
-  row.draw.greedy ? look_at_logits(logits, row, block_max, best)
-                  : look_at_scores(logits, row, block_max, best);
+  row.draw.greedy ? look_at_logits(logits, row, block_max, best) : look_at_scores(logits, row, block_max, best);
   best.cut();
   for (int64_t k = 0; k < best.size; ++k) ids[k] = best.kept[k].id, out[k] = to_float(logits[ids[k]]);
   return best.size;

@@ -1,10 +1,10 @@
-// The best tokens of each row by score. With d = z - max and the noise -ln(e), e a standard exponential draw,
-// a score is logaddexp(plain, noisy), where
+// The best tokens of each row by score. With d = z - max and the noise -ln(e), e a standard exponential draw, a score
+// is logaddexp(plain, noisy), where
 //   plain = d - ln(sum of exp(d)) + ln(1 - w), noisy = d / T - ln(e) - ln(sum of exp(d / T) / e) + ln(w).
 // At T <= 0 there is plain alone, with w = 0. No sum overflows: d <= 0 and e > 2^-33.
 //
-// A score lies between m = max(plain, noisy) and m + ln2. Blocks of 64 tokens have a largest m: `count` of
-// them reach a certain score (best.h), so only blocks that may reach it get the scores of their tokens.
+// A score lies between m = max(plain, noisy) and m + ln2. Blocks of 64 tokens have a largest m: `count` of them reach a
+// certain score (best.h), so only blocks that may reach it get the scores of their tokens.
 #include "common/filters.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/parallel.h"
@@ -24,8 +24,8 @@ struct Row {
 // z - top; the largest logit gives 0 even if it is infinite.
 static inline Vec vec_below_top(Vec z, float top) { return z == splat(top) ? Vec{} : z - splat(top); }
 
-// ln(x) for positive normal x, absolute error below 1e-7 near 1, relative 2e-7 (Cephes). Step by step on all
-// vectors of a block: each step waits for the one before.
+// ln(x) for positive normal x, absolute error below 1e-7 near 1, relative 2e-7 (Cephes). Step by step on all vectors of
+// a block: each step waits for the one before.
 static inline Block log_block(const Block& x) {
   constexpr float kSeries[] = {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
                                -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
@@ -39,8 +39,7 @@ static inline Block log_block(const Block& x) {
   }
 #pragma GCC unroll 8
   for (int term = 0; term < 8; ++term)
-    for (int i = 0; i < kVecs; ++i)
-      p.v[i] = term == 7 ? p.v[i] + kSeries[7] : (p.v[i] + kSeries[term]) * f.v[i];
+    for (int i = 0; i < kVecs; ++i) p.v[i] = term == 7 ? p.v[i] + kSeries[7] : (p.v[i] + kSeries[term]) * f.v[i];
   for (int i = 0; i < kVecs; ++i) {
     const Vec square = f.v[i] * f.v[i];
     const Vec y = square * f.v[i] * p.v[i] - k.v[i] * 2.12194440e-4f - square * 0.5f;
@@ -49,8 +48,8 @@ static inline Block log_block(const Block& x) {
   return out;
 }
 
-// ln(e) of the Philox words of a block; the noise is -ln(e): e = -ln(1 - u), u = (word + 0.5) / 2^32. For
-// small u the ratio of u to the rounded 1 - (1 - u) makes up for the rounding.
+// ln(e) of the Philox words of a block; the noise is -ln(e): e = -ln(1 - u), u = (word + 0.5) / 2^32. For small u the
+// ratio of u to the rounded 1 - (1 - u) makes up for the rounding.
 static inline Block log_of_draws(const uint32_t* words) {
   Block rest, e;
   for (int i = 0; i < kVecs; ++i) {
@@ -67,8 +66,8 @@ static inline Block log_of_draws(const uint32_t* words) {
   return log_block(e);
 }
 
-// The sum of exp(x.v[i]) over all blocks; `block(b)` gives x. Lanes go into a double now and then, so that
-// the error does not grow with the vocabulary.
+// The sum of exp(x.v[i]) over all blocks; `block(b)` gives x. Lanes go into a double now and then, so that the error
+// does not grow with the vocabulary.
 template <typename F>
 static double sum_exp(int64_t blocks, F&& block) {
   double total = 0.0;
@@ -120,8 +119,7 @@ static int64_t best_of_row(const T* logits, const Row& row, int64_t* ids, float*
   // 1. The largest logits, and both sums
   static thread_local Buffer<float> scratch;
   const bool is_noisy = row.noise_weight > 0.0f;
-  float* most =
-      scratch.reserve(row.blocks * (is_noisy ? 1 + kBlock : 1));  // of a block: the largest logit, then m
+  float* most = scratch.reserve(row.blocks * (is_noisy ? 1 + kBlock : 1));  // of a block: the largest logit, then m
   float* noisy = most + row.blocks;
   if (!scan(logits, row.vocab, most)) return 0;
   float top = -kInf;

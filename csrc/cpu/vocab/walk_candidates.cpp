@@ -1,7 +1,7 @@
-// A path through the candidates of each slot (params.h has the formula). Each thread takes one sequence. Slot
-// by slot the predecessor's row is multiplied with the hidden state once, and every candidate's row with
-// that; the rows of the next slot are on their way meanwhile. Choices have the bits of select_tokens given
-// equal scores. Needs -ffp-contract=off.
+// A path through the candidates of each slot (params.h has the formula). Each thread takes one sequence. Slot by slot
+// the predecessor's row is multiplied with the hidden state once, and every candidate's row with that; the rows of the
+// next slot are on their way meanwhile. Choices have the bits of select_tokens given equal scores. Needs
+// -ffp-contract=off.
 #include <algorithm>
 #include <cmath>
 
@@ -35,8 +35,8 @@ struct Choice {
   uint32_t stream;
 };
 
-// The best of a slot's candidates; -1 if there is none. `score` holds S, -inf where there is no candidate,
-// and gets S / temperature, -inf where filtered.
+// The best of a slot's candidates; -1 if there is none. `score` holds S, -inf where there is no candidate, and gets S /
+// temperature, -inf where filtered.
 static int64_t choose(const Choice& c, const int64_t* ids, int64_t count, uint64_t position, float* score) {
   // 1. S / temperature, and what is a candidate
   bool live[kMaxCandidates];
@@ -53,10 +53,8 @@ static int64_t choose(const Choice& c, const int64_t* ids, int64_t count, uint64
   // 2. What the filters keep
   if (!c.draw.greedy && any_filter(c.filters)) {
     int64_t weight[kMaxCandidates];
-    for (int64_t k = 0; k < count; ++k)
-      weight[k] = weight_in_top_k(score, int(count), int(k), top, c.filters);
-    for (int64_t k = 0; k < count; ++k)
-      live[k] = live[k] && is_kept(score, weight, int(count), int(k), top, c.filters);
+    for (int64_t k = 0; k < count; ++k) weight[k] = weight_in_top_k(score, int(count), int(k), top, c.filters);
+    for (int64_t k = 0; k < count; ++k) live[k] = live[k] && is_kept(score, weight, int(count), int(k), top, c.filters);
     for (int64_t k = 0; k < count; ++k) score[k] = live[k] ? score[k] : -kInf;
   }
 
@@ -82,8 +80,7 @@ static void walk(const WalkCandidatesParams& p, int64_t b) {
                  {p.top_k[b], p.top_p[b], p.min_p[b]},
                  uint64_t(p.seeds[b]),
                  uint32_t(p.stream)};
-  const T *predecessors = static_cast<const T*>(p.predecessors),
-          *successors = static_cast<const T*>(p.successors);
+  const T *predecessors = static_cast<const T*>(p.predecessors), *successors = static_cast<const T*>(p.successors);
   const auto known = [&](int64_t id) { return id >= 0 && id < p.codes; };
   const auto fetch = [&](const T* row) __attribute__((always_inline)) {
     for (int64_t i = 0; i < p.rank; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i);
@@ -131,8 +128,6 @@ DFLASH_NAMESPACE_END
 
 namespace dflash::DFLASH_ISA {
 
-void walk_candidates(const WalkCandidatesParams& p) {
-  p.dtype == DType::kFloat32 ? walks<float>(p) : walks<bf16>(p);
-}
+void walk_candidates(const WalkCandidatesParams& p) { p.dtype == DType::kFloat32 ? walks<float>(p) : walks<bf16>(p); }
 
 }  // namespace dflash::DFLASH_ISA

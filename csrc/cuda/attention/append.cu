@@ -1,10 +1,10 @@
 // n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
-// out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the row's slot of the cache.
-// One warp per head and row. The normed head is in shared memory, because a lane needs both halves.
+// out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the row's slot of the cache. One warp
+// per head and row. The normed head is in shared memory, because a lane needs both halves.
 //
-// A warp looks up the length of its sequence, and from it finds its slot and its row of the table of angles:
-// one load waits for another. With `prefetch` both are read before the wait (the rule is in ptx.cuh), and
-// only the head itself after it.
+// A warp looks up the length of its sequence, and from it finds its slot and its row of the table of angles: one load
+// waits for another. With `prefetch` both are read before the wait (the rule is in ptx.cuh), and only the head itself
+// after it.
 //
 // append_context_kv does this for k and v only, for all layers in one launch.
 #include "common/row_place.h"
@@ -57,12 +57,10 @@ struct Piece {
   }
 };
 
-// One warp: x [head_dim] -> out [head_dim]. `normed` [head_dim] is the warp's own shared memory. `first` is
-// the lane's piece of the first 32 * kWidth dimensions, loaded in advance; the rest, if any, is read in the
-// loop.
+// One warp: x [head_dim] -> out [head_dim]. `normed` [head_dim] is the warp's own shared memory. `first` is the lane's
+// piece of the first 32 * kWidth dimensions, loaded in advance; the rest, if any, is read in the loop.
 template <typename T, int kWidth>
-static __device__ void norm_rope(const Turn<T>& t, const T* x, T* out, float* normed,
-                                 const Piece<T, kWidth>& first) {
+static __device__ void norm_rope(const Turn<T>& t, const T* x, T* out, float* normed, const Piece<T, kWidth>& first) {
   const int begin = threadIdx.x % 32 * kWidth, step = 32 * kWidth;
   Piece<T, kWidth> piece = first;
   float squares = 0.0f;
@@ -107,8 +105,7 @@ static __device__ void copy_head(const T* x, T* out, int head_dim, const Piece<T
 }
 
 template <typename T, int kWidth>
-static __global__ void __launch_bounds__(32 * kWarps, 1)
-    qkv_norm_rope_append_kernel(const QkvNormRopeAppendParams p) {
+static __global__ void __launch_bounds__(32 * kWarps, 1) qkv_norm_rope_append_kernel(const QkvNormRopeAppendParams p) {
   const int d = int(p.head_dim);
   const int64_t heads = p.num_heads + 2 * p.num_kv_heads;
   const int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32, index = unit / heads;
@@ -185,8 +182,8 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
   if (is_value)
     copy_head<T, kWidth>(x, static_cast<T*>(caches.v[layer]) + slot, d, first);
   else
-    norm_rope<T, kWidth>(turn, x, static_cast<T*>(caches.k[layer]) + slot,
-                         shared<float>() + threadIdx.x / 32 * d, first);
+    norm_rope<T, kWidth>(turn, x, static_cast<T*>(caches.k[layer]) + slot, shared<float>() + threadIdx.x / 32 * d,
+                         first);
 }
 
 cudaError_t launch_qkv_norm_rope_append(const QkvNormRopeAppendParams& p, cudaStream_t stream) {
@@ -196,10 +193,9 @@ cudaError_t launch_qkv_norm_rope_append(const QkvNormRopeAppendParams& p, cudaSt
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.qkv, p.q_norm_weight, p.k_norm_weight, p.q_out, p.k_cache, p.v_cache,
                                 p.head_dim * sizeof(T), p.cos, p.sin, p.half * sizeof(float));
-    return launch_overlapping(
-        wide ? qkv_norm_rope_append_kernel<T, kWidth> : qkv_norm_rope_append_kernel<T, 1>,
-        dim3(unsigned(ceil_div(units, kWarps))), dim3(32 * kWarps), kWarps * p.head_dim * sizeof(float),
-        stream, p);
+    return launch_overlapping(wide ? qkv_norm_rope_append_kernel<T, kWidth> : qkv_norm_rope_append_kernel<T, 1>,
+                              dim3(unsigned(ceil_div(units, kWarps))), dim3(32 * kWarps),
+                              kWarps * p.head_dim * sizeof(float), stream, p);
   });
 }
 
@@ -208,16 +204,15 @@ cudaError_t launch_append_context_kv(const AppendContextKvParams& all, cudaStrea
   return run_on_device(all, units * all.head_dim, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
-    bool wide = aligned16(all.kv, all.k_norm_weight, all.head_dim * sizeof(T), all.cos, all.sin,
-                          all.half * sizeof(float));
+    bool wide =
+        aligned16(all.kv, all.k_norm_weight, all.head_dim * sizeof(T), all.cos, all.sin, all.half * sizeof(float));
     for (int64_t i = 0; i < all.num_layers; ++i) wide &= aligned16(all.k_caches[i], all.v_caches[i]);
     for (int64_t begin = 0; begin < all.num_layers; begin += kLayersPerLaunch) {
       AppendContextKvParams p = all;
       Caches caches{};
       p.num_layers = min(all.num_layers - begin, int64_t(kLayersPerLaunch));
       p.kv = static_cast<const T*>(all.kv) + begin * units * all.head_dim;
-      if (all.k_norm_weight)
-        p.k_norm_weight = static_cast<const T*>(all.k_norm_weight) + begin * all.head_dim;
+      if (all.k_norm_weight) p.k_norm_weight = static_cast<const T*>(all.k_norm_weight) + begin * all.head_dim;
       for (int64_t i = 0; i < p.num_layers; ++i) {
         caches.k[i] = all.k_caches[begin + i];
         caches.v[i] = all.v_caches[begin + i];
@@ -232,8 +227,7 @@ cudaError_t launch_append_context_kv(const AppendContextKvParams& all, cudaStrea
   });
 }
 
-// ---- append_kv: cache[b, h, positions[b, r]] = new[b, h, r] for keys and values. One warp per head of a
-// row.
+// ---- append_kv: cache[b, h, positions[b, r]] = new[b, h, r] for keys and values. One warp per head of a row.
 
 // T is any type as wide as an element; the kernel only copies it.
 template <typename T, int kWidth>
@@ -243,10 +237,9 @@ static __global__ void __launch_bounds__(32 * kWarps, 1) append_kv_kernel(const 
   const bool is_value = unit % heads >= p.num_kv_heads;
   const int64_t b = index / p.rows, row = index % p.rows, head = unit % p.num_kv_heads;
   const int64_t d = is_value ? p.v_head_dim : p.head_dim;
-  const T* from = is_value ? static_cast<const T*>(p.value) + b * p.v_stride_batch + head * p.v_stride_head +
-                                 row * p.v_stride_row
-                           : static_cast<const T*>(p.key) + b * p.k_stride_batch + head * p.k_stride_head +
-                                 row * p.k_stride_row;
+  const T* from =
+      is_value ? static_cast<const T*>(p.value) + b * p.v_stride_batch + head * p.v_stride_head + row * p.v_stride_row
+               : static_cast<const T*>(p.key) + b * p.k_stride_batch + head * p.k_stride_head + row * p.k_stride_row;
   const int64_t begin = threadIdx.x % 32 * kWidth;
   grid_launch_dependents();
   grid_dependency_wait();

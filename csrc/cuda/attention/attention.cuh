@@ -20,8 +20,8 @@ static __device__ __forceinline__ int chunk_of(int slot) {
   return kPerOctave * (octave + 1) + (first >> octave) % kPerOctave;
 }
 
-// A row of a tree sees the rows of its path. These stand in the sums where a chain would have them: at the
-// positions from `length` on, in ascending order.
+// A row of a tree sees the rows of its path. These stand in the sums where a chain would have them: at the positions
+// from `length` on, in ascending order.
 static_assert(kMaxTreeRows == 128, "bits of a path");
 struct Path {
   uint64_t low, high;  // a bit per row of the block
@@ -50,8 +50,8 @@ struct Sight {
   __device__ __forceinline__ bool sees(int position) const { return position >= lo && position < hi; }
 };
 
-// The length, clamped to -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity
-// + rows, and what is farther out sees the same slots. It may be read early, so past the L1.
+// The length, clamped to -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity + rows,
+// and what is farther out sees the same slots. It may be read early, so past the L1.
 static __device__ __forceinline__ int64_t length_of(const BlockAttentionParams& p, int64_t batch) {
   return max(-p.rows, min(__ldcg(p.lengths + batch), 2 * p.capacity + p.rows));
 }

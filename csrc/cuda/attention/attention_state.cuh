@@ -1,5 +1,4 @@
-// How attention on tensor cores is cut, a thread's rows, and its part of the softmax state, see
-// attention_tile.cuh.
+// How attention on tensor cores is cut, a thread's rows, and its part of the softmax state, see attention_tile.cuh.
 #pragma once
 #include "cuda/attention/attention.cuh"
 
@@ -8,8 +7,8 @@ namespace dflash {
 constexpr int kRows = 64;  // per tile
 constexpr int kKeys = 32;  // per stage
 
-// Each warp owns 16 rows x up to 128 output columns. With 256 columns, two warps share the rows and both
-// compute their scores.
+// Each warp owns 16 rows x up to 128 output columns. With 256 columns, two warps share the rows and both compute their
+// scores.
 template <int kDim>
 constexpr int kColumns = kDim > 128 ? 128 : kDim;
 template <int kDim>
@@ -18,8 +17,8 @@ template <int kDim>
 constexpr int kPieces = kDim / 8;  // of 16 bytes per row
 template <int kDim>
 constexpr int kStages = kDim > 128 ? 2 : 4;
-// Queries held in registers, times 16 columns: as many as ptxas finds room for. It needs more elsewhere from
-// sm_100 on, and for trees.
+// Queries held in registers, times 16 columns: as many as ptxas finds room for. It needs more elsewhere from sm_100 on,
+// and for trees.
 #if __CUDA_ARCH__ >= 1000
 constexpr int kHeldOf128 = 5;
 #else
@@ -33,8 +32,8 @@ constexpr int kHeldQueries = kDim > 128   ? 0
 template <int kDim>
 constexpr int kSharedBytes = (kRows + kStages<kDim> * 2 * kKeys) * kDim * 2;
 
-// A thread's part of the state, in mma's layout: rows g = lane / 4 and g + 8, and in every 8 columns the two
-// at 2 * (lane % 4).
+// A thread's part of the state, in mma's layout: rows g = lane / 4 and g + 8, and in every 8 columns the two at 2 *
+// (lane % 4).
 template <int kDim>
 struct State {
   float out[kColumns<kDim> / 8][4];  // sum of exp(score - top) * v
@@ -78,8 +77,8 @@ static __device__ __forceinline__ void store_state(float* to, const State<kDim>&
   at[kColumns<kDim> / 8 * kThreads<kDim>] = make_float4(s.top[0], s.top[1], s.sum[0], s.sum[1]);
 }
 
-// Two states of a row, the earlier slots' first, become one: its top, and what either is multiplied with. If
-// one is empty, the other keeps its bits.
+// Two states of a row, the earlier slots' first, become one: its top, and what either is multiplied with. If one is
+// empty, the other keeps its bits.
 struct Fold {
   float top, first, second;
 

@@ -4,13 +4,13 @@
 
 namespace dflash {
 
-// One tile of rows and the keys that they see. The rows lie `shallowest` to `deepest` positions from the
-// sequence's length.
+// One tile of rows and the keys that they see. The rows lie `shallowest` to `deepest` positions from the sequence's
+// length.
 template <typename T, int kDim, bool kTree = false>
 struct Tile : TileRows<T, kDim> {
   using Rows = TileRows<T, kDim>;
-  using Rows::batch, Rows::column, Rows::first_row, Rows::group, Rows::kv_head, Rows::lane, Rows::live,
-      Rows::p, Rows::row, Rows::warp, Rows::warp_row;
+  using Rows::batch, Rows::column, Rows::first_row, Rows::group, Rows::kv_head, Rows::lane, Rows::live, Rows::p,
+      Rows::row, Rows::warp, Rows::warp_row;
 
   T* q_tile;      // [kRows, kDim]
   T* stages;      // [kStages, 2, kKeys, kDim]: K and V
@@ -68,8 +68,7 @@ struct Tile : TileRows<T, kDim> {
     const int k_dim = int(p.head_dim), v_dim = int(p.v_head_dim);
     const T *from_k = k + int64_t(slot + key) * k_dim + piece * 8,
             *from_v = v + int64_t(slot + key) * v_dim + piece * 8;
-    const int k_left = piece * 8 < k_dim ? end - slot - key : 0,
-              v_left = piece * 8 < v_dim ? end - slot - key : 0;
+    const int k_left = piece * 8 < k_dim ? end - slot - key : 0, v_left = piece * 8 < v_dim ? end - slot - key : 0;
 #pragma unroll
     for (int i = 0; i < kKeys; i += kApart) {
       cp_async16_if(to + i * kDim, from_k + i * k_dim, i < k_left);
@@ -77,8 +76,8 @@ struct Tile : TileRows<T, kDim> {
     }
   }
 
-  // A slot that a row does not see may hold anything, and 0 * NaN is NaN. So value rows that are not finite
-  // are zeroed; returns a bit for each of them.
+  // A slot that a row does not see may hold anything, and 0 * NaN is NaN. So value rows that are not finite are zeroed;
+  // returns a bit for each of them.
   __device__ __forceinline__ unsigned clear_bad_values(T* values) const {
     constexpr int kTeam = kThreads<kDim> / kKeys, kTeams = 32 / kTeam;  // threads per slot, slots per warp
     const int key = threadIdx.x / kTeam, first = threadIdx.x % kTeam;
@@ -105,14 +104,14 @@ struct Tile : TileRows<T, kDim> {
     return all;
   }
 
-  // Loads the warp's queries in mma's layout, from column 16 d. The address of the piece 2 d further on in a
-  // row is the address of the first, xor 16 d.
+  // Loads the warp's queries in mma's layout, from column 16 d. The address of the piece 2 d further on in a row is the
+  // address of the first, xor 16 d.
   __device__ __forceinline__ void load_queries(uint32_t (&a)[4], int d) const {
     ldmatrix(a, q_tile + (place<kDim>(warp_row() + lane() % 16, lane() / 16) ^ 16 * d));
   }
 
-  // Explicit multiplications, here and below. The compiler could fuse them with a sum in one copy of this
-  // code and not in another (masked and unmasked stages, say), and the results would round differently.
+  // Explicit multiplications, here and below. The compiler could fuse them with a sum in one copy of this code and not
+  // in another (masked and unmasked stages, say), and the results would round differently.
   __device__ __forceinline__ void scale_scores(float (&score)[kKeys / 8][4]) const {
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n)
@@ -146,8 +145,7 @@ struct Tile : TileRows<T, kDim> {
       for (int i = 0; i < 2; ++i) {
         s.sum[i] = __fmul_rn(s.sum[i], alpha[i]);
 #pragma unroll
-        for (int n = 0; n < kColumns<kDim> / 8; ++n)
-          s.out[n][2 * i] *= alpha[i], s.out[n][2 * i + 1] *= alpha[i];
+        for (int n = 0; n < kColumns<kDim> / 8; ++n) s.out[n][2 * i] *= alpha[i], s.out[n][2 * i + 1] *= alpha[i];
       }
     }
 #pragma unroll
@@ -163,9 +161,8 @@ struct Tile : TileRows<T, kDim> {
   }
 
   // Adds the slots of a stage to s.
-  __device__ __forceinline__ void attend_stage(State<kDim>& s, const Queries& queries, const T* keys,
-                                               const T* values, int slot, bool masked,
-                                               unsigned bad_keys) const {
+  __device__ __forceinline__ void attend_stage(State<kDim>& s, const Queries& queries, const T* keys, const T* values,
+                                               int slot, bool masked, unsigned bad_keys) const {
     float score[kKeys / 8][4] = {};
     const int k_at = place<kDim>(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2),
               v_at = place<kDim>(lane() % 16, lane() / 16) ^ column();
@@ -206,8 +203,7 @@ struct Tile : TileRows<T, kDim> {
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if ((bad_keys >> (n * 8 + lane() % 4 * 2 + e % 2) & 1) && score[n][e] != 0.0f)
-            s.sum[e / 2] = not_a_number();
+          if ((bad_keys >> (n * 8 + lane() % 4 * 2 + e % 2) & 1) && score[n][e] != 0.0f) s.sum[e / 2] = not_a_number();
     }
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
@@ -240,8 +236,8 @@ struct Tile : TileRows<T, kDim> {
     return copied;
   }
 
-  // Adds the slots from `from`, a multiple of 32, up to `to`; some stages are copied already. A block copies
-  // its queries with its first slots, after the first keys.
+  // Adds the slots from `from`, a multiple of 32, up to `to`; some stages are copied already. A block copies its
+  // queries with its first slots, after the first keys.
   __device__ __forceinline__ void attend_slots(State<kDim>& s, int from, int to, bool with_queries,
                                                int copied = 0) const {
     const int tiles = (to - from + kKeys - 1) / kKeys;
@@ -281,8 +277,7 @@ struct Tile : TileRows<T, kDim> {
   }
 
   // s = the state over a chunk, with complete sums in every thread.
-  __device__ __forceinline__ void attend_chunk(State<kDim>& s, int chunk, bool with_queries,
-                                               int copied) const {
+  __device__ __forceinline__ void attend_chunk(State<kDim>& s, int chunk, bool with_queries, int copied) const {
     const int2 slots = slots_of(chunk);
     s.clear();
     attend_slots(s, slots.x, slots.y, with_queries, copied);
@@ -297,8 +292,7 @@ struct Tile : TileRows<T, kDim> {
       const float factor = Rows::factor(i, s.top[i], s.sum[i]);
       T* result = Rows::result(i);
 #pragma unroll
-      for (int n = 0; n < kColumns<kDim> / 8; ++n)
-        Rows::store(result, n, s.out[n][2 * i], s.out[n][2 * i + 1], factor);
+      for (int n = 0; n < kColumns<kDim> / 8; ++n) Rows::store(result, n, s.out[n][2 * i], s.out[n][2 * i + 1], factor);
     }
   }
 };
@@ -307,8 +301,7 @@ struct Tile : TileRows<T, kDim> {
 template <typename T, int kDim>
 struct ChainTile : Tile<T, kDim> {
   __device__ __forceinline__ ChainTile(const TileRows<T, kDim>& rows, unsigned* bad)
-      : Tile<T, kDim>(rows, bad, rows.first_row / rows.group, (rows.first_row + rows.live - 1) / rows.group) {
-  }
+      : Tile<T, kDim>(rows, bad, rows.first_row / rows.group, (rows.first_row + rows.live - 1) / rows.group) {}
 };
 
 }  // namespace dflash

@@ -4,16 +4,15 @@
 
 namespace dflash {
 
-// In a stage of 32 positions that reaches into the block, each row of the tree has keys of its own: those of
-// its path, at the positions where a chain would have them. A product of tensor cores takes such a row's keys
-// and values through the addresses of ldmatrix and counts for the rows that share them; the other rows keep
-// what they had. So a row's sums are those of a chain.
+// In a stage of 32 positions that reaches into the block, each row of the tree has keys of its own: those of its path,
+// at the positions where a chain would have them. A product of tensor cores takes such a row's keys and values through
+// the addresses of ldmatrix and counts for the rows that share them; the other rows keep what they had. So a row's sums
+// are those of a chain.
 //
-// All K/V rows of the block are copied to shared memory 64 columns at a time, first of K, then of V, with the
-// slots of the stage in front of the block. A key is named by its row there.
+// All K/V rows of the block are copied to shared memory 64 columns at a time, first of K, then of V, with the slots of
+// the stage in front of the block. A key is named by its row there.
 constexpr int kTreeColumns = 64;
-constexpr int kTreeKeys =
-    kKeys + int(kMaxTreeRows);     // rows of shared memory: slots before the block, the block
+constexpr int kTreeKeys = kKeys + int(kMaxTreeRows);  // rows of shared memory: slots before the block, the block
 constexpr int kNoKey = kKeys - 1;  // a row of zeros: a stage holds a slot of the block, so fewer before it
 constexpr int kTreeRing = 3;       // copies in turn
 
@@ -75,8 +74,7 @@ struct TreeTile : Tile<T, kDim, true> {
     for (int row = threadIdx.x / kPiecesPerRow; row < kKeys + int(p.rows); row += kApart) {
       const int slot = row < kKeys ? from + row : length + row - kKeys;
       const bool valid = column < dim && (row < kKeys ? row < before : slot >= 0 && slot < p.capacity);
-      cp_async16_if(ring(part) + place<kTreeColumns>(row, piece), source + int64_t(valid ? slot : 0) * dim,
-                    valid);
+      cp_async16_if(ring(part) + place<kTreeColumns>(row, piece), source + int64_t(valid ? slot : 0) * dim, valid);
     }
   }
 
@@ -106,8 +104,7 @@ struct TreeTile : Tile<T, kDim, true> {
       __syncwarp();
       for (int row = lane(); row < p.rows; row += 32) {
         const int position = length + path.depth_of(row), place = position - from;
-        if (path.holds(row) && place >= 0 && place < kKeys && sight.sees(position) &&
-            length + row < p.capacity)
+        if (path.holds(row) && place >= 0 && place < kKeys && sight.sees(position) && length + row < p.capacity)
           keys[place] = (unsigned char)(kKeys + row);
       }
     }
@@ -133,8 +130,8 @@ struct TreeTile : Tile<T, kDim, true> {
     }
   }
 
-  // Calls product(half, keys, takes) for each set of rows with their 16 keys: takes(i) is true if the
-  // thread's row i is one of them.
+  // Calls product(half, keys, takes) for each set of rows with their 16 keys: takes(i) is true if the thread's row i is
+  // one of them.
   template <typename F>
   __device__ __forceinline__ void for_passes(F&& product) const {
     const WarpPaths& paths = own_paths();
@@ -177,8 +174,7 @@ struct TreeTile : Tile<T, kDim, true> {
 
   // Adds the weighted values of 64 columns, the n-th of the columns that the warp owns.
   template <int n>
-  __device__ __forceinline__ void add_values(State<kDim>& s, const uint32_t (&weight)[kKeys / 8][2],
-                                             int part) const {
+  __device__ __forceinline__ void add_values(State<kDim>& s, const uint32_t (&weight)[kKeys / 8][2], int part) const {
     for_passes([&](int half, const unsigned char* keys, auto takes) {
       const int at = place<kTreeColumns>(keys[lane() % 16], lane() / 16);
       const uint32_t a[4] = {weight[2 * half][0], weight[2 * half][1], weight[2 * half + 1][0],
@@ -257,12 +253,11 @@ struct TreeTile : Tile<T, kDim, true> {
   }
 
   template <int n>
-  __device__ __forceinline__ void add_all_values(State<kDim>& s, const uint32_t (&weight)[kKeys / 8][2],
-                                                 int from, bool works) const {
+  __device__ __forceinline__ void add_all_values(State<kDim>& s, const uint32_t (&weight)[kKeys / 8][2], int from,
+                                                 bool works) const {
     constexpr int kOwned = kColumns<kDim> / kTreeColumns;  // parts of a warp's columns
     next_part(kParts + n, from);
-    if (works && Base::column() / kTreeColumns == n / kOwned * kOwned)
-      add_values<n % kOwned>(s, weight, kParts + n);
+    if (works && Base::column() / kTreeColumns == n / kOwned * kOwned) add_values<n % kOwned>(s, weight, kParts + n);
     if constexpr (n + 1 < kParts) add_all_values<n + 1>(s, weight, from, works);
   }
 

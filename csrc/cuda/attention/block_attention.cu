@@ -1,31 +1,29 @@
 // o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)),  p_ij = exp(s_ij - top),  s_ij = cap(scale * q_i .
 // k_j)
 //
-// The rows * (num_heads / num_kv_heads) queries that share a kv head are packed into tiles of 64 rows. A
-// block of four warps, 16 rows each, reads every K/V byte once for the tile. Slots pass through a ring of
-// cp.async stages, 32 at a time: S = Q K^T and O += P V by mma.sync, softmax in registers between them, fp32
-// sums.
+// The rows * (num_heads / num_kv_heads) queries that share a kv head are packed into tiles of 64 rows. A block of four
+// warps, 16 rows each, reads every K/V byte once for the tile. Slots pass through a ring of cp.async stages, 32 at a
+// time: S = Q K^T and O += P V by mma.sync, softmax in registers between them, fp32 sums.
 //
-// The cache is cut into chunks at fixed slots: 128 slots each up to 1024, then eight per octave, so the
-// longest has a sixteenth to an eighth of the context. Each chunk has its own (top, sum, o), and chunks are
-// folded one by one in ascending order. Tiles and chunks start at absolute slots, and one without a visible
-// key changes no bit of a row. The result therefore does not depend on how the work is split. All scores are
-// in units of log2(e).
+// The cache is cut into chunks at fixed slots: 128 slots each up to 1024, then eight per octave, so the longest has a
+// sixteenth to an eighth of the context. Each chunk has its own (top, sum, o), and chunks are folded one by one in
+// ascending order. Tiles and chunks start at absolute slots, and one without a visible key changes no bit of a row. The
+// result therefore does not depend on how the work is split. All scores are in units of log2(e).
 //
-// If there are few tiles, blocks share the chunks of a tile and store their states, and a second kernel folds
-// these, eight columns in each of its blocks. If there are many tiles, one block takes all chunks in turn.
+// If there are few tiles, blocks share the chunks of a tile and store their states, and a second kernel folds these,
+// eight columns in each of its blocks. If there are many tiles, one block takes all chunks in turn.
 //
-// With ancestors, a row of a tree has the bits that it has in a chain: its keys take part at the positions of
-// its path, not at their slots. Stages in front of the block are as above. attention_tree.cuh has the stages
-// that reach into the block: there each set of rows that share a path multiplies its own keys and values.
+// With ancestors, a row of a tree has the bits that it has in a chain: its keys take part at the positions of its path,
+// not at their slots. Stages in front of the block are as above. attention_tree.cuh has the stages that reach into the
+// block: there each set of rows that share a path multiplies its own keys and values.
 //
 // A chain may read old keys before its wait (the rule is in ptx.cuh). The kernel ahead is then that of
-// qkv_norm_rope_append, which lets this one start after its own wait. All launches before that one have
-// ended, so what the last step accepted, compacted and appended stands. The kernel ahead writes the queries,
-// and keys and values from slot lengths[b] - fresh on. `lengths` and the slots before those are old.
+// qkv_norm_rope_append, which lets this one start after its own wait. All launches before that one have ended, so what
+// the last step accepted, compacted and appended stands. The kernel ahead writes the queries, and keys and values from
+// slot lengths[b] - fresh on. `lengths` and the slots before those are old.
 //
-// float32, and head dimensions that are over 256 or not a multiple of 8, use a plain kernel: one block per
-// query, 128 slots at a time, one key per thread.
+// float32, and head dimensions that are over 256 or not a multiple of 8, use a plain kernel: one block per query, 128
+// slots at a time, one key per thread.
 #include "cuda/attention/attention_tree.cuh"
 #include "cuda/attention/plain_attention.cuh"
 #include "cuda/base/launch.h"
@@ -43,8 +41,7 @@ static __device__ __forceinline__ int2* chunks_of(const BlockAttentionParams& p,
 
 // Grid: (tiles * num_kv_heads * batch, blocks per tile).
 template <typename T, int kDim, bool kTree>
-static __global__ void __launch_bounds__(kThreads<kDim>, 1)
-    block_attention_kernel(const BlockAttentionParams p) {
+static __global__ void __launch_bounds__(kThreads<kDim>, 1) block_attention_kernel(const BlockAttentionParams p) {
   __shared__ unsigned bad[kThreads<kDim> / 32];
   const int index = int(blockIdx.x);
   const TileRows<T, kDim> rows(p, index);
@@ -73,8 +70,8 @@ static __global__ void __launch_bounds__(kThreads<kDim>, 1)
   if (!is_split) t.finish(s);
 }
 
-// Folds the states of a tile's chunks. A thread has the rows that it has above, and two of the block's eight
-// columns. Grid: (tiles * num_kv_heads * batch, columns of a state / 8).
+// Folds the states of a tile's chunks. A thread has the rows that it has above, and two of the block's eight columns.
+// Grid: (tiles * num_kv_heads * batch, columns of a state / 8).
 template <typename T, int kDim>
 static __global__ void __launch_bounds__(kThreads<kDim>, 1) fold_chunks_kernel(const BlockAttentionParams p) {
   constexpr int kAtOnce = 8;  // chunks whose states are requested before the first is used
@@ -128,9 +125,9 @@ static int64_t num_chunks(int64_t capacity) {
 }
 
 // One state per tile if the tiles alone fill a GPU, else one per chunk of the capacity.
-Workspace block_attention_workspace(DType dtype, const void* k_cache, const void* v_cache, int64_t batch,
-                                    int64_t rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                                    int64_t v_head_dim, int64_t capacity) {
+Workspace block_attention_workspace(DType dtype, const void* k_cache, const void* v_cache, int64_t batch, int64_t rows,
+                                    int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim,
+                                    int64_t capacity) {
   const int64_t dim = head_dim > v_head_dim ? head_dim : v_head_dim;
   if (dtype == DType::kFloat32 || head_dim % 8 || v_head_dim % 8 || dim > 256 || !aligned16(k_cache, v_cache))
     return {0, 0};
@@ -148,12 +145,11 @@ static cudaError_t launch_tiles(const BlockAttentionParams& p, cudaStream_t stre
   const int64_t blocks = max(int64_t(1), min(p.splits, kMaxBlocks / tiles));
   const dim3 grid{unsigned(tiles), unsigned(blocks)}, threads(kThreads<kDim>);
   const cudaError_t error =
-      p.ancestors
-          ? launch_overlapping(block_attention_kernel<T, kDim, true>, grid, threads, kTreeBytes, stream, p)
-          : launch_overlapping(block_attention_kernel<T, kDim, false>, grid, threads, kChainBytes, stream, p);
+      p.ancestors ? launch_overlapping(block_attention_kernel<T, kDim, true>, grid, threads, kTreeBytes, stream, p)
+                  : launch_overlapping(block_attention_kernel<T, kDim, false>, grid, threads, kChainBytes, stream, p);
   if (error != cudaSuccess || p.splits == 1) return error;
-  return launch_overlapping(fold_chunks_kernel<T, kDim>, dim3(unsigned(tiles), kStateVectors<kDim> - 1),
-                            threads, 0, stream, p);
+  return launch_overlapping(fold_chunks_kernel<T, kDim>, dim3(unsigned(tiles), kStateVectors<kDim> - 1), threads, 0,
+                            stream, p);
 }
 
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
@@ -167,9 +163,8 @@ cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t s
                : dim <= 128 ? launch_tiles<T, 128>(p, stream)
                             : launch_tiles<T, 256>(p, stream);
     }
-    return launch_overlapping(plain_attention_kernel<T>,
-                              dim3(unsigned(p.rows * p.num_heads), unsigned(p.batch)), dim3(kPlainThreads),
-                              size_t(p.head_dim + p.v_head_dim) * sizeof(float), stream, p);
+    return launch_overlapping(plain_attention_kernel<T>, dim3(unsigned(p.rows * p.num_heads), unsigned(p.batch)),
+                              dim3(kPlainThreads), size_t(p.head_dim + p.v_head_dim) * sizeof(float), stream, p);
   });
 }
 

@@ -7,11 +7,10 @@ namespace dflash {
 constexpr int kPlainThreads = 128;
 static_assert(kPlainThreads >= kMaxTreeRows, "a thread for each row of a tree");
 
-// Grid: (rows * num_heads, batch). Weights of zero are skipped in the sums, so slots that a query does not
-// see may hold anything.
+// Grid: (rows * num_heads, batch). Weights of zero are skipped in the sums, so slots that a query does not see may hold
+// anything.
 template <typename T>
-static __global__ void __launch_bounds__(kPlainThreads, 1)
-    plain_attention_kernel(const BlockAttentionParams p) {
+static __global__ void __launch_bounds__(kPlainThreads, 1) plain_attention_kernel(const BlockAttentionParams p) {
   __shared__ float weights[kPlainThreads], scratch[2][kPlainThreads / 32];
   __shared__ int slots[kPlainThreads];          // of the keys
   __shared__ unsigned char path[kMaxTreeRows];  // of a tree: the block's rows that the query sees
@@ -32,8 +31,7 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
   const int64_t cache = (b * p.num_kv_heads + kv_head) * p.capacity;
   const T* k = static_cast<const T*>(p.k_cache) + cache * p.head_dim;
   const T* v = static_cast<const T*>(p.v_cache) + cache * p.v_head_dim;
-  const T* from =
-      static_cast<const T*>(p.q) + b * p.q_stride_batch + row * p.q_stride_row + head * p.q_stride_head;
+  const T* from = static_cast<const T*>(p.q) + b * p.q_stride_batch + row * p.q_stride_row + head * p.q_stride_head;
   const float scale = p.softcap != 0.0f ? p.scale / p.softcap : p.scale;
   for (int64_t i = threadIdx.x; i < p.head_dim; i += kPlainThreads) q[i] = to_float(from[i]) * scale;
   for (int64_t i = threadIdx.x; i < p.v_head_dim; i += kPlainThreads) out[i] = 0.0f;

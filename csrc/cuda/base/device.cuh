@@ -141,8 +141,8 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   return word;
 }
 
-// kWidth elements at once: kPer16<T> of them in one access, or one. Kernels are compiled for both widths, the
-// second for shapes whose rows are not a multiple of 16 bytes.
+// kWidth elements at once: kPer16<T> of them in one access, or one. Kernels are compiled for both widths, the second
+// for shapes whose rows are not a multiple of 16 bytes.
 template <typename T, int kWidth>
 using Packed = std::conditional_t<kWidth == 1, T, uint4>;
 
@@ -208,8 +208,8 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// blockDim.x is a multiple of 32; scratch is shared memory with a float per warp, which nobody has read since
-// the last barrier.
+// blockDim.x is a multiple of 32; scratch is shared memory with a float per warp, which nobody has read since the last
+// barrier.
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
   x = warp_sum(x);
   const unsigned warps = blockDim.x / 32;

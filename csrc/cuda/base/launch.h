@@ -1,5 +1,5 @@
-// One launcher per CUDA kernel, launch_<name>. Each sets the device of its tensors for the launch, enqueues
-// on the stream and returns the launch's error; none waits.
+// One launcher per CUDA kernel, launch_<name>. Each sets the device of its tensors for the launch, enqueues on the
+// stream and returns the launch's error; none waits.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -29,9 +29,9 @@ struct Workspace {
 };
 
 // splits 0: the tensors go through the plain kernel.
-Workspace block_attention_workspace(DType dtype, const void* k_cache, const void* v_cache, int64_t batch,
-                                    int64_t rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                                    int64_t v_head_dim, int64_t capacity);
+Workspace block_attention_workspace(DType dtype, const void* k_cache, const void* v_cache, int64_t batch, int64_t rows,
+                                    int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim,
+                                    int64_t capacity);
 
 // splits 0: the kernel does not take this product; the weights are contiguous.
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,

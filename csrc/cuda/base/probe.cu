@@ -20,14 +20,13 @@ cudaError_t probe_kernels(int device) {
   return error;
 }
 
-static std::atomic<bool> overlap_is_on{
-    true};  // false turns every launch into an ordinary one (DFLASH_OVERLAP=0)
+static std::atomic<bool> overlap_is_on{true};  // false turns every launch into an ordinary one (DFLASH_OVERLAP=0)
 
 void set_overlap(bool on) { overlap_is_on = on; }
 
-// The code of `kernel` that the device runs must hold the waits of an overlapping launch: a newer device that
-// runs code compiled for an older one (PTX of compute_80, say) has none. Asked once per device, when the
-// kernel also says how it wants the memory of a multiprocessor split.
+// The code of `kernel` that the device runs must hold the waits of an overlapping launch: a newer device that runs code
+// compiled for an older one (PTX of compute_80, say) has none. Asked once per device, when the kernel also says how it
+// wants the memory of a multiprocessor split.
 bool launches_overlap(const void* kernel) {
   if (!overlap_is_on) return false;
   static std::mutex mutex;
@@ -38,12 +37,9 @@ bool launches_overlap(const void* kernel) {
   const auto [entry, added] = known.try_emplace({kernel, device}, false);
   if (added) {
     cudaFuncAttributes attributes{};
-    if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess)
-      entry->second = attributes.ptxVersion >= 90;
-    // Kernels that want its memory split differently between L1 and shared memory cannot share a
-    // multiprocessor.
-    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                         cudaSharedmemCarveoutMaxShared);
+    if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) entry->second = attributes.ptxVersion >= 90;
+    // Kernels that want its memory split differently between L1 and shared memory cannot share a multiprocessor.
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     cudaGetLastError();  // the launch will say what is wrong
   }
   return entry->second;

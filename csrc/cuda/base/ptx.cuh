@@ -1,5 +1,5 @@
-// What a C++ compiler cannot compile: launches, dynamic shared memory and PTX, one function per instruction.
-// Kernels go through these, and the emulation of tests/cuda_emulation has its own.
+// What a C++ compiler cannot compile: launches, dynamic shared memory and PTX, one function per instruction. Kernels go
+// through these, and the emulation of tests/cuda_emulation has its own.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -12,20 +12,19 @@ namespace dflash {
 
 // ---- launches and dynamic shared memory
 
-// Enqueues kernel<<<grid, block, shared, stream>>>(arguments...); more than 48 KB of shared memory is asked
-// for. An overlapping launch (programmatic dependent launch, from sm_90) may start before the kernel ahead of
-// it on the stream has ended. So each of its threads calls grid_dependency_wait(), and writes nothing before.
+// Enqueues kernel<<<grid, block, shared, stream>>>(arguments...); more than 48 KB of shared memory is asked for. An
+// overlapping launch (programmatic dependent launch, from sm_90) may start before the kernel ahead of it on the stream
+// has ended. So each of its threads calls grid_dependency_wait(), and writes nothing before.
 //
-// Before its wait a kernel may read what no kernel that may still be running writes. If the kernel ahead
-// calls grid_launch_dependents() after its own wait, it is the only one: all before it have ended. If it does
-// so before its wait, any kernel ahead may still be running, and only what none of them ever writes may be
-// read, such as weights. Early reads go past the L1, which may hold older bytes: __ldcg or cp_async16.
+// Before its wait a kernel may read what no kernel that may still be running writes. If the kernel ahead calls
+// grid_launch_dependents() after its own wait, it is the only one: all before it have ended. If it does so before its
+// wait, any kernel ahead may still be running, and only what none of them ever writes may be read, such as weights.
+// Early reads go past the L1, which may hold older bytes: __ldcg or cp_async16.
 template <typename... Parameters>
 cudaError_t launch_with(bool overlapping, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                         cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
   if (shared > 48 * 1024) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
     if (error != cudaSuccess) return error;
   }
   cudaLaunchAttribute attribute{};
@@ -51,8 +50,8 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 bool launches_overlap(const void* kernel);
 
 template <typename... Parameters>
-cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
-                               cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
+cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
+                               std::common_type_t<Parameters>... arguments) {
   const bool overlapping = launches_overlap(reinterpret_cast<const void*>(kernel));
   return launch_with(overlapping, kernel, grid, block, shared, stream, arguments...);
 }
@@ -82,8 +81,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// x, of which the compiler knows nothing: what follows from it is computed here, not ahead of a loop, where
-// it would hold registers.
+// x, of which the compiler knows nothing: what follows from it is computed here, not ahead of a loop, where it would
+// hold registers.
 __device__ __forceinline__ int64_t opaque(int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
@@ -91,14 +90,11 @@ __device__ __forceinline__ int64_t opaque(int64_t x) {
 
 // ---- a counter that blocks share
 
-// Adds one, or wraps to zero where the counter stands at `last`; returns what it was. What a block has stored
-// before a barrier ahead of this is visible, after a barrier, to the blocks that count later.
+// Adds one, or wraps to zero where the counter stands at `last`; returns what it was. What a block has stored before a
+// barrier ahead of this is visible, after a barrier, to the blocks that count later.
 __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
   unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(counter), "r"(last)
-               : "memory");
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
   return before;
 }
 
@@ -127,13 +123,12 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// ---- cp.async: 16 bytes from global to shared memory, past the registers. The copy has happened, for the
-// thread that issued it, when cp_async_wait<n>() returns and at most n groups were committed after it; for
-// other threads after a barrier as well. Until then the destination holds anything.
+// ---- cp.async: 16 bytes from global to shared memory, past the registers. The copy has happened, for the thread that
+// issued it, when cp_async_wait<n>() returns and at most n groups were committed after it; for other threads after a
+// barrier as well. Until then the destination holds anything.
 
 __device__ __forceinline__ void cp_async16(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
-               : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 // Zeros where not valid; `global` is then not read, but must be an aligned address.
 __device__ __forceinline__ void cp_async16_if(void* shared, const void* global, bool valid) {
@@ -147,12 +142,10 @@ __device__ __forceinline__ void cp_async4_if(void* shared, const void* global, b
                "r"(valid ? 4 : 0)
                : "memory");
 }
-__device__ __forceinline__ void cp_async16_hint_if(void* shared, const void* global, uint64_t policy,
-                                                   bool valid) {
-  asm volatile(
-      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
-      "l"(global), "r"(valid ? 16 : 0), "l"(policy)
-      : "memory");
+__device__ __forceinline__ void cp_async16_hint_if(void* shared, const void* global, uint64_t policy, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(valid ? 16 : 0), "l"(policy)
+               : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most kLeft of the thread's committed groups are under way; -1: none, committed or not.
@@ -166,8 +159,8 @@ __device__ __forceinline__ void cp_async_wait() {
 
 // ---- ldmatrix and mma, by all lanes of a warp, on 16-bit elements
 
-// 2 or 4 matrices of 8 x 8. Lane l gives the address of row l % 8 of matrix l / 8 (for 2 matrices, lanes 0 to
-// 15 do). out[m] of lane l holds elements 2 * (l % 4) and + 1 of row l / 4 of matrix m, or of its transpose.
+// 2 or 4 matrices of 8 x 8. Lane l gives the address of row l % 8 of matrix l / 8 (for 2 matrices, lanes 0 to 15 do).
+// out[m] of lane l holds elements 2 * (l % 4) and + 1 of row l / 4 of matrix m, or of its transpose.
 __device__ __forceinline__ void ldmatrix(uint32_t (&out)[2], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(out[0]), "=r"(out[1])
@@ -206,8 +199,7 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
-                                             __half) {
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"

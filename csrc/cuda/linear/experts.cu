@@ -1,17 +1,16 @@
-// A mixture of experts for a step's rows: out[r] = sum of scores[r, slot] * expert ids[r, slot] of x[r]. The
-// time is bound by reading the weights of the experts that the rows have chosen, once each.
+// A mixture of experts for a step's rows: out[r] = sum of scores[r, slot] * expert ids[r, slot] of x[r]. The time is
+// bound by reading the weights of the experts that the rows have chosen, once each.
 //
-// Three kernels: gate_up and the gate, down, and the sum over slots. The first two have a block per expert
-// and per 128 of its features (64 of the gate with the 64 that they gate). Nobody tells a block which rows
-// are its own: it looks through all ids for those of its expert, in ascending order, and ends if there are
-// none. There are as many blocks as there may be experts in use: one per pair (row, slot), of which the
-// expert's first has the work, or one per expert if these are fewer. Grids and addresses depend on shapes
-// only.
+// Three kernels: gate_up and the gate, down, and the sum over slots. The first two have a block per expert and per 128
+// of its features (64 of the gate with the 64 that they gate). Nobody tells a block which rows are its own: it looks
+// through all ids for those of its expert, in ascending order, and ends if there are none. There are as many blocks as
+// there may be experts in use: one per pair (row, slot), of which the expert's first has the work, or one per expert if
+// these are fewer. Grids and addresses depend on shapes only.
 //
-// Weights and rows pass through a ring of cp.async stages, 64 of the inner dimension at a time. mma.sync
-// takes 16 or 32 of the expert's rows as its first factor; with more rows, the block goes through its weights
-// again, which are then in the L2 at best. Each of the eight warps has 16 features. No sum is cut, so a row's
-// bits do not depend on the other rows.
+// Weights and rows pass through a ring of cp.async stages, 64 of the inner dimension at a time. mma.sync takes 16 or 32
+// of the expert's rows as its first factor; with more rows, the block goes through its weights again, which are then in
+// the L2 at best. Each of the eight warps has 16 features. No sum is cut, so a row's bits do not depend on the other
+// rows.
 #include "cuda/linear/main_loop.cuh"
 
 namespace dflash {
@@ -27,15 +26,15 @@ constexpr int kStageElements = (kFeatures + kRows) * kInner;
 template <int kRows>
 constexpr int kSharedBytes = kStages * kStageElements<kRows> * 2;
 
-// Offset of a piece of 16 bytes in a stage, in elements, for rows of kWidth elements. Eight rows at the same
-// piece use different banks.
+// Offset of a piece of 16 bytes in a stage, in elements, for rows of kWidth elements. Eight rows at the same piece use
+// different banks.
 template <int kWidth>
 static __device__ __forceinline__ int place(int row, int piece) {
   return row * kWidth + (piece ^ (row % 8)) * 8;
 }
 
-// Looks through all ids for one expert's. Returns how many pairs have it; found [limit] gets those from the
-// first-th on, in ascending order. Every thread calls.
+// Looks through all ids for one expert's. Returns how many pairs have it; found [limit] gets those from the first-th
+// on, in ascending order. Every thread calls.
 static __device__ __forceinline__ int find_pairs(const ExpertsParams& p, int64_t expert, int first, int limit,
                                                  int* found) {
   __shared__ int counts[kWarps];
@@ -85,8 +84,8 @@ struct Share {
   }
 };
 
-// A block's tile of one expert's weight, [out, in] or transposed [in, out]. Where rows are features, the
-// first eight of every sixteen are the gate's and the others what they gate, if `half` is not 0.
+// A block's tile of one expert's weight, [out, in] or transposed [in, out]. Where rows are features, the first eight of
+// every sixteen are the gate's and the others what they gate, if `half` is not 0.
 template <typename T, bool kTransposed>
 struct WeightTile {
   static constexpr int kWidth = kTransposed ? kFeatures : kInner;  // of a row of a stage
@@ -138,12 +137,10 @@ struct WeightTile {
   }
 };
 
-// sums [rows / 16][features / 8] in mma's layout += rows of x, of which `row(i)` gives the i-th, with the
-// tile.
+// sums [rows / 16][features / 8] in mma's layout += rows of x, of which `row(i)` gives the i-th, with the tile.
 template <typename T, int kRows, bool kTransposed, typename Row>
-static __device__ __forceinline__ void multiply(float (&sums)[kRows / 16][2][4],
-                                                const WeightTile<T, kTransposed>& tile, const T* x,
-                                                int64_t in, int count, Row row) {
+static __device__ __forceinline__ void multiply(float (&sums)[kRows / 16][2][4], const WeightTile<T, kTransposed>& tile,
+                                                const T* x, int64_t in, int count, Row row) {
   constexpr int kPieces = kInner / 8;
   static_assert(kRows * kPieces <= kThreads, "a thread copies one piece of the rows");
   T* memory = shared<T>();
@@ -200,12 +197,11 @@ static __device__ __forceinline__ float bias_at(const void* biases, int64_t inde
   return biases ? to_float(static_cast<const T*>(biases)[index]) : 0.0f;
 }
 
-// A block's rows of x [.., in] times its tile of the expert's weight, one of `all` [num_experts, out, in].
-// row(pair) is a pair's row of x; store(expert, pair, sums, half) takes the thread's sums of one.
+// A block's rows of x [.., in] times its tile of the expert's weight, one of `all` [num_experts, out, in]. row(pair) is
+// a pair's row of x; store(expert, pair, sums, half) takes the thread's sums of one.
 template <typename T, int kRows, bool kTransposed, typename Row, typename Store>
 static __device__ __forceinline__ void multiply_share(const ExpertsParams& p, const void* x, const void* all,
-                                                      int64_t in, int64_t out, int64_t half, Row row,
-                                                      Store store) {
+                                                      int64_t in, int64_t out, int64_t half, Row row, Store store) {
   __shared__ int pairs[kRows];
   grid_launch_dependents();
   grid_dependency_wait();
@@ -238,8 +234,7 @@ static __global__ void __launch_bounds__(kThreads, 1) gate_up_kernel(const Exper
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       // transposed: a thread's neighbouring columns, of two groups of eight; else one column of both groups
-      const int64_t column =
-          int(blockIdx.x) * 64 + warp * 8 + (kTransposed ? e * 4 + lane % 4 : lane % 4 * 2 + e);
+      const int64_t column = int(blockIdx.x) * 64 + warp * 8 + (kTransposed ? e * 4 + lane % 4 : lane % 4 * 2 + e);
       if (column >= p.width) continue;
       const int64_t at = expert * 2 * p.width + (kTransposed ? 2 * column : column);
       const float gate = kTransposed ? sums[e][2 * half] : sums[0][2 * half + e];
@@ -293,8 +288,8 @@ static __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const Exper
   for (int64_t slot = 0; slot < p.top_k; ++slot) {
     const int64_t pair = row * p.top_k + slot, id = p.ids[pair];
     if (id < 0 || id >= p.num_experts) continue;
-    const float score = p.float_scores ? static_cast<const float*>(p.scores)[pair]
-                                       : to_float(static_cast<const T*>(p.scores)[pair]);
+    const float score =
+        p.float_scores ? static_cast<const float*>(p.scores)[pair] : to_float(static_cast<const T*>(p.scores)[pair]);
 #pragma unroll
     for (int j = 0; j < kWidth; j += 4) {
       float v[4];
@@ -309,8 +304,7 @@ static __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const Exper
 Workspace experts_workspace(DType dtype, const void* gate_up, const void* down, int64_t rows, int64_t top_k,
                             int64_t hidden, int64_t width) {
   const int64_t pairs = rows * top_k;
-  const bool takes =
-      dtype != DType::kFloat32 && hidden % 8 == 0 && width % 8 == 0 && aligned16(gate_up, down);
+  const bool takes = dtype != DType::kFloat32 && hidden % 8 == 0 && width % 8 == 0 && aligned16(gate_up, down);
   if (!takes) return {0, 0};
   return {1, inner_bytes(pairs, width) + pairs * hidden * int64_t(sizeof(float))};
 }
@@ -320,12 +314,11 @@ static cudaError_t launch_products(const ExpertsParams& p, cudaStream_t stream) 
   static_assert(kSharedBytes<kRows> <= 99 * 1024 - 256, "more than every device has");
   const unsigned blocks = unsigned(min(p.rows * p.top_k, p.num_experts));
   const cudaError_t error = launch_overlapping(gate_up_kernel<T, kRows, kTransposed>,
-                                               dim3(unsigned(ceil_div(2 * p.width, kFeatures)), blocks),
-                                               dim3(kThreads), kSharedBytes<kRows>, stream, p);
+                                               dim3(unsigned(ceil_div(2 * p.width, kFeatures)), blocks), dim3(kThreads),
+                                               kSharedBytes<kRows>, stream, p);
   if (error != cudaSuccess) return error;
-  return launch_overlapping(down_kernel<T, kRows, kTransposed>,
-                            dim3(unsigned(ceil_div(p.hidden, kFeatures)), blocks), dim3(kThreads),
-                            kSharedBytes<kRows>, stream, p);
+  return launch_overlapping(down_kernel<T, kRows, kTransposed>, dim3(unsigned(ceil_div(p.hidden, kFeatures)), blocks),
+                            dim3(kThreads), kSharedBytes<kRows>, stream, p);
 }
 
 cudaError_t launch_experts(const ExpertsParams& p, cudaStream_t stream) {
@@ -333,14 +326,13 @@ cudaError_t launch_experts(const ExpertsParams& p, cudaStream_t stream) {
     using T = decltype(type);
     if constexpr (!std::is_same_v<T, float>) {
       if (p.top_k > 0) {
-        const auto products =
-            p.rows <= 16 ? (p.transposed ? launch_products<T, 16, true> : launch_products<T, 16, false>)
-                         : (p.transposed ? launch_products<T, 32, true> : launch_products<T, 32, false>);
+        const auto products = p.rows <= 16
+                                  ? (p.transposed ? launch_products<T, 16, true> : launch_products<T, 16, false>)
+                                  : (p.transposed ? launch_products<T, 32, true> : launch_products<T, 32, false>);
         const cudaError_t error = products(p, stream);
         if (error != cudaSuccess) return error;
       }
-      return launch_flat(combine_kernel<T>, ceil_div(p.rows * p.hidden / kPer16<T>, kThreads), kThreads,
-                         stream, p);
+      return launch_flat(combine_kernel<T>, ceil_div(p.rows * p.hidden / kPer16<T>, kThreads), kThreads, stream, p);
     }
     return cudaErrorInvalidValue;
   });

@@ -1,23 +1,20 @@
-// out = x weight^T + bias for up to 256 rows and several weights. The time is bound by reading the weights
-// once.
+// out = x weight^T + bias for up to 256 rows and several weights. The time is bound by reading the weights once.
 //
-// A block takes 128 output features of one weight and a slice of the inner dimension, 64 at a time. Weights
-// and rows pass through a ring of cp.async stages; the weights are marked evict-first in L2, as nothing reads
-// them again before the next step. mma.sync takes the rows, padded to 16, 32 or 64, as its first factor. Up
-// to 32 rows each of the eight warps has 16 features and every row; with more, warps share rows and features,
-// so that less of both is read from shared memory.
+// A block takes 128 output features of one weight and a slice of the inner dimension, 64 at a time. Weights and rows
+// pass through a ring of cp.async stages; the weights are marked evict-first in L2, as nothing reads them again before
+// the next step. mma.sync takes the rows, padded to 16, 32 or 64, as its first factor. Up to 32 rows each of the eight
+// warps has 16 features and every row; with more, warps share rows and features, so that less of both is read from
+// shared memory.
 //
-// More than 64 rows come in blocks of 128, with 256 features each: every block reads all of its rows, and
-// with fewer features these would be more bytes than the weights. Blocks with the same weights lie side by
-// side.
+// More than 64 rows come in blocks of 128, with 256 features each: every block reads all of its rows, and with fewer
+// features these would be more bytes than the weights. Blocks with the same weights lie side by side.
 //
-// If there are few features, the inner dimension is cut into slices, one block each, and the last block to
-// arrive adds up their sums in ascending order. The slices depend only on the weights' shapes, and a sum
-// takes its products in ascending order, so a row's bits depend neither on the other rows nor on their
-// number.
+// If there are few features, the inner dimension is cut into slices, one block each, and the last block to arrive adds
+// up their sums in ascending order. The slices depend only on the weights' shapes, and a sum takes its products in
+// ascending order, so a row's bits depend neither on the other rows nor on their number.
 //
-// If gated, the weights are gate and up: of 16 features in a row, eight are of one and the same eight of the
-// other. A thread then holds both products of an output, and stores silu(gate) * up.
+// If gated, the weights are gate and up: of 16 features in a row, eight are of one and the same eight of the other. A
+// thread then holds both products of an output, and stores silu(gate) * up.
 //
 // With `prefetch`, from sm_90, the first weights are requested before the previous kernel has ended.
 #include "cuda/linear/linear_tile.cuh"
@@ -65,8 +62,7 @@ static __device__ __forceinline__ void store_two(T* to, float first, float secon
 }
 
 template <typename T, int kRows>
-static __device__ __forceinline__ void store_products(const LinearParams& p,
-                                                      const Part<T, kRows, false>& part,
+static __device__ __forceinline__ void store_products(const LinearParams& p, const Part<T, kRows, false>& part,
                                                       const Sums<kRows>& sum) {
   using S = Shape<kRows>;
   T* to = static_cast<T*>(p.out) + part.first_row * p.out_features + part.column + part.feature;
@@ -109,8 +105,8 @@ static __device__ __forceinline__ void store_gated(const LinearParams& p, const 
         const int64_t row = part.first_row + S::warp_row() + m * 16 + lane / 4 + 8 * half;
         if (row >= p.rows) continue;
         const float *gate = sum[m][2 * n] + 2 * half, *up = sum[m][2 * n + 1] + 2 * half;
-        store_two(static_cast<T*>(p.out) + row * p.out_features + feature, gated(gate[0], up[0]),
-                  gated(gate[1], up[1]), part.features - feature);
+        store_two(static_cast<T*>(p.out) + row * p.out_features + feature, gated(gate[0], up[0]), gated(gate[1], up[1]),
+                  part.features - feature);
       }
   }
 }
@@ -198,10 +194,7 @@ static int64_t num_slices(int64_t tiles, int64_t in) {
 // Calls f(Shape) with the one for these rows.
 template <typename F>
 static auto with_shape(int64_t rows, F&& f) {
-  return rows <= 16   ? f(Shape<16>())
-         : rows <= 32 ? f(Shape<32>())
-         : rows <= 64 ? f(Shape<64>())
-                      : f(Shape<128>());
+  return rows <= 16 ? f(Shape<16>()) : rows <= 32 ? f(Shape<32>()) : rows <= 64 ? f(Shape<64>()) : f(Shape<128>());
 }
 
 // Of all slices together; a slice has so many blocks.
@@ -243,8 +236,7 @@ cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream) {
     if constexpr (std::is_same_v<T, float>)
       return cudaErrorInvalidValue;
     else
-      return with_shape(p.rows,
-                        [&](auto shape) { return launch_rows<T, decltype(shape)::kRows>(p, stream); });
+      return with_shape(p.rows, [&](auto shape) { return launch_rows<T, decltype(shape)::kRows>(p, stream); });
   });
 }
 

@@ -1,5 +1,4 @@
-// What a block of linear.cu multiplies: its shape, its rows and weights, and the ring of stages that they
-// pass through.
+// What a block of linear.cu multiplies: its shape, its rows and weights, and the ring of stages that they pass through.
 #pragma once
 #include "cuda/linear/main_loop.cuh"
 
@@ -21,9 +20,7 @@ struct Shape {
   static constexpr int kVectors = kWarpRows / 16 * (kWarpFeatures / 8);  // of four sums of a thread
 
   static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 % kRowWarps * kWarpRows; }
-  static __device__ __forceinline__ int warp_feature() {
-    return threadIdx.x / 32 / kRowWarps * kWarpFeatures;
-  }
+  static __device__ __forceinline__ int warp_feature() { return threadIdx.x / 32 / kRowWarps * kWarpFeatures; }
   // Offset of a piece of a row in a stage, in elements. Eight rows at the same piece use different banks.
   static __device__ __forceinline__ int place(int row, int piece) {
     return row * kInner + (piece ^ (row * kPieces / 8 % kPieces)) * 8;
@@ -34,8 +31,8 @@ struct Shape {
 template <int kRows>
 using Sums = float[Shape<kRows>::kWarpRows / 16][Shape<kRows>::kWarpFeatures / 8][4];
 
-// A block's share of the work: kRows rows from first_row, and the features of one weight, or of both if
-// gated, from `feature`.
+// A block's share of the work: kRows rows from first_row, and the features of one weight, or of both if gated, from
+// `feature`.
 template <typename T, int kRows, bool kGated>
 struct Part {
   const T *weight, *bias;
@@ -111,8 +108,7 @@ struct Stages {
     T* at = weights(stage) + to;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
-      cp_async16_hint_if(at + i * kApart * S::kInner, weight[i] + int64_t(tile) * S::kInner, policy,
-                         tile < tiles);
+      cp_async16_hint_if(at + i * kApart * S::kInner, weight[i] + int64_t(tile) * S::kInner, policy, tile < tiles);
   }
 
   __device__ __forceinline__ void copy_rows(int stage, int tile) const {

@@ -1,5 +1,4 @@
-// The main loop of products, for linear.cu and experts.cu: a ring of cp.async stages, and mma.sync of what is
-// in them.
+// The main loop of products, for linear.cu and experts.cu: a ring of cp.async stages, and mma.sync of what is in them.
 #pragma once
 #include "cuda/base/device.cuh"
 #include "cuda/base/launch.h"
@@ -10,10 +9,10 @@ constexpr int kThreads = 256;
 constexpr int kStages = 4;  // with 16 rows, three blocks fit on an SM: one of the next product next to two
 constexpr int kAhead = kStages - 1;
 
-// sums [kRows / 16][kFeatures / 8] of a thread, in mma's layout, += the products of `tiles` stages of kInner
-// columns, of which the first kAhead were copied and committed. copy(stage, tile) starts the copies of a
-// tile; rows(to, stage, m, k) and weights(to, stage, n, k) load 16 x 16 elements at the columns 16 k. A sum
-// takes its products in ascending order.
+// sums [kRows / 16][kFeatures / 8] of a thread, in mma's layout, += the products of `tiles` stages of kInner columns,
+// of which the first kAhead were copied and committed. copy(stage, tile) starts the copies of a tile; rows(to, stage,
+// m, k) and weights(to, stage, n, k) load 16 x 16 elements at the columns 16 k. A sum takes its products in ascending
+// order.
 template <typename T, int kInner, int kM, int kN, typename Copy, typename Rows, typename Weights>
 static __device__ __forceinline__ void multiply_tiles(float (&sum)[kM][kN][4], int tiles, const Copy& copy,
                                                       const Rows& rows, const Weights& weights) {

@@ -1,10 +1,9 @@
 // h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight).
-// One block per row, kWidth elements per thread at a time. The first kHeld of those stay in registers between
-// the sum and the scaling. They and their weights are all requested before the first is used, so the block
-// waits for memory once. kHeld is as small as a row allows, up to kMaxHeld: a kernel with few registers fits
-// next to the blocks of a product, and starts while that one runs. Rows past their sequence's count are not
-// read; their output is zero. Rows that are put in front are copied. In conv_add_rms_norm x is convolved
-// first.
+// One block per row, kWidth elements per thread at a time. The first kHeld of those stay in registers between the sum
+// and the scaling. They and their weights are all requested before the first is used, so the block waits for memory
+// once. kHeld is as small as a row allows, up to kMaxHeld: a kernel with few registers fits next to the blocks of a
+// product, and starts while that one runs. Rows past their sequence's count are not read; their output is zero. Rows
+// that are put in front are copied. In conv_add_rms_norm x is convolved first.
 //
 // out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]. One thread per 16 bytes of the result.
 #include "common/row_place.h"
@@ -59,8 +58,7 @@ struct ConvolvedRow {
         unpack_to<T, kWidth>(bases[j], weight);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          weight[e] +=
-              shared_group ? shared_weight[j] : to_float(dynamic[i * groups + (channel + e) / group_size]);
+          weight[e] += shared_group ? shared_weight[j] : to_float(dynamic[i * groups + (channel + e) / group_size]);
           if (weight[e] != 0.0f) total[e] = __fmaf_rn(weight[e], v[e], total[e]);
         }
       }
@@ -99,8 +97,7 @@ cudaError_t launch_dynamic_conv(const DynamicConvParams& p, cudaStream_t stream)
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.x, p.base, p.front, p.out, p.hidden * sizeof(T));
     const int64_t blocks = ceil_div(rows * p.hidden, kThreads * (wide ? kWidth : 1));
-    return launch_flat(wide ? dynamic_conv_kernel<T, kWidth> : dynamic_conv_kernel<T, 1>, blocks, kThreads,
-                       stream, p);
+    return launch_flat(wide ? dynamic_conv_kernel<T, kWidth> : dynamic_conv_kernel<T, 1>, blocks, kThreads, stream, p);
   });
 }
 
@@ -150,8 +147,7 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const P
     if constexpr (kConvolves) place.x = ConvolvedRow<T, kWidth>(p, row)(i * kWidth);
     return place;
   };
-  // The sum is rounded to the storage type first, so that the norm sees the residual that the next layer
-  // reads.
+  // The sum is rounded to the storage type first, so that the norm sees the residual that the next layer reads.
   const auto add = [&](const Place& place, float (&v)[kWidth]) {
     unpack_to<T, kWidth>(place.x, v);
     if (p.residual) {
@@ -214,8 +210,8 @@ static cudaError_t launch_norm(const Params& p, cudaStream_t stream, const void*
   return run_on_device(p, rows, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
-    const bool wide = aligned16(p.x, p.residual, p.weight, p.out, p.residual_out, p.tap, also,
-                                p.hidden * sizeof(T), p.tap_stride * sizeof(T));
+    const bool wide = aligned16(p.x, p.residual, p.weight, p.out, p.residual_out, p.tap, also, p.hidden * sizeof(T),
+                                p.tap_stride * sizeof(T));
     const int64_t vectors = wide ? p.hidden / kWidth : p.hidden;
     const int64_t threads = min(int64_t(kMaxThreads), ceil_div(vectors, 32) * 32);
     const auto kernel = !wide                    ? rms_norm_kernel<T, 1, kMaxHeld, Params>

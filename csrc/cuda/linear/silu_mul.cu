@@ -27,8 +27,7 @@ cudaError_t launch_silu_mul(const SiluMulParams& p, cudaStream_t stream) {
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.gate_up, p.out, p.width * sizeof(T));
     const int64_t blocks = ceil_div(p.rows * p.width, kThreads * (wide ? kWidth : 1));
-    return launch_flat(wide ? silu_mul_kernel<T, kWidth> : silu_mul_kernel<T, 1>, blocks, kThreads, stream,
-                       p);
+    return launch_flat(wide ? silu_mul_kernel<T, kWidth> : silu_mul_kernel<T, 1>, blocks, kThreads, stream, p);
   });
 }
 
@@ -36,8 +35,8 @@ template <typename T, int kWidth>
 static __global__ void __launch_bounds__(kThreads, 1) sigmoid_mul_kernel(const SigmoidMulParams p) {
   const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
   const int64_t head = i / p.width, row = head / p.heads;
-  const T* gate = static_cast<const T*>(p.gate) + row * p.gate_stride_row +
-                  head % p.heads * p.gate_stride_head + i % p.width;
+  const T* gate =
+      static_cast<const T*>(p.gate) + row * p.gate_stride_row + head % p.heads * p.gate_stride_head + i % p.width;
   grid_launch_dependents();
   grid_dependency_wait();
   if (i >= p.rows * p.heads * p.width) return;
@@ -57,8 +56,7 @@ cudaError_t launch_sigmoid_mul(const SigmoidMulParams& p, cudaStream_t stream) {
     const bool wide = aligned16(p.x, p.gate, p.out, p.width * sizeof(T), p.gate_stride_row * sizeof(T),
                                 p.gate_stride_head * sizeof(T));
     const int64_t blocks = ceil_div(elements, kThreads * (wide ? kWidth : 1));
-    return launch_flat(wide ? sigmoid_mul_kernel<T, kWidth> : sigmoid_mul_kernel<T, 1>, blocks, kThreads,
-                       stream, p);
+    return launch_flat(wide ? sigmoid_mul_kernel<T, kWidth> : sigmoid_mul_kernel<T, 1>, blocks, kThreads, stream, p);
   });
 }
 

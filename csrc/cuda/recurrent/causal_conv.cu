@@ -1,9 +1,9 @@
 // y[t] = bias + sum of weight[j] * input[t - width + 1 + j], taps in this order; then the window moves.
 //
-// A thread has 4 bytes of channels (one, or two neighbours) and a chunk of the rows. The thread of the first
-// chunk alone reads the window, into registers, and alone writes it afterwards: later chunks find what is in
-// front of them among the rows. Wide convolutions and odd numbers of 16-bit channels go through a plain
-// kernel, one thread per channel, with the same bits.
+// A thread has 4 bytes of channels (one, or two neighbours) and a chunk of the rows. The thread of the first chunk
+// alone reads the window, into registers, and alone writes it afterwards: later chunks find what is in front of them
+// among the rows. Wide convolutions and odd numbers of 16-bit channels go through a plain kernel, one thread per
+// channel, with the same bits.
 #include "cuda/base/device.cuh"
 #include "cuda/base/launch.h"
 
@@ -36,13 +36,9 @@ struct Channels {
   }
 };
 
-static __device__ __forceinline__ int64_t clamped(int64_t x, int64_t most) {
-  return max(int64_t(0), min(x, most));
-}
+static __device__ __forceinline__ int64_t clamped(int64_t x, int64_t most) { return max(int64_t(0), min(x, most)); }
 
-static __device__ __forceinline__ float activated(float y, bool silu) {
-  return silu ? y / (1.0f + expf(-y)) : y;
-}
+static __device__ __forceinline__ float activated(float y, bool silu) { return silu ? y / (1.0f + expf(-y)) : y; }
 
 // One sequence at a thread's first channel. Inputs are counted from the oldest of the context.
 template <typename T>
@@ -65,13 +61,11 @@ struct Sequence {
 
   __device__ __forceinline__ T* slot(int64_t i) const { return window + i * channels; }
   __device__ __forceinline__ const T* row(int64_t t) const { return x + t * x_stride; }
-  __device__ __forceinline__ const T* input(int64_t i) const {
-    return i < reach ? slot(pending + i) : row(i - reach);
-  }
+  __device__ __forceinline__ const T* input(int64_t i) const { return i < reach ? slot(pending + i) : row(i - reach); }
 };
 
-// Grid: (blocks of channels of all sequences, chunks of rows). kTaps is at least the width: the taps in front
-// of the first one count for nothing.
+// Grid: (blocks of channels of all sequences, chunks of rows). kTaps is at least the width: the taps in front of the
+// first one count for nothing.
 template <typename T, int kTaps>
 static __global__ void __launch_bounds__(kThreads, 1) causal_conv_kernel(const CausalConvParams p) {
   using C = Channels<T>;

@@ -10,8 +10,7 @@ constexpr int kWarps = 4;
 
 // The heads of a row are q's, k's and v's, in this order; the warp of a v head also makes its decay and beta.
 template <typename T>
-static __global__ void __launch_bounds__(32 * kWarps, 1)
-    delta_net_inputs_kernel(const DeltaNetInputsParams p) {
+static __global__ void __launch_bounds__(32 * kWarps, 1) delta_net_inputs_kernel(const DeltaNetInputsParams p) {
   const int lane = threadIdx.x % 32;
   const int64_t per_row = 2 * p.key_heads + p.heads;
   const int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32, row = unit / per_row;
@@ -34,8 +33,7 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
   }
   const bool is_query = head < p.key_heads;
   x += head * p.key_dim;
-  float* out =
-      is_query ? p.q + row * keys + head * p.key_dim : p.k + row * keys + (head - p.key_heads) * p.key_dim;
+  float* out = is_query ? p.q + row * keys + head * p.key_dim : p.k + row * keys + (head - p.key_heads) * p.key_dim;
   float squares = 0.0f;
   for (int64_t i = lane; i < p.key_dim; i += 32) squares += to_float(x[i]) * to_float(x[i]);
   float scale = 1.0f / sqrtf(warp_sum(squares) + p.eps);
@@ -66,16 +64,14 @@ static __global__ void __launch_bounds__(32 * kWarps, 1) gated_rms_norm_kernel(c
 cudaError_t launch_delta_net_inputs(const DeltaNetInputsParams& p, cudaStream_t stream) {
   const int64_t units = p.rows * (2 * p.key_heads + p.heads);
   return run_on_device(p, units, [&](auto type) {
-    return launch_flat(delta_net_inputs_kernel<decltype(type)>, ceil_div(units, kWarps), 32 * kWarps, stream,
-                       p);
+    return launch_flat(delta_net_inputs_kernel<decltype(type)>, ceil_div(units, kWarps), 32 * kWarps, stream, p);
   });
 }
 
 cudaError_t launch_gated_rms_norm(const GatedRmsNormParams& p, cudaStream_t stream) {
   const int64_t units = p.rows * p.heads;
   return run_on_device(p, units, [&](auto type) {
-    return launch_flat(gated_rms_norm_kernel<decltype(type)>, ceil_div(units, kWarps), 32 * kWarps, stream,
-                       p);
+    return launch_flat(gated_rms_norm_kernel<decltype(type)>, ceil_div(units, kWarps), 32 * kWarps, stream, p);
   });
 }
 

@@ -1,15 +1,14 @@
 // S' = a S;  d = beta (v - S'^T k), or v;  S = S' + k d^T;  out = S^T q = S'^T q + (q . k) d, per head and
 // row.
 //
-// The columns of S are independent. Four warps of a block have eight each, in registers for the whole launch:
-// eight lanes share the keys of two columns. Both sums of a row are over S', so they are reduced together.
-// What the columns share (k, q, a, beta) and the block's part of v pass through shared memory, a chunk of
-// rows ahead of the rows that run. Chunks of saved rows come first: they move S by the same function as the
-// rows do.
+// The columns of S are independent. Four warps of a block have eight each, in registers for the whole launch: eight
+// lanes share the keys of two columns. Both sums of a row are over S', so they are reduced together. What the columns
+// share (k, q, a, beta) and the block's part of v pass through shared memory, a chunk of rows ahead of the rows that
+// run. Chunks of saved rows come first: they move S by the same function as the rows do.
 //
-// Several blocks read the saved k and a of a key head, and one overwrites them: the last of these blocks to
-// have read what it applies, while its other warps run the rows. Everything else is written by the thread's
-// warp that reads it. A row's bits depend neither on chunks nor on the number of rows.
+// Several blocks read the saved k and a of a key head, and one overwrites them: the last of these blocks to have read
+// what it applies, while its other warps run the rows. Everything else is written by the thread's warp that reads it. A
+// row's bits depend neither on chunks nor on the number of rows.
 #include "cuda/base/device.cuh"
 #include "cuda/base/launch.h"
 
@@ -29,17 +28,13 @@ static __device__ __forceinline__ float decay_of(float log_decay) { return expf(
 static __device__ __forceinline__ float decayed(float a, float s) { return __fmul_rn(a, s); }
 
 // With decayed(), the one place where a state moves, so that a row moves it to the same bits in every pass.
-static __device__ __forceinline__ float advanced(float decayed, float k, float d) {
-  return __fmaf_rn(k, d, decayed);
-}
+static __device__ __forceinline__ float advanced(float decayed, float k, float d) { return __fmaf_rn(k, d, decayed); }
 
 static __device__ __forceinline__ float corrected(float v, float held, float beta) {
   return __fmul_rn(beta, __fsub_rn(v, held));
 }
 
-static __device__ __forceinline__ int64_t clamped(int64_t x, int64_t most) {
-  return max(int64_t(0), min(x, most));
-}
+static __device__ __forceinline__ int64_t clamped(int64_t x, int64_t most) { return max(int64_t(0), min(x, most)); }
 
 // ---- which columns
 
@@ -52,8 +47,7 @@ struct Place {
     column = blockIdx.x % blocks * kColumns;
   }
   // Of a row of [.., heads, size], or of [.., key_heads, size].
-  __device__ __forceinline__ int64_t of_head(const GatedRecurrenceParams& p, int64_t row,
-                                             int64_t size) const {
+  __device__ __forceinline__ int64_t of_head(const GatedRecurrenceParams& p, int64_t row, int64_t size) const {
     return (row * p.heads + head) * size;
   }
   __device__ __forceinline__ int64_t of_key(const GatedRecurrenceParams& p, int64_t row) const {
@@ -76,8 +70,8 @@ struct Chunk {
 
   // Starts copying `rows` rows of `count` floats; zeros from there to kPadded.
   template <int kPadded>
-  static __device__ __forceinline__ void copy(float* to, const float* from, int64_t stride, int rows,
-                                              int64_t count, bool wide) {
+  static __device__ __forceinline__ void copy(float* to, const float* from, int64_t stride, int rows, int64_t count,
+                                              bool wide) {
     constexpr int kPieces = kPadded % 4 == 0 ? kPadded / 4 : 1;
     if (kPadded % 4 == 0 && wide) {
 #pragma unroll 1
@@ -97,15 +91,14 @@ struct Chunk {
   }
 
   // Starts copying the rows from `first` on, of those that were saved or of this pass.
-  __device__ __forceinline__ void copy(const GatedRecurrenceParams& p, const Place& at, bool saved,
-                                       int64_t first, bool wide) {
+  __device__ __forceinline__ void copy(const GatedRecurrenceParams& p, const Place& at, bool saved, int64_t first,
+                                       bool wide) {
     const int64_t total = saved ? p.block : p.rows, row = at.b * total + first;
-    const int64_t keys = p.key_heads * p.key_dim, decays = p.heads * p.decay_dim,
-                  values = p.heads * p.value_dim;
+    const int64_t keys = p.key_heads * p.key_dim, decays = p.heads * p.decay_dim, values = p.heads * p.value_dim;
     const int rows = int(min(int64_t(kRows), total - first));
     copy<kKeys>(k, (saved ? p.saved_k : p.k) + at.of_key(p, row), keys, rows, p.key_dim, wide);
-    copy<kDecays>(a, (saved ? p.saved_a : p.log_decay) + at.of_head(p, row, p.decay_dim), decays, rows,
-                  p.decay_dim, wide);
+    copy<kDecays>(a, (saved ? p.saved_a : p.log_decay) + at.of_head(p, row, p.decay_dim), decays, rows, p.decay_dim,
+                  wide);
     copy<kColumns>(v, (saved ? p.saved_d : p.v) + at.of_head(p, row, p.value_dim) + at.column, values, rows,
                    p.value_dim - at.column, wide);
     if (saved) return;
@@ -180,12 +173,9 @@ struct State {
   static constexpr int kKeys = 4 * kGroups;
   float s[kKeys][2];
 
-  static __device__ __forceinline__ int key(int i) {
-    return i / 4 * kPerGroup + 4 * int(threadIdx.x % kParts) + i % 4;
-  }
+  static __device__ __forceinline__ int key(int i) { return i / 4 * kPerGroup + 4 * int(threadIdx.x % kParts) + i % 4; }
   // from: the first key's, at the lane's first column.
-  __device__ __forceinline__ void load(const GatedRecurrenceParams& p, const float* from, int64_t left,
-                                       bool wide) {
+  __device__ __forceinline__ void load(const GatedRecurrenceParams& p, const float* from, int64_t left, bool wide) {
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
       const float* at = from + key(i) * p.value_dim;
@@ -200,8 +190,7 @@ struct State {
       s[i][0] = pair.x, s[i][1] = pair.y;
     }
   }
-  __device__ __forceinline__ void store(const GatedRecurrenceParams& p, float* to, int64_t left,
-                                        bool wide) const {
+  __device__ __forceinline__ void store(const GatedRecurrenceParams& p, float* to, int64_t left, bool wide) const {
     const int64_t stride = opaque(p.value_dim);
 #pragma unroll
     for (int i = 0; i < kKeys; ++i)
@@ -240,8 +229,8 @@ struct State {
 
 // One warp: to = f(from) for rows of `count` floats.
 template <int kWidth, typename F>
-static __device__ __forceinline__ void move_rows(const float* from, int64_t from_stride, float* to,
-                                                 int64_t to_stride, int rows, int count, F f) {
+static __device__ __forceinline__ void move_rows(const float* from, int64_t from_stride, float* to, int64_t to_stride,
+                                                 int rows, int count, F f) {
 #pragma unroll(2 * kWidth)
   for (int i = threadIdx.x % 32 * kWidth; i < rows * count; i += 32 * kWidth) {
     const int row = i / count, at = i % count;
@@ -269,9 +258,8 @@ static __device__ void save_rows(const GatedRecurrenceParams& p, int64_t b, int6
     move_rows<kWidth>(log_decay, decays, saved_a, decays, rows, groups * int(p.decay_dim), decay_of);
 }
 
-// One warp of every block, once the whole block has read the saved rows: the last of the blocks that count on
-// the same counter overwrites them. A counter serves one key head, or more when there are too many; it wraps
-// to zero.
+// One warp of every block, once the whole block has read the saved rows: the last of the blocks that count on the same
+// counter overwrites them. A counter serves one key head, or more when there are too many; it wraps to zero.
 static __device__ __forceinline__ void save(const GatedRecurrenceParams& p, const Place& at, bool wide) {
   const int64_t units = p.batch * p.key_heads, counter = (at.b * p.key_heads + at.key_head) % kNumCounters;
   const int64_t members = ceil_div(units - counter, kNumCounters);
@@ -320,8 +308,7 @@ static __global__ void __launch_bounds__(kThreads, 1)
       cp_async_wait<0>();
       __syncthreads();
     }
-    // The next chunk, or the first two. All that was saved is copied, without waiting for the number that
-    // counts.
+    // The next chunk, or the first two. All that was saved is copied, without waiting for the number that counts.
 #pragma unroll 1
     for (; ahead < c + 2; ++ahead) {
       const bool saved = ahead < pending_chunks;
@@ -370,8 +357,7 @@ static __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int i = 0; i < 2; ++i) read[i] = __fmaf_rn(row.qk, d[i], read[i]);
       const int64_t column = at.column + lane_column;
-      if (part == 0)
-        store_pair(p.out + at.of_head(p, at.b * p.rows + t, p.value_dim) + column, read, left, wide);
+      if (part == 0) store_pair(p.out + at.of_head(p, at.b * p.rows + t, p.value_dim) + column, read, left, wide);
       if (part == 1 && t < p.block)
         store_pair(p.saved_d + at.of_head(p, at.b * p.block + t, p.value_dim) + column, d, left, wide);
       row.read_all(chunk, min(r + 1, rows - 1), kDelta);
@@ -384,10 +370,9 @@ template <int kGroups, bool kPerKey>
 static cudaError_t launch_groups(const GatedRecurrenceParams& p, bool wide, cudaStream_t stream) {
   constexpr size_t kBytes = 2 * sizeof(Chunk<kGroups, kPerKey>);
   static_assert(kBytes <= 99 * 1024, "more shared memory than every device has");
-  return launch_overlapping(p.beta ? gated_recurrence_kernel<kGroups, kPerKey, true>
-                                   : gated_recurrence_kernel<kGroups, kPerKey, false>,
-                            dim3(unsigned(p.batch * p.heads * ceil_div(p.value_dim, kColumns))),
-                            dim3(kThreads), kBytes, stream, p, wide);
+  return launch_overlapping(
+      p.beta ? gated_recurrence_kernel<kGroups, kPerKey, true> : gated_recurrence_kernel<kGroups, kPerKey, false>,
+      dim3(unsigned(p.batch * p.heads * ceil_div(p.value_dim, kColumns))), dim3(kThreads), kBytes, stream, p, wide);
 }
 
 cudaError_t launch_gated_recurrence(const GatedRecurrenceParams& p, cudaStream_t stream) {
@@ -398,8 +383,7 @@ cudaError_t launch_gated_recurrence(const GatedRecurrenceParams& p, cudaStream_t
                     (!per_key || aligned16(p.log_decay, p.saved_a));
   const auto launch = [&](auto groups) {
     constexpr int kGroups = decltype(groups)::value;
-    return per_key ? launch_groups<kGroups, true>(p, wide, stream)
-                   : launch_groups<kGroups, false>(p, wide, stream);
+    return per_key ? launch_groups<kGroups, true>(p, wide, stream) : launch_groups<kGroups, false>(p, wide, stream);
   };
   return run_on_device(p, p.batch, [&] {
     return p.key_dim <= 2 * kPerGroup   ? launch(std::integral_constant<int, 2>())

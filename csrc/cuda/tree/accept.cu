@@ -1,6 +1,5 @@
-// A warp per sequence emits the target's choices along a path of rows, lane j on the path's rows j, j + 32,
-// ..: a ballot finds the first after which emission ends. The result is cut after the first stop token and to
-// the room left.
+// A warp per sequence emits the target's choices along a path of rows, lane j on the path's rows j, j + 32, ..: a
+// ballot finds the first after which emission ends. The result is cut after the first stop token and to the room left.
 #include "cuda/base/device.cuh"
 #include "cuda/base/launch.h"
 
@@ -15,8 +14,8 @@ static __device__ bool is_stop(const Params& p, int64_t b, int64_t token) {
   return false;
 }
 
-// Emits and advances sequence b, unless it is done; returns how many tokens. choice(j) is that of the path's
-// row j, negative past its end; continues(j) says whether there is a row j + 1.
+// Emits and advances sequence b, unless it is done; returns how many tokens. choice(j) is that of the path's row j,
+// negative past its end; continues(j) says whether there is a row j + 1.
 template <typename Params, typename Choice, typename Continues>
 static __device__ int64_t emit(const Params& p, int64_t b, const Choice& choice, const Continues& continues) {
   const int lane = threadIdx.x % 32;
@@ -50,8 +49,7 @@ static __device__ int64_t emit(const Params& p, int64_t b, const Choice& choice,
 // ---- a chain: m = 1 + |longest prefix with block_ids[j + 1] == posterior[j]|;
 // tokens[length + 1 ..] = posterior[0 .. m), length += m, num_context = m
 
-static __global__ void __launch_bounds__(32 * kWarpsPerBlock, 1)
-    accept_prefix_kernel(const AcceptPrefixParams p) {
+static __global__ void __launch_bounds__(32 * kWarpsPerBlock, 1) accept_prefix_kernel(const AcceptPrefixParams p) {
   const int64_t b = int64_t(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
   grid_launch_dependents();
   grid_dependency_wait();
@@ -64,17 +62,16 @@ static __global__ void __launch_bounds__(32 * kWarpsPerBlock, 1)
 
 cudaError_t launch_accept_prefix(const AcceptPrefixParams& p, cudaStream_t stream) {
   return run_on_device(p, p.batch, [&] {
-    return launch_flat(accept_prefix_kernel, ceil_div(p.batch, kWarpsPerBlock), 32 * kWarpsPerBlock, stream,
-                       p);
+    return launch_flat(accept_prefix_kernel, ceil_div(p.batch, kWarpsPerBlock), 32 * kWarpsPerBlock, stream, p);
   });
 }
 
-// ---- a tree: from row 0, emit the row's choice and continue at its child of that id. All lanes look up, for
-// every row, whether its parent chose it; lane 0 then follows these links from row 0. The rows that it
-// visited, which chain_choices and chain_ids tell as a chain, are accepted as those of a chain are.
+// ---- a tree: from row 0, emit the row's choice and continue at its child of that id. All lanes look up, for every
+// row, whether its parent chose it; lane 0 then follows these links from row 0. The rows that it visited, which
+// chain_choices and chain_ids tell as a chain, are accepted as those of a chain are.
 
-// visited[j] = the row at depth j of the path that the choices follow; after its end, p.rows. chosen is
-// scratch memory; both are [p.rows].
+// visited[j] = the row at depth j of the path that the choices follow; after its end, p.rows. chosen is scratch memory;
+// both are [p.rows].
 static __device__ void walk(const AcceptPathParams& p, int64_t b, int* chosen, int* visited) {
   const int lane = threadIdx.x % 32, rows = int(p.rows);
   const int64_t *ids = p.ids + b * p.rows, *parents = p.parents + b * p.rows;
@@ -95,8 +92,7 @@ static __device__ void walk(const AcceptPathParams& p, int64_t b, int* chosen, i
   __syncwarp();
 }
 
-static __global__ void __launch_bounds__(32 * kWarpsPerBlock, 1)
-    accept_path_kernel(const AcceptPathParams p) {
+static __global__ void __launch_bounds__(32 * kWarpsPerBlock, 1) accept_path_kernel(const AcceptPathParams p) {
   __shared__ int chosen[kWarpsPerBlock][kMaxTreeRows], visited[kWarpsPerBlock][kMaxTreeRows];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t b = int64_t(blockIdx.x) * kWarpsPerBlock + warp;

@@ -1,6 +1,6 @@
-// Best-first (best_first.h), one warp per sequence. The frontier lies in shared memory: a node that is taken
-// leaves its slot to its next sibling, and its first child gets a new one. Each lane looks at its slots, then
-// reductions over the warp compare the parts of the key.
+// Best-first (best_first.h), one warp per sequence. The frontier lies in shared memory: a node that is taken leaves its
+// slot to its next sibling, and its first child gets a new one. Each lane looks at its slots, then reductions over the
+// warp compare the parts of the key.
 #include "common/best_first.h"
 #include "cuda/base/launch.h"
 #include "cuda/vocab/logits.cuh"
@@ -101,8 +101,7 @@ cudaError_t launch_build_tree(const BuildTreeParams& p, cudaStream_t stream) {
   const bool in_shared = candidates <= kSharedCandidates;
   const size_t bytes = in_shared ? candidates * (sizeof(int64_t) + sizeof(float)) : 0;
   return run_on_device(p, p.batch, [&] {
-    return launch_overlapping(build_tree_kernel, dim3(unsigned(p.batch)), dim3(32), bytes, stream, p,
-                              in_shared);
+    return launch_overlapping(build_tree_kernel, dim3(unsigned(p.batch)), dim3(32), bytes, stream, p, in_shared);
   });
 }
 

@@ -1,6 +1,6 @@
-// Slot first[b] + path[b, j] moves to slot first[b] + j, in the caches of all layers. One warp per head of a
-// cache: lane j finds where row j comes from, then every lane carries its columns of up to 16 rows through
-// registers, so that all of their loads are in flight at once.
+// Slot first[b] + path[b, j] moves to slot first[b] + j, in the caches of all layers. One warp per head of a cache:
+// lane j finds where row j comes from, then every lane carries its columns of up to 16 rows through registers, so that
+// all of their loads are in flight at once.
 #include "cuda/base/device.cuh"
 #include "cuda/base/launch.h"
 
@@ -42,13 +42,11 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int64_t slot = __shfl_sync(kAllLanes, from, r);
-        if (slot >= 0 && inside)
-          held[r] = load_packed<uint8_t, kWidth>(head + slot * cache.row_bytes + column);
+        if (slot >= 0 && inside) held[r] = load_packed<uint8_t, kWidth>(head + slot * cache.row_bytes + column);
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r)
-        if ((moves >> r & 1) && inside)
-          store_packed<uint8_t, kWidth>(to + r * cache.row_bytes + column, held[r]);
+        if ((moves >> r & 1) && inside) store_packed<uint8_t, kWidth>(to + r * cache.row_bytes + column, held[r]);
     }
   }
 }
@@ -98,8 +96,8 @@ cudaError_t launch_gather_rows(const GatherRowsParams& p, cudaStream_t stream) {
   const bool wide = aligned16(p.x, p.out, p.row_bytes);
   const int64_t slices = ceil_div(p.row_bytes, kThreads * (wide ? 16 : 1));
   return run_on_device(p, p.batch * p.path_rows * p.row_bytes, [&] {
-    return launch_flat(wide ? gather_rows_kernel<16> : gather_rows_kernel<1>, p.batch * p.path_rows * slices,
-                       kThreads, stream, p, slices);
+    return launch_flat(wide ? gather_rows_kernel<16> : gather_rows_kernel<1>, p.batch * p.path_rows * slices, kThreads,
+                       stream, p, slices);
   });
 }
 

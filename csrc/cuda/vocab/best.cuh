@@ -1,6 +1,6 @@
-// What the kernels share that find the best tokens of each row. A row is cut into spans. Stage 1, one warp
-// per span, bounds the span's best score; stage 2, one block per row, looks again only at the spans and
-// tokens that may be among the best.
+// What the kernels share that find the best tokens of each row. A row is cut into spans. Stage 1, one warp per span,
+// bounds the span's best score; stage 2, one block per row, looks again only at the spans and tokens that may be among
+// the best.
 #pragma once
 #include "cuda/vocab/logits.cuh"
 
@@ -59,12 +59,10 @@ struct BestScratch {
   Candidate best[kMaxTreeRows];
 };
 
-// Orders s.values and keeps the best in s.best, and in s.values if there are more. Called by the block after
-// a barrier; ends with one. Returns how many are left.
+// Orders s.values and keeps the best in s.best, and in s.values if there are more. Called by the block after a barrier;
+// ends with one. Returns how many are left.
 static __device__ int cut(BestScratch& s, int size, int64_t count) {
-  const auto better = [](Candidate a, Candidate b) {
-    return a.score > b.score || (a.score == b.score && a.id < b.id);
-  };
+  const auto better = [](Candidate a, Candidate b) { return a.score > b.score || (a.score == b.score && a.id < b.id); };
   for (int i = threadIdx.x; i < size; i += blockDim.x) {
     const Candidate own = s.values[i];
     int rank = 0;
@@ -79,8 +77,8 @@ static __device__ int cut(BestScratch& s, int size, int64_t count) {
   return left;
 }
 
-// A finite score that `count` spans reach, at most the count-th largest of `least`: keys of scores that the
-// spans surely reach, 0 where there is no span.
+// A finite score that `count` spans reach, at most the count-th largest of `least`: keys of scores that the spans
+// surely reach, 0 where there is no span.
 static __device__ float floor_of(const uint32_t (&least)[kOwnSpans], int64_t count, int64_t spans) {
   uint32_t reached = 0;
   for (uint32_t bit = 0x80000000u; bit != 0 && count <= spans; bit >>= 1) {
@@ -92,8 +90,8 @@ static __device__ float floor_of(const uint32_t (&least)[kOwnSpans], int64_t cou
   return reached ? fmaxf(from_key(reached), -kLargestFloat) : -kLargestFloat;
 }
 
-// The best `count` tokens by score(id), in s.best in their order; returns how many there are with a score of
-// at least `floor`. Only spans whose s.most reaches that are looked at.
+// The best `count` tokens by score(id), in s.best in their order; returns how many there are with a score of at least
+// `floor`. Only spans whose s.most reaches that are looked at.
 template <typename Score>
 static __device__ int best_of_spans(BestScratch& s, Spans spans, int64_t vocab, int64_t count, float floor,
                                     Score&& score) {
@@ -120,8 +118,7 @@ static __device__ int best_of_spans(BestScratch& s, Spans spans, int64_t vocab, 
     __syncthreads();
     if (size > kRoom - kRound) {
       size = cut(s, size, count);
-      if (size == count)
-        floor = from_key(key_of(s.best[size - 1].score) + 1);  // equal ones that come later lose
+      if (size == count) floor = from_key(key_of(s.best[size - 1].score) + 1);  // equal ones that come later lose
     }
     for (int64_t i = done + threadIdx.x; i < min(total, done + kRound); i += kRowThreads) {
       const int64_t id = s.list[i / spans.tokens] * spans.tokens + i % spans.tokens;
@@ -141,8 +138,8 @@ template <typename T, typename Params>
 static cudaError_t launch_stages(const Params& p, int64_t rows, cudaStream_t stream, void (*wide)(Params),
                                  void (*narrow)(Params), void (*choose)(Params)) {
   const int64_t blocks = ceil_div(rows * spans_of(p.vocab).count, kSpanWarps);
-  const cudaError_t error = launch_flat(aligned16(p.logits, p.vocab * sizeof(T)) ? wide : narrow, blocks,
-                                        32 * kSpanWarps, stream, p);
+  const cudaError_t error =
+      launch_flat(aligned16(p.logits, p.vocab * sizeof(T)) ? wide : narrow, blocks, 32 * kSpanWarps, stream, p);
   return error != cudaSuccess ? error : launch_flat(choose, rows, kRowThreads, stream, p);
 }
 

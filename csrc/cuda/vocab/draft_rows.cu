@@ -1,5 +1,5 @@
-// embeds[b, i] = scale * embedding of row i of the block that is drafted. One block per row of the result,
-// and one more per sequence for its anchor and positions.
+// embeds[b, i] = scale * embedding of row i of the block that is drafted. One block per row of the result, and one more
+// per sequence for its anchor and positions.
 #include "common/row_place.h"
 #include "cuda/base/device.cuh"
 #include "cuda/base/launch.h"
@@ -35,8 +35,7 @@ cudaError_t launch_draft_rows(const DraftRowsParams& p, cudaStream_t stream) {
   return run_on_device(p, p.batch, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
-    const bool wide =
-        aligned16(p.table, p.mask_embedding, p.embeds, p.hidden * sizeof(T), p.table_stride * sizeof(T));
+    const bool wide = aligned16(p.table, p.mask_embedding, p.embeds, p.hidden * sizeof(T), p.table_stride * sizeof(T));
     return launch_overlapping(wide ? draft_rows_kernel<T, kWidth> : draft_rows_kernel<T, 1>,
                               dim3(unsigned(p.rows + 1), unsigned(p.batch)), dim3(kThreads), 0, stream, p);
   });

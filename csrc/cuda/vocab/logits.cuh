@@ -41,10 +41,9 @@ static __device__ __forceinline__ float noise_bound(uint32_t word) {
   return 104.6663f - float(__float_as_uint(float(word >> 8))) * 8.2629582e-8f;
 }
 
-// The score of a token with noise, if keep() and it may be `floor` or more, else NaN, which no score is
-// compared with. Its Philox word is only needed if the score plus the largest possible noise reaches that,
-// and the logarithm if the bound of the word does too. fp32 addition is monotone, so a token that is left out
-// is below `floor`.
+// The score of a token with noise, if keep() and it may be `floor` or more, else NaN, which no score is compared with.
+// Its Philox word is only needed if the score plus the largest possible noise reaches that, and the logarithm if the
+// bound of the word does too. fp32 addition is monotone, so a token that is left out is below `floor`.
 template <typename Keep>
 static __device__ __forceinline__ float noisy_score(const Draw& draw, RowNoise& noise, float z, uint32_t id,
                                                     float floor, Keep&& keep) {

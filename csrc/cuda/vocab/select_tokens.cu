@@ -1,14 +1,13 @@
-// id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id.
-// Gives the same bits as the CPU kernel (noise.h).
+// id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id. Gives the
+// same bits as the CPU kernel (noise.h).
 //
-// Stage 1, one block per slice of a row, finds the slice's largest logit, any NaN and, for a row without
-// filters, its best score. Stage 2, one block per row, combines the slices. A row with filters finds their
-// thresholds first.
+// Stage 1, one block per slice of a row, finds the slice's largest logit, any NaN and, for a row without filters, its
+// best score. Stage 2, one block per row, combines the slices. A row with filters finds their thresholds first.
 //
-// The threshold of top-k or top-p is the smallest z such that everything strictly above it weighs less than a
-// limit (in tokens, or in fixed-point probability). Weights are summed in 1024 buckets of z below the
-// largest. The bucket where the sum reaches the limit is then refined by 8 bits of the logit at a time.
-// Integer sums do not depend on their order, so neither does the result.
+// The threshold of top-k or top-p is the smallest z such that everything strictly above it weighs less than a limit (in
+// tokens, or in fixed-point probability). Weights are summed in 1024 buckets of z below the largest. The bucket where
+// the sum reaches the limit is then refined by 8 bits of the logit at a time. Integer sums do not depend on their
+// order, so neither does the result.
 #include "cuda/base/launch.h"
 #include "cuda/vocab/logits.cuh"
 
@@ -71,11 +70,10 @@ static __device__ __forceinline__ int bucket_of(float d) {
   return int(bucket < float(kBuckets - 1) ? bucket : float(kBuckets - 1));
 }
 
-// Calls f(id, logit) for the tokens from `begin` to `end` whose slice has take(slice), spread over the
-// threads of the block. Each thread has kDeep loads in flight.
+// Calls f(id, logit) for the tokens from `begin` to `end` whose slice has take(slice), spread over the threads of the
+// block. Each thread has kDeep loads in flight.
 template <typename T, int kWidth, int kDeep, typename Take, typename F>
-static __device__ __forceinline__ void for_tokens(const T* logits, int64_t begin, int64_t end, Take&& take,
-                                                  F&& f) {
+static __device__ __forceinline__ void for_tokens(const T* logits, int64_t begin, int64_t end, Take&& take, F&& f) {
   const int64_t step = int64_t(blockDim.x) * kWidth;
   for (int64_t first = begin + int64_t(threadIdx.x) * kWidth; first < end; first += kDeep * step) {
     Packed<T, kWidth> packed[kDeep];
@@ -104,23 +102,21 @@ constexpr int kDeepest = kWidth == 1 ? 8 : 4;
 
 // for_tokens of a slice.
 template <typename T, int kWidth, int kDeep, typename F>
-static __device__ __forceinline__ void for_slice(const SelectTokensParams& p, const T* logits, int64_t slice,
-                                                 F&& f) {
+static __device__ __forceinline__ void for_slice(const SelectTokensParams& p, const T* logits, int64_t slice, F&& f) {
   const int64_t begin = slice * kSelectSlice, end = min(p.vocab, begin + kSelectSlice);
   for_tokens<T, kWidth, kDeep>(logits, begin, end, [](int64_t) { return true; }, f);
 }
 
 // for_tokens of all slices.
 template <typename T, int kWidth, typename Take, typename F>
-static __device__ __forceinline__ void for_slices(const SelectTokensParams& p, const T* logits, Take&& take,
-                                                  F&& f) {
+static __device__ __forceinline__ void for_slices(const SelectTokensParams& p, const T* logits, Take&& take, F&& f) {
   for_tokens<T, kWidth, kDeepest<kWidth>>(logits, 0, p.vocab, take, f);
 }
 
 // The best score of a slice among tokens with z >= floor and keep(z), or `best` if none is better.
 template <typename T, int kWidth, typename Keep>
-static __device__ Best best_of_slice(const SelectTokensParams& p, const T* logits, int64_t slice,
-                                     const Row& row, float floor, Best best, Keep&& keep) {
+static __device__ Best best_of_slice(const SelectTokensParams& p, const T* logits, int64_t slice, const Row& row,
+                                     float floor, Best best, Keep&& keep) {
   RowNoise noise(row.position, row.seed);
   for_slice<T, kWidth, 1>(p, logits, slice, [&](uint32_t id, float logit) {
     const float z = logit / row.draw.temperature;
@@ -151,9 +147,8 @@ static __global__ void __launch_bounds__(kScanThreads, 1) scan_slices(const Sele
   if (!nan && !row.draw.greedy && !row.filtered) {
     const float top = largest.value / row.draw.temperature;
     best = {score_of(row, top, largest.id), largest.id};
-    best = block_best(
-        best_of_slice<T, kWidth>(p, logits, slice, row, -infinity(), best, [](float) { return true; }),
-        scratch);
+    best = block_best(best_of_slice<T, kWidth>(p, logits, slice, row, -infinity(), best, [](float) { return true; }),
+                      scratch);
   }
   if (threadIdx.x == 0) {
     const float value = nan ? not_a_number() : largest.value;
@@ -171,9 +166,8 @@ struct Scratch {
   Best best[32];
 };
 
-// s.weight[0 .. bins) is in falling order of z. Returns the last non-empty bin such that `above` plus all
-// bins before it weigh less than `limit`; -1 if there is none. Adds the weight of the bins before it to
-// `above`.
+// s.weight[0 .. bins) is in falling order of z. Returns the last non-empty bin such that `above` plus all bins before
+// it weigh less than `limit`; -1 if there is none. Adds the weight of the bins before it to `above`.
 static __device__ int crossing_bin(Scratch& s, int bins, double limit, Sum& above) {
   const int each = int(ceil_div(bins, blockDim.x)), first = threadIdx.x * each;
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -208,15 +202,12 @@ static __device__ int crossing_bin(Scratch& s, int bins, double limit, Sum& abov
   return bin;
 }
 
-// The smallest z = logit / temperature such that everything strictly above it weighs less than the limit.
-// Tokens below `floor` have no weight.
+// The smallest z = logit / temperature such that everything strictly above it weighs less than the limit. Tokens below
+// `floor` have no weight.
 template <typename T, int kWidth, typename Weight>
-static __device__ float threshold(const SelectTokensParams& p, const T* logits, const uint4* partial,
-                                  const Row& row, float top, float floor, Scratch& s, double share,
-                                  bool of_total, Weight&& weight) {
-  const auto largest = [&](int64_t slice) {
-    return __uint_as_float(__ldcg(&partial[slice].x)) / row.draw.temperature;
-  };
+static __device__ float threshold(const SelectTokensParams& p, const T* logits, const uint4* partial, const Row& row,
+                                  float top, float floor, Scratch& s, double share, bool of_total, Weight&& weight) {
+  const auto largest = [&](int64_t slice) { return __uint_as_float(__ldcg(&partial[slice].x)) / row.draw.temperature; };
   const auto clear = [&](int bins) {
     __syncthreads();
     for (int i = threadIdx.x; i < bins; i += blockDim.x) s.weight[i] = 0;
@@ -263,8 +254,7 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
     prefix |= uint32_t(255 - bin) << shift;
     known |= 255u << shift;
   }
-  // The low half of a negative bf16's key is all ones; prefix has zeros there, which from_key turns into
-  // ones.
+  // The low half of a negative bf16's key is all ones; prefix has zeros there, which from_key turns into ones.
   const uint32_t bits = __float_as_uint(from_key(prefix));
   const float logit = __uint_as_float(std::is_same_v<T, __nv_bfloat16> ? bits & 0xffff0000u : bits);
   return logit / row.draw.temperature;
@@ -300,11 +290,10 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_rows(const Selec
       floor = threshold<T, kWidth>(p, logits, partial, row, top, floor, s, double(row.filters.top_k), false,
                                    [](float) { return Sum(1); });
     if (row.filters.top_p < 1.0f)
-      floor = max(floor,
-                  threshold<T, kWidth>(
-                      p, logits, partial, row, top, floor, s, double(row.filters.top_p), true, [&](float z) {
-                        return z >= floor ? Sum(fixed_point(shared_exp(below_top(z, top)))) : Sum(0);
-                      }));
+      floor = max(floor, threshold<T, kWidth>(
+                             p, logits, partial, row, top, floor, s, double(row.filters.top_p), true, [&](float z) {
+                               return z >= floor ? Sum(fixed_point(shared_exp(below_top(z, top)))) : Sum(0);
+                             }));
     best = {score_of(row, top, largest.id), largest.id};
     const auto keep = [&](float z) {
       return !(row.filters.min_p > 0.0f) || z == top || shared_exp(z - top) >= row.filters.min_p;
@@ -330,14 +319,11 @@ cudaError_t launch_select_tokens(const SelectTokensParams& p, cudaStream_t strea
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.logits, p.vocab * sizeof(T));
-    const auto threads = [&](int most) {
-      return min(int64_t(most), ceil_div(p.vocab, 32 * (wide ? kWidth : 1)) * 32);
-    };
-    const cudaError_t error = launch_flat(wide ? scan_slices<T, kWidth> : scan_slices<T, 1>, rows * slices,
-                                          threads(kScanThreads), stream, p);
+    const auto threads = [&](int most) { return min(int64_t(most), ceil_div(p.vocab, 32 * (wide ? kWidth : 1)) * 32); };
+    const cudaError_t error =
+        launch_flat(wide ? scan_slices<T, kWidth> : scan_slices<T, 1>, rows * slices, threads(kScanThreads), stream, p);
     if (error != cudaSuccess) return error;
-    return launch_flat(wide ? choose_rows<T, kWidth> : choose_rows<T, 1>, rows, threads(kRowThreads), stream,
-                       p);
+    return launch_flat(wide ? choose_rows<T, kWidth> : choose_rows<T, 1>, rows, threads(kRowThreads), stream, p);
   });
 }
 

@@ -1,7 +1,7 @@
 // The best tokens of each row by score, where a score is that of select_tokens (same bits) without filters.
 //
-// Stage 1, one warp per span of a row, finds the span's best score. Stage 2, one block per row: `count` spans
-// reach the count-th largest of these, so only spans that do are looked at again.
+// Stage 1, one warp per span of a row, finds the span's best score. Stage 2, one block per row: `count` spans reach the
+// count-th largest of these, so only spans that do are looked at again.
 #include "cuda/base/launch.h"
 #include "cuda/vocab/best.cuh"
 

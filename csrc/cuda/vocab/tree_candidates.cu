@@ -1,10 +1,10 @@
-// The best tokens of each row by score. The formulas are those of the CPU kernel; exponentials and logarithms
-// round differently.
+// The best tokens of each row by score. The formulas are those of the CPU kernel; exponentials and logarithms round
+// differently.
 //
-// Stage 1, one warp per span of a row, finds the span's largest logit, its largest d / T + noise, and its
-// sums of both exponentials, with d below the span's own largest logit. Stage 2, one block per row, combines
-// them: it then knows between which bounds the best score of each span lies. `count` spans reach the count-th
-// largest lower bound, so only spans and tokens that may reach it are looked at again.
+// Stage 1, one warp per span of a row, finds the span's largest logit, its largest d / T + noise, and its sums of both
+// exponentials, with d below the span's own largest logit. Stage 2, one block per row, combines them: it then knows
+// between which bounds the best score of each span lies. `count` spans reach the count-th largest lower bound, so only
+// spans and tokens that may reach it are looked at again.
 #include "cuda/base/launch.h"
 #include "cuda/vocab/best.cuh"
 
@@ -31,8 +31,8 @@ static __device__ __forceinline__ float noise_of(uint32_t word) {
   return -logf(u < 0.5f ? -log1pf(-u) : -logf(rest));
 }
 
-// Writes (largest logit, sum of exp(d), largest d / T + noise, sum of its exp) of each span to the workspace;
-// the first is NaN if the span holds one.
+// Writes (largest logit, sum of exp(d), largest d / T + noise, sum of its exp) of each span to the workspace; the first
+// is NaN if the span holds one.
 template <typename T, int kWidth>
 static __global__ void __launch_bounds__(32 * kSpanWarps, 1) measure_spans(const TreeCandidatesParams p) {
   const Span span(p.vocab);
@@ -157,8 +157,7 @@ cudaError_t launch_tree_candidates(const TreeCandidatesParams& p, cudaStream_t s
   const int64_t rows = p.batch * p.depths;
   return run_on_device(p, rows, [&](auto type) {
     using T = decltype(type);
-    return launch_stages<T>(p, rows, stream, measure_spans<T, kPer16<T>>, measure_spans<T, 1>,
-                            choose_candidates<T>);
+    return launch_stages<T>(p, rows, stream, measure_spans<T, kPer16<T>>, measure_spans<T, 1>, choose_candidates<T>);
   });
 }
 

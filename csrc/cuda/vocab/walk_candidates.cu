@@ -1,8 +1,7 @@
 // A path through the candidates of each slot (params.h has the formula). One block per sequence; a
-// warp per candidate multiplies three rows of the rank, then the first warp chooses. The walk needs count
-// products per slot where all pairs would be count^2, and only the predecessor's row is known late: every row
-// that may be needed is fetched into L2 first, and the noise is drawn ahead. Choices have the bits of
-// select_tokens given equal scores.
+// warp per candidate multiplies three rows of the rank, then the first warp chooses. The walk needs count products per
+// slot where all pairs would be count^2, and only the predecessor's row is known late: every row that may be needed is
+// fetched into L2 first, and the noise is drawn ahead. Choices have the bits of select_tokens given equal scores.
 #include "common/filters.h"
 #include "cuda/base/launch.h"
 #include "cuda/vocab/logits.cuh"
@@ -25,10 +24,10 @@ struct Scratch {
   int64_t chosen;
 };
 
-// The best of a slot's candidates, -1 if there is none; to all lanes of the warp that calls it. s.score holds
-// S, -inf where there is no candidate. Writes S / temperature, -inf where filtered, to `out`.
-static __device__ int64_t choose(Scratch& s, const Choice& c, const int64_t* ids, int count,
-                                 const float* noise, float* out) {
+// The best of a slot's candidates, -1 if there is none; to all lanes of the warp that calls it. s.score holds S, -inf
+// where there is no candidate. Writes S / temperature, -inf where filtered, to `out`.
+static __device__ int64_t choose(Scratch& s, const Choice& c, const int64_t* ids, int count, const float* noise,
+                                 float* out) {
   // 1. S / temperature, and what is a candidate
   const int lane = threadIdx.x % 32;
   float score[kOwn], top = -infinity();
@@ -93,8 +92,7 @@ static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandi
   const int64_t* ids = p.ids + first;
   int64_t* path = p.path + b * p.slots;
   float* scores = p.scores + first;
-  const T *predecessors = static_cast<const T*>(p.predecessors),
-          *successors = static_cast<const T*>(p.successors);
+  const T *predecessors = static_cast<const T*>(p.predecessors), *successors = static_cast<const T*>(p.successors);
   const auto known = [&](int64_t id) { return id >= 0 && id < p.codes; };
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int64_t total = p.slots * p.count, ahead = kNoises / p.count;  // slots whose noise is drawn at once
@@ -144,8 +142,8 @@ static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandi
 
     // 4. Choose
     if (warp == 0) {
-      const int64_t chosen = choose(s, choice, ids + slot * p.count, int(p.count),
-                                    s.noise + slot % ahead * p.count, scores + slot * p.count);
+      const int64_t chosen = choose(s, choice, ids + slot * p.count, int(p.count), s.noise + slot % ahead * p.count,
+                                    scores + slot * p.count);
       if (lane == 0) s.chosen = chosen;
     }
     __syncthreads();
