@@ -147,14 +147,6 @@ def test_bits_do_not_depend_on_batch_channels_or_threads(dtype, kernels):
         assert torch.equal(few, window[..., some])
 
 
-def test_the_context_of_a_finished_row_does_not_move(dtype, implementation):
-    call = draw((70, 4), dtype=dtype)
-    before = call["window"][:, :3].clone()
-    for _ in range(5):
-        go_on(implementation, call)
-        assert torch.equal(call["window"][:, :3], before)
-
-
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_rows_that_are_not_kept_may_hold_anything(bad, dtype, implementation):
     clean = draw((70, 4), dtype=dtype, pending=[2, 0], keep=[3, 0])

@@ -385,19 +385,10 @@ def test_two_positions_follow_the_exact_softmax_jointly(settings):
 # ---- the op
 
 
-def test_a_row_depends_on_nothing_but_itself(kernels):
-    logits, positions, *rest = draw_case(0, 300, batch=12, rows=4)
-    ids = kernels.select_tokens(logits, positions, *rest)
-    assert len(set(ids.flatten().tolist())) > 12
-    for b, row in ((0, 0), (5, 3), (11, 1)):
-        alone = kernels.select_tokens(
-            logits[b : b + 1, row : row + 1], positions[b : b + 1, row : row + 1], *(x[b : b + 1] for x in rest)
-        )
-        assert alone.item() == ids[b, row]
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(kernels.select_tokens(logits[order], positions[order], *(x[order] for x in rest)), ids[order])
-    strided = logits.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(kernels.select_tokens(strided, positions.t().contiguous().t(), *rest), ids)
+def test_rows_of_any_strides_are_taken(kernels):
+    logits, positions, *rest = draw_case(0, 300, rows=4)
+    strided = logits.transpose(1, 2).contiguous().transpose(1, 2), positions.t().contiguous().t()
+    assert torch.equal(kernels.select_tokens(*strided, *rest), kernels.select_tokens(logits, positions, *rest))
 
 
 def test_a_filtered_token_is_not_chosen_where_all_scores_are_too_low_for_a_float(implementation):

@@ -104,11 +104,3 @@ def test_tokens_of_minus_infinity_are_no_candidates(implementation):
     assert torch.equal(ids[1:, ..., :3].sort(-1).values, torch.arange(3).expand(3, 1, 3))
     assert (ids[..., 3:] == -1).all()
     assert torch.equal(values == -INFINITY, ids < 0)
-
-
-def test_a_row_does_not_depend_on_its_place(kernels):
-    case = draw_case(0, 700, 4, 2)
-    ids, values = kernels.top_candidates(*case, 16)
-    for b in range(4):
-        alone = kernels.top_candidates(*(x[b : b + 1] for x in case), 16)
-        assert_equal([x[0] for x in alone], [ids[b], values[b]])
