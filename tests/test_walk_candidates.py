@@ -172,7 +172,7 @@ def test_filters_keep_what_they_keep_of_the_candidates(implementation):
 
 def test_temperature_zero_and_infinite_sharpness_take_the_best_score(implementation):
     case = draw_case(3, 4, 6)
-    case[8], case[12] = torch.tensor([0.0, -1.0, math.nan, 1.0, 0.5, 0.0]), torch.tensor([1.0] * 3 + [INFINITY] * 3)
+    case[8], case[12] = torch.tensor([0.0, -1.0, math.nan, 9.0, 5.0, 0.0]), torch.tensor([1.0] * 3 + [INFINITY] * 3)
     path, scores = implementation.walk_candidates(*case)
     at_best = torch.where(scores == scores.amax(-1, keepdim=True), case[4], 10**9).amin(-1)
     assert torch.equal(path, at_best)

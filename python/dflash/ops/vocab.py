@@ -115,7 +115,7 @@ def walk_candidates(
             candidate.
         logits: ``[batch, slots, count]``. A candidate whose score is -inf is left out.
         positions: ``[batch, slots]``: the index of the token in each slot.
-        seeds: ``[batch]``. ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``sharpness`` are as in `select_tokens`.
+        seeds: ``[batch]``. The settings from ``temperature`` to ``sharpness`` are as in `select_tokens`.
         stream: of the noise, from 0 to 3; 0 is the target's own.
 
     Returns:
