@@ -22,11 +22,7 @@ def set_debug(debug: bool) -> None:
 
 
 def run(app: typer.Typer) -> None:
-    """Run ``app`` on the command line's arguments.
-
-    A user's mistake (``ValueError``, ``TypeError`` or ``OSError``) prints one line and exits with code 2, an interrupt
-    exits with code 130.
-    """
+    """Run ``app`` on the command line's arguments. A user's mistake exits with code 2, an interrupt with 130."""
     _replace_closed_streams()
     try:
         app()

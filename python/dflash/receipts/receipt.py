@@ -51,11 +51,7 @@ class RecordedSettings(dataclasses.make_dataclass("_Stated", [(name, Any) for na
 
     @classmethod
     def of(cls, call: Call) -> RecordedSettings:
-        """Return the settings of a call.
-
-        Raises:
-            ValueError: a rule is larger than a receipt may state, or answers have different grammars.
-        """
+        """Return the settings of a call. Raises ValueError if a rule is too large, or grammars differ."""
         stated = call.stated()
         if len(grammars := set(stated.pop("grammar"))) > 1:
             raise ValueError(f"a receipt states one grammar for all answers, got {len(grammars)}: make several calls")
@@ -335,7 +331,7 @@ class Receipt:
         """Read a file of unknown origin.
 
         Raises:
-            ValueError: it is not a receipt that this version can check; the message begins with the path.
+            ValueError: this version cannot check it; the message begins with the path.
         """
         where = printable(path)
         content = read_json(Path(path), MAX_BYTES, unique_keys=True)
