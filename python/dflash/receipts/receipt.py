@@ -127,9 +127,13 @@ def _parse_grammar(value: object) -> Grammar | None:
         raise ValueError(f"grammar: {printable(str(error)[:MAX_SHOWN])}") from error
 
 
+def _expect_at_most(most: int, what: str, cost: int) -> None:
+    if cost > most:
+        raise ValueError(f"{what} must be at most {most} in a receipt, got {cost}")
+
+
 def _check_grammar(text: str) -> None:
-    if len(text) > MAX_GRAMMAR_CHARACTERS:
-        raise ValueError(f"grammar must have at most {MAX_GRAMMAR_CHARACTERS} characters in a receipt, got {len(text)}")
+    _expect_at_most(MAX_GRAMMAR_CHARACTERS, "grammar: its characters", len(text))
 
 
 def _parse_biases(value: Any) -> list[tuple[int | tuple[int, ...], object]]:
@@ -153,28 +157,19 @@ def _parse_biases(value: Any) -> list[tuple[int | tuple[int, ...], object]]:
 def _check_cells(name: str, words: Sequence[Sequence[int]]) -> None:
     words = [word for word in words if len(word) > 1]
     cells = len(words) * max(map(len, words), default=0)
-    if cells > MAX_WORD_CELLS:
-        raise ValueError(
-            f"{name}: sequences times the longest of them must be at most {MAX_WORD_CELLS} in a receipt, got {cells}"
-        )
+    _expect_at_most(MAX_WORD_CELLS, f"{name}: sequences times the longest of them", cells)
 
 
 def _check_cost(settings: RecordedSettings) -> None:
     """Raise if checking a text by these settings could cost memory or time out of proportion to it."""
     _check_cells("bad_words_ids", settings.bad_words_ids)
     _check_cells("logit_bias", [ids for ids, _ in settings.logit_bias])
-    limits = {"no_repeat_ngram_size": (MAX_NGRAM, " in a receipt"), "max_new_tokens": (MAX_POSITIONS, "")}
-    for name, (most, where) in limits.items():
-        if (value := getattr(settings, name)) > most:
-            raise ValueError(f"{name} must be at most {most}{where}, got {value}")
+    _expect_at_most(MAX_NGRAM, "no_repeat_ngram_size", settings.no_repeat_ngram_size)
+    _expect_at_most(MAX_POSITIONS, "max_new_tokens", settings.max_new_tokens)
+    _expect_at_most(MAX_STOP_STRINGS, "stop_strings: their number", len(settings.stop_strings))
+    _expect_at_most(MAX_STOP_CHARACTERS, "stop_strings: their characters", sum(map(len, settings.stop_strings)))
     if settings.grammar is not None:
         _check_grammar(settings.grammar.text)
-    count, characters = len(settings.stop_strings), sum(map(len, settings.stop_strings))
-    if count > MAX_STOP_STRINGS or characters > MAX_STOP_CHARACTERS:
-        raise ValueError(
-            f"stop_strings must be at most {MAX_STOP_STRINGS}, of {MAX_STOP_CHARACTERS} characters together, in a "
-            f"receipt, got {count} of {characters}"
-        )
 
 
 DTYPES = ("float32", "bfloat16", "float16")
