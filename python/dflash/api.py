@@ -264,16 +264,16 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     A call from inside a one-shot call gets a generator of its own, which is not kept.
     """
     global _cached
+    if draft is not None and not isinstance(draft, nn.Module):
+        raise TypeError(
+            f"draft must be a module or None, got {type(draft).__name__}: load it once, draft = dflash.load_draft(...)"
+        )
     # 1. Take the kept generator if it serves the call.
     cached, is_inside = _cached, _is_inside_a_call()  # another thread may release it meanwhile
     if cached is not None and not is_inside and cached.serves(target, draft, options, call):
         check_drafts(call, target, cached.generator.draft, cached.generator.engine.widths)
         return cached.generator
     # 2. Check the call against the pair.
-    if draft is not None and not isinstance(draft, nn.Module):
-        raise TypeError(
-            f"draft must be a module or None, got {type(draft).__name__}: load it once, draft = dflash.load_draft(...)"
-        )
     options = options._replace(block_size=checked_block_size(options.block_size))
     has_drafts = draft is not None and options.block_size != 1
     check_drafts(call, target, draft if has_drafts else None, options.block_size)

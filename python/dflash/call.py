@@ -59,6 +59,7 @@ class Call:
     Attributes:
         ids: ``[batch, length]``, each prompt as often as answers to it are returned.
         prompts: per row ``[tokens]`` int64, what the attention mask leaves.
+        longest: tokens of the longest prompt.
         sampling: temperature, filters, sharpness and seed.
         pad_token_id: pads the answers.
         rules: the logit rules that are on, by name of their setting.
@@ -69,6 +70,7 @@ class Call:
 
     ids: Tensor
     prompts: list[Tensor]
+    longest: int
     max_new_tokens: int
     sampling: SamplingArguments
     stop_token_ids: list[int]
@@ -85,11 +87,6 @@ class Call:
     grammars: tuple[Any, ...]
     logprobs: int | None
     prompt_logprobs: bool
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(map(len, self.prompts))
 
     @classmethod
     def resolve(
@@ -141,10 +138,12 @@ class Call:
             ids, mask = ids.repeat_interleave(repeats, 0), mask.repeat_interleave(repeats, 0)
         if values["streamer"] is not None:
             check_streamer(values["streamer"], rows)
+        parts = [row[live].long() for row, live in zip(ids, mask, strict=True)]
         processors, criteria = values["logits_processor"], values["stopping_criteria"]
         return cls(
             ids=ids,
-            prompts=[row[live].long() for row, live in zip(ids, mask, strict=True)],
+            prompts=parts,
+            longest=max(map(len, parts)),
             sampling=sampling,
             stop_token_ids=list(stop),
             pad_token_id=(stop or [0])[0] if (pad := target.settings.get("pad_token_id")) is None else pad,
@@ -327,7 +326,8 @@ def check_drafts(call: Call, target: nn.Module, draft: object, block_size: Block
     if call.acceptance == "rejection" and draft is None:
         raise ValueError('acceptance="rejection" needs drafts to reject, got draft=None or block_size=1')
     check_combination(call.tree, block_size, acceptance=call.acceptance)
-    check_tree(target, call.tree, draft)
+    if call.tree is not None:
+        check_tree(target, call.tree, draft)
 
 
 def check_combination(
@@ -358,8 +358,6 @@ def check_tree(target: nn.Module, tree: TreeSize, draft: object) -> None:
 
     ``draft`` is the drafter, or what it will be loaded from; None for none.
     """
-    if tree is None:
-        return
     if draft is None:
         raise ValueError(f"tree={tree!r} needs a drafter to grow from, got draft=None or block_size=1: pass tree=None")
     if getattr(draft, "selector", None) is not None:

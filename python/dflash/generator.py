@@ -216,7 +216,8 @@ class Generator:
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
         self.weights = options.weights
         self.tree = checked("tree", options.tree)
-        check_tree(target, self.tree, self._loaded)
+        if self.tree is not None:
+            check_tree(target, self.tree, self._loaded)
         # 2. The pair: the target's copy, the drafter, and the engine with its state.
         taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
         prepared, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
@@ -347,7 +348,7 @@ class Generator:
         check_room(call, self.batch_size, self.max_length, self.tree)
         if self._weights.replaced():
             raise ValueError("the target's tensors were replaced since this generator was made: make a new one")
-        if self.graph is True and (reason := self._graph_obstacle(call)):
+        if self.graph is True and (reason := self.engine.graph_obstacle(call, self._hook)):
             raise ValueError(f"graph=True cannot be followed: {reason}")
         return call
 
@@ -393,10 +394,10 @@ class Generator:
         # 2. Set up the engine, with the prompts in its first rows.
         self.engine.configure(call)
         cached = cached_prefix(self.engine, call.prompts) if reuse else [0] * batch
-        self.state.vacate_(slice(batch, self.batch_size))
+        self.engine.state.vacate_(slice(batch, self.batch_size))
         answers = run.admit(call, cached, chunk=self.prefill_chunk, snapshot=self.reuse_prefix, began=began)
         # 3. Run.
-        while run.is_filling:
+        while run.prompts:
             run.run_chunk()
         while True:
             if run.failed:
@@ -415,8 +416,9 @@ class Generator:
         self.engine.refresh()
         if self.runner.ahead and self._known.have_moved(self._modules):
             self.runner.clear()  # captured graphs hold the addresses of the weights
+        obstacle = "graph=False was asked for" if self.graph is False else self.engine.graph_obstacle(call, self._hook)
         self._run = Run(
-            self.engine, self.runner, self.step, reads_ids=reads_ids, obstacle=self._graph_obstacle(call),
+            self.engine, self.runner, self.step, reads_ids=reads_ids, obstacle=obstacle,
             must_capture=self.graph is True,
         )  # fmt: skip
         return self._run
@@ -424,7 +426,3 @@ class Generator:
     def _end_run(self) -> None:
         if self._run is not None:
             self._run.ended, self._run = True, None
-
-    def _graph_obstacle(self, call: Call | None) -> str:
-        """Return why steps must not be captured; empty if they may."""
-        return "graph=False was asked for" if self.graph is False else self.engine.graph_obstacle(call, self._hook)

@@ -99,7 +99,7 @@ class Session:
     @property
     def is_busy(self) -> bool:
         """True while a step would do anything."""
-        return self._run.is_filling or bool(self._run.running)
+        return bool(self._run.prompts or self._run.running)
 
     def resolve(self, ids: Tensor, **arguments: Unpack[GenerateArguments]) -> Call:
         """Check a request; nothing is run. May be called from any thread.
@@ -198,7 +198,7 @@ class Session:
     def _step(self) -> list[RowEvent]:
         self._run.require_open()
         try:
-            if self._run.is_filling and not (self._owes_step and self._run.running):
+            if self._run.prompts and not (self._owes_step and self._run.running):
                 self._owes_step = True
                 if begun := self._run.run_chunk():
                     return [self._event(answer) for answer in begun]

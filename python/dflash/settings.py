@@ -75,21 +75,19 @@ class Setting:
 # ------------------------------------------------------------------------------------------------------------- checks
 
 
-def integer(name: str, value: object) -> int:
+def integer(name: str, value: object, wanted: str = "be an integer") -> int:
     """Return ``value`` as an int; raise TypeError unless it is an integer of Python or numpy and not a bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
+        raise TypeError(f"{name} must {wanted}, got {value!r}")
     return int(value)
 
 
 def integer_from(low: int, name: str, value: object, _: int = 0) -> int:
     """Return ``value`` as an int of at least ``low``."""
-    wanted = f"{name} must be an integer of at least {low}, got {value!r}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(wanted)
-    if int(value) < low:
-        raise ValueError(wanted)
-    return int(value)
+    wanted = f"be an integer of at least {low}"
+    if (number := integer(name, value, wanted)) < low:
+        raise ValueError(f"{name} must {wanted}, got {value!r}")
+    return number
 
 
 def is_list(value: object) -> bool:
@@ -145,12 +143,10 @@ def _listed(value: object) -> object:
 
 
 def _token(name: str, value: object, vocab_size: int) -> int:
-    wanted = f"{name} must hold token ids in 0 .. {vocab_size - 1}, got {value!r}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(wanted)
-    if not 0 <= int(value) < vocab_size:
-        raise ValueError(wanted)
-    return int(value)
+    wanted = f"hold token ids in 0 .. {vocab_size - 1}"
+    if not 0 <= (token := integer(name, value, wanted)) < vocab_size:
+        raise ValueError(f"{name} must {wanted}, got {value!r}")
+    return token
 
 
 def _tokens(name: str, value: object, vocab_size: int) -> tuple[int, ...]:
@@ -162,7 +158,7 @@ def _tokens(name: str, value: object, vocab_size: int) -> tuple[int, ...]:
 
 def _token_or_tokens(name: str, value: object, vocab_size: int) -> tuple[int, ...]:
     value = _listed(value)
-    return _tokens(name, value if is_list(value) else [value], vocab_size)
+    return _tokens(name, value, vocab_size) if is_list(value) else (_token(name, value, vocab_size),)
 
 
 def _at_most_one_token(name: str, value: object, vocab_size: int) -> tuple[int, ...]:
@@ -203,8 +199,7 @@ def _seed(name: str, value: object, _: int) -> int | tuple[int, ...]:
     value = _listed(value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return tuple(_seed_of_row(f"{name}[{row}]", item) for row, item in enumerate(value))
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer, a sequence with one per row, or None, got {value!r}")
+    integer(name, value, "be an integer, a sequence with one per row, or None")
     return _seed_of_row(name, value)
 
 
@@ -233,8 +228,7 @@ def _callables(name: str, value: object, _: int) -> tuple[object, ...]:
 
 
 def _logprobs(name: str, value: object, _: int) -> int:
-    count = integer_from(0, name, value)
-    if count > MAX_LOGPROBS:
+    if (count := integer_from(0, name, value)) > MAX_LOGPROBS:
         raise ValueError(f"{name} must be at most {MAX_LOGPROBS}, got {count}")
     return count
 
@@ -246,14 +240,13 @@ def _true_or_false(name: str, value: object, _: int) -> bool:
 
 
 def _tree(name: str, value: object, _: int) -> int | str:
-    wanted = f'{name} must be a number of rows in 2 .. {MAX_TREE_ROWS}, "auto" or None, got {value!r}'
-    if isinstance(value, str) and value == "auto":
-        return value
-    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, str)):
-        raise TypeError(wanted)
-    if isinstance(value, str) or not 2 <= int(value) <= MAX_TREE_ROWS:
-        raise ValueError(wanted)
-    return int(value)
+    wanted = f'be a number of rows in 2 .. {MAX_TREE_ROWS}, "auto" or None'
+    if isinstance(value, str):
+        if value == "auto":
+            return value
+    elif 2 <= (rows := integer(name, value, wanted)) <= MAX_TREE_ROWS:
+        return rows
+    raise ValueError(f"{name} must {wanted}, got {value!r}")
 
 
 # -------------------------------------------------------------------------------------------------------------- table

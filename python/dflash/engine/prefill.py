@@ -49,7 +49,7 @@ class Prefill:
         self._ids = pad_sequence(
             [prompt[held:] for prompt, held in zip(prompts, cached, strict=True)], batch_first=True
         )
-        state, device, rows = engine.state, engine.target.device, self.rows
+        state, device, rows = engine.state, engine.state.tokens.device, self.rows
         # 1. The state of the rows
         ids = pad_sequence(list(prompts), batch_first=True)
         state.target_cache.resume_(cached, first)
@@ -62,10 +62,14 @@ class Prefill:
         state.num_context[rows], state.done[rows] = 0, FULL
         # 2. The rows of each chunk that end a prompt; put on the device all at once, since each transfer waits for
         # what is queued.
-        starts = range(0, self._ids.shape[1], chunk)
-        ends = [sorted({n - 1 - start for n in self.counts if start < n <= start + chunk}) for start in starts]
-        flat = torch.tensor([index for keep in ends for index in keep], dtype=torch.int64, device=device)
-        self.chunks = deque(zip(starts, ends, flat.split([len(keep) for keep in ends]), strict=True))
+        chunks, ends, flat = [], [], []
+        for start in range(0, self._ids.shape[1], chunk):
+            keep = sorted({n - 1 - start for n in self.counts if start < n <= start + chunk})
+            chunks.append((start, keep))
+            ends.append(len(keep))
+            flat += keep
+        on_device = torch.tensor(flat, dtype=torch.int64, device=device).split(ends)
+        self.chunks = deque((*chunk, keep) for chunk, keep in zip(chunks, on_device, strict=True))
 
     @torch.no_grad()
     def run_chunk(self) -> None:
@@ -115,7 +119,9 @@ class Prefill:
             first = state.sampling.select(logits, state.length[:, None])
         else:
             first, _, ended = walk(engine, block, logits, prompt, [RUNNING] * engine.batch_size)
-        first = engine.target.ranks.share_(first)[rows]
+        if engine.target.ranks.count > 1:
+            first = engine.target.ranks.share_(first)
+        first = first[rows]
         # 2. Emit it.
         length = state.length[rows]
         if engine.logprobs is not None:

@@ -48,10 +48,6 @@ class Answer:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the answer's first event
     error: str = ""  # what went wrong with this row
 
-    def begin(self, length: int, done: int, first: int, state: State) -> None:
-        """Take note that the prompt has been run, and that ``first`` is the first new token."""
-        self._follow(length, done, [first], length, state)
-
     def record(self, report: RowReport, state: State) -> int:
         """Add what a step reported; return how many tokens it emitted.
 
@@ -68,10 +64,10 @@ class Answer:
                 if token != draft:
                     break
                 self.accepted += 1
-        self._follow(report.length, report.done, report.choices[:emitted], report.length + 1, state)
+        self.follow(report.length, report.done, report.choices[:emitted], report.length + 1, state)
         return emitted
 
-    def _follow(self, length: int, done: int, new_ids: list[int], position: int, state: State) -> None:
+    def follow(self, length: int, done: int, new_ids: list[int], position: int, state: State) -> None:
         """Take note of new tokens, and that logits for ``position`` were NaN if the row is invalid."""
         self.length, self.done = length, done
         if done == INVALID:
@@ -164,6 +160,7 @@ class Run:
 
     Attributes:
         answers: per row, the one that has it, or None.
+        prompts: those that wait to be run, and when their calls began.
         consistent: True if the caches hold what the state says.
         failed: True if something went wrong with an answer.
         ended: set by whoever starts another run on the same engine, or cannot go on.
@@ -177,7 +174,7 @@ class Run:
         self.answers: list[Answer | None] = [None] * engine.batch_size
         self.consistent = self.failed = self.ended = False
         self._device_step, self._obstacle, self._must_capture = device_step, obstacle, must_capture
-        self._prompts: deque[tuple[Prefill, float]] = deque()
+        self.prompts: deque[tuple[Prefill, float]] = deque()
         # Per step that was launched and not read: the rows that it verifies, and the answers that it continues.
         self._launched: deque[tuple[int, list[Answer]]] = deque()
 
@@ -210,13 +207,8 @@ class Run:
                 asked_logprobs=call.logprobs, asks_prompt_logprobs=call.prompt_logprobs,
             ))  # fmt: skip
         self.answers[prefill.rows] = answers
-        self._prompts.append((prefill, began))
+        self.prompts.append((prefill, began))
         return answers
-
-    @property
-    def is_filling(self) -> bool:
-        """True while prompts wait to be run."""
-        return bool(self._prompts)
 
     @property
     def running(self) -> list[Answer]:
@@ -227,19 +219,19 @@ class Run:
         """Run one chunk of the prompt that waited longest for one; return the answers that begin with it."""
         self.require_open()
         self.consistent = False
-        prefill, began = self._prompts.popleft()
+        prefill, began = self.prompts.popleft()
         prefill.run_chunk()
         answers = list(filter(None, self.answers[prefill.rows]))
         for answer in answers:
             answer.filled = min(answer.prompt_length, answer.filled + prefill.chunk)
         if prefill.chunks:
-            self._prompts.append((prefill, began))
+            self.prompts.append((prefill, began))
             return []
         prefill.choose_first()
         state, rows = self.engine.state, prefill.rows
         columns = state.length[rows].tolist(), state.done[rows].tolist(), state.anchor[rows, 0].tolist()
         for answer, length, done, token in zip(answers, *columns, strict=True):
-            answer.begin(length, done, token, state)
+            answer.follow(length, done, [token], length, state)
             self._read_details(answer, is_first=True)
         seconds = time.perf_counter() - began
         for answer in answers:
@@ -332,7 +324,7 @@ class Run:
         if answer is not None and answer.done in (None, RUNNING):
             answer.done = STOPPED
         self.engine.retire(row, kept)
-        self._prompts = deque(item for item in self._prompts if not item[0].rows.start <= row < item[0].rows.stop)
+        self.prompts = deque(item for item in self.prompts if not item[0].rows.start <= row < item[0].rows.stop)
 
 
 # ---------------------------------------------------------------------------------------------- what the caller gets
@@ -356,19 +348,19 @@ def event_of(engine: Engine, answers: Sequence[Answer], text: BatchDecoder | Non
 
 def output_of(engine: Engine, answers: Sequence[Answer], call: Call, began: float) -> GenerateOutput:
     """Return what a call returns, whose answers have all ended; see `event_of`."""
-    statistics, logprobs, prompts = _statistics(engine, answers, began), [], []
+    statistics, reasons, logprobs, prompts = _statistics(engine, answers, began), [], [], []
     # 1. The prompts as given, then the answers, right-padded.
     tokens, (batch, width), counts = engine.state.tokens, call.ids.shape, statistics.num_new_tokens
     joined = call.ids.new_full((batch, width + max(counts)), call.pad_token_id, dtype=tokens.dtype)
     joined[:, :width] = call.ids
     for row, answer in enumerate(answers):
+        reasons.append(_FINISH_REASONS[answer.done])
         start, count = answer.prompt_length, counts[row]
         joined[row, width : width + count] = tokens[answer.row, start : start + count]
         # 2. Log probabilities of all tokens, where asked for.
         if engine.logprobs is not None:
             logprobs.append(answer.read_logprobs(start, engine.logprobs))
             prompts.append(answer.read_prompt_logprobs(engine.logprobs))
-    reasons = [_FINISH_REASONS[answer.done] for answer in answers]
     asked_prompts = prompts if call.prompt_logprobs else None
     return GenerateOutput(joined, reasons, statistics, logprobs or None, asked_prompts)
 

@@ -266,7 +266,8 @@ class Engine:
     def _assign(self, rows: slice, call: Call) -> None:
         """Write into ``rows`` how the prompts of ``call`` sample, where they end and what rules they have."""
         self.state.sampling.set_(rows, call.sampling)
-        self.target.ranks.share_(self.state.sampling.seeds)  # each rank has drawn its own if the call named none
+        if self.target.ranks.count > 1:
+            self.target.ranks.share_(self.state.sampling.seeds)  # each has drawn its own if the call named none
         for row in range(rows.start, rows.stop):
             self.state.set_stop_token_ids(row, call.stop_token_ids)
         self.calls[rows] = [call] * len(call.prompts)

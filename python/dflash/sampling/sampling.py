@@ -10,6 +10,7 @@ decoding"). The noise is counter-based, Philox 4x32-10 (Salmon et al., "Parallel
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class SamplingArguments(NamedTuple):
         if seed is None:
             seed = 0 if self.is_greedy else int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         if not isinstance(seed, Sequence):
-            return [fold(seed, row) for row in range(rows)]
+            return list(map(functools.partial(fold, seed), range(rows)))
         if len(seed) != rows:
             raise ValueError(f"seed must be an integer or one per row, {rows} in all, got {len(seed)} of them")
         return list(seed)

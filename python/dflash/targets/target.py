@@ -135,7 +135,8 @@ class Target:
     @property
     def embedding_weight(self) -> Tensor:
         """``[vocab, hidden]``, the raw input embeddings (no scale applied)."""
-        return self.ranks.whole(self.model.get_input_embeddings().weight)
+        weight = self.model.get_input_embeddings().weight
+        return weight if self.ranks.count == 1 else self.ranks.whole(weight)
 
     @property
     def head(self) -> nn.Module:
@@ -187,7 +188,8 @@ class Target:
 
     def refresh(self, cache: KVCache) -> None:
         """Notice changed weights, and fit a cache that may be an earlier target's. Called once per call."""
-        self.ranks.refresh()
+        if self.ranks.count > 1:
+            self.ranks.refresh()
         if self._fused is not None:
             self._fused.refresh(cache)
 
@@ -265,8 +267,9 @@ class Target:
         Returns its logits ``[batch, rows, vocab]``. The rows are at positions ``state.length[b] + i``, those of a tree
         at ``state.length[b] + depth[i]``; ``state.target_cache`` takes their K/V.
         """
-        for part in (block.ids, *(block.tree or ())):
-            self.ranks.share_(part)
+        if self.ranks.count > 1:
+            for part in (block.ids, *(block.tree or ())):
+                self.ranks.share_(part)
         forward = self.compiled_forward or self.forward
         features = state.features(block) if state.context.shape[-1] else None
         out = features if features is not None and features.is_contiguous() else None
