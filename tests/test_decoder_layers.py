@@ -523,18 +523,13 @@ def test_a_stack_compiles_whole():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": []}, r"layers must have at least one layer with attention, got none"),
         ({"taps": (3,)}, r"taps must be different layers in 0 \.\. 2, got \[3\]"),
-        ({"norm": torch.ones(7)}, r"norm must be \[hidden\] = \[40\], got \[7\]"),
         ({"num_context": None}, r"context and num_context come together"),
-        ({"lengths": torch.zeros(2, dtype=torch.int64)}, r"lengths must be \[batch\] = \[3\], got \[2\]"),
         ({"k_caches": []}, r"v_caches must have attention_layers = 0 tensors, got 3"),
-        ({"hidden": torch.ones(3, 16, 7)}, r"context must be \[batch, context_rows, hidden_size\] = \[3, 16, 7\]"),
         (
             {"cos": torch.ones(5, 13), "sin": torch.ones(5, 13)},
             r"2 \* half <= head_dim must hold, got half = 13, head_dim = 24",
         ),
-        ({"states": [torch.ones(2)]}, r"states must have recurrent_layers = 0 tensors, got 1"),
         (
             {"keep": torch.zeros(3, dtype=torch.int64)},
             r"pending and keep must be given exactly where layers are recurrent",
@@ -555,18 +550,11 @@ def conv_of(base, projection, swap=(0, 0)):
     ("change", "message"),
     [
         ({"window": -1}, r"layers\[1\]: window >= 0 must hold, got window = -1"),
-        ({"up": torch.ones(3, 40)}, r"layers\[1\]\.up must be \[width, hidden\] = \[52, 40\]"),
-        ({"o": torch.ones(96, 40).t()}, r"layers\[1\]\.o must be contiguous"),
         ({"q_bias": torch.ones(96)}, r"q_bias, k_bias and v_bias come together"),
         ({"q_norm": None}, r"layers\[1\]: q_norm and k_norm come together"),
-        ({"sinks": torch.ones(5)}, r"layers\[1\]\.sinks must be \[num_heads\] = \[4\], got \[5\]"),
         (conv_of((3, 2, 40), (16, 40)), r"layers\[1\]\.mlp_conv\.base must be .* = \[2, 2, 40\], got \[3, 2, 40\]"),
-        (conv_of((2, 2, 40), (16, 41)), r"layers\[1\]\.mlp_conv\.projection must be .* = \[16, 40\], got \[16, 41\]"),
-        (conv_of((2, 2, 40), (18, 40)), r"mlp_conv: columns >= 1 and .* must hold, got columns = 18, taps = 2"),
         (conv_of((2, 2, 40), (12, 40)), r"mlp_conv: hidden % .* must hold, got hidden = 40, columns = 12, taps = 2"),
-        (conv_of((2, 2, 40), (0, 40)), r"mlp_conv: columns >= 1 and .* must hold, got columns = 0"),
         (conv_of((2, 0, 40), (0, 40)), r"mlp_conv: taps >= 1 must hold, got taps = 0"),
-        (conv_of((40, 2, 2), (16, 40), (2, 0)), r"layers\[1\]\.mlp_conv\.base must be contiguous"),
     ],
 )
 def test_a_bad_layer_is_named(change, message):
@@ -583,16 +571,12 @@ def test_a_bad_layer_is_named(change, message):
             {"context": torch.ones(3, 2, HIDDEN), "num_context": torch.zeros(3, dtype=torch.int64)},
             "context must be None where layers are",
         ),
-        ({"pending": None}, "pending and keep must be given exactly where layers are recurrent"),
-        ({"keep": torch.zeros(2, dtype=torch.int64)}, r"keep must be \[batch\] = \[3\], got \[2\]"),
-        ({"saved_d": []}, r"saved_d must have recurrent_layers = 2 tensors, got 0"),
         ({"states": [torch.ones(3, 4, 24, 20)] * 2}, r"states\[0\] is written in place and must not share memory"),
         (
             {"states": [torch.ones(3, 4, 24, 21) for _ in "ab"]},
             r"saved_d\[0\] must be .* = \[3, 16, 4, 21\], got \[3, 16, 4, 20\]",
         ),
         ({"windows": [torch.ones(3, 18, 176) for _ in "ab"]}, r"slots must be 19 as the layers say, got 18"),
-        ({"layers": []}, r"layers must have at least one layer with attention, got none"),
     ],
 )
 def test_bad_input_of_recurrent_layers_is_named(change, message):
@@ -611,9 +595,6 @@ def test_bad_input_of_recurrent_layers_is_named(change, message):
             {"key_heads": 3},
             r"layers\[0\]: key_heads >= 1 and heads % key_heads == 0 must hold, got key_heads = 3, heads = 4",
         ),
-        ({"z": None}, r"layers\[0\]\.qkv must be .* = \[256, 40\], got \[176, 40\]"),
-        ({"dt_bias": torch.ones(5)}, r"layers\[0\]\.dt_bias must be \[heads\] = \[4\]"),
-        ({"out": torch.ones(80, 40).t()}, r"layers\[0\]\.out must be contiguous"),
         ({"experts": torch.relu}, r"layers must have gate, up and down, got experts"),
     ],
 )
@@ -647,12 +628,6 @@ def test_weights_on_another_device_are_named():
 def test_a_tree_needs_causal_attention_in_every_layer(options):
     call = replace(make_call(torch.float32, **options), tree=random_shapes(16, 3))
     with pytest.raises(ValueError, match=r"ancestors must be None unless every layer has causal attention"):
-        call.run()
-
-
-def test_a_tree_needs_layers_without_convolutions():
-    call = replace(make_call(torch.float32, causal=(1, 1, 1), convs=True), tree=random_shapes(16, 3))
-    with pytest.raises(ValueError, match="ancestors must be None where layers have convolutions"):
         call.run()
 
 

@@ -251,26 +251,6 @@ def test_an_evaluation_without_a_prompt_is_an_error_before_any_work(target, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_held_out_answers_use_only_the_temperature(target, rows, tmp_path, monkeypatch):
-    """As in dflash benchmark, the target's generation_config has no effect."""
-    config = changed(eval_rows=1, eval_tokens=12, eval_temperatures=(1.0,))
-    run, generate, written = trainer(target, rows, tmp_path, config), dflash.Generator.generate, []
-
-    def keep(self, *arguments, **options):
-        out = generate(self, *arguments, **options)
-        written.append(out.sequences)
-        return out
-
-    monkeypatch.setattr(target.generation_config, "top_k", 1)
-    monkeypatch.setattr(dflash.Generator, "generate", keep)
-    run.evaluate()
-    monkeypatch.undo()
-    prompt = torch.tensor([run.prompts[0]])
-    arguments = {"max_new_tokens": 12, "temperature": 1.0, "seed": 0}
-    assert torch.equal(written[0], dflash.generate(target, None, prompt, top_k=0, top_p=1.0, **arguments))
-    assert not torch.equal(written[0], dflash.generate(target, None, prompt, top_k=1, **arguments))
-
-
 # ---------------------------------------------------------------------------------------------- resume
 
 
@@ -389,17 +369,6 @@ def test_a_plan_measures_and_restores_everything(target, rows, tmp_path):
     assert plan["tokens"] == pytest.approx(metrics(tmp_path / "planned")[-1]["tokens"], rel=0.2)
     with pytest.raises(ValueError, match="must run before the first step"):
         run.plan()
-
-
-def test_tensorboard_gets_the_metrics(target, rows, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    trainer(target, rows, tmp_path, changed(steps=2), tracker="tensorboard").train()
-    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    logged = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert logged == [(line["step"], pytest.approx(line["loss"], rel=1e-5)) for line in metrics(tmp_path)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,247 @@
+"""Plant faults in the package one by one, and run the tests that should fail: `python tests/planted_faults.py`.
+
+Works on a copy of the package. Prints for each fault whether a test caught it, and exits with 1 if one was missed.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 400  # a fault that hangs is caught
+MARKS = "not emulated and not cuda and not full"
+
+
+class Fault(NamedTuple):
+    """Replace the only place of ``old`` in a file of the package by ``new``; one of ``tests`` should fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: list[str]
+
+
+GENERATE, STREAM, TREES, SESSION = "test_generate.py", "test_streaming.py", "test_trees.py", "test_session.py"
+SAMPLING, DENOISE = "test_sampling.py", "test_denoise.py"
+STOPS = "test_losslessness.py::test_stop_tokens_end_a_row_in_the_middle_of_a_block"
+SAMPLED = "test_losslessness.py::test_sampled_output_equals_the_independent_baseline"
+BLOCKS = "test_rules.py::test_a_block_equals_the_processors_called_token_by_token"
+STATES = f"{TREES}::test_after_every_step_the_state_is_that_of_a_prompt"
+TURNS = f"{STREAM}::TestConversation::test_only_new_tokens_are_run"
+LEFT = f"{STREAM}::TestStopStrings::test_a_conversation_continues_after_a_stop_string"
+RECURRENT = "test_recurrent.py::test_every_kind_of_call_equals_one_token_decoding"
+LAYERS = "test_target.py::test_logits_and_taps_equal_the_model_in_two_chunks"
+TREE_ROWS, DRAFTER, PARTS = "test_tree_target.py", "test_drafter.py", "test_own_parts.py"
+SERVE, TEXT, CALLS = "test_serve.py", "test_serve_text.py", "test_serve_structured.py"
+RUN, STEP, PREFILL, STATE = "engine/run.py", "engine/step.py", "engine/prefill.py", "state.py"
+RULES, CHOICE, ATTENTION = "sampling/rules.py", "sampling/sampling.py", "targets/attention.py"
+CHAIN, MODEL = "proposers/chain.py", "drafter/drafter.py"
+
+FAULTS = [
+    Fault("the first token ignores the logit rules", PREFILL, "logits = engine.rules.apply(logits, block, prompt)",
+          "engine.rules.apply(logits, block, prompt)", ["test_rules.py::test_greedy_equals_transformers_generate"]),
+    Fault("the first token's position is off by one", PREFILL, "select(logits, state.length[:, None])",
+          "select(logits, state.length[:, None] + 1)", [SAMPLED]),
+    Fault("a row may write one token past its limit", PREFILL, "self._lengths + max_new_tokens",
+          "self._lengths + max_new_tokens + 1", [GENERATE]),
+    Fault("a reused prefix keeps one token too many", PREFILL, "cached = [min(have, n - 1) for",
+          "cached = [min(have + 1, n - 1) for", [TURNS]),
+    Fault("waiting features are dropped when a prefix is reused", PREFILL,
+          "draft.inject_(draft.fuse(state.context[rows], num_context), positions, state.draft_cache.rows(rows))",
+          "pass", [TURNS, LEFT]),
+    Fault("a commit forgets the tree's path", STEP, "commit_(state.length, state.num_context, path)",
+          "commit_(state.length, state.num_context, None)", [STATES]),
+    Fault("a tree's features stay where they were", STEP,
+          "ops.gather_rows_(state.features(block), path, state.context)", "pass", [STATES]),
+    Fault("a free row keeps its call", STEP, "            self.calls[row] = None\n", "            pass\n",
+          [SESSION, "test_session_schedules.py"]),
+    Fault("only a call's first row has its stop tokens", STEP, "set_stop_token_ids(row, call.stop_token_ids)",
+          "set_stop_token_ids(rows.start, call.stop_token_ids)", [STOPS]),
+    Fault("log probabilities are written one position late", STEP, "state.positions(choices.shape[1]))\n\n",
+          "state.positions(choices.shape[1]) + 1)\n\n", ["test_logprobs.py"]),
+    Fault("rules of all layouts are those of the first", STEP, "if layout not in self._rules:",
+          "layout = next(iter(self._rules), layout)\n        if layout not in self._rules:",
+          ["test_rules.py::test_a_generator_forgets_the_rules_of_its_last_call"]),
+    Fault("the host walks past a stop token", STEP, "elif token not in stop[row] and emitted < ends[row]",
+          "elif emitted < ends[row]",
+          ["test_rules.py::test_stopping_criteria_end_a_row_where_one_token_decoding_ends"]),
+    Fault("rows stay done after costs were measured", STEP, "        self.state.done.copy_(done)\n        return costs",
+          "        return costs", [f"{TREES}::test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was"]),
+    Fault("a stop string's cut leaves the device's length", RUN, "        state.length[row] = self.length\n", "",
+          [LEFT]),
+    Fault("an accepted draft is not counted", RUN, "                self.accepted += 1\n", "                pass\n",
+          [f"{STREAM}::TestEvents"]),
+    Fault("a step's seconds are not kept", RUN, "answer.step_seconds.append(seconds)", "pass",
+          ["test_benchmark.py::test_the_report_follows_from_the_records", GENERATE, "test_cli.py"]),
+    # Drafts
+    Fault("denoising keeps the least confident", CHAIN, "confidence.topk(count, -1)",
+          "confidence.topk(count, -1, largest=False)", [DENOISE]),
+    Fault("denoising forgets what is known", CHAIN, "confidence = torch.where(known, torch.inf, confidence)", "pass",
+          [DENOISE]),
+    Fault("padding proposes the token 0", CHAIN, "torch.full((batch, block_size - 1), -1,",
+          "torch.full((batch, block_size - 1), 0,", ["test_replay.py"]),
+    Fault("known tokens are drawn again", CHAIN, "self.logits.masked_fill(others, -torch.inf)", "self.logits",
+          ["test_dflash2_drafting.py", DENOISE]),
+    Fault("bans do not reach the drafts", CHAIN,
+          "logits if self.rules is None else self.rules.apply_to_drafts(logits, state)", "logits",
+          ["test_rules.py::test_banned_tokens_are_not_drafted"]),
+    Fault("the drafter's windows are dropped", MODEL, "                window=window,\n", "", [DRAFTER]),
+    Fault("the drafter's rotary angles are not scaled", MODEL, "return angles.cos() * scaling, angles.sin() * scaling",
+          "return angles.cos(), angles.sin()", [DRAFTER]),
+    Fault("the drafter's embeddings are not scaled", MODEL, "mask_embedding, config.input_embedding_scale)",
+          "mask_embedding, 1.0)", ["test_reference_package.py"]),
+    Fault("the softcap of drafts is dropped", MODEL, "return torch.tanh(logits / cap) * cap if cap else logits",
+          "return logits", [f"{PARTS}::test_a_reduced_head_is_scattered_after_multiplier_and_softcap"]),
+    # Sampling
+    Fault("top_p of one row is every row's", CHOICE, "self.top_p[rows] = arguments.top_p",
+          "self.top_p[:] = arguments.top_p", [SAMPLING]),
+    Fault("a tiny temperature is not greedy", CHOICE, "0.0 if is_greedy else arguments.temperature",
+          "arguments.temperature", [SAMPLING]),
+    Fault("rows share a drawn seed", CHOICE, "return [fold(seed, row) for row in range(rows)]",
+          "return [seed for row in range(rows)]", [SAMPLING]),
+    Fault("a negative min_p passes", "settings.py", "lambda x: 0 <= x <= 1)", "lambda x: x <= 1)", [SAMPLING]),
+    Fault("penalties divide negative logits", RULES, "torch.where(old < 0, old * penalty, old / penalty)",
+          "old / penalty", [BLOCKS]),
+    Fault("penalties count the prompt", RULES, "_counts(rows, rows.prompt, logits.shape[-1])",
+          "_counts(rows, torch.zeros_like(rows.prompt), logits.shape[-1])", [BLOCKS]),
+    Fault("n-grams are one token longer", RULES, "others, sequence = self.size - 1,", "others, sequence = self.size,",
+          [BLOCKS]),
+    Fault("min_new_tokens lasts one token less", RULES, "rows.positions - rows.prompt < least_new",
+          "rows.positions - rows.prompt + 1 < least_new", [BLOCKS]),
+    Fault("forced_eos comes a token early", RULES, "rows.positions == rows.limits - 1",
+          "rows.positions == rows.limits - 2", [BLOCKS]),
+    Fault("rules see drafts of other branches", RULES, "rows.tree.visible[..., 1:].float() @ drafted",
+          "torch.ones_like(rows.tree.visible[..., 1:].float()) @ drafted",
+          ["test_rules.py::test_a_tree_equals_the_processors_called_along_each_path"]),
+    # Targets
+    Fault("a window is one wider", ATTENTION, "window=window_of(module, kwargs) or 0,",
+          "window=(window_of(module, kwargs) or -1) + 1,", [LAYERS]),
+    Fault("a softcap is dropped", ATTENTION, "softcap=softcap or 0.0,", "softcap=0.0,", [LAYERS]),
+    Fault("sinks are dropped", ATTENTION, "sinks=s_aux,", "sinks=None,", [LAYERS]),
+    Fault("a family's scale is the default's", ATTENTION,
+          "scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),", "scale=query.shape[-1] ** -0.5,",
+          [LAYERS]),
+    Fault("ancestors are not passed on", ATTENTION, "ancestors=block_ancestors,", "ancestors=None,", [TREE_ROWS]),
+    Fault("a tree's positions are its row numbers", STATE, "return (self.length + 1)[:, None] + block.tree.depth",
+          "return (self.length + 1)[:, None] + torch.arange(block.ids.shape[1], device=self.length.device)",
+          [f"{TREES}::test_sampled_text_equals_the_baseline_whatever_the_tree_holds"]),
+    Fault("recurrent states keep rejected rows", STATE,
+          "self.keep = self._keeps_none if keep is None else self._keeps_rows.copy_(keep)",
+          "self.keep = self._keeps_rows.fill_(1) if keep is None else self._keeps_rows.copy_(keep)", [RECURRENT]),
+    Fault("recurrent states never catch up", STATE, "out=self.pending).clamp_(0, self.block_size)",
+          "out=self.pending).clamp_(0, 0)", [RECURRENT]),
+    Fault("a snapshot is used after other tokens passed it", STATE,
+          "self._snapshot_at[rows].masked_fill_(at < self._snapshot_at[rows], 0)", "pass",
+          ["test_recurrent_conversations.py"]),
+    # Streams
+    Fault("text is not held back for stop strings", "streaming.py",
+          "        safe -= open_suffix(text[:safe], self._held_back)\n", "", [f"{STREAM}::TestText"]),
+    Fault("half a character is written", "streaming.py", "safe = len(text.rstrip(_REPLACEMENT))", "safe = len(text)",
+          [f"{STREAM}::TestText"]),
+    Fault("the last of several stops counts", "streaming.py", "return int(stops.int().argmax()) + 1",
+          "return int(stops.int().argmax()) + 1 if stops.sum() == 1 else new", [f"{STREAM}::TestStopStrings"]),
+    # The server and receipts
+    Fault("a request for no tokens passes", "serve/service.py", "if asked == 0 and not request.echo:", "if False:",
+          [SERVE]),
+    Fault("ignore_eos is ignored", "serve/service.py", 'arguments["stop_token_ids"] = []', "pass", [SERVE]),
+    Fault("prompts pass the context", "serve/service.py", "if prompt_length + (asked or 1) > room:", "if False:",
+          [SERVE]),
+    Fault("several answers share a seed", "serve/service.py", "seed=fold(seed, number)", "seed=seed", [SERVE]),
+    Fault("any model name is served", "serve/service.py", "if name not in (None, self.name):", "if False:", [SERVE]),
+    Fault("the mark of reasoning is shown", "serve/text.py", "self._held.removeprefix(CLOSE), None, True",
+          "self._held, None, True", [TEXT]),
+    Fault("stop strings are shown", "serve/text.py", "return text[old : max(old, min(found))]", "return piece", [TEXT]),
+    Fault("brackets in strings end a call", "serve/text.py", "                    if is_quoted:\n",
+          "                    if False:\n", [f"{CALLS}::test_calls_are_split_off_wherever_pieces_end"]),
+    Fault("a call's finish reason is stop", "serve/completion.py",
+          'reason = "tool_calls" if reason == "stop" and self.calls.is_whole else reason', "pass", [CALLS]),
+    Fault("cached tokens are not counted", "serve/completion.py",
+          "self.prompt_tokens - self.statistics.num_prefilled_tokens[0]", "0",
+          [f"{SERVE}::test_a_prompt_that_was_run_before_is_not_run_again"]),
+    Fault("another target's receipt is checked", "receipts/verification.py", "        if theirs != here:\n",
+          "        if False:\n", ["test_receipts.py::TestChangesAreFound"]),
+    Fault("wrong ends pass", "receipts/verification.py",
+          'end = "" if first is not None else wrong_end(answer, receipt.settings, criteria)', 'end = ""',
+          ["test_receipts.py::TestEnds"]),
+]  # fmt: skip
+
+
+def stale(faults: list[Fault], package: Path) -> list[str]:
+    """Return the faults that cannot be planted, because their text is not in the file exactly once."""
+    return [fault.name for fault in faults if (package / fault.file).read_text().count(fault.old) != 1]
+
+
+def is_caught(fault: Fault, package: Path, tests: Path) -> tuple[bool, str]:
+    """Run the fault's tests on the changed package, in a fork that need not import torch again."""
+    file, log = package / fault.file, package.parent / "log"
+    text = file.read_text()
+    file.write_text(text.replace(fault.old, fault.new))
+    child = os.fork()
+    if not child:
+        with log.open("w") as stream:
+            os.dup2(stream.fileno(), 1)
+            os.dup2(stream.fileno(), 2)
+        signal.alarm(SECONDS)
+        os.chdir(tests.parent)
+        sys.path.insert(0, str(package.parent))
+        status = pytest.main(["-qx", "-p", "no:cacheprovider", "-m", MARKS, *(f"tests/{name}" for name in fault.tests)])
+        os._exit(int(status))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    file.write_text(text)
+    lines = log.read_text().splitlines()
+    if status in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise SystemExit("\n".join([f"{fault.name}: no tests were run", *lines[-5:]]))
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return status != 0, (failed or lines[-1:] or [f"exit status {status}"])[0]
+
+
+def main() -> None:
+    """Run the faults that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="faults whose name or file has these words in it")
+    parser.add_argument("--list", action="store_true", help="print the faults and whether they can be planted")
+    parser.add_argument("--package", type=Path, default=ROOT / "python" / "dflash", help="built, with its _C")
+    parser.add_argument("--tests", type=Path, default=ROOT / "tests")
+    options = parser.parse_args()
+    faults = [fault for fault in FAULTS if options.only in fault.name or options.only in fault.file]
+    unplanted = stale(faults, options.package)
+    if options.list:
+        print(*(f"{fault.file}: {fault.name}{' (stale)' * (fault.name in unplanted)}" for fault in faults), sep="\n")
+        return
+    if unplanted:
+        raise SystemExit(f"not exactly once in its file: {', '.join(unplanted)}")
+    missed = []
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "dflash"
+        shutil.copytree(options.package, package, ignore=shutil.ignore_patterns("__pycache__"))
+        # What tests start must find the copy, and no bytecode of another fault.
+        os.environ |= {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+        sys.dont_write_bytecode = True
+        for number, fault in enumerate(faults, 1):
+            begin = time.perf_counter()
+            caught, line = is_caught(fault, package, options.tests.resolve())
+            missed += [] if caught else [fault.name]
+            took = time.perf_counter() - begin
+            verdict = "caught" if caught else "MISSED"
+            print(f"{number}/{len(faults)} {verdict} {fault.name} ({took:.0f} s): {line}", flush=True)
+    print(f"{len(faults) - len(missed)} of {len(faults)} faults caught; missed: {', '.join(missed) or 'none'}")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a fork has no other threads of the parent's
+    import hypothesis  # noqa: F401
+    import pytest
+    import torch  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
