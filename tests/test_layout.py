@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import planted_faults
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "python" / "dflash"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -86,6 +88,14 @@ def test_lists_of_tests_name_tests_that_exist():
             path, *names = line.split("[")[0].split("::")
             source = (ROOT / path).read_text()
             assert all(re.search(rf"^ *(class|def) {name}\b", source, re.MULTILINE) for name in names), line
+
+
+def test_faults_can_be_planted():
+    assert not planted_faults.stale(planted_faults.FAULTS, PACKAGE)
+    named = {name for fault in planted_faults.FAULTS for name in fault.tests}
+    for path, *names in (name.split("::") for name in named):
+        source = (ROOT / "tests" / path).read_text()
+        assert all(re.search(rf"^ *(class|def) {name}\b", source, re.MULTILINE) for name in names), (path, names)
 
 
 def test_the_import_warns_of_the_other_distribution(tmp_path):

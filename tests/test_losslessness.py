@@ -7,6 +7,7 @@ import torch
 from baseline import check_answers, greedy, left_padded, prompt, sampled
 from draft_variants import DFLASH2_VARIANTS, VARIANTS
 from families import FAMILIES, RECURRENT, cheat, make_draft, make_target
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import dflash
 from dflash.sampling import fold
@@ -105,6 +106,18 @@ def test_stop_tokens_end_a_row_in_the_middle_of_a_block():
     output = generator.generate(ids, return_dict_in_generate=True, **call)
     check_answers(output.sequences, ids.shape[1], expected)
     assert output.finish_reasons == ["stop" if answer[-1] in stop else "length" for answer in expected]
+
+
+def test_a_softcap_of_the_scores_is_applied():
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    torch.manual_seed(0)
+    config = Gemma2Config(**sizes, attn_logit_softcapping=2.0, sliding_window=64, attn_implementation="eager")
+    target, p = Gemma2ForCausalLM(config).eval(), prompt(20, seed=5)
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.self_attn.q_proj.weight *= 40  # scores past the cap
+    check_answers(dflash.generate(target, None, p[None], max_new_tokens=NEW), 20, [greedy(target, p, NEW)])
 
 
 class TestBfloat16:

@@ -654,17 +654,17 @@ def test_processors_see_what_one_token_decoding_shows_them(target, draft, prompt
         return scores
 
     rule = {"repetition_penalty": 1.4}  # a processor comes after the rules
-    seen = []
-    expected = [
-        one_token_decoding(target, p, NEW, rule, extra=[spy, lambda _, scores: (seen.append(scores), scores)[1]])
-        for p in prompts[:2]
-    ]
+    answers = [one_token_decoding(target, p, NEW, rule) for p in prompts[:2]]
+    stop, seen, ours = (int(answers[0][7]),), [], []  # the first row would be drafted past it
+    for p in prompts[:2]:
+        extra = [spy, lambda _, scores: (seen.append(scores), scores)[1]]
+        one_token_decoding(target, p, NEW, rule, extra=extra, stop=stop)
     wanted, calls[:] = set(calls), []
-    ours = []
     ids, mask = left_padded(prompts[:2])
-    generator = cheat(target, draft, prompts[:2], expected, spoil=5, batch_size=3)
+    generator = cheat(target, draft, prompts[:2], answers, spoil=5, batch_size=3)
+    call = {"attention_mask": mask, "stop_token_ids": stop, **rule}
     processors = [spy, lambda _, scores: (ours.append(scores), scores)[1]]
-    generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, logits_processor=processors, **rule)
+    generator.generate(ids, max_new_tokens=NEW, logits_processor=processors, **call)
     assert set(calls) == wanted
     assert len(calls) == len(wanted), "no prefix is shown twice, none that one-token decoding would not show"
     assert len(ours) == len(seen)

@@ -35,7 +35,9 @@ def test_values_land_in_their_rows_and_addresses_stay():
     sampling.set_(slice(2), SamplingArguments(seed=[-1, 4]))
     assert sampling.seeds.tolist() == [-1, 4, fold(7, 2)]
     assert sampling.temperature.tolist() == [0.0, 0.0, 0.5]
-    assert sampling.top_p[:2].tolist() == [1.0, 1.0]
+    assert torch.equal(sampling.top_p, torch.tensor([1.0, 1.0, 0.9]))
+    assert sampling.top_k.tolist() == [0, 0, 20]
+    assert sampling.min_p.tolist() == [0.0, 0.0, 0.25]
     assert [x.data_ptr() for x in vars(sampling).values()] == addresses
     assert [x.dtype for x in vars(sampling).values()] == [
         torch.int64, torch.float32, torch.int64, torch.float32, torch.float32, torch.float32, torch.float32,
