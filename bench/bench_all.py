@@ -6,10 +6,11 @@ python bench/bench_all.py [--only rms_norm select_tokens] [--threads 1] [--json 
 import importlib
 
 import harness
+import torch
 
 from dflash import ops
 
-OPS = sorted({name.rstrip("_") for name in ops.OPS})
+OPS = sorted({name.rstrip("_") for name in vars(ops) if hasattr(torch.ops.dflash, name)})  # of any release
 
 
 def main() -> None:

@@ -7,7 +7,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <map>
+#include <memory_resource>
 #include <string>
 #include <vector>
 
@@ -92,9 +94,12 @@ struct Seen {
 
 // A call that is being matched, and what it gave names to.
 struct Call {
-  static constexpr size_t kMaxSlots = 64, kMaxTensors = 24;
+  static constexpr size_t kMaxSlots = 64, kMaxTensors = 24, kFew = 16;
 
-  explicit Call(PyObject* const* given) : arguments(given) { seen.reserve(16); }
+  Call(PyObject* const* given, size_t num_slots, size_t num_tensors) : arguments(given) {
+    seen.reserve(kFew);
+    std::fill_n(slots, num_slots, 0), std::fill_n(first, num_tensors, 0), std::fill_n(count, num_tensors, 0);
+  }
   // The tensors of a contract's i-th; none if it is None.
   const Seen* tensors(int i) const { return count[i] ? &seen[first[i]] : nullptr; }
   float number(int argument) const { return float(PyFloat_AsDouble(arguments[argument])); }
@@ -105,10 +110,12 @@ struct Call {
   }
 
   PyObject* const* arguments;
-  std::vector<Seen> seen;
-  std::vector<pybind11::object> held;  // lists, which other threads may empty while the kernel runs
-  int first[kMaxTensors] = {}, count[kMaxTensors] = {};  // of each rule's tensors in `seen`
-  int64_t slots[kMaxSlots] = {};
+  alignas(Seen) std::byte memory[kFew * sizeof(Seen)];  // allocating takes longer than a tensor's checks
+  std::pmr::monotonic_buffer_resource resource{memory, sizeof(memory)};
+  std::pmr::vector<Seen> seen{&resource};
+  std::vector<pybind11::object> held;          // lists, which other threads may empty while the kernel runs
+  int first[kMaxTensors], count[kMaxTensors];  // of each rule's tensors in `seen`
+  int64_t slots[kMaxSlots];
   uint64_t bound = 0;
   bool overflowed = false, is_on_cpu = false;       // the latter: all tensors must be
   int storage = -1, leading = -1, num_leading = 0;  // tensors in `seen`, and the leading dimensions of one
@@ -157,7 +164,7 @@ class Contract {
   // The arguments, sizes and fields by name, if the call fits as it is; else null, without an error set.
   PyObject* match(PyObject* const* arguments) const {
     const Torch::ModesOff guard(torch);
-    Call call(arguments);
+    Call call(arguments, names_.size(), tensors_.size());
     if (!fits(call)) return nullptr;
     pybind11::dict named;
     for (size_t i = 0; i < arguments_.size(); ++i) PyDict_SetItem(named.ptr(), parameters_[i], arguments[i]);
@@ -169,7 +176,7 @@ class Contract {
   // Runs a call on the CPU; null, without an error set, if it does not fit as it is.
   PyObject* run(PyObject* const* arguments) const {
     const Torch::ModesOff guard(torch);
-    Call call(arguments);
+    Call call(arguments, names_.size(), tensors_.size());
     call.is_on_cpu = true;
     if (!fits(call)) return nullptr;
     pybind11::object made[kMaxOutputs];
@@ -335,11 +342,12 @@ class Contract {
     const int skipped = std::max(leading, 0);
     for (int d = 0; d + skipped < t.ndim; ++d) {
       const Program& size = rule.shape[d];
-      const bool is_name = size.size() == 2 && size[0] == kSlot;
-      if (is_name && !bind(call, int(size[1]), t.shape[d + skipped])) return false;
+      if (is_name(size) && !bind(call, int(size[1]), t.shape[d + skipped])) return false;
     }
     return true;
   }
+
+  static bool is_name(const Program& size) { return size.size() == 2 && size[0] == kSlot; }
 
   static bool bind(Call& call, int slot, int64_t value) {
     const uint64_t bit = uint64_t(1) << slot;
@@ -376,8 +384,12 @@ class Contract {
 
   bool has_sizes(Call& call, const TensorRule& rule, const Seen& seen) const {
     const int skipped = rule.leading < 0 ? 0 : seen.t.ndim - int(rule.shape.size());
-    for (int d = 0; d + skipped < seen.t.ndim; ++d)
-      if (!rule.shape[d].empty() && evaluate(call, rule.shape[d]) != seen.t.shape[d + skipped]) return false;
+    for (int d = 0; d + skipped < seen.t.ndim; ++d) {
+      const Program& size = rule.shape[d];
+      if (size.empty()) continue;
+      const int64_t want = is_name(size) ? call.slots[size[1]] : evaluate(call, size);
+      if (want != seen.t.shape[d + skipped]) return false;
+    }
     return true;
   }
 

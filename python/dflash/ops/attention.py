@@ -103,14 +103,11 @@ def qkv_norm_rope_append_(
         num_context: ``[batch]``, clamped to 0 .. ``rows - q_rows``; None if ``q_rows`` is ``rows``.
         depth: ``[batch, q_rows]``: row i of a block rotates by position ``lengths[b] + depth[b, i]``, clamped to
             0 .. ``q_rows``. None for a chain.
-        cos: ``[positions, rotary / 2]``; positions past the end take the last.
-        sin: like ``cos``.
-        q_norm_weight: ``[head_dim]``, or None for no norm.
-        k_norm_weight: like ``q_norm_weight``.
+        cos, sin: ``[positions, rotary / 2]``; positions past the end take the last.
+        q_norm_weight, k_norm_weight: ``[head_dim]``, or None for no norm.
         eps: added to the mean square.
         q_out: ``[batch, q_rows, num_heads, head_dim]``; written.
-        k_cache: ``[batch, num_kv_heads, capacity, head_dim]``; written.
-        v_cache: like ``k_cache``.
+        k_cache, v_cache: ``[batch, num_kv_heads, capacity, head_dim]``; written.
         zero_centered: the norms multiply by ``1 + weight``.
         gated: each q head in ``qkv`` is followed by a gate of its size, which is not read. See `sigmoid_mul`.
         prefetch: for CUDA: everything but ``qkv`` may be read before the kernel ahead has ended. Nothing that may still
@@ -140,12 +137,10 @@ def append_context_kv_(
     Args:
         kv: ``[num_layers, batch, rows, 2 * num_kv_heads * head_dim]``: the k heads, the v heads.
         positions: ``[batch, rows]``, all different within a sequence. One outside the cache appends nothing.
-        cos: ``[batch, rows, rotary / 2]``.
-        sin: like ``cos``.
+        cos, sin: ``[batch, rows, rotary / 2]``.
         k_norm_weight: ``[num_layers, head_dim]``, or None for no norm.
         eps: added to the mean square.
-        k_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``; written.
-        v_caches: like ``k_caches``.
+        k_caches, v_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``; written.
     """
 
 

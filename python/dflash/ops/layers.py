@@ -217,10 +217,8 @@ def decoder_layers(
         context: ``[batch, context_rows, hidden]`` or None: row i is at ``lengths[b] - num_context[b] + i``.
         num_context: ``[batch]``, clamped to 0 .. ``context_rows``; rows at or past it are never read.
         lengths: ``[batch]``, as in `block_attention`.
-        cos: ``[positions, rotary / 2]``; positions past the end take the last.
-        sin: like ``cos``.
-        k_caches: per layer of attention ``[batch, num_kv_heads, capacity, head_dim]``; written.
-        v_caches: like ``k_caches``.
+        cos, sin: ``[positions, rotary / 2]``; positions past the end take the last.
+        k_caches, v_caches: per layer of attention ``[batch, num_kv_heads, capacity, head_dim]``; written.
         layers: the handle of `PackedLayers`.
         windows: per recurrent layer, as in `causal_conv_`; written.
         states: per recurrent layer, as in `gated_recurrence_`; written, as are ``saved_k``, ``saved_d`` and

@@ -142,8 +142,7 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: 
 
     Args:
         x: ``[..., rows, in]``.
-        gate: ``[out, in]``.
-        up: like ``gate``.
+        gate, up: ``[out, in]``.
         prefetch: as in `linear`.
         scales: ``[2 * out]``, as in `linears`.
 

@@ -50,8 +50,7 @@ def add_rms_norm(
     """Compute ``h = x + residual`` and its RMSNorm.
 
     Args:
-        x: ``[..., hidden]``.
-        residual: like ``x``.
+        x, residual: ``[..., hidden]``.
         weight: ``[hidden]``.
         eps: added to the mean square.
         tap: like ``x``; written with ``h``. Its rows may be any one stride apart, as the columns of one tap are.

@@ -116,8 +116,7 @@ def delta_net_inputs(
 
     Args:
         qkv: ``[batch, rows, 2 * key_heads * key_dim + heads * value_dim]``, convolved: q heads, k heads, v heads.
-        b: ``[batch, rows, heads]``; its rows may be any one stride apart.
-        a: like ``b``.
+        b, a: ``[batch, rows, heads]``; its rows may be any one stride apart.
         a_log: ``[heads]``.
         dt_bias: ``[heads]``.
         key_heads: how many heads q and k have.

@@ -52,7 +52,8 @@ class Int8Weight(NamedTuple):
         """
         values = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
         scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
-        for piece, to, scale in zip(*(x.split(_rows(weight)) for x in (weight, values, scales)), strict=True):
+        rows = max(1, _PIECE // max(1, weight.shape[1]))
+        for piece, to, scale in zip(*(x.split(rows) for x in (weight, values, scales)), strict=True):
             wide = piece.float()
             torch.div(wide.abs().amax(1) if weight.shape[1] else torch.zeros_like(scale), 127, out=scale)
             if not scale.isfinite().all():
@@ -83,11 +84,6 @@ def split_weights(*weights: Weight) -> tuple[list[Tensor], Tensor | None]:
         raise TypeError("weights of one product must all be in 8 bits or none, got some that are")
     values, scales = zip(*quantized, strict=True)
     return list(values), scales[0] if len(scales) == 1 else torch.cat(scales)
-
-
-def _rows(weight: Tensor) -> int:
-    """Return how many rows of a weight are widened at a time."""
-    return max(1, _PIECE // max(1, weight.shape[1]))
 
 
 # In place of gate, up and down, which are None then: takes and returns [batch, rows, hidden].
