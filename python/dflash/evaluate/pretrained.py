@@ -70,8 +70,7 @@ class Pretrained:
         if folder is not None:  # before transformers allocates anything
             is_quantized = getattr(config, "quantization_config", None) is not None
             check_target_size(self._build_empty(config), check_target_weights(folder), is_quantized=is_quantized)
-        options = {"config": config, "dtype": dtype, "output_loading_info": True}
-        target, found = self._load(AutoModelForCausalLM, **options)
+        target, found = self._load(AutoModelForCausalLM, config=config, dtype=dtype, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
                 f"{printable(self.name)} has no weights for parameters of the model, {listed(missing)}: its files are "
@@ -95,12 +94,9 @@ class Pretrained:
         """Return the stop tokens of the generation_config, else of the text ``config``."""
         from transformers import GenerationConfig
 
-        try:
-            with self._readable_errors():
-                options = {"local_files_only": self.local_files_only}
-                stops = GenerationConfig.from_pretrained(self.name, **options).eos_token_id
-        except OSError:  # there is no generation_config
-            stops = getattr(config, "eos_token_id", None)
+        stops = getattr(config, "eos_token_id", None)
+        with contextlib.suppress(OSError), self._readable_errors():  # there may be no generation_config
+            stops = GenerationConfig.from_pretrained(self.name, local_files_only=self.local_files_only).eos_token_id
         return [] if stops is None else list(stops) if isinstance(stops, list | tuple) else [stops]
 
     def _load(self, loader: Any, **options: Any) -> Any:
@@ -136,9 +132,8 @@ class Pretrained:
             return None
         name = read_json(folder / _ADAPTER).get("base_model_name_or_path")
         if not isinstance(name, str):
-            raise ValueError(
-                f"{printable(folder / _ADAPTER)}: base_model_name_or_path must be a name, got {shortened(name)}"
-            )
+            where = printable(folder / _ADAPTER)
+            raise ValueError(f"{where}: base_model_name_or_path must be a name, got {shortened(name)}")
         if importlib.util.find_spec("peft") is None:
             raise ValueError(f"{printable(self.name)} is an adapter of {named(name)}: pip install peft")
         return dataclasses.replace(self, name=name)

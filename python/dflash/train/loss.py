@@ -178,7 +178,7 @@ def _loss_sums(objective: _Objective, rows: _Rows) -> _Sums:
 
 
 def _candidates(scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return each row's best ids, ``[rows, count]``, the last replaced where the label is missing; where it is not."""
+    """Return each row's best ids, the last replaced where the label is missing, ``[rows, count]``; where it is not."""
     ids = scores.topk(count).indices
     found = (ids == labels[:, None]).any(-1)
     ids[:, -1] = torch.where(found, ids[:, -1], labels)

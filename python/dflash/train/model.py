@@ -208,19 +208,17 @@ def candidate_scores(
 
 def check_trainable(config: DraftConfig) -> None:
     """Raise ``ValueError`` if a drafter has something that cannot be trained here. The message names it."""
-    if config.attention_sinks:
-        raise ValueError("a drafter with attention sinks cannot be trained: the differentiable attention has none")
-    if config.markov_rank or config.predicts_from_anchor:
-        raise ValueError(
-            "a DSpark drafter cannot be trained: neither its Markov head nor an anchor's row that predicts "
-            "(sample_from_anchor) has training here"
-        )
-    if own := config.own_parts:
-        raise ValueError(f"a drafter with its own {', '.join(own)} cannot be trained: training uses the target's")
-    if config.scales_like_target:
-        raise ValueError("a Muse Glimmer assistant cannot be trained: training takes no multiplier from the target")
-    if config.attention_value_scale != 1.0:
-        raise ValueError("a drafter with attention_value_scale cannot be trained: the attention here has none")
+    own = ", ".join(config.own_parts)
+    for applies, what, why in (
+        (config.attention_sinks, "drafter with attention sinks", "the differentiable attention has none"),
+        (config.markov_rank, "DSpark drafter", "its Markov head has no training here"),
+        (config.predicts_from_anchor, "DSpark drafter", "an anchor's row that predicts has no training here"),
+        (own, f"drafter with its own {own}", "training uses the target's"),
+        (config.scales_like_target, "Muse Glimmer assistant", "training takes no multiplier from the target"),
+        (config.attention_value_scale != 1.0, "drafter with attention_value_scale", "the attention here has none"),
+    ):
+        if applies:
+            raise ValueError(f"a {what} cannot be trained: {why}")
 
 
 class TrainableDrafter(nn.Module):
@@ -241,11 +239,6 @@ class TrainableDrafter(nn.Module):
             raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)} or None, got {attention!r}")
         self.drafter = drafter.requires_grad_(True)
         self.attention = attention
-
-    @property
-    def config(self) -> DraftConfig:
-        """The drafter's config."""
-        return self.drafter.config
 
     def forward(self, context: Tensor, block_embeds: Tensor, anchors: Tensor) -> Tensor:
         """Return the hidden states of every slot of every block.

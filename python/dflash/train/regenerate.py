@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..drafter import Drafter
-from ..evaluate.prompts import as_messages, check_text, prompt_ids
+from ..evaluate.prompts import prompt_ids
 from ..files import check_writable
 from ..generator import Generator
 from ..sampling import fold
@@ -76,11 +76,6 @@ class Job:
     prompt: dict[str, Any]
     temperature: float
     seed: int
-
-    def check_text(self) -> None:
-        """Raise ``ValueError`` for a prompt that is not Unicode text, which neither a tokenizer nor a server takes."""
-        for text in (value for turn in as_messages(self.prompt) for value in turn.values() if isinstance(value, str)):
-            check_text(text, f"the text of the prompt on line {self.line}")
 
 
 def jobs(prompts: Sequence[dict[str, Any]], config: RegenerateConfig) -> list[Job]:
@@ -317,7 +312,6 @@ class LocalWriter(Writer):
         positions = max_positions(self.target)
         self.ids, self.skipped = {}, set()
         for job in {job.line: job for job in jobs}.values():
-            job.check_text()
             try:
                 ids = self.ids[job.line] = prompt_ids(self.tokenizer, job.prompt, **self.encoding)
             except ValueError as error:

@@ -69,7 +69,6 @@ class ServerWriter(Writer):
         for job in jobs:
             if self.raw and "messages" in job.prompt:
                 raise ValueError(f"the prompt on line {job.line} is a conversation, which cannot be continued raw")
-            job.check_text()
 
     def answers(self, jobs: Sequence[Job], config: RegenerateConfig) -> Iterator[list[tuple[Job, Response]]]:
         """Yield answers as they arrive; see `Writer`. The first request that fails after all retries ends the run.

@@ -11,7 +11,7 @@ import importlib.util
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,9 @@ class Trainer:
         self._begin()
         began, seconds, block_size = time.monotonic(), self.seconds, self.drafter.config.block_size
         totals = StepTotals(block_size)
-        with self._progress() as show:
+        is_quiet = self.quiet or not self.accelerator.is_main_process
+        shown = contextlib.nullcontext(lambda *_: None) if is_quiet else progress(self.steps)
+        with shown as show:
             for step in self._remaining_steps():
                 # 1. Train on one step
                 logging = (self.step + 1) % self.config.log_every == 0 or self.step + 1 == self.steps
@@ -180,11 +182,12 @@ class Trainer:
             self.accelerator.init_trackers("dflash")
         if self.quiet or not self.accelerator.is_main_process:
             return
+        said = engine_warnings(self.drafter.config)
         if self.dropped:
             count = f"{len(self.prompts)} held-out prompts are answered"
-            print(f"dflash: {count}, {self.dropped} rows of held-out prompts are not trained on", file=sys.stderr)
-        for difference in engine_warnings(self.drafter.config):
-            print(f"dflash: {difference}", file=sys.stderr)
+            said = [f"{count}, {self.dropped} rows of held-out prompts are not trained on", *said]
+        for line in said:
+            print(f"dflash: {line}", file=sys.stderr)
 
     def _is_due(self, every: int) -> bool:
         """True at the last step, and every ``every`` steps unless that is 0."""
@@ -250,7 +253,7 @@ class Trainer:
             hidden = self.model(context, embeds, blocks.anchors)
             teaching = {"teacher": final, "distill": config.distill}
             selecting = {"selector": self.drafter.candidate_selector, "selector_weight": config.selector_weight}
-            return block_loss(hidden, blocks, self._logits(), statistics=statistics, **teaching, **selecting)
+            return block_loss(hidden, blocks, self._logits, statistics=statistics, **teaching, **selecting)
 
     def _features(self, rows: list[int], ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the target's features, from the cache if there is one, and its final states for distillation."""
@@ -263,15 +266,10 @@ class Trainer:
         """Return ``x`` in the drafter's dtype, unless autocast chooses one."""
         return x.to(self.drafter.dtype) if self.config.mixed_precision == "no" else x
 
-    def _logits(self) -> Callable[[Tensor], Tensor]:
-        """Return the function from hidden states to logits. Drafter and target share multiplier and softcap."""
-        dtype = self.online.embedding_weight.dtype
-
-        def logits(rows: Tensor) -> Tensor:
-            rows = rows.to(dtype) if self.config.mixed_precision == "no" else rows
-            return self.drafter.logits(rows, self.online.head)
-
-        return logits
+    def _logits(self, rows: Tensor) -> Tensor:
+        """Map hidden states to logits. Drafter and target share multiplier and softcap."""
+        rows = rows.to(self.online.embedding_weight.dtype) if self.config.mixed_precision == "no" else rows
+        return self.drafter.logits(rows, self.online.head)
 
     # ------------------------------------------------------------------------------------------ reports
 
@@ -370,11 +368,6 @@ class Trainer:
         self.metrics.append(line)
         if self.tracker:
             self.accelerator.log({k: v for k, v in line.items() if isinstance(v, (int, float))}, step=self.step)
-
-    def _progress(self) -> contextlib.AbstractContextManager[Any]:
-        if self.quiet or not self.accelerator.is_main_process:
-            return contextlib.nullcontext(lambda *_: None)
-        return progress(self.steps)
 
     def resume(self) -> bool:
         """Continue from the last readable checkpoint in ``output``. Return False if there is none.
