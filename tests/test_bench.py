@@ -86,12 +86,6 @@ def test_steps_on_cpu_are_timed_beside_the_reference_package(bench):
         assert all(math.isfinite(value) for value in (ours, share, reference, token))
 
 
-def test_first_tokens_on_cpu_are_timed_beside_transformers(bench):
-    lines = bench("bench_first_token.py", "--hidden", 64, "--repeats", 1, "--prompts", 5, 40, "--dtypes", "float32")
-    assert [line.split()[3] for line in lines[2:]] == ["5", "40"]
-    assert all(float(value) > 0 for line in lines[2:] for value in line.removesuffix("x").split()[4:])
-
-
 @pytest.mark.usefixtures("reference_package")
 @pytest.mark.parametrize("variant", ["Qwen3-4B", "DFlash2"])
 def test_the_reference_package_answers_with_drafters_of_both_generations(variant, monkeypatch):
@@ -146,10 +140,17 @@ def test_verification_is_timed_next_to_generation(bench):
     assert rows["verify"] > rows["passes"] > 0
 
 
-def test_passes_of_the_drafter_are_timed_by_context(bench):
-    lines = bench("bench_draft_window.py", "--contexts", 40, 80, "--windows", 0, 16, "--hidden", 64, "--repeats", 1)
-    assert [line.split()[0] for line in lines[1:]] == ["window", "none", "16"]
-    assert all(float(value) > 0 for line in lines[2:] for value in line.split()[1:])
+@pytest.mark.parametrize(
+    ("arguments", "column", "rows", "values"),
+    [
+        (["bench_first_token.py", "--prompts", 5, 40, "--dtypes", "float32"], 3, ["5", "40"], 4),
+        (["bench_draft_window.py", "--contexts", 40, 80, "--windows", 0, 16], 0, ["none", "16"], 1),
+    ],
+)
+def test_prompts_and_windows_are_timed(bench, arguments, column, rows, values):
+    lines = bench(*arguments, "--hidden", 64, "--repeats", 1)[2:]
+    assert [line.split()[column] for line in lines] == rows
+    assert all(float(value) > 0 for line in lines for value in line.removesuffix("x").split()[values:])
 
 
 RELEASE = Path(dflash.__file__).parents[1]

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import io
 import json
 import mmap
@@ -91,15 +92,6 @@ def _kill_at(folder: Path, number: int) -> Callable[[], None]:
     return lambda: sys.addaudithook(count)
 
 
-def _kill_after(seconds: float) -> Callable[[], None]:
-    return lambda: signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends a process at once, as SIGKILL does
-
-
-def _limit(size: int) -> Callable[[], None]:
-    """Return a fault: no file can grow above ``size`` bytes."""
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
 def _without_times(value: object) -> object:
     if isinstance(value, dict):
         times = ("seconds", "tokens_per_second")
@@ -142,7 +134,8 @@ def _kill(name: str, folder: Path, operations: int, seconds: float, share: float
     number, is_time, what = 1 + int(share * operations), False, []
     for _ in range(3):
         after = seconds * CHANCE.random()
-        said = _fork(WORKS[name], folder, _kill_after(after) if is_time else _kill_at(folder, number))
+        alarm = functools.partial(signal.setitimer, signal.ITIMER_REAL, after)  # SIGALRM ends a process at once
+        said = _fork(WORKS[name], folder, alarm if is_time else _kill_at(folder, number))
         what.append(f"after {after:.2f} s" if is_time else f"at operation {number} of {operations}")
         assert not said, (name, what, said)
         if said == "":
@@ -153,7 +146,8 @@ def _kill(name: str, folder: Path, operations: int, seconds: float, share: float
 
 def _fill(name: str, folder: Path, size: int) -> str:
     """Run on a disk that takes no file above ``size`` bytes."""
-    said = _fork(WORKS[name], folder, _limit(size))
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    said = _fork(WORKS[name], folder, limit)
     assert said == "" or _is_refusal(said, folder), (name, size, said)
     return f"{size} bytes"
 
