@@ -71,9 +71,7 @@ def checkpoints(folder: str | os.PathLike) -> list[Path]:
 def save_checkpoint(
     folder: str | os.PathLike, step: int, drafter: Drafter, state: dict[str, Any], progress: dict[str, Any], keep: int
 ) -> Path:
-    """Write checkpoint ``step`` and drop all but the last ``keep``.
-
-    ``state`` goes through ``torch.save``: optimizers and random generators. ``progress`` becomes ``trainer.json``.
+    """Write checkpoint ``step``, with ``state`` by ``torch.save``, and drop all but the last ``keep``.
 
     Raises:
         CheckpointError: the disk is full or cannot be written; the existing checkpoints are intact.

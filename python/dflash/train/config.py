@@ -10,13 +10,9 @@ __all__ = ["TrainConfig"]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of a training run; the drafter's own shape is in its `dflash.DraftConfig`.
+    """Settings of a training run. A field's description is its help text on the command line.
 
-    A field's description is its help text on the command line. ``optimizer="muon"`` (Jordan et al., 2024) scales its
-    updates to the size of AdamW's, so the same learning rate suits both.
-
-    Raises:
-        ValueError: a setting is out of range. The message names it.
+    ``optimizer="muon"`` (Jordan et al., 2024) scales its updates to AdamW's, so the same learning rate suits both.
     """
 
     epochs: Annotated[int, "Passes over the data."] = 6

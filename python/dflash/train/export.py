@@ -137,11 +137,7 @@ def to_speculators(
 ) -> dict[str, Any]:
     """Return the form of a published config in the layout of the ``speculators`` library.
 
-    Args:
-        published: the parsed ``config.json``.
-        config: the `dflash.DraftConfig` read from it.
-        target: name of the target, for engines that are started with the drafter only.
-        target_architectures: ``architectures`` of the target's config.
+    ``config`` is what is read from it; ``target`` names the target, for engines started with the drafter only.
 
     Raises:
         ValueError: the layout, or vLLM's reader of it, cannot express something that changes the math.

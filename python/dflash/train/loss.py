@@ -22,18 +22,16 @@ CHUNK_ELEMENTS = 1 << 26
 
 @dataclass
 class BlockLoss:
-    """Sums over a batch, to be added up over micro-batches and processes.
+    """Sums over a batch, to be added up over micro-batches and processes. What was not requested is None.
 
     Attributes:
         loss: ``sum(weight * loss)``, with its autograd graph.
         weight: sum of the weights.
-        cross_entropy: weighted sum of the cross-entropy, detached.
-        selector_loss: weighted sum of the selector's cross-entropy, detached; None without a selector.
-        correct: ``[block - 1]``, correct tokens per slot, unweighted. This and all below are None unless requested.
-        counted: ``[block - 1]``, tokens per slot.
+        cross_entropy, selector_loss: weighted sums, detached.
+        correct, counted: ``[block - 1]``, correct tokens and all tokens per slot, unweighted.
         accepted: tokens that the correct prefixes of complete blocks would emit, bonus token included.
         blocks: number of complete blocks: every slot has a weight.
-        found: number of labels that are among the selector's candidates; None without a selector.
+        found: number of labels that are among the selector's candidates.
     """
 
     loss: Tensor

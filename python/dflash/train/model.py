@@ -227,9 +227,6 @@ class TrainableDrafter(nn.Module):
     Args:
         drafter: the drafter, in float32 for training. This module holds its parameters under ``drafter.``.
         attention: ``"flex"`` (FlexAttention) or ``"matmul"``; None chooses the former on CUDA, the latter elsewhere.
-
-    Raises:
-        ValueError: see `check_trainable`, or ``attention`` is another word.
     """
 
     def __init__(self, drafter: Drafter, *, attention: str | None = None) -> None:

@@ -127,8 +127,7 @@ class Writer(ABC):
     """Answers jobs, in any order.
 
     Attributes:
-        name: the writer's name in rows.
-        encoding: ``raw``, ``bos`` and ``template``, as for `dflash.train.data.prompt_ids`.
+        encoding: ``raw``, ``bos`` and ``template``, as for `dflash.evaluate.prompt_ids`.
         ids: ids of each prompt by its line, as far as the writer knows them.
         skipped: lines of prompts left out because they are too long.
         acceptance_length: mean tokens per step so far; None if the writer does not know it.
