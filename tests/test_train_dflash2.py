@@ -11,7 +11,6 @@ from accelerate.state import AcceleratorState
 from draft_variants import DFLASH2_VARIANTS, VARIANTS, random_drafter
 from draft_variants import VOCAB as DRAFT_VOCAB
 from families import VOCAB, make_target
-from test_dflash2 import convolved, oracle_pass
 from test_train_model import ANCHORS, inputs
 
 import dflash
@@ -38,6 +37,17 @@ PARTS = DFlash2Config(2, 16, 12, TOP_K)
 # ---------------------------------------------------------------------------------------------- gradients
 
 
+def convolved(x, dynamic, base):
+    """Convolve one sequence's rows ``x [rows, hidden]`` row by row; ``dynamic [rows, taps, groups]``."""
+    taps, groups = dynamic.shape[1:]
+    group = torch.arange(x.shape[1]) // (x.shape[1] // groups)
+    out = torch.zeros_like(x)
+    for row in range(len(x)):
+        for tap in range(min(taps, row + 1)):
+            out[row] += (base[tap] + dynamic[row, tap, group]) * x[row - tap]
+    return out
+
+
 @pytest.mark.parametrize("is_identity", [True, False])
 @pytest.mark.parametrize("taps", [1, 2, 7])
 def test_a_convolution_and_its_gradient_are_right(taps, is_identity):
@@ -61,25 +71,33 @@ def test_a_convolution_and_its_gradient_are_right(taps, is_identity):
 
 @pytest.mark.parametrize("name", ["DFlash2-causal", "DFlash2-wide-kernel"])
 @pytest.mark.parametrize("is_new", [True, False])
-def test_gradients_equal_those_of_the_oracle(name, is_new):
-    """The oracle is written in float64 and apart from the package. A new drafter has identity convolutions."""
-    config = DraftConfig.from_config(DFLASH2_VARIANTS[name])
-    drafter = new_drafter(config) if is_new else random_drafter(DFLASH2_VARIANTS[name])
-    context, embeds = inputs(config)
-    direction = torch.randn(embeds.shape, generator=torch.Generator().manual_seed(1))
-    (TrainableDrafter(drafter)(context, embeds, ANCHORS) * direction).sum().backward()
-    tensors = {n: p.detach().double().requires_grad_() for n, p in drafter.named_parameters()}
-    total = 0.0
-    for row, number in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
-        before = context[row, : int(ANCHORS[row, number])]
-        total = total + (oracle_pass(config, tensors, before, embeds[row, number]) * direction[row, number]).sum()
-    total.backward()
+def test_gradients_are_the_slopes_of_the_forward_pass(name, is_new):
+    """Along each parameter's own gradient, by central differences. A new drafter has identity convolutions."""
+    config, generator = DraftConfig.from_config(DFLASH2_VARIANTS[name]), torch.Generator().manual_seed(1)
+    drafter = new_drafter(config)
+    if not is_new:
+        for parameter in drafter.parameters():
+            parameter.data += 0.03 * torch.randn(parameter.shape, generator=generator)
+    model, (context, embeds) = TrainableDrafter(drafter), inputs(config)
+    direction = torch.randn(embeds.shape, generator=generator)
+    (model(context, embeds, ANCHORS) * direction).sum().backward()
+
+    @torch.no_grad()
+    def moved(parameter, step) -> float:
+        before = parameter.clone()
+        parameter += step
+        value = float((model(context, embeds, ANCHORS).double() * direction).sum())
+        parameter.copy_(before)
+        return value
+
     for part, parameter in drafter.named_parameters():
         if "candidate_selector" in part:
             continue  # it scores the hidden states
-        theirs = tensors[part].grad
-        assert theirs.any(), part
-        torch.testing.assert_close(parameter.grad.double(), theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+        slope = float(parameter.grad.norm())
+        assert slope > 0, part
+        step = parameter.grad * (3e-3 / slope)
+        found = (moved(parameter, step) - moved(parameter, -step)) / 6e-3
+        assert found == pytest.approx(slope, rel=2e-2, abs=0.1), part
 
 
 @pytest.fixture
