@@ -43,8 +43,8 @@ SETTINGS = {
          "frequency_penalty": 0.25, "logit_bias": {5: -100, 17: 3.5}},
     ),
     "lengths": (
-        {"max_tokens": None, "max_completion_tokens": 20, "ignore_eos": True},
-        {"max_new_tokens": 20, "stop_token_ids": []},
+        {"max_tokens": None, "max_completion_tokens": 120, "ignore_eos": True},
+        {"max_new_tokens": 120, "stop_token_ids": []},
     ),
     "ends": ({"min_tokens": 9, "stop_token_ids": [17, 300]}, {"min_new_tokens": 9, "stop_token_ids": [17, 300]}),
 }  # fmt: skip
