@@ -655,7 +655,7 @@ def test_processors_see_what_one_token_decoding_shows_them(target, draft, prompt
 
     rule = {"repetition_penalty": 1.4}  # a processor comes after the rules
     answers = [one_token_decoding(target, p, NEW, rule) for p in prompts[:2]]
-    stop, seen, ours = (int(answers[0][7]),), [], []  # the first row would be drafted past it
+    stop, seen, ours = (int(answers[0][6]),), [], []  # the first row is drafted past it
     for p in prompts[:2]:
         extra = [spy, lambda _, scores: (seen.append(scores), scores)[1]]
         one_token_decoding(target, p, NEW, rule, extra=extra, stop=stop)
