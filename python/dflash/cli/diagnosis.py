@@ -177,7 +177,8 @@ def doctor(
     options.check_pair(model, draft, "a pair is examined; without both, the installation is")
     if model is None:
         source = context.get_parameter_source
-        given = [name for name in context.params if name != "as_json" and source(name).name == "COMMANDLINE"]
+        every = [str(option.name) for option in context.command.params if option.name in context.params]
+        given = [name for name in every if name != "as_json" and source(name).name == "COMMANDLINE"]
         if given:
             names = f"{', '.join(map(options.option_of, given))} {'needs' if len(given) == 1 else 'need'}"
             raise ValueError(f"{names} --model and --draft: without a pair, the installation is checked")
