@@ -58,11 +58,7 @@ def test_plain_tensors_reach_the_kernel_directly_with_the_bits_of_a_checked_call
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name, dtype):
-<<<<<<< HEAD
-    of_storage = {spec.name for spec in contract_of(name).tensors if spec.dtype in (None, "any", "T|i8")}
-=======
     of_storage = {spec.name for spec in contract_of(name).tensors if spec.dtype in (None, "any", "T|i8", "T|f32")}
->>>>>>> c7c3c7e (Cast every operand of an op's check to its dtype)
     call = {
         key: tree_map_only(torch.Tensor, lambda x: x.to(dtype), value) if key in of_storage else value
         for key, value in CALLS[name]().items()
