@@ -36,6 +36,7 @@ TREE_SIZES = (16, 32, 64, 128)
 _NO_TOKEN = -2  # pads the stop list: no token and no placeholder has this id
 _STOP_SLOTS = 8
 _SCALE = 2**20  # of the real numbers in a report
+_ALL_ROWS = slice(None)
 _PROMPT_ROWS = 64  # rows of a prompt whose logits are held in float32 at once
 
 
@@ -406,7 +407,10 @@ class _KVRows(KVCache):
 
 
 class RecurrentLayer:
-    """The buffers of one recurrent layer; each is allocated at its first use, at an address that never changes."""
+    """The buffers of one recurrent layer; each is allocated at its first use, at an address that never changes.
+
+    With ``whole``, those of some ``rows`` of that layer, which allocates for all.
+    """
 
     # [batch, width - 1 + block, channels], the convolution's inputs in front of `held`, then those of the last pass.
     window: Tensor | None = None
@@ -416,8 +420,18 @@ class RecurrentLayer:
     saved_d: Tensor | None = None  # [batch, block, heads, value_dim]
     saved_a: Tensor | None = None  # [batch, block, heads] or [batch, block, heads, key_dim]
 
-    def __init__(self, batch_size: int, block_size: int) -> None:
-        self.batch_size, self.block_size = batch_size, block_size
+    def __init__(
+        self, batch_size: int, block_size: int, whole: RecurrentLayer | None = None, rows: slice = _ALL_ROWS
+    ) -> None:
+        self.batch_size, self.block_size, self._whole, self._rows = batch_size, block_size, whole, rows
+        self._narrow()
+
+    def _narrow(self) -> None:
+        """Take the rows of what the whole layer has by now."""
+        for name in ("window", "state", "saved_k", "saved_d", "saved_a"):
+            buffer = getattr(self._whole, name, None)
+            if buffer is not None:
+                setattr(self, name, buffer[self._rows])
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -433,43 +447,25 @@ class RecurrentLayer:
 
     def convolution(self, like: Tensor, width: int) -> Tensor:
         """Return the window of a convolution over ``width`` inputs ``like [batch, rows, channels]``."""
-        if self.window is None:
+        if self._whole is not None:
+            self._whole.convolution(like, width)
+            self._narrow()
+        elif self.window is None:
             self.window = like.new_zeros(self.batch_size, width - 1 + self.block_size, like.shape[-1])
         return self.window
 
     def recurrence(self, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return ``(state, saved_k, saved_d, saved_a)`` for rows like these; see `dflash.ops.gated_recurrence_`."""
-        if self.state is None:
+        if self._whole is not None:
+            self._whole.recurrence(k, v, log_decay)
+            self._narrow()
+        elif self.state is None:
             batch, block, (heads, value_dim) = self.batch_size, self.block_size, v.shape[2:]
             self.state = v.new_zeros(batch, heads, k.shape[3], value_dim)
             self.saved_k = k.new_zeros(batch, block, *k.shape[2:])
             self.saved_d = v.new_zeros(batch, block, heads, value_dim)
             self.saved_a = log_decay.new_zeros(batch, block, *log_decay.shape[2:])
         return self.state, self.saved_k, self.saved_d, self.saved_a
-
-
-class _RecurrentLayerRows(RecurrentLayer):
-    """Some rows of a recurrent layer's buffers."""
-
-    def __init__(self, whole: RecurrentLayer, rows: slice) -> None:
-        super().__init__(rows.stop - rows.start, whole.block_size)
-        self._whole, self._rows = whole, rows
-        self._narrow()
-
-    def _narrow(self) -> None:
-        for name in ("window", "state", "saved_k", "saved_d", "saved_a"):
-            buffer = getattr(self._whole, name)
-            setattr(self, name, None if buffer is None else buffer[self._rows])
-
-    def convolution(self, like: Tensor, width: int) -> Tensor:
-        self._whole.convolution(like, width)
-        self._narrow()
-        return super().convolution(like, width)
-
-    def recurrence(self, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        self._whole.recurrence(k, v, log_decay)
-        self._narrow()
-        return super().recurrence(k, v, log_decay)
 
 
 class RecurrentCache(KVCache):
@@ -599,10 +595,12 @@ class _RecurrentRows(_KVRows, RecurrentCache):
             x[rows] for x in (whole.held, whole.pending, whole._keeps_none, whole._keeps_rows)
         )
         self.keep = self._keeps_none
-        self.recurrent = {i: _RecurrentLayerRows(layer, rows) for i, layer in whole.recurrent.items()}
-        self._layer_of_all = whole.recurrent_layer
+        self.recurrent = {}
+        for index in whole.recurrent:
+            self.recurrent_layer(index)
 
     def recurrent_layer(self, index: int) -> RecurrentLayer:
         if index not in self.recurrent:
-            self.recurrent[index] = _RecurrentLayerRows(self._layer_of_all(index), self._rows)
+            whole = self._whole.recurrent_layer(index)
+            self.recurrent[index] = RecurrentLayer(self.batch_size, self.block_size, whole, self._rows)
         return self.recurrent[index]

@@ -78,6 +78,7 @@ class Target:
         fused_reason: why the layers run in the model's own forward; empty if they run on the ops.
         is_recurrent: True if layers keep a state that no counter trims; its caches are then a `RecurrentCache`.
         runs_ops: True if layers, or experts in them, run on `dflash.ops`.
+        draft_head: the head for a drafter's rows: our kernel if the target's own pass uses it.
         tree_obstacle: what went wrong in the trial run of a tree; empty if nothing did.
         compiled_forward: what :meth:`verify` runs instead of :meth:`forward`, if it is set; prompts are never compiled.
 
@@ -128,6 +129,7 @@ class Target:
         self._pass = take_over(self.model)
         may_run_ops = fused is not False and not replaced and not has_global_hooks()
         self.runs_ops = (may_run_ops and use_experts_op(self.model)) or self._fused is not None
+        self.draft_head: Callable[[Tensor], Tensor] = self.head if self._fused is None else self._fused.logits
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
             module.register_forward_hook(_tap_hook(self._taps, index))
@@ -142,11 +144,6 @@ class Target:
     def head(self) -> nn.Module:
         """The language-model head, hidden -> logits, without the family's own scaling."""
         return self.model.get_output_embeddings()
-
-    @property
-    def draft_head(self) -> Callable[[Tensor], Tensor]:
-        """The head for a drafter's rows: our kernel if the target's own pass uses it."""
-        return self.head if self._fused is None else self._fused.logits
 
     @property
     def dtype(self) -> torch.dtype:
