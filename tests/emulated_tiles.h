@@ -50,14 +50,12 @@ static inline void tile_stream(const void* from, int64_t stride) {
 template <int TILE>
 static inline void tile_store(void* to, int64_t stride) {
   const EmulatedTile& tile = emulated_tile(TILE);
-  for (int i = 0; i < kTileRows; ++i)
-    std::memcpy(static_cast<char*>(to) + i * stride, tile.words[i], kTileBytes);
+  for (int i = 0; i < kTileRows; ++i) std::memcpy(static_cast<char*>(to) + i * stride, tile.words[i], kTileBytes);
 }
 
 // A row's even and odd products are summed apart, each with one rounding, and then added to the accumulator.
 // Denormals are zero, whatever the thread's own setting says.
-__attribute__((noinline)) static void add_products(EmulatedTile& sums, const EmulatedTile& a,
-                                                   const EmulatedTile& b) {
+__attribute__((noinline)) static void add_products(EmulatedTile& sums, const EmulatedTile& a, const EmulatedTile& b) {
   constexpr unsigned kNearestFlushingQuiet = 0x9fc0;
   const unsigned before = _mm_getcsr();
   _mm_setcsr(kNearestFlushingQuiet);

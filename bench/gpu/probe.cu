@@ -91,8 +91,7 @@ struct Graph {
 // ---- 1. bandwidth
 
 static __global__ void fill(uint4* to, size_t count) {
-  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count;
-       i += size_t(gridDim.x) * blockDim.x) {
+  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x) {
     uint32_t word[4], x = (uint32_t(i) ^ uint32_t(i >> 32)) * 2654435761u + 1;
     for (uint32_t& w : word) {
       x ^= x << 13, x ^= x >> 17, x ^= x << 5;
@@ -177,8 +176,7 @@ static __device__ unsigned long long now() {
 
 // Runs for so many nanoseconds after its wait.
 template <int kThreads>
-static __global__ void __launch_bounds__(kThreads, 1)
-    busy(Times* times, int nanoseconds, bool trigger_first) {
+static __global__ void __launch_bounds__(kThreads, 1) busy(Times* times, int nanoseconds, bool trigger_first) {
   if (threadIdx.x == 0) {
     const auto start = now();
     atomicMin(&times->first_start, start);
@@ -224,16 +222,16 @@ static void layer(Times* times, bool trigger_first, int shared, int threads, int
       "trigger %-6s the wait, products of %5d B, a norm of %3d threads, carveout %3d: norm starts %6.2f to "
       "%6.2f, "
       "runs %5.2f to %5.2f; next product starts %6.2f to %6.2f, runs from %5.2f us\n",
-      trigger_first ? "before" : "after", shared, threads, carveout, us(found[1].first_start),
-      us(found[1].last_start), us(found[1].first_waited), us(found[1].end), us(found[2].first_start),
-      us(found[2].last_start), us(found[2].first_waited));
+      trigger_first ? "before" : "after", shared, threads, carveout, us(found[1].first_start), us(found[1].last_start),
+      us(found[1].first_waited), us(found[1].end), us(found[2].first_start), us(found[2].last_start),
+      us(found[2].first_waited));
 }
 
 int main() {
   cudaDeviceProp device;
   CHECK(cudaGetDeviceProperties(&device, 0));
-  std::printf("%s, compute capability %d.%d, %d multiprocessors, L2 %d MB, %d KB of shared memory each\n",
-              device.name, device.major, device.minor, device.multiProcessorCount, device.l2CacheSize >> 20,
+  std::printf("%s, compute capability %d.%d, %d multiprocessors, L2 %d MB, %d KB of shared memory each\n", device.name,
+              device.major, device.minor, device.multiProcessorCount, device.l2CacheSize >> 20,
               int(device.sharedMemPerMultiprocessor >> 10));
   CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   bandwidth(device.multiProcessorCount);

@@ -45,8 +45,8 @@ std::string cuda_status([[maybe_unused]] int device) {
   if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "no CUDA driver was found";
   cudaRuntimeGetVersion(&runtime);
   if (driver / 1000 < runtime / 1000)
-    return "the driver is made for CUDA " + std::to_string(driver / 1000) +
-           ", the kernels need one for CUDA " + std::to_string(runtime / 1000);
+    return "the driver is made for CUDA " + std::to_string(driver / 1000) + ", the kernels need one for CUDA " +
+           std::to_string(runtime / 1000);
   const cudaError_t error = probe_kernels(device);
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 #else
@@ -109,8 +109,8 @@ PYBIND11_MODULE(_C, m) {
                              "clamped_silu"_a = int(Gate::kClampedSilu));
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
   m.attr("MAX_LINEAR_ROWS") = kMaxLinearRows;
-  m.attr("SKINNY_ROWS") = py::dict("float32"_a = max_skinny_rows(DType::kFloat32),
-                                   "bfloat16"_a = max_skinny_rows(DType::kBFloat16));
+  m.attr("SKINNY_ROWS") =
+      py::dict("float32"_a = max_skinny_rows(DType::kFloat32), "bfloat16"_a = max_skinny_rows(DType::kBFloat16));
   m.attr("QUANT_GROUP") = kQuantGroup;
   m.attr("MAX_RECURRENT_KEYS") = kMaxRecurrentKeys;
   m.attr("MAX_TREE_ROWS") = kMaxTreeRows;

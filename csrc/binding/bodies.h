@@ -19,8 +19,8 @@ void run_kernel(void (*CpuKernels::*kernel)(const Params&), Params& p) {
 
 // The products of a call's first tensor with weights side by side; false if torch's product is faster, or the
 // operands do not fit each other.
-inline bool read_products(const Call& call, const Seen* weights, int count, const Seen* biases,
-                          const Seen* scales, LinearParams& p) {
+inline bool read_products(const Call& call, const Seen* weights, int count, const Seen* biases, const Seen* scales,
+                          LinearParams& p) {
   const DLTensor& x = call.seen[0].t;
   p.x = x.data, p.in = x.shape[x.ndim - 1], p.dtype = call.dtype(), p.rows = 1;
   for (int i = 0; i + 1 < x.ndim; ++i) p.rows *= x.shape[i];

@@ -142,8 +142,7 @@ class Contract {
     intern("parameters", parameters_), intern("names", names_);
     constants_ = get("constants").cast<std::vector<float>>();
     choices_ = get("choices");
-    if (names_.size() > Call::kMaxSlots || tensors_.size() > Call::kMaxTensors ||
-        outputs_.size() > kMaxOutputs)
+    if (names_.size() > Call::kMaxSlots || tensors_.size() > Call::kMaxTensors || outputs_.size() > kMaxOutputs)
       throw std::length_error("a contract has too many names, tensors or outputs");
     const auto found = kernels().find(get("kernel").cast<std::string>());
     if (found == kernels().end()) return;
@@ -153,8 +152,7 @@ class Contract {
       const auto source = sources.find(pybind11::handle(field.name).cast<std::string>());
       if (source != sources.end()) fills_.push_back({&field, source->second.first, source->second.second});
     }
-    has_dtype_ =
-        std::any_of(fills_.begin(), fills_.end(), [](const Fill& fill) { return fill.source == 'd'; });
+    has_dtype_ = std::any_of(fills_.begin(), fills_.end(), [](const Fill& fill) { return fill.source == 'd'; });
   }
 
   size_t arity() const { return arguments_.size(); }
@@ -184,8 +182,7 @@ class Contract {
     for (size_t i = 0; i < outputs_.size(); ++i) {
       made[i] = allocate(call, outputs_[i]);
       DLTensor t;
-      if (!torch.is_exact(made[i].ptr()) || !torch.read(made[i].ptr(), t) || t.device_type != kDLCPU)
-        return nullptr;
+      if (!torch.is_exact(made[i].ptr()) || !torch.read(made[i].ptr(), t) || t.device_type != kDLCPU) return nullptr;
       addresses[i] = t.data;
     }
     if (body_) {
@@ -448,8 +445,7 @@ class Contract {
     for (const Seen& seen : call.seen) {
       if (!seen.t.is(code, bits)) continue;
       if (!like) like = &seen;
-      if (seen.t.ndim == ndim && std::equal(shape, shape + ndim, seen.t.shape) &&
-          has_layout(kDense, false, seen.t))
+      if (seen.t.ndim == ndim && std::equal(shape, shape + ndim, seen.t.shape) && has_layout(kDense, false, seen.t))
         return torch.empty_like(seen.object);  // half the time of new_empty
     }
     if (like) return torch.new_empty(like->object, shape, ndim);
@@ -521,9 +517,7 @@ PyObject* call_contract(PyObject* self, PyObject* const* arguments, Py_ssize_t c
 // (run, match, has_dtype) of a contract, which lives as long as the process. The first two take the op's
 // arguments in order and return NotImplemented for a call that does not fit as it is.
 inline pybind11::tuple contract(const pybind11::dict& spec, Body body) {
-  const auto fast = [](auto* function) {
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
-  };
+  const auto fast = [](auto* function) { return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)); };
   static PyMethodDef run{"run", fast(&call_contract<&Contract::run>), METH_FASTCALL, nullptr};
   static PyMethodDef match{"match", fast(&call_contract<&Contract::match>), METH_FASTCALL, nullptr};
   const auto* made = new Contract(spec, body);

@@ -42,23 +42,21 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
     for (int64_t bytes : strides) aligned &= bytes % 16 == 0;
     return aligned;
   });
-  m.def("block_attention_workspace",
-        [answer](int dtype, pybind11::handle k_cache, pybind11::handle v_cache, int64_t batch, int64_t rows,
-                 int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim,
-                 int64_t capacity) {
-          return answer(block_attention_workspace(DType(dtype), address_of(k_cache.ptr()),
-                                                  address_of(v_cache.ptr()), batch, rows, num_heads,
-                                                  num_kv_heads, head_dim, v_head_dim, capacity));
-        });
+  m.def("block_attention_workspace", [answer](int dtype, pybind11::handle k_cache, pybind11::handle v_cache,
+                                              int64_t batch, int64_t rows, int64_t num_heads, int64_t num_kv_heads,
+                                              int64_t head_dim, int64_t v_head_dim, int64_t capacity) {
+    return answer(block_attention_workspace(DType(dtype), address_of(k_cache.ptr()), address_of(v_cache.ptr()), batch,
+                                            rows, num_heads, num_kv_heads, head_dim, v_head_dim, capacity));
+  });
   m.def("linear_workspace", [=](int dtype, int64_t rows, int64_t in, const pybind11::list& weights,
                                 const std::vector<int64_t>& features, bool gated) {
     return answer(linear_workspace(DType(dtype), rows, in, int(weights.size()), addresses(weights).data(),
                                    features.data(), gated));
   });
-  m.def("experts_workspace", [answer](int dtype, pybind11::handle gate_up, pybind11::handle down,
-                                      int64_t rows, int64_t top_k, int64_t hidden, int64_t width) {
-    return answer(experts_workspace(DType(dtype), address_of(gate_up.ptr()), address_of(down.ptr()), rows,
-                                    top_k, hidden, width));
+  m.def("experts_workspace", [answer](int dtype, pybind11::handle gate_up, pybind11::handle down, int64_t rows,
+                                      int64_t top_k, int64_t hidden, int64_t width) {
+    return answer(
+        experts_workspace(DType(dtype), address_of(gate_up.ptr()), address_of(down.ptr()), rows, top_k, hidden, width));
   });
   m.def("select_tokens_workspace", &select_tokens_workspace);
   m.def("tree_candidates_workspace", &tree_candidates_workspace);

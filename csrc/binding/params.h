@@ -32,18 +32,17 @@ DFLASH_ANYWHERE constexpr float norm_offset(bool zero_centered) { return zero_ce
 // RMSNorm, with an optional residual added first and an optional count of live rows per sequence. With
 // `front` each sequence of the result begins with rows of that tensor, as they are.
 struct RmsNormParams {
-  const void* x;         // [rows, hidden]
-  const void* residual;  // [rows, hidden] or null
-  const void* weight;    // [hidden]
-  const int64_t*
-      counts;  // [rows / rows_per_sequence] or null: rows past the count are written as zero, never read
-  void* out;   // [rows, hidden]; [sequences, front_rows + rows_per_sequence, hidden]
-  void* residual_out;  // [rows, hidden], x + residual; null without residual
+  const void* x;          // [rows, hidden]
+  const void* residual;   // [rows, hidden] or null
+  const void* weight;     // [hidden]
+  const int64_t* counts;  // [rows / rows_per_sequence] or null: rows past the count are written as zero, never read
+  void* out;              // [rows, hidden]; [sequences, front_rows + rows_per_sequence, hidden]
+  void* residual_out;     // [rows, hidden], x + residual; null without residual
   int64_t rows, hidden, rows_per_sequence;
   float eps;
   DType dtype;
-  DFLASH_PARAMS(x, residual, weight, counts, front, out, residual_out, tap, tap_stride, rows, hidden,
-                rows_per_sequence, sequences, front_rows, eps, zero_centered, dtype)
+  DFLASH_PARAMS(x, residual, weight, counts, front, out, residual_out, tap, tap_stride, rows, hidden, rows_per_sequence,
+                sequences, front_rows, eps, zero_centered, dtype)
   void* tap = nullptr;     // [rows, hidden], strided, or null: x + residual once more
   int64_t tap_stride = 0;  // between its rows, in elements
   bool zero_centered = false;
@@ -64,8 +63,8 @@ struct DynamicConvParams {
   int64_t block_rows;  // of one block
   int64_t hidden, width, groups;
   DType dtype;
-  DFLASH_PARAMS(x, base, dynamic, front, out, dynamic_stride_block, dynamic_stride_row, rows, block_rows,
-                hidden, width, groups, sequences, front_rows, dtype)
+  DFLASH_PARAMS(x, base, dynamic, front, out, dynamic_stride_block, dynamic_stride_row, rows, block_rows, hidden, width,
+                groups, sequences, front_rows, dtype)
   const void* front = nullptr;  // [sequences, front_rows, hidden] or null
   int64_t sequences = 0;        // with front
   int64_t front_rows = 0;
@@ -105,8 +104,8 @@ struct DraftRowsParams {
   int64_t num_drafts, vocab, hidden, mask_id;
   float scale;
   DType dtype;
-  DFLASH_PARAMS(tokens, length, drafts, table, mask_embedding, embeds, anchor, positions, table_stride, batch,
-                capacity, rows, num_drafts, vocab, hidden, mask_id, scale, dtype)
+  DFLASH_PARAMS(tokens, length, drafts, table, mask_embedding, embeds, anchor, positions, table_stride, batch, capacity,
+                rows, num_drafts, vocab, hidden, mask_id, scale, dtype)
 };
 
 // out = silu(gate) * up, gate and up packed side by side.
@@ -134,9 +133,9 @@ struct SigmoidMulParams {
 // num_context[b] + i, and off if it is at or past num_context[b]. A slot outside [0, capacity) appends
 // nothing.
 struct QkvNormRopeAppendParams {
-  const void* qkv;  // [batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]: q heads, k heads, v heads; if
-                    // gated, each q head is followed by its gate, which is not read
-  const int64_t* lengths;      // [batch], clamped to -q_rows .. 2 * capacity + q_rows
+  const void* qkv;         // [batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]: q heads, k heads, v heads; if
+                           // gated, each q head is followed by its gate, which is not read
+  const int64_t* lengths;  // [batch], clamped to -q_rows .. 2 * capacity + q_rows
   const int64_t* num_context;  // [batch], clamped to 0 .. rows - q_rows; null if that is 0
   const int64_t* depth;        // [batch, q_rows], clamped to 0 .. q_rows; null: 0, 1, 2, ...
   const float* cos;            // [positions, half]; a position that it does not have takes the nearest
@@ -151,9 +150,9 @@ struct QkvNormRopeAppendParams {
   int64_t positions, capacity;
   float eps;
   DType dtype;
-  DFLASH_PARAMS(qkv, lengths, num_context, depth, cos, sin, q_norm_weight, k_norm_weight, q_out, k_cache,
-                v_cache, batch, rows, q_rows, num_heads, num_kv_heads, head_dim, half, positions, capacity,
-                eps, zero_centered, gated, prefetch, dtype)
+  DFLASH_PARAMS(qkv, lengths, num_context, depth, cos, sin, q_norm_weight, k_norm_weight, q_out, k_cache, v_cache,
+                batch, rows, q_rows, num_heads, num_kv_heads, head_dim, half, positions, capacity, eps, zero_centered,
+                gated, prefetch, dtype)
   bool zero_centered = false;
   bool gated = false;
   bool prefetch = false;  // CUDA only: no kernel that may still run writes what is read, but for qkv
@@ -171,8 +170,8 @@ struct AppendContextKvParams {
   int64_t num_layers, batch, rows, num_kv_heads, head_dim, half, capacity;
   float eps;
   DType dtype;
-  DFLASH_PARAMS(kv, positions, cos, sin, k_norm_weight, k_caches, v_caches, num_layers, batch, rows,
-                num_kv_heads, head_dim, half, capacity, eps, dtype)
+  DFLASH_PARAMS(kv, positions, cos, sin, k_norm_weight, k_caches, v_caches, num_layers, batch, rows, num_kv_heads,
+                head_dim, half, capacity, eps, dtype)
 };
 
 // cache[b, h, positions[b, r]] = new[b, h, r]; strides in elements, the last dimension dense.
@@ -182,15 +181,14 @@ struct AppendKvParams {
   const int64_t* positions;  // [batch, rows]
   void* k_cache;             // [batch, num_kv_heads, capacity, head_dim]
   void* v_cache;             // [batch, num_kv_heads, capacity, v_head_dim]
-  int64_t k_stride_batch, k_stride_head, k_stride_row, v_stride_batch, v_stride_head, v_stride_row, batch,
-      rows, num_kv_heads, head_dim, v_head_dim, capacity;
+  int64_t k_stride_batch, k_stride_head, k_stride_row, v_stride_batch, v_stride_head, v_stride_row, batch, rows,
+      num_kv_heads, head_dim, v_head_dim, capacity;
   DType dtype;
-  DFLASH_PARAMS(key, value, positions, k_cache, v_cache, k_stride_batch, k_stride_head, k_stride_row,
-                v_stride_batch, v_stride_head, v_stride_row, batch, rows, num_kv_heads, head_dim, v_head_dim,
-                capacity, dtype)
+  DFLASH_PARAMS(key, value, positions, k_cache, v_cache, k_stride_batch, k_stride_head, k_stride_row, v_stride_batch,
+                v_stride_head, v_stride_row, batch, rows, num_kv_heads, head_dim, v_head_dim, capacity, dtype)
 };
 
-constexpr int64_t kMaxTreeRows = 128;  // of a block that is a tree, root included; also candidates per depth
+constexpr int64_t kMaxTreeRows = 128;             // of a block that is a tree, root included; also candidates per depth
 constexpr int64_t kMaxCandidates = kMaxTreeRows;  // per slot of a walk
 
 // softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
@@ -205,16 +203,16 @@ struct BlockAttentionParams {
                            // 1 are never read
   const float* sinks;      // [num_heads] or null
   void* out;               // [batch, rows, num_heads, v_head_dim]
-  int64_t q_stride_batch, q_stride_row, q_stride_head, batch, rows, num_heads, num_kv_heads, head_dim,
-      v_head_dim, capacity;
+  int64_t q_stride_batch, q_stride_row, q_stride_head, batch, rows, num_heads, num_kv_heads, head_dim, v_head_dim,
+      capacity;
   int64_t window;  // at most capacity + rows; 0: none
   float scale;
   float softcap;  // 0: none
   bool causal;
   DType dtype;
-  DFLASH_PARAMS(q, k_cache, v_cache, lengths, sinks, ancestors, out, q_stride_batch, q_stride_row,
-                q_stride_head, batch, rows, num_heads, num_kv_heads, head_dim, v_head_dim, capacity, window,
-                scale, softcap, causal, workspace, splits, fresh, dtype)
+  DFLASH_PARAMS(q, k_cache, v_cache, lengths, sinks, ancestors, out, q_stride_batch, q_stride_row, q_stride_head, batch,
+                rows, num_heads, num_kv_heads, head_dim, v_head_dim, capacity, window, scale, softcap, causal,
+                workspace, splits, fresh, dtype)
   // [batch, rows, ceil(rows / 64)] or null: the rows of its block that each row sees, itself among them; bits
   // at or past `rows` are ignored, and a row without a bit has depth 0. Only if causal.
   const int64_t* ancestors = nullptr;
@@ -241,8 +239,8 @@ struct SelectTokensParams {
   int64_t batch, rows, vocab;
   bool consecutive;
   DType dtype;
-  DFLASH_PARAMS(logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness, ids, workspace, batch,
-                rows, vocab, consecutive, dtype)
+  DFLASH_PARAMS(logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness, ids, workspace, batch, rows,
+                vocab, consecutive, dtype)
 
   // Of row `index` among those of all sequences, as the noise takes it; a sum that is too large wraps.
   DFLASH_ANYWHERE uint64_t position(int64_t index) const {
@@ -285,8 +283,8 @@ struct TopCandidatesParams {
   int64_t batch, rows, vocab;
   int64_t count;  // 1 .. kMaxCandidates
   DType dtype;
-  DFLASH_PARAMS(logits, positions, seeds, temperature, sharpness, ids, candidate_logits, workspace, batch,
-                rows, vocab, count, dtype)
+  DFLASH_PARAMS(logits, positions, seeds, temperature, sharpness, ids, candidate_logits, workspace, batch, rows, vocab,
+                count, dtype)
 };
 
 // A path through the candidates of each slot: slot j takes the argmax of sharpness * filter(S / temperature)
@@ -313,8 +311,8 @@ struct WalkCandidatesParams {
   int64_t codes, rank;
   int64_t stream;  // of the noise
   DType dtype;     // of hidden and both codebooks
-  DFLASH_PARAMS(hidden, predecessors, successors, anchor, ids, logits, positions, seeds, temperature, top_k,
-                top_p, min_p, sharpness, path, scores, batch, slots, count, codes, rank, stream, dtype)
+  DFLASH_PARAMS(hidden, predecessors, successors, anchor, ids, logits, positions, seeds, temperature, top_k, top_p,
+                min_p, sharpness, path, scores, batch, slots, count, codes, rank, stream, dtype)
 };
 
 // The tree of the best prefixes, best first: by score (the sum of its tokens' scores), then the shallower,
@@ -330,8 +328,7 @@ struct BuildTreeParams {
   float* tree_scores;     // [batch, rows]; the root: 0; pads: -inf
   int64_t batch, depths, count;
   int64_t rows;  // 1 .. kMaxTreeRows
-  DFLASH_PARAMS(anchor, ids, scores, tree_ids, parents, depth, ancestors, tree_scores, batch, depths, count,
-                rows)
+  DFLASH_PARAMS(anchor, ids, scores, tree_ids, parents, depth, ancestors, tree_scores, batch, depths, count, rows)
 };
 
 enum RowState : int64_t { kRunning = 0, kStop = 1, kLimit = 2, kInvalid = 3 };  // the values of done
@@ -353,9 +350,9 @@ struct AcceptPrefixParams {
 
 // The same on a tree: from row 0, emits the choice of a row and goes on to the row's child that proposed it.
 struct AcceptPathParams {
-  const int64_t* ids;      // [batch, rows]: the anchor, then the nodes; negative: none
-  const int64_t* parents;  // [batch, rows]: of each node a row before it; anything else: nobody's child
-  const int64_t* choices;  // [batch, rows]: the target's choices; negative: its logits held NaN
+  const int64_t* ids;             // [batch, rows]: the anchor, then the nodes; negative: none
+  const int64_t* parents;         // [batch, rows]: of each node a row before it; anything else: nobody's child
+  const int64_t* choices;         // [batch, rows]: the target's choices; negative: its logits held NaN
   const int64_t* stop_token_ids;  // [batch, num_stop_tokens]
   const int64_t* limits;          // [batch]
   int64_t* tokens;                // [batch, capacity]
@@ -369,8 +366,8 @@ struct AcceptPathParams {
   int64_t rows;       // at most kMaxTreeRows
   int64_t path_rows;  // how many may be visited: columns of path, chain_choices and chain_ids
   int64_t num_stop_tokens, capacity;
-  DFLASH_PARAMS(ids, parents, choices, stop_token_ids, limits, tokens, length, num_context, done, path,
-                chain_choices, chain_ids, batch, rows, path_rows, num_stop_tokens, capacity)
+  DFLASH_PARAMS(ids, parents, choices, stop_token_ids, limits, tokens, length, num_context, done, path, chain_choices,
+                chain_ids, batch, rows, path_rows, num_stop_tokens, capacity)
 };
 
 // A list of numbers that the launching side reads.
@@ -400,9 +397,7 @@ struct CompactKvParams {
     const bool moves = j >= 1 && j < counts[b] && row > j && to >= 0 && from < capacity;
     return moves ? from : -1;
   }
-  DFLASH_ANYWHERE int64_t target(int64_t b, int64_t j) const {
-    return clamped(first[b], capacity + path_rows) + j;
-  }
+  DFLASH_ANYWHERE int64_t target(int64_t b, int64_t j) const { return clamped(first[b], capacity + path_rows) + j; }
 
  private:
   DFLASH_ANYWHERE static int64_t clamped(int64_t x, int64_t bound) {
@@ -443,8 +438,8 @@ struct GatedRecurrenceParams {
   int64_t key_heads, heads, key_dim, value_dim;
   int64_t decay_dim;  // 1 or key_dim
   int64_t block;
-  DFLASH_PARAMS(q, k, v, log_decay, beta, state, saved_k, saved_d, saved_a, pending, keep, out, batch, rows,
-                key_heads, heads, key_dim, value_dim, decay_dim, block, counters)
+  DFLASH_PARAMS(q, k, v, log_decay, beta, state, saved_k, saved_d, saved_a, pending, keep, out, batch, rows, key_heads,
+                heads, key_dim, value_dim, decay_dim, block, counters)
   unsigned* counters = nullptr;  // CUDA only: [kNumCounters], zero before and after
 };
 
@@ -463,8 +458,8 @@ struct CausalConvParams {
   int64_t channels, width, block;
   bool silu;  // out = y / (1 + exp(-y))
   DType dtype;
-  DFLASH_PARAMS(x, weight, bias, window, pending, keep, out, x_stride_batch, x_stride_row, batch, rows,
-                channels, width, block, silu, dtype)
+  DFLASH_PARAMS(x, weight, bias, window, pending, keep, out, x_stride_batch, x_stride_row, batch, rows, channels, width,
+                block, silu, dtype)
 };
 
 // What a Gated DeltaNet layer's recurrence reads, all float32: q and k with L2 norm 1, q then times
@@ -483,8 +478,8 @@ struct DeltaNetInputsParams {
   int64_t b_stride, a_stride, rows, key_heads, heads, key_dim, value_dim;
   float eps;  // added to the sum of squares
   DType dtype;
-  DFLASH_PARAMS(qkv, b, a, a_log, dt_bias, q, k, v, log_decay, beta, b_stride, a_stride, rows, key_heads,
-                heads, key_dim, value_dim, eps, dtype)
+  DFLASH_PARAMS(qkv, b, a, a_log, dt_bias, q, k, v, log_decay, beta, b_stride, a_stride, rows, key_heads, heads,
+                key_dim, value_dim, eps, dtype)
 };
 
 // out = rms_norm(x) * weight * silu(z), per head, rounded once.
@@ -526,8 +521,8 @@ struct LinearParams {
   int64_t rows, in;
   int64_t out_features;  // the sum of features, or of one of them if gated
   DType dtype;
-  DFLASH_PARAMS(x, num_weights, weights, scales, biases, features, out, rows, in, out_features, workspace,
-                counters, splits, prefetch, gated, dtype)
+  DFLASH_PARAMS(x, num_weights, weights, scales, biases, features, out, rows, in, out_features, workspace, counters,
+                splits, prefetch, gated, dtype)
   // CUDA only; linear_workspace() answers for the first three.
   float* workspace;    // [tiles, splits, 128 * rows padded to 16, 32 or 64] if splits > 1, where a tile is
   unsigned* counters;  // [tiles], zero before and after: 128 features of a weight, 64 of two, or the rest
@@ -538,9 +533,8 @@ struct LinearParams {
 
 // How an expert combines the two halves of its first product; each is x * sigmoid(s) times the other half.
 enum class Gate : int32_t {
-  kSilu = 0,  // gate * sigmoid(gate) * up
-  kGeluTanh =
-      1,  // gelu(gate) * up, by the approximation with tanh: s = sqrt(8 / pi) (gate + 0.044715 gate^3)
+  kSilu = 0,         // gate * sigmoid(gate) * up
+  kGeluTanh = 1,     // gelu(gate) * up, by the approximation with tanh: s = sqrt(8 / pi) (gate + 0.044715 gate^3)
   kClampedSilu = 2,  // gate * sigmoid(alpha gate) * (up + 1), gate at most `limit`, up in -limit .. limit
 };
 
@@ -562,8 +556,8 @@ struct ExpertsParams {
   float alpha, limit;
   bool transposed, float_scores;
   DType dtype;
-  DFLASH_PARAMS(x, ids, scores, gate_up, down, gate_up_bias, down_bias, out, workspace, rows, top_k,
-                num_experts, hidden, width, gate, alpha, limit, transposed, float_scores, dtype)
+  DFLASH_PARAMS(x, ids, scores, gate_up, down, gate_up_bias, down_bias, out, workspace, rows, top_k, num_experts,
+                hidden, width, gate, alpha, limit, transposed, float_scores, dtype)
   void* workspace = nullptr;  // CUDA only, see experts_workspace(): [rows, top_k, width] of the storage type,
                               // then [rows, top_k, hidden] float
 };
@@ -593,11 +587,11 @@ struct AttentionWeights {
 };
 
 struct DeltaNetWeights {
-  LinearWeight qkv;  // [2 * key_heads * key_dim + heads * value_dim, hidden]: q heads, k heads, v heads
-  LinearWeight z;    // [heads * value_dim, hidden]; null: qkv has per key head q, k, its v heads, their z
-  LinearWeight b;    // [heads, hidden]
-  LinearWeight a;    // [heads, hidden]; null: b has per key head the b, then the a, of its heads
-  const void* conv;  // [2 * key_heads * key_dim + heads * value_dim, conv_width]
+  LinearWeight qkv;             // [2 * key_heads * key_dim + heads * value_dim, hidden]: q heads, k heads, v heads
+  LinearWeight z;               // [heads * value_dim, hidden]; null: qkv has per key head q, k, its v heads, their z
+  LinearWeight b;               // [heads, hidden]
+  LinearWeight a;               // [heads, hidden]; null: b has per key head the b, then the a, of its heads
+  const void* conv;             // [2 * key_heads * key_dim + heads * value_dim, conv_width]
   const void *a_log, *dt_bias;  // [heads]
   const void* norm;             // [value_dim]
   LinearWeight out;             // [hidden, heads * value_dim]
@@ -621,8 +615,8 @@ struct DecoderLayer {
 // The decoder layers of a model and its final norm over a block of rows, each sequence at its own length.
 struct DecoderLayersParams {
   const DecoderLayer* layers;  // [num_layers]
-  void* const* k_caches;  // per layer of attention a pointer to [batch, num_kv_heads, capacity, head_dim]
-  void* const* v_caches;  // the same
+  void* const* k_caches;       // per layer of attention a pointer to [batch, num_kv_heads, capacity, head_dim]
+  void* const* v_caches;       // the same
   // Per recurrent layer a pointer to what its kernels take under these names, see GatedRecurrenceParams.
   void* const* windows;
   float* const* states;
@@ -634,25 +628,24 @@ struct DecoderLayersParams {
   const void* hidden;          // [batch, rows, hidden]
   const void* context;         // [batch, context_rows, hidden] or null: rows that every layer takes K/V from
   const int64_t* num_context;  // [batch], clamped to 0 .. context_rows: live ones, ahead of lengths[b]
-  const int64_t* lengths;    // [batch], the position of each sequence's first row, as in BlockAttentionParams
-  const int64_t* ancestors;  // [batch, rows, ceil(rows / 64)] or null, as in BlockAttentionParams
-  const float* cos;          // [positions, half]
-  const float* sin;          // [positions, half]
-  const void* norm;          // [hidden], the final norm
-  void* out;                 // [batch, rows, hidden]
-  void* taps;                // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
-  int64_t num_layers, batch, rows, context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half,
-      positions, capacity, num_taps;
+  const int64_t* lengths;      // [batch], the position of each sequence's first row, as in BlockAttentionParams
+  const int64_t* ancestors;    // [batch, rows, ceil(rows / 64)] or null, as in BlockAttentionParams
+  const float* cos;            // [positions, half]
+  const float* sin;            // [positions, half]
+  const void* norm;            // [hidden], the final norm
+  void* out;                   // [batch, rows, hidden]
+  void* taps;                  // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
+  int64_t num_layers, batch, rows, context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half, positions,
+      capacity, num_taps;
   int64_t key_heads, delta_heads, key_dim, value_dim;  // of the recurrent layers; 0 without
   int64_t conv_width, block;
   float scale, eps;
   bool zero_centered;  // the norms over hidden states and heads add one to their weights
   DType dtype;
-  DFLASH_PARAMS(layers, k_caches, v_caches, windows, states, saved_k, saved_d, saved_a, pending, keep, hidden,
-                context, num_context, lengths, ancestors, cos, sin, norm, out, taps, num_layers, batch, rows,
-                context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half, positions,
-                capacity, num_taps, key_heads, delta_heads, key_dim, value_dim, conv_width, block, scale, eps,
-                zero_centered, dtype)
+  DFLASH_PARAMS(layers, k_caches, v_caches, windows, states, saved_k, saved_d, saved_a, pending, keep, hidden, context,
+                num_context, lengths, ancestors, cos, sin, norm, out, taps, num_layers, batch, rows, context_rows,
+                hidden_size, width, num_heads, num_kv_heads, head_dim, half, positions, capacity, num_taps, key_heads,
+                delta_heads, key_dim, value_dim, conv_width, block, scale, eps, zero_centered, dtype)
 };
 
 }  // namespace dflash

@@ -25,9 +25,7 @@ struct DLTensor {
   uint64_t byte_offset;
 
   int64_t element_size() const { return bits * lanes / 8; }
-  bool is(uint8_t some_code, uint8_t some_bits) const {
-    return code == some_code && bits == some_bits && lanes == 1;
-  }
+  bool is(uint8_t some_code, uint8_t some_bits) const { return code == some_code && bits == some_bits && lanes == 1; }
 };
 constexpr int32_t kDLCPU = 1;
 constexpr uint8_t kDLInt = 0, kDLFloat = 2, kDLBfloat = 4;
@@ -73,8 +71,7 @@ struct Span {
 class Method {
  public:
   Method() = default;
-  Method(pybind11::handle type, const char* name)
-      : descriptor_(pybind11::getattr(type, name).release().ptr()) {
+  Method(pybind11::handle type, const char* name) : descriptor_(pybind11::getattr(type, name).release().ptr()) {
     if (!Py_IS_TYPE(descriptor_, &PyMethodDescr_Type)) return;
     const PyMethodDef* method = reinterpret_cast<PyMethodDescrObject*>(descriptor_)->d_method;
     if (method->ml_flags == METH_NOARGS) function_ = method->ml_meth;
@@ -108,8 +105,7 @@ class Torch {
     disable_ = pybind11::getattr(c, "DisableTorchFunction").release().ptr();
     const auto capsule = pybind11::getattr(tensor, "__dlpack_c_exchange_api__", pybind11::none());
     if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
-    const auto* found =
-        static_cast<const DLPackExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    const auto* found = static_cast<const DLPackExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     if (found->major == 1) exchange_ = found;
   }
 
@@ -174,13 +170,10 @@ class Torch {
   }
 
   // torch.empty_like(tensor)
-  pybind11::object empty_like(PyObject* tensor) const {
-    return checked(PyObject_CallOneArg(empty_like_, tensor));
-  }
+  pybind11::object empty_like(PyObject* tensor) const { return checked(PyObject_CallOneArg(empty_like_, tensor)); }
 
   // tensor.new_empty(*shape, dtype=dtype), which takes less time than with a tuple; null for its own dtype.
-  pybind11::object new_empty(PyObject* tensor, const int64_t* shape, int ndim,
-                             PyObject* dtype = nullptr) const {
+  pybind11::object new_empty(PyObject* tensor, const int64_t* shape, int ndim, PyObject* dtype = nullptr) const {
     static PyObject* const names = pybind11::make_tuple("dtype").release().ptr();
     pybind11::object sizes[kMaxDimensions];
     PyObject* arguments[kMaxDimensions + 2] = {tensor};

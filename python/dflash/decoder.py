@@ -94,8 +94,8 @@ class DecoderStack:
         rows = hidden.shape[1] + (0 if context is None else context.shape[1])
         is_few = hidden.device.type == "cpu" and ops.skinny(hidden.shape[0] * rows, hidden.dtype)
         if is_few and self._packed is not None:
-            keys = list(map(cache.keys.get, self._attention_layers))
-            values = list(map(cache.values.get, self._attention_layers))
+            keys = list(map(cache.keys.__getitem__, self._attention_layers))
+            values = list(map(cache.values.__getitem__, self._attention_layers))
             recurrent = self._recurrent(cache) if isinstance(cache, RecurrentCache) else ()
             out, taps = ops.decoder_layers(
                 hidden, context, num_context, lengths, *cache.rotary, keys, values, self._packed.handle, *recurrent,

@@ -89,8 +89,8 @@ struct Fiber {
 };
 
 enum class State { kReady, kBarrier, kWarp, kDependency, kExited };
-const char* const kStateNames[] = {"ready", "at __syncthreads", "in a warp operation",
-                                   "at grid_dependency_wait", "exited"};
+const char* const kStateNames[] = {"ready", "at __syncthreads", "in a warp operation", "at grid_dependency_wait",
+                                   "exited"};
 
 struct Copy {
   void* shared;
@@ -182,9 +182,7 @@ int poison() {
 }
 
 char* static_begin() { return __start_emulated_shared; }
-size_t static_bytes() {
-  return static_begin() ? size_t(__stop_emulated_shared - __start_emulated_shared) : 0;
-}
+size_t static_bytes() { return static_begin() ? size_t(__stop_emulated_shared - __start_emulated_shared) : 0; }
 
 // Word loops, because AddressSanitizer would check memset and memcpy, and the section holds its red zones
 // too.
@@ -288,17 +286,14 @@ void release_barrier() {
   const Thread* first = nullptr;
   for (const Thread& t : block->threads) {
     if (t.state != State::kBarrier) continue;
-    if (first && first->barrier_kind != t.barrier_kind)
-      fail("threads meet at different kinds of __syncthreads");
+    if (first && first->barrier_kind != t.barrier_kind) fail("threads meet at different kinds of __syncthreads");
     first = &t;
     count += t.predicate != 0;
   }
   for (Thread& t : block->threads) {
     if (t.state != State::kBarrier) continue;
     const int all = block->at_barrier;
-    t.result = t.barrier_kind == Barrier::kCount ? count
-               : t.barrier_kind == Barrier::kAnd ? count == all
-                                                 : count > 0;
+    t.result = t.barrier_kind == Barrier::kCount ? count : t.barrier_kind == Barrier::kAnd ? count == all : count > 0;
     make_ready(t);
   }
   block->at_barrier = 0;
@@ -371,8 +366,7 @@ std::unique_ptr<Block> make_block(Launch& launch, int64_t number, bool dependenc
   for (int i = 0; i < n; ++i) {
     Thread& t = made->threads[i];
     t.number = i;
-    t.index = {i % launch.block.x, i / launch.block.x % launch.block.y,
-               i / (launch.block.x * launch.block.y)};
+    t.index = {i % launch.block.x, i / launch.block.x % launch.block.y, i / (launch.block.x * launch.block.y)};
     t.state = State::kReady;
     t.committed = 0;
     t.waited = false;
@@ -449,8 +443,8 @@ void fail(const char* format, ...) {
 cudaError_t enqueue(const void* address, dim3 grid, dim3 threads, size_t shared, bool overlaps,
                     std::function<void()> kernel) {
   const uint64_t per_block = uint64_t(threads.x) * threads.y * threads.z;
-  if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 ||
-      !per_block || per_block > 1024 || threads.z > 64 || shared > kMaxShared)
+  if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 || !per_block ||
+      per_block > 1024 || threads.z > 64 || shared > kMaxShared)
     return cudaErrorInvalidConfiguration;
   if (records)
     records_made.push_back({address, {grid.x, grid.y, grid.z}, unsigned(per_block), shared, overlaps});
@@ -516,8 +510,7 @@ class Batch {
     next_poison = int(random_below(3));
     std::vector<int64_t> order(launch.num_blocks);
     for (int64_t b = 0; b < launch.num_blocks; ++b) order[b] = b;
-    for (int64_t b = launch.num_blocks - 1; b > 0; --b)
-      std::swap(order[b], order[random_below(size_t(b) + 1)]);
+    for (int64_t b = launch.num_blocks - 1; b > 0; --b) std::swap(order[b], order[random_below(size_t(b) + 1)]);
     if (early_[i]) {
       std::unique_ptr<Block> first = std::move(early_[i]);
       order.erase(std::find(order.begin(), order.end(), first->number));
@@ -577,8 +570,7 @@ static uint64_t arrive(WarpOp op, unsigned mask, uint64_t value, int source, voi
   Thread& me = *current;
   const int first = me.number / 32 * 32, size = std::min(int(block->threads.size()) - first, 32);
   unsigned& waiting = block->waiting[first / 32];
-  if (!(mask >> lane() & 1))
-    fail("the mask %08x of a warp operation leaves out the lane that calls it", mask);
+  if (!(mask >> lane() & 1)) fail("the mask %08x of a warp operation leaves out the lane that calls it", mask);
   me.state = State::kWarp;
   me.op = op;
   me.mask = mask;
@@ -603,8 +595,8 @@ static uint64_t arrive(WarpOp op, unsigned mask, uint64_t value, int source, voi
     if (!(mask >> l & 1)) continue;
     const Thread& t = lanes[l];
     if (t.op != op || t.mask != mask || t.run != run)
-      fail("lanes %u and %d of a warp meet in different warp operations (masks %08x and %08x)", lane(), l,
-           mask, t.mask);
+      fail("lanes %u and %d of a warp meet in different warp operations (masks %08x and %08x)", lane(), l, mask,
+           t.mask);
     payloads[l] = reinterpret_cast<void*>(t.value);
     votes |= unsigned(t.value != 0) << l;
     const int64_t a = int64_t(all), b = int64_t(t.value);  // sign-extended where signed
@@ -660,9 +652,7 @@ static uint64_t arrive(WarpOp op, unsigned mask, uint64_t value, int source, voi
   return current->result;
 }
 
-uint64_t warp(WarpOp op, unsigned mask, uint64_t value, int source) {
-  return arrive(op, mask, value, source, nullptr);
-}
+uint64_t warp(WarpOp op, unsigned mask, uint64_t value, int source) { return arrive(op, mask, value, source, nullptr); }
 
 void warp_collective(void (*run)(void* const*), void* payload) {
   const int first = current->number / 32 * 32;
@@ -827,9 +817,7 @@ EMULATED cudaError_t CUDARTAPI cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-EMULATED cudaError_t CUDARTAPI cudaSetDevice(int device) {
-  return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
-}
+EMULATED cudaError_t CUDARTAPI cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
 EMULATED cudaError_t CUDARTAPI cudaGetLastError(void) { return cudaSuccess; }
 EMULATED const char* CUDARTAPI cudaGetErrorString(cudaError_t error) {
   return error == cudaErrorInvalidConfiguration ? "invalid configuration argument" : "emulated CUDA error";

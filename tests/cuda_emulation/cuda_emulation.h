@@ -54,21 +54,7 @@ cudaError_t enqueue(const void* address, dim3 grid, dim3 block, size_t shared, b
 enum class Barrier { kSync, kCount, kAnd, kOr };
 int barrier(Barrier kind, int predicate);  // of the block
 
-enum class WarpOp {
-  kSync,
-  kShuffle,
-  kBallot,
-  kAny,
-  kAll,
-  kAdd,
-  kMin,
-  kMax,
-  kAnd,
-  kOr,
-  kXor,
-  kMatch,
-  kCollective
-};
+enum class WarpOp { kSync, kShuffle, kBallot, kAny, kAll, kAdd, kMin, kMax, kAnd, kOr, kXor, kMatch, kCollective };
 // Returns once every lane of the mask has come to the same operation. The last to come computes all results.
 uint64_t warp(WarpOp op, unsigned mask, uint64_t value, int source = 0);
 // The same for an instruction of all 32 lanes: the last to come calls run(payloads of the lanes).
@@ -115,12 +101,8 @@ T shuffle(unsigned mask, T value, int source) {
 // ---- barriers and warps
 
 inline void __syncthreads() { emulation::barrier(emulation::Barrier::kSync, 0); }
-inline int __syncthreads_count(int predicate) {
-  return emulation::barrier(emulation::Barrier::kCount, predicate);
-}
-inline int __syncthreads_and(int predicate) {
-  return emulation::barrier(emulation::Barrier::kAnd, predicate);
-}
+inline int __syncthreads_count(int predicate) { return emulation::barrier(emulation::Barrier::kCount, predicate); }
+inline int __syncthreads_and(int predicate) { return emulation::barrier(emulation::Barrier::kAnd, predicate); }
 inline int __syncthreads_or(int predicate) { return emulation::barrier(emulation::Barrier::kOr, predicate); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { emulation::warp(emulation::WarpOp::kSync, mask, 0); }
 

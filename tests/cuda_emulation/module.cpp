@@ -45,8 +45,8 @@ PYBIND11_MODULE(cuda_emulation, m) {
     check(launch_self_test(name, fault, ptr<float>(in), ptr<float>(out), nullptr));
   });
   m.def("last_block", [](bool fault, Address in, Address partial, Address counter, Address out) {
-    check(launch_last_block(fault, ptr<float>(in), ptr<float>(partial), ptr<unsigned>(counter),
-                            ptr<float>(out), nullptr));
+    check(launch_last_block(fault, ptr<float>(in), ptr<float>(partial), ptr<unsigned>(counter), ptr<float>(out),
+                            nullptr));
   });
   m.def("tensor_core", [](bool half, Address a, Address b, Address out, bool transposed) {
     check(launch_tensor_core(half, ptr<void>(a), ptr<void>(b), ptr<float>(out), transposed, nullptr));

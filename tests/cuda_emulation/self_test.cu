@@ -323,16 +323,14 @@ static cudaError_t run(const std::string& name, const float* in, float* out, cud
   const dim3 one(1), block(kThreads);
   const size_t bytes = kThreads * sizeof(float);
   if (name == "missing_barrier") return launch(missing_barrier<kFault>, one, block, 0, stream, in, out);
-  if (name == "missing_second_barrier")
-    return launch(missing_second_barrier<kFault>, one, block, 0, stream, in, out);
+  if (name == "missing_second_barrier") return launch(missing_second_barrier<kFault>, one, block, 0, stream, in, out);
   if (name == "missing_syncwarp") return launch(missing_syncwarp<kFault>, one, block, bytes, stream, in, out);
   constexpr auto no_wait = kFault ? CopyFault::kNoWait : CopyFault::kNone;
   constexpr auto no_barrier = kFault ? CopyFault::kNoBarrier : CopyFault::kNone;
   constexpr auto wrong_group = kFault ? CopyFault::kWrongGroup : CopyFault::kNone;
   if (name == "copy_without_wait") return launch(copy<no_wait>, one, block, 2 * bytes, stream, in, out);
   if (name == "copy_without_barrier") return launch(copy<no_barrier>, one, block, 2 * bytes, stream, in, out);
-  if (name == "copy_of_a_later_group")
-    return launch(copy<wrong_group>, one, block, 2 * bytes, stream, in, out);
+  if (name == "copy_of_a_later_group") return launch(copy<wrong_group>, one, block, 2 * bytes, stream, in, out);
   if (name == "copy_of_a_changing_source")
     return launch(copy_of_a_changing_source<kFault>, one, block, bytes, stream, in, out);
   if (name == "unwritten_shared") return launch(unwritten_shared<kFault>, one, block, 0, stream, in, out);
@@ -341,8 +339,7 @@ static cudaError_t run(const std::string& name, const float* in, float* out, cud
   if (name == "lane_left") return launch(lane_left<kFault>, one, block, 0, stream, in, out);
   if (name == "lane_outside") return launch(lane_outside<kFault>, one, block, 0, stream, in, out);
   if (name == "misaligned_load") return launch(misaligned_load<kFault>, one, block, 0, stream, in, out);
-  if (name == "past_dynamic_shared")
-    return launch(past_dynamic_shared<kFault>, one, block, bytes, stream, in, out);
+  if (name == "past_dynamic_shared") return launch(past_dynamic_shared<kFault>, one, block, bytes, stream, in, out);
   if (name == "past_static_shared") return launch(past_static_shared<kFault>, one, block, 0, stream, in, out);
   if (name == "past_global") return launch(past_global<kFault>, one, block, 0, stream, in, out);
   if (name == "collectives") return launch(collectives, one, block, 0, stream, in, out);
@@ -351,8 +348,8 @@ static cudaError_t run(const std::string& name, const float* in, float* out, cud
     return launch_overlapping(early_read<kFault>, dim3(kThreads / 32), dim3(32), 0, stream, out);
   }
   if (name == "early_read_of_stores" || name == "early_read_of_atomics") {
-    launch(name == "early_read_of_stores" ? store_and_release<false> : store_and_release<true>, one, block, 0,
-           stream, in, out);
+    launch(name == "early_read_of_stores" ? store_and_release<false> : store_and_release<true>, one, block, 0, stream,
+           in, out);
     return launch_overlapping(early_read<kFault>, one, block, 0, stream, out);
   }
   if (name == "early_store") {
@@ -391,15 +388,14 @@ static cudaError_t run(const std::string& name, const float* in, float* out, cud
   return cudaErrorInvalidValue;
 }
 
-cudaError_t launch_self_test(const std::string& name, bool fault, const float* in, float* out,
-                             cudaStream_t stream) {
+cudaError_t launch_self_test(const std::string& name, bool fault, const float* in, float* out, cudaStream_t stream) {
   return fault ? run<true>(name, in, out, stream) : run<false>(name, in, out, stream);
 }
 
 cudaError_t launch_last_block(bool fault, const float* in, float* partial, unsigned* counter, float* out,
                               cudaStream_t stream) {
-  return launch(fault ? last_block<true> : last_block<false>, dim3(4), dim3(kThreads), 0, stream, in, partial,
-                counter, out);
+  return launch(fault ? last_block<true> : last_block<false>, dim3(4), dim3(kThreads), 0, stream, in, partial, counter,
+                out);
 }
 
 cudaError_t launch_tensor_core(bool half, const void* a, const void* b, float* out, bool transposed,
@@ -407,8 +403,8 @@ cudaError_t launch_tensor_core(bool half, const void* a, const void* b, float* o
   if (half)
     return launch(tensor_core<__half>, dim3(1), dim3(32), 0, stream, static_cast<const __half*>(a),
                   static_cast<const __half*>(b), out, transposed);
-  return launch(tensor_core<__nv_bfloat16>, dim3(1), dim3(32), 0, stream,
-                static_cast<const __nv_bfloat16*>(a), static_cast<const __nv_bfloat16*>(b), out, transposed);
+  return launch(tensor_core<__nv_bfloat16>, dim3(1), dim3(32), 0, stream, static_cast<const __nv_bfloat16*>(a),
+                static_cast<const __nv_bfloat16*>(b), out, transposed);
 }
 
 }  // namespace dflash

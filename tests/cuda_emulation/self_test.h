@@ -6,8 +6,7 @@
 namespace dflash {
 
 // One case of self_test.cu: in and out are float [64] ([128] for the copies).
-cudaError_t launch_self_test(const std::string& name, bool fault, const float* in, float* out,
-                             cudaStream_t stream);
+cudaError_t launch_self_test(const std::string& name, bool fault, const float* in, float* out, cudaStream_t stream);
 // partial is float [4], counter unsigned [1].
 cudaError_t launch_last_block(bool fault, const float* in, float* partial, unsigned* counter, float* out,
                               cudaStream_t stream);

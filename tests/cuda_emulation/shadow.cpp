@@ -24,9 +24,7 @@ void Shadow::start(int launch) {
   if (oldest_.size() > size_t(launch)) return;
   if (released_early_.size() <= size_t(launch)) released_early_.resize(launch + 1, false);
   // If the kernel ahead let this one start before its own wait, those ahead of that one may still run too.
-  oldest_.push_back(launch == 0                   ? now_ + 1
-                    : released_early_[launch - 1] ? oldest_[launch - 1]
-                                                  : begun_[launch - 1]);
+  oldest_.push_back(launch == 0 ? now_ + 1 : released_early_[launch - 1] ? oldest_[launch - 1] : begun_[launch - 1]);
 }
 
 void Shadow::begin(int launch) {
@@ -63,8 +61,7 @@ void Shadow::barrier(BlockView& block, const std::vector<ThreadView*>& threads) 
 
 void Shadow::atomic(const void* address, int64_t number, BlockView& block, int index, ThreadView& thread) {
   ++now_;
-  std::vector<Time> visible(std::max(block.fenced.size(), size_t(index) + 1),
-                            std::max(block.covered, thread.covered));
+  std::vector<Time> visible(std::max(block.fenced.size(), size_t(index) + 1), std::max(block.covered, thread.covered));
   merge(visible, block.fenced);
   visible[index] = std::max(visible[index], thread.fenced);
   Knowledge& published = published_[address];
@@ -100,8 +97,7 @@ std::string Shadow::store(const char* address, size_t bytes, int launch, int64_t
     const uintptr_t at = reinterpret_cast<uintptr_t>(address + i);
     Byte& byte = make(at / kPage)[at % kPage];
     if (byte.early > uint32_t(launch) + 1)
-      return "stores what overlapping launch +" + std::to_string(byte.early - 1 - launch) +
-             " has read before its wait";
+      return "stores what overlapping launch +" + std::to_string(byte.early - 1 - launch) + " has read before its wait";
     byte.store.time = uint32_t(now_);
     byte.store.launch = uint32_t(launch) & 4095;
     byte.store.thread = uint32_t(thread) & 1023;
@@ -110,17 +106,16 @@ std::string Shadow::store(const char* address, size_t bytes, int launch, int64_t
   return "";
 }
 
-std::string Shadow::load(const char* address, size_t bytes, int launch, int64_t number,
-                         const BlockView& block, const ThreadView& view) {
+std::string Shadow::load(const char* address, size_t bytes, int launch, int64_t number, const BlockView& block,
+                         const ThreadView& view) {
   for (size_t i = 0; i < bytes; ++i) {
     const Byte* byte = find_byte(address + i);
-    if (!byte || !byte->store.time || int(byte->store.launch) != launch || byte->store.block == number)
-      continue;
+    if (!byte || !byte->store.time || int(byte->store.launch) != launch || byte->store.block == number) continue;
     const Store& store = byte->store;
     if (!knows(view.acquired, store.block, store.thread, store.time) &&
         !knows(block.acquired, store.block, store.thread, store.time))
-      return "reads what thread " + std::to_string(store.thread) + " of block " +
-             std::to_string(store.block) + " has stored: no fence, atomic and fence stand between";
+      return "reads what thread " + std::to_string(store.thread) + " of block " + std::to_string(store.block) +
+             " has stored: no fence, atomic and fence stand between";
   }
   return "";
 }

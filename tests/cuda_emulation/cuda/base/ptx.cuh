@@ -15,8 +15,8 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 }
 
 template <typename... Parameters>
-cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
-                               cudaStream_t, std::common_type_t<Parameters>... arguments) {
+cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t,
+                               std::common_type_t<Parameters>... arguments) {
   static_assert((0 + ... + sizeof(Parameters)) <= 4096, "a kernel takes at most 4096 bytes of parameters");
   return emulation::enqueue(reinterpret_cast<const void*>(kernel), grid, block, shared, true,
                             [=] { kernel(arguments...); });
