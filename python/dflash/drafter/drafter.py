@@ -130,11 +130,15 @@ class Drafter(nn.Module):
         self._scale_outputs()
         if self.markov_head is not None and self.config.draft_vocab_size is not None:
             self.markov_head.refresh(self.d2t)
-        tensors = tensors_of(modules_of(self))
-        if len(tensors) == len(self._stacked) and all(map(operator.is_, tensors, self._stacked)):
+        if self._is_stacked():
             self._stack.refresh()
         else:
             self._restack()
+
+    def _is_stacked(self) -> bool:
+        """Return True if every parameter is the object that the stack runs."""
+        tensors = tensors_of(modules_of(self))
+        return len(tensors) == len(self._stacked) and all(map(operator.is_, tensors, self._stacked))
 
     def forget_values(self) -> None:
         """Compute what follows from the weights again at the next `refresh`, whether they have changed or not."""
