@@ -10,7 +10,8 @@ import torch
 
 from dflash import ops
 
-OPS = sorted({name.rstrip("_") for name in vars(ops) if hasattr(torch.ops.dflash, name)})  # of any release
+# Of any release.
+OPS = sorted({name.rstrip("_") for name in vars(ops) if name[0] != "_" and hasattr(torch.ops.dflash, name)})
 
 
 def main() -> None:

@@ -216,13 +216,13 @@ def test_a_wrong_answer_is_not_counted_identical(run, tiny, three, monkeypatch):
 
 
 def test_weights_are_stored_as_asked(shell, tiny, three, monkeypatch):
-    stored, build = [], dflash.Generator._build
+    stored, make = [], dflash.Generator.__init__
 
-    def spy(self, target, draft, options):
-        stored.append((options.weights, options.draft_weights))
-        build(self, target, draft, options)
+    def spy(self, *pair, **options):
+        stored.append((options.get("weights"), options.get("draft_weights")))
+        make(self, *pair, **options)
 
-    monkeypatch.setattr(dflash.Generator, "_build", spy)
+    monkeypatch.setattr(dflash.Generator, "__init__", spy)
     pair = ["--model", tiny / "target", "--draft", tiny / "draft"]
     call = ["benchmark", *pair, "--dataset", three, "--max-new-tokens", 4]
     report = json.loads(shell(*call, "--weights", "int8", "--draft-weights", "int8", "--json").out)

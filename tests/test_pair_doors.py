@@ -114,4 +114,4 @@ def test_half_a_pair_is_refused(shell, option):
     done = shell("generate", option, PAIR / option.removeprefix("--"), "add 1 and 2")
     assert done.code == 2
     other = "--draft" if option == "--model" else "--model"
-    assert done.err == f"dflash: {option} needs {other} too; without both, the pair inside the package answers\n"
+    assert done.err == f"dflash: {option} needs {other} too: without both, the pair inside the package answers\n"

@@ -414,9 +414,11 @@ class Generator:
             self._known.fill(self._modules)
         self.runner.start()
         self.engine.refresh()
-        if self.runner.ahead and self._known.have_moved(self._modules):
-            self.runner.clear()  # captured graphs hold the addresses of the weights
-        obstacle = "graph=False was asked for" if self.graph is False else self.engine.graph_obstacle(call, self._hook)
+        obstacle = "graph=False was asked for" if self.graph is False else ""
+        if self.runner.ahead:
+            obstacle = obstacle or self.engine.graph_obstacle(call, self._hook)
+            if self._known.have_moved(self._modules):
+                self.runner.clear()  # captured graphs hold the addresses of the weights
         self._run = Run(
             self.engine, self.runner, self.step, reads_ids=reads_ids, obstacle=obstacle,
             must_capture=self.graph is True,
