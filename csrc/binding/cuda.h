@@ -1,6 +1,8 @@
 // The CUDA kernels as functions of a module: launch(kernel, fields by name, device, stream), and
 // NAME_workspace(shapes).
 #pragma once
+#include <pybind11/stl.h>
+
 #include <map>
 #include <string>
 
