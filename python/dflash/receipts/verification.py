@@ -157,7 +157,9 @@ class Verifier:
     """Checks many receipts with one target, which must not change; takes what `verify` takes.
 
     Args:
-        target, tokenizer, fingerprints: as `verify` takes them.
+        target: see `verify`.
+        tokenizer: see `verify`.
+        fingerprints: see `verify`.
         prepared: the target as a `Generator` runs it, so that no second copy of its weights is made.
     """
 
