@@ -152,12 +152,6 @@ def stream(
     return _released_unless_finished(generator, generator.stream_call(call, skip_special_tokens))
 
 
-def kept_generator() -> Generator | None:
-    """Return the generator that one-shot calls keep for the next; None if there is none."""
-    cached = _cached
-    return None if cached is None else cached.generator
-
-
 def release() -> None:
     """Free what one-shot calls keep for the next, and forget which targets were tried.
 

@@ -334,7 +334,7 @@ def check_combination(
     tree: TreeSize, block_size: BlockSize = None, denoise_steps: int = 1, acceptance: str = "keyed",
     draft_sharpness: float = 1.0,
 ) -> None:  # fmt: skip
-    """Raise ValueError if trees, or chains of a width chosen as a call proceeds, cannot be drafted together with it."""
+    """Raise ValueError if the other settings rule out a tree, or a chain whose width is chosen as a call proceeds."""
     reason = ""
     # 1. Trees
     if acceptance == "rejection":
