@@ -83,10 +83,7 @@ unsigned long long capture_id([[maybe_unused]] uintptr_t stream) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.def("use_torch", [](py::handle tensor, py::handle parameter,
-                        const std::vector<std::tuple<py::object, uint8_t, uint8_t>>& dtypes) {
-    torch.init(tensor, parameter, dtypes);
-  });
+  m.def("use_torch", [](py::handle tensor, py::handle parameter) { torch.init(tensor, parameter); });
   m.def("contract", [](const std::string& op, const py::dict& spec) { return contract(spec, body_of(op)); });
   m.def("run", [](const std::string& kernel, const py::dict& given, int threads) {
     alignas(16) char params[CpuKernel::kLargest];
@@ -94,7 +91,7 @@ PYBIND11_MODULE(_C, m) {
     Lists lists;
     found.make(params);
     store_record(*found.fields, given.ptr(), params, lists);
-    found.run(params, threads);
+    found.run(params, threads, INT64_MAX);
   });
   m.def("isa", [] { return cpu_kernels().isa; });
   m.def("isas", &cpu_isas);

@@ -10,13 +10,6 @@
 
 namespace dflash {
 
-template <typename Params>
-void run_kernel(void (*CpuKernels::*kernel)(const Params&), Params& p) {
-  p.threads = torch.num_threads();
-  const pybind11::gil_scoped_release release;
-  (cpu_kernels().*kernel)(p);
-}
-
 // The products of a call's first tensor with weights side by side; false if torch's product is faster, or the
 // operands do not fit each other.
 inline bool read_products(const Call& call, const Seen* weights, int count, const Seen* biases, const Seen* scales,
@@ -27,7 +20,7 @@ inline bool read_products(const Call& call, const Seen* weights, int count, cons
   if (p.in == 0 || (!scales && p.rows > max_skinny_rows(p.dtype))) return false;
   for (int i = 0; i < count; ++i) {
     const DLTensor& weight = weights[i].t;
-    if (weight.is(kDLInt, 8) != (scales != nullptr)) return false;
+    if ((weight.dtype() == kDLInt8) != (scales != nullptr)) return false;
     if (biases && biases[i].t.shape[0] != weight.shape[0]) return false;
     p.weights[i] = weight.data, p.features[i] = weight.shape[0];
     p.biases[i] = biases ? biases[i].t.data : nullptr;
@@ -43,7 +36,7 @@ inline bool run_linears(const Call& call, void* const* outputs) {
   LinearParams p{};
   p.out = outputs[0];
   if (!read_products(call, call.tensors(1), call.count[1], call.tensors(2), call.tensors(3), p)) return false;
-  run_kernel(&CpuKernels::linear, p);
+  run_kernel(&CpuKernels::linear, p, torch.num_threads(), call.bytes);
   return true;
 }
 
@@ -53,9 +46,9 @@ inline bool run_swiglu(const Call& call, void* const* outputs) {
   if (!read_products(call, call.tensors(1), 2, nullptr, call.tensors(3), p)) return false;
   const std::unique_ptr<char[]> gate_up(new char[p.rows * p.out_features * call.seen[0].t.element_size()]);
   p.out = gate_up.get();
-  run_kernel(&CpuKernels::linear, p);
+  run_kernel(&CpuKernels::linear, p, torch.num_threads(), call.bytes);
   SiluMulParams gated{p.out, outputs[0], p.rows, p.features[0], p.dtype, 0};
-  run_kernel(&CpuKernels::silu_mul, gated);
+  run_kernel(&CpuKernels::silu_mul, gated, p.threads, call.bytes);
   return true;
 }
 
@@ -65,13 +58,13 @@ inline bool run_fuse_features(const Call& call, void* const* outputs) {
   if (!read_products(call, call.tensors(2), 1, nullptr, nullptr, p)) return false;
   const std::unique_ptr<char[]> fused(new char[p.rows * p.out_features * call.seen[0].t.element_size()]);
   p.out = fused.get();
-  run_kernel(&CpuKernels::linear, p);
+  run_kernel(&CpuKernels::linear, p, torch.num_threads(), call.bytes);
   RmsNormParams norm{};
   norm.x = p.out, norm.weight = call.tensors(3)->t.data, norm.out = outputs[0];
   norm.counts = static_cast<const int64_t*>(call.tensors(1)->t.data);
   norm.rows = p.rows, norm.rows_per_sequence = call.seen[0].t.shape[1], norm.hidden = p.out_features;
-  norm.eps = call.number(4), norm.dtype = p.dtype;
-  run_kernel(&CpuKernels::rms_norm, norm);
+  norm.eps = float(call.number(4)), norm.dtype = p.dtype;
+  run_kernel(&CpuKernels::rms_norm, norm, p.threads, call.bytes);
   return true;
 }
 
@@ -92,7 +85,7 @@ inline bool run_compact_kv(const Call& call, void* const*) {
   CompactKvParams p{numbers(0),     numbers(1),           numbers(2), addresses.data(),
                     {heads.data()}, {row_bytes.data()},   count,      path[0],
                     path[1],        caches[0].t.shape[2], 0};
-  run_kernel(&CpuKernels::compact_kv, p);
+  run_kernel(&CpuKernels::compact_kv, p, torch.num_threads(), call.bytes);
   return true;
 }
 

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <map>
 #include <memory_resource>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,18 +26,25 @@ struct CpuKernel {
   static constexpr size_t kLargest = 512;  // bytes of a params struct
   const Record* fields;
   void (*make)(void* params);
-  void (*run)(void* params, int threads);  // without the GIL
+  void (*run)(void* params, int threads, int64_t bytes);
 };
+
+// Runs a kernel on tensors of so many bytes: without the GIL, unless it takes less time than to give that away.
+template <typename Params>
+void run_kernel(void (*CpuKernels::*kernel)(const Params&), Params& p, int threads, int64_t bytes) {
+  constexpr int64_t kFewBytes = 1 << 16;
+  p.threads = threads;
+  std::optional<pybind11::gil_scoped_release> release;
+  if (bytes > kFewBytes) release.emplace();
+  (cpu_kernels().*kernel)(p);
+}
 
 template <typename Params, void (*CpuKernels::*KERNEL)(const Params&)>
 CpuKernel cpu_kernel() {
   static_assert(sizeof(Params) <= CpuKernel::kLargest && alignof(Params) <= 16);
   return {&fields_of<Params>(), [](void* params) { new (params) Params{}; },
-          [](void* params, int threads) {
-            Params& filled = *static_cast<Params*>(params);
-            filled.threads = threads;
-            const pybind11::gil_scoped_release release;
-            (cpu_kernels().*KERNEL)(filled);
+          [](void* params, int threads, int64_t bytes) {
+            run_kernel(KERNEL, *static_cast<Params*>(params), threads, bytes);
           }};
 }
 
@@ -51,37 +59,36 @@ inline const std::map<std::string, CpuKernel>& kernels() {
 
 // ---- a contract
 
-// Instructions of a stack machine on 64-bit integers: pairs of an operation and its operand. Operations are
-// counted on from one table to the next, as in ops/contract.py.
-using Program = std::vector<int64_t>;
-enum Operation : int64_t { kConstant, kSlot, kHas, kTotalRows, kAtLeast, kAtMost, kNot, kOfTensor };
+// Instructions of a stack machine on 64-bit integers: an operation; a slot, argument or tensor; a constant or
+// dimension. Operations are counted on from one table to the next, as in ops/contract.py.
+using Program = std::vector<std::tuple<int, int, int64_t>>;
+enum Operation : int { kConstant, kSlot, kHas, kTotalRows, kAtLeast, kAtMost, kNot, kOfTensor };
 
-// Of a tensor; the number is what stands before on the stack, a dimension or 0.
-constexpr int64_t (*kTensorOperations[])(const DLTensor& t, int64_t i) = {
+constexpr int64_t (*kTensorOperations[])(const DLTensor& t, int64_t dim) = {
     [](const DLTensor& t, int64_t) -> int64_t { return t.ndim; },
-    [](const DLTensor& t, int64_t i) -> int64_t { return t.shape[i]; },
-    [](const DLTensor& t, int64_t i) -> int64_t { return t.strides[i]; },
+    [](const DLTensor& t, int64_t dim) -> int64_t { return t.shape[dim]; },
+    [](const DLTensor& t, int64_t dim) -> int64_t { return t.strides[dim]; },
     [](const DLTensor& t, int64_t) -> int64_t { return row_stride(t, false); },
     [](const DLTensor& t, int64_t) -> int64_t { return t.element_size(); },
-    [](const DLTensor& t, int64_t) -> int64_t { return t.is(kDLFloat, 32); },
-    [](const DLTensor& t, int64_t) -> int64_t { return t.is(kDLInt, 8); },
+    [](const DLTensor& t, int64_t) -> int64_t { return t.dtype() == kDLFloat32; },
+    [](const DLTensor& t, int64_t) -> int64_t { return t.dtype() == kDLInt8; },
 };
 using Wide = __int128;  // shows what does not fit
-constexpr int64_t kOfNumbers = kOfTensor + std::size(kTensorOperations);
-constexpr Wide (*kNumberOperations[])(Wide a, Wide b) = {
-    [](Wide a, Wide b) -> Wide { return a + b; },
-    [](Wide a, Wide b) -> Wide { return a - b; },
-    [](Wide a, Wide b) -> Wide { return a * b; },
-    [](Wide a, Wide b) -> Wide { return b > 0 ? (a - (a < 0 ? b - 1 : 0)) / b : 0; },  // as Python divides
-    [](Wide a, Wide b) -> Wide { return b > 0 ? (a % b + b) % b : 0; },
-    [](Wide a, Wide b) -> Wide { return std::min(a, b); },
-    [](Wide a, Wide b) -> Wide { return std::max(a, b); },
-    [](Wide a, Wide b) -> Wide { return a == b; },
-    [](Wide a, Wide b) -> Wide { return a != b; },
-    [](Wide a, Wide b) -> Wide { return a < b; },
-    [](Wide a, Wide b) -> Wide { return a <= b; },
-    [](Wide a, Wide b) -> Wide { return a && b; },
-    [](Wide a, Wide b) -> Wide { return a || b; },
+constexpr int kOfNumbers = kOfTensor + std::size(kTensorOperations);
+constexpr Wide (*kNumberOperations[])(int64_t a, int64_t b) = {
+    [](int64_t a, int64_t b) { return Wide(a) + b; },
+    [](int64_t a, int64_t b) { return Wide(a) - b; },
+    [](int64_t a, int64_t b) { return Wide(a) * b; },
+    [](int64_t a, int64_t b) { return Wide(b > 0 ? a / b - (a % b < 0) : 0); },  // as Python divides
+    [](int64_t a, int64_t b) { return Wide(b > 0 ? a % b + (a % b < 0 ? b : 0) : 0); },
+    [](int64_t a, int64_t b) { return Wide(std::min(a, b)); },
+    [](int64_t a, int64_t b) { return Wide(std::max(a, b)); },
+    [](int64_t a, int64_t b) { return Wide(a == b); },
+    [](int64_t a, int64_t b) { return Wide(a != b); },
+    [](int64_t a, int64_t b) { return Wide(a < b); },
+    [](int64_t a, int64_t b) { return Wide(a <= b); },
+    [](int64_t a, int64_t b) { return Wide(a && b); },
+    [](int64_t a, int64_t b) { return Wide(a || b); },
 };
 
 // A tensor of a call.
@@ -101,12 +108,18 @@ struct Call {
     std::fill_n(slots, num_slots, 0), std::fill_n(first, num_tensors, 0), std::fill_n(count, num_tensors, 0);
   }
   // The tensors of a contract's i-th; none if it is None.
-  const Seen* tensors(int i) const { return count[i] ? &seen[first[i]] : nullptr; }
-  float number(int argument) const { return float(PyFloat_AsDouble(arguments[argument])); }
+  const Seen* tensors(int64_t i) const { return count[i] ? &seen[first[i]] : nullptr; }
+  double number(int64_t argument) const { return PyFloat_AsDouble(arguments[argument]); }
   // The kernels' code of the storage type.
   DType dtype() const {
-    const DLTensor& t = seen[storage].t;
-    return t.is(kDLFloat, 32) ? DType::kFloat32 : t.code == kDLFloat ? DType::kFloat16 : DType::kBFloat16;
+    return storage == kDLFloat32 ? DType::kFloat32 : storage == kDLFloat16 ? DType::kFloat16 : DType::kBFloat16;
+  }
+  // Gives a slot its value; false if it has another.
+  bool bind(int slot, int64_t value) {
+    const uint64_t bit = uint64_t(1) << slot;
+    if (bound & bit) return slots[slot] == value;
+    bound |= bit, slots[slot] = value;
+    return true;
   }
 
   PyObject* const* arguments;
@@ -115,10 +128,10 @@ struct Call {
   std::pmr::vector<Seen> seen{&resource};
   std::vector<pybind11::object> held;          // lists, which other threads may empty while the kernel runs
   int first[kMaxTensors], count[kMaxTensors];  // of each rule's tensors in `seen`
-  int64_t slots[kMaxSlots];
+  int64_t slots[kMaxSlots], bytes = 0;         // of all tensors
   uint64_t bound = 0;
-  bool overflowed = false, is_on_cpu = false;       // the latter: all tensors must be
-  int storage = -1, leading = -1, num_leading = 0;  // tensors in `seen`, and the leading dimensions of one
+  bool overflowed = false, is_on_cpu = false;      // the latter: all tensors must be
+  int storage = 0, leading = -1, num_leading = 0;  // the storage type; a tensor in `seen`, and its leading dimensions
 };
 
 // Runs an op that is more than one kernel with the contract's fields (bodies.h); false if the CPU's kernels
@@ -128,26 +141,22 @@ using Body = bool (*)(const Call& call, void* const* outputs);
 class Contract {
  public:
   // `spec` is what ops/contract.py made of the text; without a body the kernel that it names runs.
-  Contract(const pybind11::dict& spec, Body body) : body_(body) {
-    const auto get = [&spec](const char* name) { return spec[name]; };
-    for (pybind11::handle entry : get("arguments")) arguments_.push_back(entry.cast<std::pair<char, int>>());
-    for (pybind11::handle entry : get("tensors")) tensors_.push_back(TensorRule(entry));
-    rules_ = get("rules").cast<std::vector<Program>>();
-    derived_ = get("derived").cast<std::vector<std::pair<int, Program>>>();
-    for (pybind11::handle entry : get("outputs")) outputs_.push_back(Output(entry));
-    const auto intern = [&get](const char* list, std::vector<PyObject*>& names) {
-      for (pybind11::handle name : get(list))
-        names.push_back(PyUnicode_InternFromString(name.cast<std::string>().c_str()));
+  Contract(const pybind11::dict& spec, Body body) : choices_(spec["choices"]), body_(body) {
+    const auto get = [&spec](const char* name, auto& field) {
+      field = spec[name].cast<std::decay_t<decltype(field)>>();
     };
-    intern("parameters", parameters_), intern("names", names_);
-    constants_ = get("constants").cast<std::vector<float>>();
-    choices_ = get("choices");
+    get("arguments", arguments_), get("rules", rules_), get("derived", derived_);
+    for (pybind11::handle entry : spec["tensors"]) tensors_.emplace_back(entry);
+    for (pybind11::handle entry : spec["outputs"]) outputs_.emplace_back(entry);
+    for (const auto& [key, names] : {std::pair("parameters", &parameters_), std::pair("names", &names_)})
+      for (pybind11::handle name : spec[key])
+        names->push_back(PyUnicode_InternFromString(name.cast<std::string>().c_str()));
     if (names_.size() > Call::kMaxSlots || tensors_.size() > Call::kMaxTensors || outputs_.size() > kMaxOutputs)
       throw std::length_error("a contract has too many names, tensors or outputs");
-    const auto found = kernels().find(get("kernel").cast<std::string>());
+    const auto found = kernels().find(spec["kernel"].cast<std::string>());
     if (found == kernels().end()) return;
     kernel_ = &found->second;
-    const auto sources = get("sources").cast<std::map<std::string, std::pair<char, int>>>();
+    const auto sources = spec["sources"].cast<std::map<std::string, std::pair<char, int>>>();
     for (const Field& field : *kernel_->fields) {
       const auto source = sources.find(pybind11::handle(field.name).cast<std::string>());
       if (source != sources.end()) fills_.push_back({&field, source->second.first, source->second.second});
@@ -167,7 +176,7 @@ class Contract {
     pybind11::dict named;
     for (size_t i = 0; i < arguments_.size(); ++i) PyDict_SetItem(named.ptr(), parameters_[i], arguments[i]);
     for (size_t i = 0; i < names_.size(); ++i) named[names_[i]] = call.slots[i];
-    if (has_dtype_ && call.storage >= 0) named["dtype"] = int(call.dtype());
+    if (has_dtype_ && call.storage) named["dtype"] = int(call.dtype());
     return named.release().ptr();
   }
 
@@ -184,6 +193,7 @@ class Contract {
       DLTensor t;
       if (!torch.is_exact(made[i].ptr()) || !torch.read(made[i].ptr(), t) || t.device_type != kDLCPU) return nullptr;
       addresses[i] = t.data;
+      call.bytes += t.num_bytes();
     }
     if (body_) {
       if (!body_(call, addresses)) return nullptr;
@@ -192,7 +202,7 @@ class Contract {
       kernel_->make(params);
       Lists lists;
       for (const Fill& fill : fills_) put(call, fill, addresses, params, lists);
-      kernel_->run(params, torch.num_threads());
+      kernel_->run(params, torch.num_threads(), call.bytes);
     }
     if (outputs_.empty()) Py_RETURN_NONE;
     if (outputs_.size() == 1) return made[0].release().ptr();
@@ -203,36 +213,35 @@ class Contract {
 
  private:
   static constexpr size_t kMaxOutputs = 8;
-  // The dtype of a tensor: the op's storage type, or that or another; any; or one by its name.
-  enum class Kind : int { kStorage, kStorageOrFloat32, kStorageOrInt8, kAny, kInt64, kFloat32, kInt8 };
-  // Dense, written or read with evenly spaced rows, or with that many of its last dimensions dense.
+  // Layouts: dense; evenly spaced rows; else so many of the last dimensions are dense.
   static constexpr int kDense = 0, kEvenRows = -1;
+  static constexpr int kStorage = 0, kAny = -1;  // dtypes beside those of DLPack
 
   struct TensorRule {
     explicit TensorRule(pybind11::handle entry) {
-      int number;
-      std::tie(argument, number, layout, leading, count, optional, written, last_may_miss, shape) =
-          entry.cast<std::tuple<int, int, int, int, int, bool, bool, bool, std::vector<Program>>>();
-      kind = Kind(number);
+      std::tie(argument, dtype, or_dtype, layout, leading, count, optional, written, last_may_miss, names, sizes) =
+          entry.cast<std::tuple<int, int, int, int, int, int, bool, bool, bool, std::vector<int>,
+                                std::vector<std::pair<int, Program>>>>();
     }
-    int argument, layout, leading, count;  // the slots of leading dimensions and of a list's length, or -1
-    Kind kind;
+    int argument, dtype, or_dtype, layout;
+    int leading, count;  // the slots of leading dimensions and of a list's length, or -1
     bool optional, written, last_may_miss;
-    std::vector<Program> shape;  // empty for any size
+    std::vector<int> names;                      // the slot that each dimension gives its size to, or -1
+    std::vector<std::pair<int, Program>> sizes;  // what other dimensions must be
   };
   struct Output {
     explicit Output(pybind11::handle entry) {
-      int number;
-      std::tie(number, has_leading, shape) = entry.cast<std::tuple<int, bool, std::vector<Program>>>();
-      kind = Kind(number);
+      std::tie(dtype, torch_dtype, has_leading, shape) =
+          entry.cast<std::tuple<int, pybind11::object, bool, std::vector<Program>>>();
     }
-    Kind kind;
+    int dtype;
+    pybind11::object torch_dtype;
     bool has_leading;
     std::vector<Program> shape;
   };
   struct Fill {
     const Field* field;
-    char source;  // t: a tensor or list, o: an output, s: a slot, f: a float, k: a constant, d: the dtype
+    char source;  // t: a tensor or list, o: an output, s: a slot, f: a float, d: the dtype
     int index;
   };
 
@@ -241,19 +250,13 @@ class Contract {
       if (!read_argument(call, i)) return false;
     for (size_t i = 0; i < tensors_.size(); ++i)
       if (!read_tensors(call, i)) return false;
-    derive(call);  // sizes may be among the derived
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      const TensorRule& rule = tensors_[i];
+    for (const auto& [slot, program] : derived_) call.slots[slot] = evaluate(call, program);
+    for (size_t i = 0; i < tensors_.size(); ++i)
       for (int j = 0; j < call.count[i]; ++j)
-        if (!has_sizes(call, rule, call.seen[call.first[i] + j])) return false;
-    }
+        if (!has_sizes(call, tensors_[i], call.seen[call.first[i] + j].t)) return false;
     for (const Program& rule : rules_)
       if (!evaluate(call, rule)) return false;
     return !call.overflowed && !meets(call);
-  }
-
-  void derive(Call& call) const {
-    for (const auto& [slot, program] : derived_) call.slots[slot] = evaluate(call, program);
   }
 
   bool read_argument(Call& call, size_t i) const {
@@ -277,9 +280,8 @@ class Contract {
         return !PyErr_Occurred();
       case 'c': {
         PyObject* code = PyUnicode_CheckExact(object) ? PyDict_GetItem(choices_.ptr(), object) : nullptr;
-        if (!code) return false;
-        call.slots[slot] = PyLong_AsLongLong(code);
-        return true;
+        if (code) call.slots[slot] = PyLong_AsLongLong(code);
+        return code != nullptr;
       }
       default:
         return true;
@@ -297,13 +299,9 @@ class Contract {
     }
     if (!PyList_Check(object) && !PyTuple_Check(object)) return false;
     auto list = pybind11::reinterpret_steal<pybind11::tuple>(PySequence_Tuple(object));
-    if (!list) {
-      PyErr_Clear();
-      return false;
-    }
+    if (!list) throw pybind11::error_already_set();
     call.count[i] = int(list.size());
-    const int64_t number = call.count[i];
-    if (!bind(call, rule.count, number)) return false;
+    if (!call.bind(rule.count, call.count[i])) return false;
     for (int j = 0; j < call.count[i]; ++j)
       if (!read_tensor(call, rule, PyTuple_GET_ITEM(list.ptr(), j))) return false;
     call.held.push_back(std::move(list));
@@ -311,62 +309,42 @@ class Contract {
   }
 
   bool read_tensor(Call& call, const TensorRule& rule, PyObject* object) const {
-    // 1. Its memory and dtype
-    call.seen.push_back({object, {}, {}, rule.written});
-    Seen& seen = call.seen.back();
-    DLTensor& t = seen.t;
-    if (!torch.is_exact(object) || !torch.read(object, t)) return false;
-    const DLTensor& first_of_all = call.seen[0].t;
-    if (t.device_type != (call.is_on_cpu ? kDLCPU : first_of_all.device_type)) return false;
-    if (t.device_id != first_of_all.device_id || torch.is_negative(object)) return false;
-    if (!torch.span_of(object, t, seen.span) || !has_kind(call, rule.kind, t)) return false;
-    // 2. Its layout
-    const int dims = int(rule.shape.size()), leading = t.ndim - dims;
-    if (t.ndim > kMaxDimensions || !has_layout(rule.layout, rule.written, t)) return false;
-    // 3. The sizes that it gives names to
+    // 1. Its memory, dtype and layout
+    Seen& seen = call.seen.emplace_back();
+    seen.object = object, seen.written = rule.written;
+    const DLTensor &t = seen.t, &first = call.seen[0].t;
+    if (!torch.is_exact(object) || !torch.read(object, seen.t) || t.ndim > kMaxDimensions) return false;
+    if (t.device_type != (call.is_on_cpu ? kDLCPU : first.device_type) || t.device_id != first.device_id) return false;
+    if (torch.is_negative(object, t) || !torch.span_of(object, t, seen.span)) return false;
+    if (!has_dtype(call, rule, t) || !has_layout(rule.layout, rule.written, t)) return false;
+    call.bytes += int64_t(seen.span.end - seen.span.begin);
+    // 2. Its leading dimensions
+    const int leading = t.ndim - int(rule.names.size());
     if (rule.leading < 0) {
       if (leading != 0 && !(leading == -1 && rule.last_may_miss)) return false;
-    } else if (leading < 0) {
-      return false;
     } else {
+      if (leading < 0) return false;
       int64_t product = 1;
       for (int d = 0; d < leading; ++d) product *= t.shape[d];
-      if (!bind(call, rule.leading, product)) return false;
       if (call.leading < 0) call.leading = int(call.seen.size()) - 1, call.num_leading = leading;
-      const DLTensor& first = call.seen[call.leading].t;
-      if (leading != call.num_leading || !std::equal(t.shape, t.shape + leading, first.shape)) return false;
+      const int64_t* shape = call.seen[call.leading].t.shape;
+      if (leading != call.num_leading || !std::equal(t.shape, t.shape + leading, shape)) return false;
+      if (!call.bind(rule.leading, product)) return false;
     }
+    // 3. The sizes that it gives names to
     const int skipped = std::max(leading, 0);
-    for (int d = 0; d + skipped < t.ndim; ++d) {
-      const Program& size = rule.shape[d];
-      if (is_name(size) && !bind(call, int(size[1]), t.shape[d + skipped])) return false;
-    }
+    for (int d = skipped; d < t.ndim; ++d)
+      if (const int slot = rule.names[d - skipped]; slot >= 0 && !call.bind(slot, t.shape[d])) return false;
     return true;
   }
 
-  static bool is_name(const Program& size) { return size.size() == 2 && size[0] == kSlot; }
-
-  static bool bind(Call& call, int slot, int64_t value) {
-    const uint64_t bit = uint64_t(1) << slot;
-    if (call.bound & bit) return call.slots[slot] == value;
-    call.bound |= bit;
-    call.slots[slot] = value;
-    return true;
-  }
-
-  bool has_kind(Call& call, Kind kind, const DLTensor& t) const {
-    if (kind == Kind::kAny) return true;
-    if (kind == Kind::kInt64) return t.is(kDLInt, 64);
-    if (kind == Kind::kFloat32) return t.is(kDLFloat, 32);
-    if (kind == Kind::kInt8) return t.is(kDLInt, 8);
-    if (call.storage < 0) {
-      call.storage = int(call.seen.size()) - 1;
-      return !has_dtype_ || t.is(kDLFloat, 32) || t.is(kDLBfloat, 16) ||
-             (t.device_type != kDLCPU && t.is(kDLFloat, 16));
-    }
-    const DLTensor& storage = call.seen[call.storage].t;
-    return t.is(storage.code, storage.bits) || (kind == Kind::kStorageOrFloat32 && t.is(kDLFloat, 32)) ||
-           (kind == Kind::kStorageOrInt8 && t.is(kDLInt, 8));
+  bool has_dtype(Call& call, const TensorRule& rule, const DLTensor& t) const {
+    const int dtype = t.dtype();
+    if (rule.dtype != kStorage) return rule.dtype == kAny || rule.dtype == dtype;
+    if (call.storage) return dtype == call.storage || dtype == rule.or_dtype;
+    call.storage = dtype;
+    return !has_dtype_ || dtype == kDLFloat32 || dtype == kDLBFloat16 ||
+           (dtype == kDLFloat16 && t.device_type != kDLCPU);
   }
 
   static bool has_layout(int layout, bool written, const DLTensor& t) {
@@ -379,14 +357,10 @@ class Contract {
     return dense || (step == 0 && layout == kDense);
   }
 
-  bool has_sizes(Call& call, const TensorRule& rule, const Seen& seen) const {
-    const int skipped = rule.leading < 0 ? 0 : seen.t.ndim - int(rule.shape.size());
-    for (int d = 0; d + skipped < seen.t.ndim; ++d) {
-      const Program& size = rule.shape[d];
-      if (size.empty()) continue;
-      const int64_t want = is_name(size) ? call.slots[size[1]] : evaluate(call, size);
-      if (want != seen.t.shape[d + skipped]) return false;
-    }
+  bool has_sizes(Call& call, const TensorRule& rule, const DLTensor& t) const {
+    const int skipped = std::max(t.ndim - int(rule.names.size()), 0);
+    for (const auto& [d, size] : rule.sizes)
+      if (d + skipped < t.ndim && t.shape[d + skipped] != evaluate(call, size)) return false;
     return true;
   }
 
@@ -400,28 +374,28 @@ class Contract {
 
   int64_t evaluate(Call& call, const Program& program) const {
     int64_t stack[16], *top = stack - 1;
-    for (size_t i = 0; i < program.size(); i += 2) {
-      const int64_t operation = program[i], operand = program[i + 1];
+    for (const auto& [operation, place, number] : program) {
       if (operation == kConstant) {
-        *++top = operand;
+        *++top = number;
       } else if (operation == kSlot) {
-        *++top = call.slots[operand];
+        *++top = call.slots[place];
       } else if (operation == kHas) {
-        *++top = call.count[operand] > 0;
+        *++top = call.count[place] > 0;
       } else if (operation == kTotalRows) {
         *++top = 0;
-        for (int j = 0; j < call.count[operand]; ++j) *top += call.tensors(int(operand))[j].t.shape[0];
+        for (int i = 0; i < call.count[place]; ++i) *top += call.tensors(place)[i].t.shape[0];
       } else if (operation == kAtLeast) {
-        *top = PyFloat_AsDouble(call.arguments[operand]) >= double(*top);
+        *top = call.number(place) >= double(*top);
       } else if (operation == kAtMost) {
-        *top = PyFloat_AsDouble(call.arguments[operand]) <= double(*top);
+        *top = call.number(place) <= double(*top);
       } else if (operation == kNot) {
         *top = !*top;
       } else if (operation < kOfNumbers) {
-        const Seen* seen = call.tensors(int(operand));
-        *top = seen ? kTensorOperations[operation - kOfTensor](seen->t, *top) : 0;
+        const Seen* seen = call.tensors(place);
+        *++top = seen ? kTensorOperations[operation - kOfTensor](seen->t, number) : 0;
       } else {
-        const Wide b = *top--, value = kNumberOperations[operation - kOfNumbers](*top, b);
+        const int64_t b = *top--;
+        const Wide value = kNumberOperations[operation - kOfNumbers](*top, b);
         *top = int64_t(value);
         call.overflowed |= *top != value;
       }
@@ -430,54 +404,40 @@ class Contract {
   }
 
   pybind11::object allocate(Call& call, const Output& output) const {
-    // 1. Its shape
     int64_t shape[kMaxDimensions];
-    int ndim = 0;
-    if (output.has_leading)
-      for (; ndim < call.num_leading; ++ndim) shape[ndim] = call.seen[call.leading].t.shape[ndim];
+    const int leading = output.has_leading ? call.num_leading : 0;
+    if (leading) std::copy_n(call.seen[call.leading].t.shape, leading, shape);
+    int ndim = leading;
     for (const Program& size : output.shape) shape[ndim++] = evaluate(call, size);
-    // 2. A tensor of its dtype to make it like
-    const auto [code, bits] = output.kind == Kind::kInt64 ? std::pair(kDLInt, uint8_t(64))
-                              : output.kind == Kind::kFloat32
-                                  ? std::pair(kDLFloat, uint8_t(32))
-                                  : std::pair(call.seen[call.storage].t.code, call.seen[call.storage].t.bits);
+    // Like a tensor of its dtype, which takes less time than to name that
+    const int dtype = output.dtype == kStorage ? call.storage : output.dtype;
     const Seen* like = nullptr;
     for (const Seen& seen : call.seen) {
-      if (!seen.t.is(code, bits)) continue;
-      if (!like) like = &seen;
+      if (seen.t.dtype() != dtype) continue;
       if (seen.t.ndim == ndim && std::equal(shape, shape + ndim, seen.t.shape) && has_layout(kDense, false, seen.t))
         return torch.empty_like(seen.object);  // half the time of new_empty
+      if (!like) like = &seen;
     }
     if (like) return torch.new_empty(like->object, shape, ndim);
-    return torch.new_empty(call.seen[0].object, shape, ndim, torch.dtype_of(code, bits));
+    return torch.new_empty(call.seen[0].object, shape, ndim, output.torch_dtype.ptr());
   }
 
   void put(const Call& call, const Fill& fill, void* const* outputs, char* params, Lists& lists) const {
-    char* to = params + fill.field->offset;
-    const auto store = [to](const auto& value) { std::memcpy(to, &value, sizeof(value)); };
-    switch (fill.source) {
-      case 't': {
-        const Seen* seen = call.tensors(fill.index);
-        if (fill.field->most == 1) return store(seen ? seen->t.data : nullptr);
-        lists.emplace_back();
-        for (int i = 0; i < call.count[fill.index]; ++i) lists.back().push_back(int64_t(seen[i].t.data));
-        return store(lists.back().data());
-      }
-      case 'o':
-        return store(outputs[fill.index]);
-      case 'f':
-        return store(call.number(fill.index));
-      case 'k':
-        return store(constants_[fill.index]);
-      case 'd':
-        return store(call.dtype());
-      default: {
-        const int64_t value = call.slots[fill.index];
-        if (fill.field->kind == Field::kInteger) return store(value);
-        if (fill.field->kind == Field::kBool) return store(value != 0);
-        return store(int32_t(value));
-      }
+    const auto [field, source, index] = fill;
+    const auto store = [to = params + field->offset](auto value) { std::memcpy(to, &value, sizeof(value)); };
+    if (source == 's') {
+      const int64_t value = call.slots[index];
+      if (field->kind == Field::kInteger) return store(value);
+      return field->kind == Field::kBool ? store(value != 0) : store(int32_t(value));
     }
+    if (source == 'f') return store(float(call.number(index)));
+    if (source == 'd') return store(call.dtype());
+    if (source == 'o') return store(outputs[index]);
+    const Seen* seen = call.tensors(index);
+    if (field->most == 1) return store(seen ? seen->t.data : nullptr);
+    lists.emplace_back();
+    for (int i = 0; i < call.count[index]; ++i) lists.back().push_back(int64_t(seen[i].t.data));
+    store(lists.back().data());
   }
 
   // Of each argument its kind, t(ensor), i(nteger), b(ool), f(loat), c(hoice) or o(ther), and its slot or -1.
@@ -487,7 +447,6 @@ class Contract {
   std::vector<std::pair<int, Program>> derived_;
   std::vector<Output> outputs_;
   std::vector<PyObject*> parameters_, names_;  // of the arguments and of the slots
-  std::vector<float> constants_;
   pybind11::dict choices_;
   Body body_;
   const CpuKernel* kernel_ = nullptr;

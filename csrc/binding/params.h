@@ -127,11 +127,10 @@ struct SigmoidMulParams {
   DFLASH_PARAMS(x, gate, out, gate_stride_row, gate_stride_head, rows, heads, width, dtype)
 };
 
-// Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows, the block; k heads (norm, RoPE)
-// and v heads of all rows into the cache. Row i of sequence b's block is in slot lengths[b] + i, at position
-// lengths[b] + depth[b, i]. Row i in front of it is context, in slot and at position lengths[b] -
-// num_context[b] + i, and off if it is at or past num_context[b]. A slot outside [0, capacity) appends
-// nothing.
+// Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows, the block; k heads (norm, RoPE) and v heads
+// of all rows into the cache. Row i of sequence b's block is in slot lengths[b] + i, at position lengths[b] + depth[b,
+// i]. Row i in front of it is context, in slot and at position lengths[b] - num_context[b] + i, and off if it is at or
+// past num_context[b]. A slot outside [0, capacity) appends nothing.
 struct QkvNormRopeAppendParams {
   const void* qkv;         // [batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]: q heads, k heads, v heads; if
                            // gated, each q head is followed by its gate, which is not read
@@ -416,10 +415,9 @@ struct GatherRowsParams {
 
 constexpr int64_t kMaxRecurrentKeys = 256;  // per head, of the CUDA kernel
 
-// One layer of a linear recurrence (gated delta rule, Mamba-2) over a block of rows, whose state stands at a
-// position in front of the block. First the accepted rows of the last pass are applied from what it saved of
-// them, then the rows run. Per head: S' = a S; d = beta (v - S'^T k), or v without beta; S = S' + k d^T;
-// out = S^T q.
+// One layer of a linear recurrence (gated delta rule, Mamba-2) over a block of rows, whose state stands at a position
+// in front of the block. First the accepted rows of the last pass are applied from what it saved of them, then the rows
+// run. Per head: S' = a S; d = beta (v - S'^T k), or v without beta; S = S' + k d^T; out = S^T q.
 struct GatedRecurrenceParams {
   const float* q;          // [batch, rows, key_heads, key_dim]
   const float* k;          // [batch, rows, key_heads, key_dim]; a key head serves heads / key_heads heads
@@ -462,6 +460,8 @@ struct CausalConvParams {
                 block, silu, dtype)
 };
 
+constexpr float kL2Eps = 1e-6f;  // in the root of the L2 norm, as in flash-linear-attention and transformers
+
 // What a Gated DeltaNet layer's recurrence reads, all float32: q and k with L2 norm 1, q then times
 // key_dim^-1/2; log_decay = -exp(a_log) softplus(a + dt_bias); beta = sigmoid(b), rounded to the dtype.
 struct DeltaNetInputsParams {
@@ -476,10 +476,9 @@ struct DeltaNetInputsParams {
   float* log_decay;     // [rows, heads]
   float* beta;          // [rows, heads]
   int64_t b_stride, a_stride, rows, key_heads, heads, key_dim, value_dim;
-  float eps;  // added to the sum of squares
   DType dtype;
   DFLASH_PARAMS(qkv, b, a, a_log, dt_bias, q, k, v, log_decay, beta, b_stride, a_stride, rows, key_heads, heads,
-                key_dim, value_dim, eps, dtype)
+                key_dim, value_dim, dtype)
 };
 
 // out = rms_norm(x) * weight * silu(z), per head, rounded once.

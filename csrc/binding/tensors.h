@@ -8,7 +8,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <tuple>
+#include <functional>
+#include <numeric>
 #include <vector>
 
 namespace dflash {
@@ -25,10 +26,12 @@ struct DLTensor {
   uint64_t byte_offset;
 
   int64_t element_size() const { return bits * lanes / 8; }
-  bool is(uint8_t some_code, uint8_t some_bits) const { return code == some_code && bits == some_bits && lanes == 1; }
+  int dtype() const { return code << 8 | bits; }
+  int64_t num_bytes() const { return std::accumulate(shape, shape + ndim, element_size(), std::multiplies<>()); }
 };
 constexpr int32_t kDLCPU = 1;
-constexpr uint8_t kDLInt = 0, kDLFloat = 2, kDLBfloat = 4;
+constexpr uint8_t kDLInt = 0;
+constexpr int kDLInt8 = 0x008, kDLInt64 = 0x040, kDLFloat16 = 0x210, kDLFloat32 = 0x220, kDLBFloat16 = 0x410;
 constexpr int kMaxDimensions = 8;  // of a tensor that a kernel is given past Python
 
 struct DLPackExchange {
@@ -66,42 +69,47 @@ struct Span {
   bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
 };
 
-// A method of torch.Tensor without arguments. A C function is called directly: its descriptor would check the
-// tensor's type again.
-class Method {
+// A function without arguments, or a method of torch.Tensor. Those in C are called directly: Python would check
+// again what they are called with.
+class Function {
  public:
-  Method() = default;
-  Method(pybind11::handle type, const char* name) : descriptor_(pybind11::getattr(type, name).release().ptr()) {
-    if (!Py_IS_TYPE(descriptor_, &PyMethodDescr_Type)) return;
-    const PyMethodDef* method = reinterpret_cast<PyMethodDescrObject*>(descriptor_)->d_method;
-    if (method->ml_flags == METH_NOARGS) function_ = method->ml_meth;
+  Function() = default;
+  Function(pybind11::handle owner, const char* name) : callable_(pybind11::getattr(owner, name).release().ptr()) {
+    const PyMethodDef* method = nullptr;
+    if (Py_IS_TYPE(callable_, &PyMethodDescr_Type))
+      method = reinterpret_cast<PyMethodDescrObject*>(callable_)->d_method;
+    if (PyCFunction_CheckExact(callable_)) method = reinterpret_cast<PyCFunctionObject*>(callable_)->m_ml;
+    if (method && method->ml_flags == METH_NOARGS) function_ = method->ml_meth;
   }
 
-  // A new reference, or null with Python's error set; `object` must be a torch.Tensor.
-  PyObject* operator()(PyObject* object) const {
-    return function_ ? function_(object, nullptr) : PyObject_Vectorcall(descriptor_, &object, 1, nullptr);
+  // A new reference, or null with Python's error set; `self` must be a torch.Tensor, or null for a function.
+  PyObject* operator()(PyObject* self = nullptr) const {
+    return function_ ? function_(self, nullptr) : PyObject_Vectorcall(callable_, &self, self != nullptr, nullptr);
+  }
+  // What it returns if that is an integer; else -1, with Python's error set.
+  int64_t number(PyObject* self = nullptr) const {
+    PyObject* result = (*this)(self);
+    const int64_t value = result ? PyLong_AsLongLong(result) : -1;
+    Py_XDECREF(result);
+    return value;
   }
 
  private:
-  PyObject* descriptor_ = nullptr;
+  PyObject* callable_ = nullptr;
   PyCFunction function_ = nullptr;
 };
 
 class Torch {
  public:
-  // Called once, with torch.Tensor and torch.nn.Parameter, and dtypes with DLPack's code and bits for each.
-  void init(pybind11::handle tensor, pybind11::handle parameter,
-            const std::vector<std::tuple<pybind11::object, uint8_t, uint8_t>>& dtypes) {
-    for (const auto& [dtype, code, bits] : dtypes) dtypes_.push_back({dtype.inc_ref().ptr(), code, bits});
+  // Called once, with torch.Tensor and torch.nn.Parameter.
+  void init(pybind11::handle tensor, pybind11::handle parameter) {
     types_[0] = tensor.inc_ref().ptr(), types_[1] = parameter.inc_ref().ptr();
-    untyped_storage_ = Method(tensor, "untyped_storage");
-    storage_offset_ = Method(tensor, "storage_offset");
-    is_neg_ = Method(tensor, "is_neg");
+    untyped_storage_ = {tensor, "untyped_storage"}, storage_offset_ = {tensor, "storage_offset"};
+    is_neg_ = {tensor, "is_neg"};
+    const auto module = pybind11::module_::import("torch"), c = pybind11::module_::import("torch._C");
+    num_threads_ = {c, "get_num_threads"}, num_modes_ = {c, "_len_torch_function_stack"};
     new_empty_ = pybind11::getattr(tensor, "new_empty").release().ptr();
-    empty_like_ = pybind11::getattr(pybind11::module_::import("torch"), "empty_like").release().ptr();
-    const auto c = pybind11::module_::import("torch._C");
-    num_threads_ = pybind11::getattr(c, "get_num_threads").release().ptr();
-    num_modes_ = pybind11::getattr(c, "_len_torch_function_stack").release().ptr();
+    empty_like_ = pybind11::getattr(module, "empty_like").release().ptr();
     disable_ = pybind11::getattr(c, "DisableTorchFunction").release().ptr();
     const auto capsule = pybind11::getattr(tensor, "__dlpack_c_exchange_api__", pybind11::none());
     if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
@@ -114,9 +122,7 @@ class Torch {
   class ModesOff {
    public:
     explicit ModesOff(const Torch& torch) {
-      PyObject* number = PyObject_CallNoArgs(torch.num_modes_);
-      if (number && PyLong_AsLong(number) > 0) guard_ = PyObject_CallNoArgs(torch.disable_);
-      Py_XDECREF(number);
+      if (torch.num_modes_.number() > 0) guard_ = PyObject_CallNoArgs(torch.disable_);
       if (guard_) Py_XDECREF(PyObject_CallMethod(guard_, "__enter__", nullptr));
       if (PyErr_Occurred()) PyErr_Clear();
     }
@@ -146,7 +152,7 @@ class Torch {
       if (t.shape[i] == 0) return true;
       reach += (t.shape[i] - 1) * t.strides[i];
     }
-    const int64_t size = t.element_size(), offset = number(storage_offset_, object);
+    const int64_t size = t.element_size(), offset = storage_offset_.number(object);
     PyObject* storage = untyped_storage_(object);
     const int64_t bytes = storage ? PyObject_Size(storage) : -1;
     Py_XDECREF(storage);
@@ -161,8 +167,9 @@ class Torch {
     return type == types_[0] || type == types_[1];
   }
 
-  // True if the values are minus the bytes, see torch.Tensor.is_neg.
-  bool is_negative(PyObject* object) const {
+  // True if the values are minus the bytes, see torch.Tensor.is_neg: parts of complex tensors may be.
+  bool is_negative(PyObject* object, const DLTensor& t) const {
+    if (t.code == kDLInt) return false;
     PyObject* negative = is_neg_(object);
     if (!negative) PyErr_Clear();
     Py_XDECREF(negative);
@@ -185,44 +192,23 @@ class Torch {
     return checked(PyObject_Vectorcall(new_empty_, arguments, 1 + ndim, dtype ? names : nullptr));
   }
 
-  PyObject* dtype_of(uint8_t code, uint8_t bits) const {
-    for (const DType& known : dtypes_)
-      if (known.code == code && known.bits == bits) return known.object;
-    return nullptr;
-  }
-
   // torch.get_num_threads()
   int num_threads() const {
-    PyObject* number = PyObject_CallNoArgs(num_threads_);
-    if (!number) throw pybind11::error_already_set();
-    const int threads = int(PyLong_AsLong(number));
-    Py_DECREF(number);
-    return threads;
+    const int64_t threads = num_threads_.number();
+    if (PyErr_Occurred()) throw pybind11::error_already_set();
+    return int(threads);
   }
 
  private:
-  static int64_t number(const Method& method, PyObject* object) {
-    PyObject* result = method(object);
-    const int64_t value = result ? PyLong_AsLongLong(result) : -1;
-    Py_XDECREF(result);
-    return value;
-  }
-
   static pybind11::object checked(PyObject* made) {
     if (!made) throw pybind11::error_already_set();
     return pybind11::reinterpret_steal<pybind11::object>(made);
   }
 
   PyObject* types_[2] = {};
-  Method untyped_storage_, storage_offset_, is_neg_;
-  PyObject *new_empty_ = nullptr, *empty_like_ = nullptr, *num_threads_ = nullptr, *num_modes_ = nullptr,
-           *disable_ = nullptr;
+  Function untyped_storage_, storage_offset_, is_neg_, num_threads_, num_modes_;
+  PyObject *new_empty_ = nullptr, *empty_like_ = nullptr, *disable_ = nullptr;
   const DLPackExchange* exchange_ = nullptr;
-  struct DType {
-    PyObject* object;
-    uint8_t code, bits;
-  };
-  std::vector<DType> dtypes_;
 };
 
 inline Torch torch;
@@ -257,7 +243,7 @@ class Snapshot {
       for (int i = 0; i < now.ndim; ++i)
         if (now.shape[i] != entry.shape[i] || now.strides[i] != entry.strides[i]) return false;
       if (PyObject_Size(entry.storage.ptr()) != entry.bytes) return false;
-      if (signs && torch.is_negative(entry.tensor.ptr())) return false;
+      if (signs && torch.is_negative(entry.tensor.ptr(), now)) return false;
     }
     return true;
   }

@@ -260,9 +260,8 @@ class Pass {
     project_delta_net(w);
     causal_conv({mixed, w.conv, nullptr, p.windows[index], p.pending, p.keep, convolved, p.rows * channels, channels,
                  p.batch, p.rows, channels, p.conv_width, p.block, true, p.dtype, p.threads});
-    delta_net_inputs({convolved,     b,         a,           w.a_log,       w.dt_bias,     delta_q,  delta_k,
-                      delta_v,       log_decay, beta,        p.delta_heads, p.delta_heads, n,        p.key_heads,
-                      p.delta_heads, p.key_dim, p.value_dim, 1e-6f,         p.dtype,       p.threads});
+    delta_net_inputs({convolved, b, a, w.a_log, w.dt_bias, delta_q, delta_k, delta_v, log_decay, beta, p.delta_heads,
+                      p.delta_heads, n, p.key_heads, p.delta_heads, p.key_dim, p.value_dim, p.dtype, p.threads});
     gated_recurrence(
         {delta_q,          delta_k,          delta_v,   log_decay,   beta, p.states[index], p.saved_k[index],
          p.saved_d[index], p.saved_a[index], p.pending, p.keep,      read, p.batch,         p.rows,

@@ -26,8 +26,8 @@ DISGUISES = {
     "strided": lambda x: torch.stack([x, torch.zeros_like(x)], -1)[..., 0],
     "padded": lambda x: torch.cat([x, x[..., :1]], -1)[..., : x.shape[-1]] if x.dim() and x.shape[-1] else x,
     "expanded": lambda x: x[:1].expand(x.shape) if x.dim() and len(x) and (x == x[:1]).all() else x,
-    "negative": lambda x: negative(x),
-    "negative strided": lambda x: torch._neg_view(-torch.stack([x, x], -1)[..., 0]),
+    "negative": lambda x: negative(x) if x.is_floating_point() else x,
+    "negative strided": lambda x: x if not x.is_floating_point() else torch._neg_view(-torch.stack([x, x], -1)[..., 0]),
     "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
     "gradient": lambda x: x.detach().clone().requires_grad_() if x.is_floating_point() else x,
 }

@@ -118,7 +118,7 @@ MISFITS = {
     "in half precision": lambda t: t.to(torch.float16),
     "a dimension more": lambda t: t[None],
     "columns apart": lambda t: torch.stack([t, t], -1)[..., 0],
-    "minus its bytes": torch._neg_view,
+    "minus its bytes": lambda t: torch._neg_view(t) if t.is_floating_point() else t.to("meta"),  # as parts of complex
     "sparse": torch.Tensor.to_sparse,
     "not a tensor": torch.Tensor.tolist,
 }

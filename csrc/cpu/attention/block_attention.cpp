@@ -1,5 +1,4 @@
-// o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)),  p_ij = exp(s_ij - top),  s_ij = cap(scale * q_i .
-// k_j)
+// o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)),  p_ij = exp(s_ij - top),  s_ij = cap(scale * q_i . k_j)
 //
 // The queries that share a kv head are packed into vector lanes, one query per lane, so one load of K or V serves them
 // all. A lane's result depends neither on its place nor on the other lanes. Where there are few queries, the lanes hold

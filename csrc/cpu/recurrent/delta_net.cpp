@@ -25,8 +25,8 @@ static void inputs_row(const DeltaNetInputsParams& p, int64_t row) {
   const float query_scale = 1.0f / std::sqrt(float(d));
   for (int64_t h = 0; h < p.key_heads; ++h) {
     const T *q = x + h * d, *k = x + keys + h * d;
-    scaled(q, d, 1.0f / std::sqrt(sum_of_squares(q, d) + p.eps) * query_scale, p.q + row * keys + h * d);
-    scaled(k, d, 1.0f / std::sqrt(sum_of_squares(k, d) + p.eps), p.k + row * keys + h * d);
+    scaled(q, d, 1.0f / std::sqrt(sum_of_squares(q, d) + kL2Eps) * query_scale, p.q + row * keys + h * d);
+    scaled(k, d, 1.0f / std::sqrt(sum_of_squares(k, d) + kL2Eps), p.k + row * keys + h * d);
   }
   scaled(x + 2 * keys, values, 1.0f, p.v + row * values);
   const T *b = static_cast<const T*>(p.b) + row * p.b_stride, *a = static_cast<const T*>(p.a) + row * p.a_stride;

@@ -1,5 +1,4 @@
-// o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)),  p_ij = exp(s_ij - top),  s_ij = cap(scale * q_i .
-// k_j)
+// o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)),  p_ij = exp(s_ij - top),  s_ij = cap(scale * q_i . k_j)
 //
 // The rows * (num_heads / num_kv_heads) queries that share a kv head are packed into tiles of 64 rows. A block of four
 // warps, 16 rows each, reads every K/V byte once for the tile. Slots pass through a ring of cp.async stages, 32 at a

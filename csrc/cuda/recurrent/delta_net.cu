@@ -36,7 +36,7 @@ static __global__ void __launch_bounds__(32 * kWarps, 1) delta_net_inputs_kernel
   float* out = is_query ? p.q + row * keys + head * p.key_dim : p.k + row * keys + (head - p.key_heads) * p.key_dim;
   float squares = 0.0f;
   for (int64_t i = lane; i < p.key_dim; i += 32) squares += to_float(x[i]) * to_float(x[i]);
-  float scale = 1.0f / sqrtf(warp_sum(squares) + p.eps);
+  float scale = 1.0f / sqrtf(warp_sum(squares) + kL2Eps);
   if (is_query) scale *= 1.0f / sqrtf(float(p.key_dim));
   for (int64_t i = lane; i < p.key_dim; i += 32) out[i] = to_float(x[i]) * scale;
 }

@@ -1,5 +1,4 @@
-// S' = a S;  d = beta (v - S'^T k), or v;  S = S' + k d^T;  out = S^T q = S'^T q + (q . k) d, per head and
-// row.
+// S' = a S;  d = beta (v - S'^T k), or v;  S = S' + k d^T;  out = S^T q = S'^T q + (q . k) d, per head and row.
 //
 // The columns of S are independent. Four warps of a block have eight each, in registers for the whole launch: eight
 // lanes share the keys of two columns. Both sums of a row are over S', so they are reduced together. What the columns

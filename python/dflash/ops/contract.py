@@ -32,14 +32,13 @@ from torch import Tensor
 from .. import _C
 
 _TENSOR = re.compile(r"(\w+)(?:\{(\w+)\})?\[([^\]]*)\](?::([\w|]+))?([!~=\d]*)")
-_KINDS = {None: 0, "T|f32": 1, "T|i8": 2, "any": 3, "i64": 4, "f32": 5, "float": 5, "i8": 6}  # as in contract.h
 _DTYPES = {"i64": torch.int64, "f32": torch.float32, "float": torch.float32, "i8": torch.int8}
+_CODES = {"any": -1, "": 0, "T": 0, "i64": 0x040, "f32": 0x220, "float": 0x220, "i8": 0x008}  # as in contract.h
 _OPERATIONS = (  # as in contract.h
     "constant", "slot", "has", "total_rows", "at_least", "at_most", "Not",
     "ndim", "size", "stride", "row_stride", "itemsize", "is_float32", "is_int8",
     "Add", "Sub", "Mult", "FloorDiv", "Mod", "min", "max", "Eq", "NotEq", "Lt", "LtE", "And", "Or",
 )  # fmt: skip
-_OF_TENSORS = _OPERATIONS[7:14]
 _ARGUMENTS = {  # annotation -> its letter in contract.h, what an argument may be, in words
     Tensor: ("t", Tensor, "a tensor"),
     Tensor | None: ("t", (Tensor, NoneType), "a tensor or None"),
@@ -82,6 +81,12 @@ class Spec:
         return bool(self.dims) and self.dims[-1].endswith("?")
 
     @property
+    def codes(self) -> tuple[int, int]:
+        """The dtype and the one that it may be instead, as contract.h has them."""
+        first, _, other = (self.dtype or "").partition("|")
+        return _CODES[first], _CODES[other]
+
+    @property
     def words(self) -> str:
         """The shape as errors spell it."""
         names = ["..." if dim.endswith("..") else dim for dim in self.dims]
@@ -108,16 +113,14 @@ class Contract:
         derived: ``name = expression``, ``;`` between them: fields of the kernel's params.
         kernel: the kernel to run, whose fields have the names of the contract.
         choices: the integer that a string argument stands for.
-        constants: fields of the kernel that are always the same.
     """
 
     def __init__(
         self, op: str, parameters: Sequence[inspect.Parameter], tensors: str, returns: str = "", where: str = "",
         derived: str = "", kernel: str = "", choices: dict[str, int] | None = None,
-        constants: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         # 1. Parse
-        self.op, self.kernel, self.choices, self.constants = op, kernel, choices or {}, constants or {}
+        self.op, self.kernel, self.choices = op, kernel, choices or {}
         self.parameters = {p.name: p for p in parameters}
         self.tensors, self.outputs = [*_specs(tensors)], [*_specs(returns)]
         for spec in self.tensors:
@@ -154,54 +157,60 @@ class Contract:
         sources |= {name: ("f", i) for i, name in enumerate(names) if arguments[i][0] == "f"}
         sources |= {name: ("s", slot) for name, slot in self.slots.items()}
         sources |= {spec.name: ("o", i) for i, spec in enumerate(self.outputs)} | {"dtype": ("d", 0)}
-        sources |= {name: ("k", i) for i, name in enumerate(self.constants)}
         return {
             "arguments": arguments,
             "tensors": [
                 (
-                    names.index(spec.name), _KINDS[spec.dtype], spec.layout, self.slots.get(spec.leading, -1),
+                    names.index(spec.name), *spec.codes, spec.layout, self.slots.get(spec.leading, -1),
                     self.slots.get(spec.count, -1), spec.is_optional, spec.is_written, spec.last_may_miss,
-                    self._shape(spec),
+                    *self._shape(spec),
                 )
                 for spec in self.tensors
             ],
             "rules": [self._program(text) for text, _, _ in self.rules],
             "derived": [(self.slots[name], self._program(text)) for name, (text, _) in self.derived.items()],
-            "outputs": [(_KINDS[spec.dtype], spec.leading is not None, self._shape(spec)) for spec in self.outputs],
+            "outputs": [
+                (spec.codes[0], _DTYPES.get(spec.dtype), spec.leading is not None, [*map(self._program, spec.sizes)])
+                for spec in self.outputs
+            ],
             "parameters": names, "names": [*self.slots], "kernel": self.kernel, "sources": sources,
-            "choices": self.choices, "constants": [*self.constants.values()],
+            "choices": self.choices,
         }  # fmt: skip
 
-    def _shape(self, spec: Spec) -> list[list[int]]:
-        """Return a program for each size; an empty one stands for any."""
-        return [
-            [] if dim == "*" else [1, self.slots[dim.rstrip("?")]] if _plain(dim) else self._program(dim)
-            for dim in spec.sizes
-        ]
+    def _shape(self, spec: Spec) -> tuple[list[int], list[tuple[int, list]]]:
+        """Return the slot that each dimension gives its size to, or -1, and programs for the sizes of others."""
+        dims = [dim.rstrip("?") for dim in spec.sizes]
+        names = [-1 if dim in self.derived else self.slots.get(dim, -1) for dim in dims]
+        programs = [(i, self._program(dim)) for i, dim in enumerate(dims) if dim != "*" and names[i] < 0]
+        return names, programs
 
-    def _program(self, text: str) -> list[int]:
+    def _program(self, text: str) -> list[tuple[int, int, int]]:
         """Compile an expression for the stack machine of contract.h."""
         places = {spec.name: i for i, spec in enumerate(self.tensors)}
 
-        def apply(name: str, *programs: list[int]) -> list[int]:
-            first, *rest = programs
-            return [*first, *(x for program in rest for x in (*program, _OPERATIONS.index(name), 0))]
+        def step(name: str, place: int = 0, number: int = 0) -> list[tuple[int, int, int]]:
+            return [(_OPERATIONS.index(name), place, number)]
 
-        def emit(node: ast.expr) -> list[int]:
+        def apply(name: str, *programs: list) -> list[tuple[int, int, int]]:
+            first, *rest = programs
+            return first + [x for program in rest for x in (*program, *step(name))]
+
+        def emit(node: ast.expr) -> list[tuple[int, int, int]]:
             match node:
                 case ast.Constant():
-                    return [0, int(node.value)]
+                    return step("constant", number=int(node.value))
                 case ast.Name():
-                    return [1, self.slots[node.id]]
+                    return step("slot", self.slots[node.id])
                 case ast.BinOp():
                     return apply(type(node.op).__name__, emit(node.left), emit(node.right))
                 case ast.UnaryOp(op=ast.Not()):
-                    return [*emit(node.operand), _OPERATIONS.index("Not"), 0]
+                    return emit(node.operand) + step("Not")
                 case ast.BoolOp():
                     return apply(type(node.op).__name__, *map(emit, node.values))
                 case ast.IfExp():
-                    test, other = emit(node.test), [*emit(node.test), _OPERATIONS.index("Not"), 0]
-                    return apply("Add", apply("Mult", test, emit(node.body)), apply("Mult", other, emit(node.orelse)))
+                    test = emit(node.test)
+                    first, other = apply("Mult", test, emit(node.body)), emit(node.orelse)
+                    return apply("Add", first, apply("Mult", test + step("Not"), other))
                 case ast.Compare():
                     sides = [emit(side) for side in (node.left, *node.comparators)]
                     names = [type(operation).__name__ for operation in node.ops]
@@ -211,10 +220,10 @@ class Contract:
                     )
                 case ast.Call(func=ast.Name(id=("min" | "max") as name)):
                     return apply(name, *map(emit, node.args))
-                case ast.Call(func=ast.Name(id=name), args=[ast.Name(id=argument), *rest]):
-                    place = places[argument] if argument in places else [*self.parameters].index(argument)
-                    number = emit(rest[0]) if rest else [0, 0] if name in _OF_TENSORS else []
-                    return [*number, _OPERATIONS.index(name), place]
+                case ast.Call(func=ast.Name(id=("at_least" | "at_most") as name), args=[ast.Name(id=number), bound]):
+                    return emit(bound) + step(name, [*self.parameters].index(number))
+                case ast.Call(func=ast.Name(id=name), args=[ast.Name(id=tensor), *dim]):
+                    return step(name, places[tensor], dim[0].value if dim else 0)
             raise ValueError(f"{self.op}: a contract cannot say {ast.unparse(node)!r}")
 
         return emit(ast.parse(text.strip(), mode="eval").body)
@@ -228,7 +237,7 @@ class Contract:
             ValueError: a shape, a number, a layout or memory does not fit. TypeError: a dtype does not fit.
         """
         # 1. Tensors, their devices, and choices
-        given = dict(zip(self.parameters, arguments, strict=True)) | self.constants
+        given = dict(zip(self.parameters, arguments, strict=True))
         env = _FUNCTIONS | dict.fromkeys(self.slots, 0) | given
         found = [(spec, at + name, tensor) for spec, name, tensor in self._tensors(arguments)]
         for _, _, tensor in found:

@@ -89,8 +89,7 @@ def linear(
 
     Args:
         x: ``[..., rows, in]``.
-        weight: ``[out, in]``, the dtype of ``x``, or int8 with ``scales``.
-        bias: ``[out]``.
+        weight: ``[out, in]``, the dtype of ``x``, or int8 with ``scales``; ``bias`` is ``[out]``.
         prefetch: for CUDA: ``weight`` may be read before what is queued ahead has ended, so nothing under way may write
             it.
         scales: ``[out]`` float32, those of an int8 weight (`Int8Weight`). The rows are rounded to 8 bits too
@@ -118,10 +117,9 @@ def linears(
     """Compute `linear` of the same rows with several weights, the results side by side, in one kernel.
 
     Args:
-        x: ``[..., rows, in]``.
+        x: ``[..., rows, in]``; ``prefetch`` is as in `linear`.
         weights: one to four of ``[out, in]``, each with an ``out`` of its own.
         biases: ``[out]`` for each weight, or none at all.
-        prefetch: as in `linear`.
         scales: ``[sum of out]`` float32, those of all weights, which are int8 then.
 
     Returns:
@@ -137,14 +135,13 @@ def linears(
     body=_swiglu,
 )
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: Tensor | None = None) -> Tensor:
-    """Compute ``silu(x @ gate.T) * (x @ up.T)``: the bits of `silu_mul` of `linears`, on CUDA in one kernel up to 256
-    rows.
+    """Compute ``silu(x @ gate.T) * (x @ up.T)``: the bits of `silu_mul` of `linears`.
+
+    On CUDA it is one kernel up to 256 rows.
 
     Args:
-        x: ``[..., rows, in]``.
-        gate, up: ``[out, in]``.
-        prefetch: as in `linear`.
-        scales: ``[2 * out]``, as in `linears`.
+        x: ``[..., rows, in]``; ``prefetch`` is as in `linear`.
+        gate, up: ``[out, in]``; ``scales [2 * out]`` are as in `linears`.
 
     Returns:
         ``[..., rows, out]``, the dtype of ``x``.
@@ -158,11 +155,7 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: 
     derived="width = columns // 2; rows = batch * min(width, 1)",
 )
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Compute ``silu(gate) * up`` for ``gate_up [..., 2 * width]``, side by side, in fp32, rounded once.
-
-    Returns:
-        ``[..., width]``.
-    """
+    """Compute ``silu(gate) * up [..., width]`` of ``gate_up [..., 2 * width]`` side by side, in fp32, rounded once."""
 
 
 @op(
@@ -173,12 +166,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """Compute ``x * sigmoid(gate)`` per head, in fp32, rounded once: attention with an output gate.
 
-    Args:
-        x: ``[rows, heads, width]``.
-        gate: like ``x``, any strides.
-
-    Returns:
-        A tensor like ``x``.
+    Both are ``[rows, heads, width]``; ``gate`` may have any strides.
     """
 
 
@@ -196,7 +184,7 @@ def _has_expert_kernel(launch: Launcher, s: Scope) -> bool:
     "gate_up_bias[num_experts, 2 * width] down_bias[num_experts, hidden]",
     "out[rows, hidden]",
     where="num_experts >= 1 and hidden >= 1 and width >= 1",
-    derived="width = size(down, 1 if transposed else 2); float_scores = is_float32(scores)",
+    derived="width = size(down, 1) if transposed else size(down, 2); float_scores = is_float32(scores)",
     choices=_C.GATES,
     prepare=_has_expert_kernel,
 )
@@ -214,17 +202,13 @@ def experts(
 
     Args:
         x: ``[rows, hidden]``.
-        ids: ``[rows, top_k]``.
-        scores: ``[rows, top_k]``, the dtype of ``x`` or float32.
+        ids: ``[rows, top_k]``; ``scores`` too, the dtype of ``x`` or float32.
         gate_up: ``[num_experts, 2 * width, hidden]``: of each expert the gate, then what it gates.
         down: ``[num_experts, hidden, width]``.
-        gate_up_bias: ``[num_experts, 2 * width]``.
-        down_bias: ``[num_experts, hidden]``.
+        gate_up_bias: ``[num_experts, 2 * width]``; ``down_bias`` is ``[num_experts, hidden]``.
         gate: ``silu``; ``gelu_tanh``, the approximation of gelu with tanh; or ``clamped_silu``, as in gpt-oss: ``gate *
             sigmoid(alpha * gate) * (up + 1)``, with the gate clamped to at most ``limit`` and up to ``-limit ..
             limit``.
-        alpha: of ``clamped_silu``.
-        limit: of ``clamped_silu``.
         transposed: as in gpt-oss: ``gate_up [num_experts, hidden, 2 * width]``, whose columns (and biases) alternate
             between gate and up, and ``down [num_experts, width, hidden]``.
 

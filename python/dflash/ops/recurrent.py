@@ -9,7 +9,7 @@ from .contract import Scope
 from .registry import Launcher, op
 
 L2_EPS = 1e-6
-"""Added in the root of the L2 norm of q and k, as in flash-linear-attention and transformers."""
+"""Added in the root of the L2 norm of q and k, as in flash-linear-attention and transformers; kL2Eps in params.h."""
 
 
 def _refuse_long_keys(launch: Launcher, s: Scope) -> None:
@@ -48,17 +48,12 @@ def gated_recurrence_(
     were divided into passes. Rows that are not kept may hold NaN.
 
     Args:
-        q: ``[batch, rows, key_heads, key_dim]``, scaled.
-        k: like ``q``; head h uses key head ``h // (heads / key_heads)``.
-        v: ``[batch, rows, heads, value_dim]``.
+        q, k: ``[batch, rows, key_heads, key_dim]``, q scaled; head h uses key head ``h // (heads / key_heads)``.
+        v: ``[batch, rows, heads, value_dim]``; ``beta [batch, rows, heads]`` or None.
         log_decay: ``[batch, rows, heads]`` or ``[batch, rows, heads, key_dim]``.
-        beta: ``[batch, rows, heads]``, or None.
-        state: ``[batch, heads, key_dim, value_dim]``; written.
-        saved_k: ``[batch, block, key_heads, key_dim]``; written.
-        saved_d: ``[batch, block, heads, value_dim]``; written.
-        saved_a: ``[batch, block, heads]`` or ``[batch, block, heads, key_dim]``; written.
-        pending: ``[batch]``, clamped to ``0 .. block``.
-        keep: ``[batch]``, clamped to ``0 .. rows``.
+        state: ``[batch, heads, key_dim, value_dim]``; written, as are the next three.
+        saved_k, saved_d, saved_a: like ``k``, ``v`` and ``log_decay`` with ``block`` rows.
+        pending: ``[batch]``, clamped to ``0 .. block``; ``keep [batch]`` to ``0 .. rows``.
 
     Returns:
         ``[batch, rows, heads, value_dim]``.
@@ -84,12 +79,10 @@ def causal_conv_(
 
     Args:
         x: ``[batch, rows, channels]``, any strides.
-        weight: ``[channels, width]``; the last column meets the row itself.
-        bias: ``[channels]``, or None.
+        weight: ``[channels, width]``; the last column meets the row itself. ``bias`` is ``[channels]`` or None.
         silu: True to apply ``y / (1 + exp(-y))``.
         window: ``[batch, width - 1 + block, channels]``; written.
-        pending: ``[batch]``, clamped to ``0 .. block``: rows of the last pass that were accepted since.
-        keep: ``[batch]``, clamped to ``0 .. rows``.
+        pending: ``[batch]``: rows of the last pass that were accepted since; it and ``keep`` as in `gated_recurrence_`.
 
     Returns:
         ``[batch, rows, channels]``.
@@ -104,7 +97,6 @@ def causal_conv_(
     "columns == 2 * key_heads * key_dim + heads * value_dim",
     derived="value_dim = (columns - 2 * key_heads * key_dim) // max(heads, 1); rows = batch * length; "
     "b_stride = row_stride(b); a_stride = row_stride(a)",
-    constants={"eps": L2_EPS},
 )
 def delta_net_inputs(
     qkv: Tensor, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor, key_heads: int, key_dim: int
@@ -117,10 +109,8 @@ def delta_net_inputs(
     Args:
         qkv: ``[batch, rows, 2 * key_heads * key_dim + heads * value_dim]``, convolved: q heads, k heads, v heads.
         b, a: ``[batch, rows, heads]``; its rows may be any one stride apart.
-        a_log: ``[heads]``.
-        dt_bias: ``[heads]``.
-        key_heads: how many heads q and k have.
-        key_dim: their width.
+        a_log, dt_bias: ``[heads]``.
+        key_heads, key_dim: the number of heads that q and k have, and their width.
 
     Returns:
         ``(q, k, v, log_decay, beta)``, all float32: ``[batch, rows, key_heads, key_dim]`` twice,
@@ -135,14 +125,10 @@ def delta_net_inputs(
     derived="rows = batch * length; z_stride = row_stride(z)",
 )
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute ``rms_norm(x) * weight * silu(z)`` per head, in fp32, rounded once.
+    """Compute ``rms_norm(x) * weight * silu(z)`` per head, in fp32, rounded once to the dtype of ``z``.
 
     Args:
         x: ``[batch, rows, heads, width]`` float32.
-        z: ``[batch, rows, heads * width]``; its rows may be any one stride apart.
-        weight: ``[width]``.
-        eps: added to the mean square.
-
-    Returns:
-        ``[batch, rows, heads * width]``, the dtype of ``z``.
+        z: ``[batch, rows, heads * width]``, like the result; its rows may be any one stride apart.
+        weight: ``[width]``; ``eps`` is added to the mean square.
     """

@@ -20,14 +20,7 @@ from . import reference
 from .contract import Contract, Scope, expect_strided
 
 _LIBRARY = torch.library.Library("dflash", "DEF")
-_DLPACK = {
-    torch.float32: (2, 32),
-    torch.bfloat16: (4, 16),
-    torch.float16: (2, 16),
-    torch.int64: (0, 64),
-    torch.int8: (0, 8),
-}  # code, bits
-_C.use_torch(Tensor, torch.nn.Parameter, [(dtype, *kind) for dtype, kind in _DLPACK.items()])
+_C.use_torch(Tensor, torch.nn.Parameter)
 _CUDA_DTYPES = {getattr(torch, name): code for name, code in _C.DTYPES.items()}  # the code of each in params.h
 _CPU_DTYPES = {dtype: code for dtype, code in _CUDA_DTYPES.items() if dtype != torch.float16}
 
@@ -263,7 +256,7 @@ class Op:
             scope = self.contract.check(arguments)
             self.contract.check_memory(arguments)
         else:
-            scope = Scope(arguments=arguments, **self.contract.constants, **names)
+            scope = Scope(arguments=arguments, **names)
         first = next(x for x in arguments if isinstance(x, Tensor))
         is_known = first.dtype in _CUDA_DTYPES or not first.is_floating_point()
         if is_known and not cuda_status(first.device.index):
