@@ -51,8 +51,7 @@ def block_attention(
 
     Args:
         q: ``[batch, rows, num_heads, head_dim]``, any strides.
-        k_cache: ``[batch, num_kv_heads, capacity, head_dim]``.
-        v_cache: ``[batch, num_kv_heads, capacity, v_head_dim]``.
+        k_cache: ``[batch, num_kv_heads, capacity, head_dim]``; ``v_cache`` may have another ``v_head_dim``.
         lengths: ``[batch]``, clamped to ``-rows .. 2 * capacity + rows``.
         scale: the factor on the scores.
         causal: True if a query sees no key after its own position.
@@ -91,11 +90,9 @@ def qkv_norm_rope_append_(
     """Split packed QKV rows; norm and rotate q and k; write q of the last rows; append k and v to the cache.
 
     The last ``q_rows`` rows are a block: row i is appended to slot ``lengths[b] + i``. The rows before are context: row
-    i
-    is appended to slot ``lengths[b] - num_context[b] + i``, and those at or past ``num_context[b]`` are off. A slot
+    i is appended to slot ``lengths[b] - num_context[b] + i``, and those at or past ``num_context[b]`` are off. A slot
     outside the cache appends nothing. RoPE rotates halves ("rotate_half") of the first ``rotary`` dimensions of a head,
-    in
-    fp32, rounded once.
+    in fp32, rounded once.
 
     Args:
         qkv: ``[batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]``: the q heads, the k heads, the v heads.
@@ -104,11 +101,9 @@ def qkv_norm_rope_append_(
         depth: ``[batch, q_rows]``: row i of a block rotates by position ``lengths[b] + depth[b, i]``, clamped to
             0 .. ``q_rows``. None for a chain.
         cos, sin: ``[positions, rotary / 2]``; positions past the end take the last.
-        q_norm_weight, k_norm_weight: ``[head_dim]``, or None for no norm.
-        eps: added to the mean square.
+        q_norm_weight, k_norm_weight: ``[head_dim]``, or None for no norm. See `rms_norm` for the rest.
         q_out: ``[batch, q_rows, num_heads, head_dim]``; written.
         k_cache, v_cache: ``[batch, num_kv_heads, capacity, head_dim]``; written.
-        zero_centered: the norms multiply by ``1 + weight``.
         gated: each q head in ``qkv`` is followed by a gate of its size, which is not read. See `sigmoid_mul`.
         prefetch: for CUDA: everything but ``qkv`` may be read before the kernel ahead has ended. Nothing that may still
             run then may write it.
@@ -138,8 +133,7 @@ def append_context_kv_(
         kv: ``[num_layers, batch, rows, 2 * num_kv_heads * head_dim]``: the k heads, the v heads.
         positions: ``[batch, rows]``, all different within a sequence. One outside the cache appends nothing.
         cos, sin: ``[batch, rows, rotary / 2]``.
-        k_norm_weight: ``[num_layers, head_dim]``, or None for no norm.
-        eps: added to the mean square.
+        k_norm_weight: ``[num_layers, head_dim]``, or None for no norm; ``eps`` is added to the mean square.
         k_caches, v_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``; written.
     """
 
@@ -156,11 +150,9 @@ def append_kv_(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v
     """Write ``cache[b, :, positions[b, r]] = new[b, :, r]`` for keys and values.
 
     Args:
-        key: ``[batch, num_kv_heads, rows, head_dim]``, any strides.
-        value: ``[batch, num_kv_heads, rows, v_head_dim]``, any strides.
+        key: ``[batch, num_kv_heads, rows, head_dim]``, any strides; ``value`` may have another ``v_head_dim``.
         positions: ``[batch, rows]``, as in `append_context_kv_`.
-        k_cache: ``[batch, num_kv_heads, capacity, head_dim]``; written.
-        v_cache: ``[batch, num_kv_heads, capacity, v_head_dim]``; written.
+        k_cache, v_cache: ``[batch, num_kv_heads, capacity, head_dim or v_head_dim]``; written.
     """
 
 
@@ -182,16 +174,13 @@ def compact_kv_(path: Tensor, counts: Tensor, first: Tensor, k_caches: list[Tens
     """Move the keys and values of an accepted path together: slot ``first + path[j]`` to slot ``first + j``.
 
     This happens for ``1 <= j < counts`` where ``path[j] > j``, in all layers. Nothing moves from or to slots outside
-    the
-    cache.
+    the cache.
 
     Args:
         path: ``[batch, path_rows]``, ascending, as `accept_path_` writes it.
-        counts: ``[batch]``: how many rows of the path were accepted.
-        first: ``[batch]``: the slot of row 0.
-        k_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, any dtype; written. Heads and dimensions may
-            differ between layers.
-        v_caches: like ``k_caches``.
+        counts: ``[batch]``: how many rows of the path were accepted; ``first [batch]`` is the slot of row 0.
+        k_caches, v_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, any dtype; written. Heads and
+            dimensions may differ between layers.
     """
 
 

@@ -24,8 +24,7 @@ def rms_norm(
 
     Args:
         x: ``[..., hidden]``; ``[batch, rows, hidden]`` with ``counts`` or ``front``.
-        weight: ``[hidden]``.
-        eps: added to the mean square.
+        weight: ``[hidden]``; ``eps`` is added to the mean square.
         counts: ``[batch]``. Rows at or past the count are never read and come back as zeros.
         zero_centered: multiply by ``1 + weight`` instead, as Qwen3-Next and Qwen3.5 store it.
         front: ``[batch, front_rows, hidden]``: rows that come before the normed ones, as they are.
@@ -47,18 +46,14 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None, zero_centered: bool = False,
     front: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute ``h = x + residual`` and its RMSNorm.
+    """Compute ``h = x + residual``, rounded to the dtype, and its RMSNorm.
 
     Args:
-        x, residual: ``[..., hidden]``.
-        weight: ``[hidden]``.
-        eps: added to the mean square.
+        x, residual: ``[..., hidden]``. ``weight``, ``eps``, ``zero_centered`` and ``front`` are as in `rms_norm`.
         tap: like ``x``; written with ``h``. Its rows may be any one stride apart, as the columns of one tap are.
-        zero_centered: as in `rms_norm`.
-        front: as in `rms_norm`.
 
     Returns:
-        ``(rms_norm(h), h)``, both like ``x`` but for ``front``; ``h`` is rounded to the dtype before it is normed.
+        ``(rms_norm(h), h)``, both like ``x`` but for ``front``.
     """
 
 
@@ -112,9 +107,8 @@ def conv_add_rms_norm(
     """Compute ``h = dynamic_conv(x) + residual`` and its RMSNorm: the bits of `dynamic_conv`, then `add_rms_norm`.
 
     Args:
-        x: ``[batch, rows, hidden]``.
-        base: as in `dynamic_conv`, and ``dynamic`` too.
-        residual: like ``x``; ``weight``, ``eps``, ``tap`` and ``zero_centered`` are as in `add_rms_norm`.
+        x, residual: ``[batch, rows, hidden]``. ``base`` and ``dynamic`` are as in `dynamic_conv`, the rest as in
+            `add_rms_norm`.
 
     Returns:
         ``(rms_norm(h), h)``, both like ``x``.
@@ -142,8 +136,7 @@ def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_
         context: ``[batch, rows, taps * hidden]``: the tapped states side by side.
         num_context: ``[batch]``. Rows at or past it may hold anything and come back as zeros.
         fc_weight: ``[hidden, taps * hidden]``.
-        norm_weight: ``[hidden]``.
-        eps: added to the mean square.
+        norm_weight: ``[hidden]``; ``eps`` is added to the mean square.
 
     Returns:
         ``[batch, rows, hidden]``.
@@ -165,14 +158,11 @@ def draft_rows(
     """Embed each sequence's last token, the anchor, and after it its drafts, or masks where there are none yet.
 
     Args:
-        tokens: ``[batch, capacity]``.
-        length: ``[batch]``, the place of each anchor, clamped to 0 .. ``capacity - 1``.
+        tokens: ``[batch, capacity]``; ``length [batch]`` is the place of each anchor, clamped to 0 .. ``capacity - 1``.
         drafts: ``[batch, num_drafts]``, or None for masks.
         table: ``[vocab, hidden]``. An id outside of it counts as the nearest.
-        mask_id: the mask's id.
-        num_drafts: positions that are drafted.
-        rows: rows of the result, at most ``num_drafts + 1``.
-        mask_embedding: ``[hidden]``, what ``mask_id`` means; None for the table's.
+        mask_id: the mask's id, which means ``mask_embedding [hidden]``; None for the table's.
+        num_drafts: positions that are drafted; ``rows`` of the result are at most ``num_drafts + 1``.
         scale: every embedding is multiplied by it, in fp32, and rounded.
 
     Returns:

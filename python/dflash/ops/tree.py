@@ -43,10 +43,8 @@ def tree_candidates(
     Args:
         logits: ``[batch, depths, vocab]``. Of several that are +inf, each has an equal share.
         positions: ``[batch, depths]``: the position of the token at each depth.
-        seeds: ``[batch]``.
-        temperature: ``[batch]``, as in `select_tokens`.
-        count: from 1 to `MAX_TREE_ROWS`.
-        noise_weight: w, from 0 to 1.
+        seeds, temperature: ``[batch]``, as in `select_tokens`.
+        count: from 1 to `MAX_TREE_ROWS`; ``noise_weight`` is w, from 0 to 1.
 
     Returns:
         ``(ids, scores)``, both ``[batch, depths, count]``. Where there are fewer tokens with a score above -inf, and

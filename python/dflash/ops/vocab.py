@@ -42,13 +42,12 @@ def select_tokens(
         logits: ``[batch, rows, vocab]``.
         positions: ``[batch, rows]``: the index of the token that each row chooses. Or ``[batch]``: that of the last
             token before; row i then chooses token ``positions[b] + 1 + i``.
-        seeds: ``[batch]``.
-        temperature: ``[batch]``; 0, less or NaN is plain argmax of the logits, and infinity counts as the largest
-            float.
-        top_k: ``[batch]``; 0, less or at least vocab is off.
-        top_p: ``[batch]``; 1, more or NaN is off.
-        min_p: ``[batch]``: least probability as a fraction of the best token's; 0, less or NaN is off.
-        sharpness: ``[batch]``: 1 for a target; infinity is plain argmax, and less than 0 or NaN counts as 0.
+        seeds: ``[batch]``, as is what follows.
+        temperature: 0, less or NaN is plain argmax of the logits, and infinity counts as the largest float.
+        top_k: 0, less or at least vocab is off.
+        top_p: 1, more or NaN is off.
+        min_p: least probability as a fraction of the best token's; 0, less or NaN is off.
+        sharpness: 1 for a target; infinity is plain argmax, and less than 0 or NaN counts as 0.
 
     Returns:
         ``[batch, rows]``; -1 for a row with a NaN logit.
@@ -71,14 +70,10 @@ def top_candidates(
     """Return the tokens with the best scores of each row, best first, ties to the lower id, and their logits.
 
     A token's score is what `select_tokens` maximizes if nothing is filtered, with the same bits: its choice is the
-    first candidate.
+    first candidate. A token at -inf is never one.
 
     Args:
-        logits: ``[batch, rows, vocab]``. A token at -inf is never a candidate.
-        positions: ``[batch, rows]``: the index of the token that each row drafts.
-        seeds: ``[batch]``.
-        temperature: ``[batch]``, as in `select_tokens`.
-        sharpness: ``[batch]``, as in `select_tokens`.
+        logits: ``[batch, rows, vocab]``; ``positions [batch, rows]`` and the rest are as in `select_tokens`.
         count: from 1 to `MAX_CANDIDATES`.
 
     Returns:
@@ -108,14 +103,12 @@ def walk_candidates(
 
     Args:
         hidden: ``[batch, slots, rank]``: the projected hidden state of each slot.
-        predecessors: ``[codes, rank]``.
-        successors: ``[codes, rank]``.
+        predecessors, successors: ``[codes, rank]``.
         anchor: ``[batch]``: the token before the first slot. One outside the codebook adds nothing.
-        ids: ``[batch, slots, count]``, no token twice in a slot. An id outside ``[0, codes)`` is not a
-            candidate.
+        ids: ``[batch, slots, count]``, no token twice in a slot. An id outside ``[0, codes)`` is no candidate.
         logits: ``[batch, slots, count]``. A candidate whose score is -inf is left out.
         positions: ``[batch, slots]``: the index of the token in each slot.
-        seeds: ``[batch]``. The settings from ``temperature`` to ``sharpness`` are as in `select_tokens`.
+        seeds: ``[batch]``. It and the settings from ``temperature`` to ``sharpness`` are as in `select_tokens`.
         stream: of the noise, from 0 to 3; 0 is the target's own.
 
     Returns:
