@@ -24,12 +24,10 @@ class PackedLayers:
     changed since (``parameter.data = ...``, transposed, resized, freed), and checks and packs those again.
 
     Args:
-        layers: the weights, contiguous, used where they are.
-        norm: ``[hidden]``, the final norm.
-        eps: of every norm.
+        layers: the weights, contiguous, used where they are; ``norm [hidden]`` is the final norm.
+        eps: of every norm; with ``zero_centered`` those over hidden states and heads multiply by ``1 + weight``.
         scale: the factor on the attention scores.
         taps: layers whose outputs are returned; the last layer's is read after the final norm.
-        zero_centered: the norms over hidden states and heads multiply by ``1 + weight``.
 
     Raises:
         ValueError: a shape does not fit, or a tensor is not contiguous. TypeError: a dtype does not fit.
@@ -220,10 +218,9 @@ def decoder_layers(
         cos, sin: ``[positions, rotary / 2]``; positions past the end take the last.
         k_caches, v_caches: per layer of attention ``[batch, num_kv_heads, capacity, head_dim]``; written.
         layers: the handle of `PackedLayers`.
-        windows: per recurrent layer, as in `causal_conv_`; written.
-        states: per recurrent layer, as in `gated_recurrence_`; written, as are ``saved_k``, ``saved_d`` and
-            ``saved_a``.
-        pending: ``[batch]``, as in `gated_recurrence_`, and ``keep`` too; None without recurrent layers.
+        windows: per recurrent layer, as in `causal_conv_`; written, as are ``states`` and ``saved_k``, ``saved_d`` and
+            ``saved_a``, which are as in `gated_recurrence_`.
+        pending, keep: as in `gated_recurrence_`; None without recurrent layers.
         ancestors: as in `block_attention`. Every layer must have causal attention and no convolutions then.
 
     Returns:

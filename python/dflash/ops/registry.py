@@ -34,8 +34,7 @@ def skinny(rows: int, dtype: torch.dtype) -> bool:
 
 
 def isa() -> str:
-    """Return the CPU kernels' instruction set, such as ``avx512``; the environment variable ``DFLASH_ISA`` names
-    another."""
+    """Return the CPU kernels' instruction set, such as ``avx512``; ``DFLASH_ISA`` in the environment names another."""
     return _C.isa()
 
 
@@ -295,7 +294,7 @@ def op(
         tensors: the tensors among its arguments, see `Contract`.
         returns: new tensors, which an op without body returns.
         kernel: the op's name without a trailing underscore, if it is not another.
-        body: see `Op`, and ``prepare`` too.
+        body, prepare: see `Op`.
         twin: see `Op`; None for the one in `dflash.ops.reference`.
         contract: further arguments of `Contract`.
     """
@@ -332,8 +331,8 @@ def _schema(parameters: list[inspect.Parameter], returns: object, mutates: list[
 def _callable(function: Callable, made: Op, signature: inspect.Signature) -> Callable:
     """Make the function that users call: the CPU kernel if the call is plain and fits, else torch's dispatcher.
 
-    It is compiled from source because ``*arguments`` takes a third of a small kernel's time, and names and defaults
-    take as long again. Compilers and torch.export see the op; torch.jit.trace and make_fx, on plain tensors, do not.
+    It is compiled from source: ``*arguments`` takes a third of a small kernel's time, and names and defaults as much.
+    Compilers and torch.export see the op; torch.jit.trace and make_fx, on plain tensors, do not.
     """
     name, names = function.__name__, ", ".join(signature.parameters)
     source = (

@@ -12,8 +12,7 @@ from .. import _C
 
 
 def is_on(name: str) -> bool:
-    """Return True unless the environment turns the switch ``name`` off; raise ValueError for another value than 0 or
-    1."""
+    """Return True unless the environment turns ``name`` off; raise ValueError for another value than 0 or 1."""
     value = os.environ.get(name) or "1"
     if value not in ("0", "1"):
         raise ValueError(f"{name} must be 0 or 1, got {value!r}: unset it, or set it to 0 to turn it off")
@@ -25,6 +24,5 @@ _C.set_overlap(OVERLAP)
 
 
 def overlaps(device: int = 0) -> bool:
-    """Return True if kernels on CUDA device ``device`` may start before the one ahead of them has ended (sm_90 and
-    newer)."""
+    """Return True if kernels on a CUDA device may start before the one ahead has ended (sm_90 and newer)."""
     return _C.overlaps(device)

@@ -69,13 +69,12 @@ def build_tree(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> tuple[
         anchor: ``[batch]``.
         ids: ``[batch, depths, count]``: the candidates at depth 1, 2, ..., no token twice. A depth ends at the first
             negative id, and at the first score of -inf or NaN.
-        scores: ``[batch, depths, count]``, descending and at most 0, as `tree_candidates` returns them.
+        scores: like ``ids``, descending and at most 0, as `tree_candidates` returns them.
         rows: rows of the tree, from 1 to `MAX_TREE_ROWS`.
 
     Returns:
-        ``(ids, parents, depth, ancestors, scores)``: ids ``[batch, rows]`` (pads: -1), parents (root and pads: -1),
-        depth (pads: 0), ancestors ``[batch, rows, ceil(rows / 64)]`` as `block_attention` reads them, scores (pads:
-        -inf).
+        ``(ids, parents, depth, ancestors, scores)``, all ``[batch, rows]`` but ancestors, which are as
+        `block_attention` reads them. Pads have id -1, parent -1 (as the root has), depth 0 and score -inf.
     """
 
 
@@ -96,12 +95,11 @@ def accept_prefix_(
         posterior: ``[batch, rows]``: the target's choice after each row; -1: its logits held NaN. Such a choice is
             never emitted; the row is done where it would have been.
         stop_token_ids: ``[batch, n]``, the ids that end each row; n may be 0, and negative ids pad.
-        limits: ``[batch]``: how many tokens the row may hold in all.
+        limits: ``[batch]``, as are the next but ``tokens``: how many tokens the row may hold in all.
         tokens: ``[batch, capacity]``, written.
-        length: ``[batch]``, advanced in place. One that is negative or leaves no room emits nothing, and the row is
-            done.
-        num_context: ``[batch]``, written: how many tokens were emitted.
-        done: ``[batch]``, written: 0 running, 1 a stop token was emitted, 2 the limit is reached, 3 NaN.
+        length: advanced in place. One that is negative or leaves no room emits nothing, and the row is done.
+        num_context: written: how many tokens were emitted.
+        done: written: 0 running, 1 a stop token was emitted, 2 the limit is reached, 3 NaN.
     """
 
 
@@ -118,15 +116,13 @@ def accept_path_(
 
     From row 0 on, the choice of a row is emitted and the walk continues at that row's child of this id; without one it
     ends, and so it does after ``path_rows`` tokens. The rest is as in `accept_prefix_`, to which a chain (``parents[b,
-    j] = j - 1``) is equal.
+    j] = j - 1``) is equal, and so are the arguments that are not named here.
 
     Args:
         ids: ``[batch, rows]``, at most `MAX_TREE_ROWS`: the anchor, then the nodes; a negative one is never a child.
         parents: ``[batch, rows]``: the row of each node's parent, before it; with any other value a row is nobody's
             child. Of several siblings with one id the first counts.
         choices: ``[batch, rows]``: the target's choice after each row, as ``posterior`` in `accept_prefix_`.
-        stop_token_ids: ``[batch, n]``. ``limits``, ``tokens``, ``length``, ``num_context`` and ``done`` are as in
-            `accept_prefix_`.
         path: ``[batch, path_rows]``, written: the rows whose choices were emitted; from ``num_context`` on ``path[b, j]
             = j``.
         chain_choices: like ``path``: these choices; -1 from ``num_context`` on.
