@@ -29,7 +29,7 @@ def assert_as_exact_as_torch(out: torch.Tensor, twin: torch.Tensor, exact: torch
     """The kernel's error against float64 is at most ``factor`` times the plain-torch twin's in the same dtype."""
     assert out.dtype == twin.dtype
     assert out.shape == twin.shape
-    floor = torch.finfo(out.dtype).eps / 8
+    floor = torch.finfo(out.dtype).eps / 4  # times two: what rounding once may do to an element
     ours, theirs = relative_error(out, exact), relative_error(twin, exact)
     assert ours <= factor * max(theirs, floor), f"error {ours:.2e}, plain torch {theirs:.2e}"
 

@@ -82,7 +82,7 @@ use_build() { # a build for this GPU is what Python imports from here on
   fi
   local place=build/gpu/plain arch made_of
   arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
-  made_of="$arch $(python3 -V) $(find csrc CMakeLists.txt -type f -print0 | sort -z | xargs -0 cat | sha256sum)"
+  made_of="$arch $(python3 -V) $(find csrc CMakeLists.txt -type f -print0 | LC_ALL=C sort -z | xargs -0 cat | sha256sum)"
   if [ "$(cat "$place/made-of" 2>/dev/null)" != "$made_of" ]; then
     mkdir -p "$place"
     { cmake -S . -B "$place/cmake" -G Ninja -DDFLASH_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch" \
@@ -107,7 +107,7 @@ build() {
 
 tests() {
   use_build || return
-  local which=(-n 8 -m cuda --continue-on-collection-errors tests) log
+  local which=(-n 12 -m cuda --continue-on-collection-errors tests) log
   [ "$on_cpu" ] && which=(-n 2 -m "not cuda and not slow" tests/test_silu_mul.py)
   log=$(named tests log)
   attempt tests "$(left)" python3 -m pytest -q -p no:cacheprovider -p bench.gpu.pytest_lines --lines "$(named tests jsonl)" \

@@ -51,7 +51,7 @@ class Table:
         self._arguments = arguments
         device = torch.device(arguments.device)
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(device.index or 0)
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
         self._timer = Timer(device, time.thread_time if arguments.own_time else time.perf_counter)

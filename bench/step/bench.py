@@ -38,7 +38,7 @@ class Bench:
         self.device = torch.device(arguments.device)
         self.on_gpu = self.device.type == "cuda"
         if self.on_gpu:
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(self.device.index or 0)
         dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.on_gpu else "float32"))
         timer, quick = harness.Timer(self.device), not self.on_gpu
         self.copy, read = harness.copy_bandwidth(timer, quick), harness.read_bandwidth(timer, quick)

@@ -104,9 +104,9 @@ class Answer:
         # 2. The device's. The features of dropped tokens go; those that the draft cache has not taken over yet stay.
         row = self.row
         drafted = state.length[row] - state.num_context[row]
-        state.length[row] = self.length
+        state.length[row].fill_(self.length)  # an assignment would copy from the host, and wait
         state.num_context[row] = (self.length - drafted).clamp(min=0)
-        state.done[row] = STOPPED
+        state.done[row].fill_(STOPPED)
 
 
 class Direct:

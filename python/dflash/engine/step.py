@@ -259,7 +259,7 @@ class Engine:
         """Take ``row`` from its call; the first ``kept`` positions of its caches stay, and steps do least for it."""
         self._free(slice(row, row + 1))
         self.state.vacate_(slice(row, row + 1))
-        self.state.length[row] = kept
+        self.state.length[row].fill_(kept)
         self._apply_settings()
         self._draft_chains(self.chain.passes)
 
@@ -428,7 +428,7 @@ class Engine:
             ops.gather_rows_(state.features(block), path, state.context)
             expected = self.tree.expected if isinstance(self.budget, TreeBudget) else None
         for row in stopped:
-            state.done[row] = STOPPED
+            state.done[row].fill_(STOPPED)
         # 2. The caches follow. Slots of the drafter's are positions whatever was verified.
         state.target_cache.commit_(state.length, state.num_context, path)
         if state.draft_cache is not None:

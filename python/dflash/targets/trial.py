@@ -145,13 +145,15 @@ def _allowed(target: Target, model: PreTrainedModel) -> float:
     """Return the relative difference that rounding may make.
 
     8-bit activations move by a whole step where a last bit differs: 7e-2 was seen. In 16 bits a recurrence carries
-    roundings from row to row, and a near-tie may choose another expert: 0.18 was seen in random models. Wrong wiring
-    gives 0.7 and more.
+    roundings from row to row, and a near-tie may choose another expert: 0.18 was seen in random models. Roundings of
+    layers add up like random numbers: 5.5e-2 was seen in a random model of Qwen3-8B's size, on an H100 in bfloat16.
+    Wrong wiring gives 0.7 and more.
     """
+    num_layers = target.config.num_hidden_layers
     is_float32 = target.dtype == torch.float32
     has_experts = any(key.endswith("experts") and value for key, value in target.config.to_dict().items())
     is_rough = rounds_activations(model) or (not is_float32 and (target.is_recurrent or has_experts))
-    return 0.25 if is_rough else 1e-3 if is_float32 else 5e-2
+    return 0.25 if is_rough else 1e-3 if is_float32 else min(0.25, 5e-2 * max(1.0, num_layers / 8) ** 0.5)
 
 
 def _difference(got: Tensor, expected: Tensor) -> float:
