@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..decoder import BlockConv, DecoderLayer, DecoderStack, rotary_table
-from ..ops import Int8Weight, NotFiniteError, WeightStorage, int8_weights, reference
+from ..ops import NotFiniteError, WeightStorage, int8_layer, reference
 from ..state import KVCache
 from ..targets import Fingerprint, not_finite
 from ..targets.model import modules_of, tensors_of
@@ -591,37 +591,33 @@ class Int8Drafter(Drafter):
     What is outside of the layers runs as it is, and so do the products of prefill.
     """
 
-    _copies: list[dict[str, Int8Weight]]  # per layer
-    _quantized: Fingerprint | None  # of the layers that the copies were made of
-
     @classmethod
     def of(cls, draft: Drafter) -> Int8Drafter:
         """Return a drafter with the parameters of ``draft``, in the same memory. Raises ValueError if one is NaN."""
         stored = cls.__new__(cls)
-        stored.__dict__.update(draft.__dict__, _stack=None, _copies=[], _quantized=None)
+        stored.__dict__.update(draft.__dict__, _stack=None)
         stored._restack()
         return stored
+
+    def refresh(self) -> None:
+        """Notice parameters that were replaced, as a drafter does, and weights that were written to."""
+        if not self._quantized.has_same_values(self.layers):
+            self._stacked = []
+        super().refresh()
 
     def forget_values(self) -> None:
         """Read all weights again at the next `refresh`."""
         super().forget_values()
-        self._quantized = None
-
-    def _is_stacked(self) -> bool:
-        is_quantized = self._quantized is not None and self._quantized.has_same_values(self.layers)
-        return super()._is_stacked() and is_quantized
+        self._stacked = []
 
     def _stack_layers(self) -> list[DecoderLayer]:
-        """Return the layers in 8 bits, made again if the weights have changed."""
-        layers = super()._stack_layers()
-        if self._quantized is None or not self._quantized.has_same_values(self.layers):
-            self._quantized = None
-            try:
-                self._copies = list(map(int8_weights, layers))
-            except NotFiniteError as error:
-                raise ValueError(not_finite("draft_weights", self, error)) from error
-            self._quantized = Fingerprint(self.layers)
-        return [layer._replace(**copies) for layer, copies in zip(layers, self._copies, strict=True)]
+        """Return the layers in 8 bits, made of the weights as they are now."""
+        try:
+            layers = list(map(int8_layer, super()._stack_layers()))
+        except NotFiniteError as error:
+            raise ValueError(not_finite("draft_weights", self, error)) from error
+        self._quantized = Fingerprint(self.layers)  # of what the copies were made of
+        return layers
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_copies": [], "_quantized": None}
+        return super().__getstate__() | {"_quantized": None}

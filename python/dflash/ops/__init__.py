@@ -24,7 +24,6 @@ from .weights import (
     Weight,
     WeightStorage,
     int8_layer,
-    int8_weights,
     split_weights,
 )
 

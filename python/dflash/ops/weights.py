@@ -275,13 +275,8 @@ def int8_layer(layer: DecoderLayer | DeltaNetLayer) -> DecoderLayer | DeltaNetLa
     Raises:
         NotFiniteError: a value is infinite or NaN.
     """
-    return layer._replace(**int8_weights(layer))
-
-
-def int8_weights(layer: DecoderLayer | DeltaNetLayer) -> dict[str, Int8Weight]:
-    """Return copies in 8 bits of the weights of a layer's projections, by their names; raises as `int8_layer`."""
     weights = ((name, getattr(layer, name, None)) for name in _PROJECTIONS)
-    return {name: Int8Weight.of(weight) for name, weight in weights if weight is not None}
+    return layer._replace(**{name: Int8Weight.of(weight) for name, weight in weights if weight is not None})
 
 
 def named_tensors(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) -> list[tuple[str, Tensor]]:
