@@ -2,7 +2,10 @@
 
 from .checkpoint import MASK_EMBEDDING_FILE, draft_folder, load_draft
 from .config import (
+    FULL,
     ROPE_TYPES,
+    SLIDING,
+    DFlash2Config,
     DraftConfig,
     Rope,
     build_target_layer_ids,
@@ -19,10 +22,3 @@ from .drafter import (
     quantized_draft,
     scale_logits,
 )
-from .keys import FULL, SLIDING, DFlash2Config
-
-__all__ = [
-    "FULL", "MASK_EMBEDDING_FILE", "ROPE_TYPES", "SLIDING", "CandidateSelector", "DFlash2Config", "DraftConfig",
-    "Drafter", "GroupedConv", "PairWeights", "Rope", "build_target_layer_ids", "check_dflash2", "check_draft_weights",
-    "draft_folder", "from_speculators", "is_speculators", "load_draft", "quantized_draft", "scale_logits",
-]  # fmt: skip

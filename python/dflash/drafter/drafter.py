@@ -19,8 +19,7 @@ from ..ops import NotFiniteError, WeightStorage, int8_layer, reference
 from ..state import KVCache
 from ..targets import Fingerprint, not_finite
 from ..targets.model import modules_of, tensors_of
-from .config import DraftConfig
-from .keys import DFlash2Config
+from .config import DFlash2Config, DraftConfig
 
 
 class PackedTensor(NamedTuple):

@@ -1,15 +1,7 @@
 """The target: a structural copy of the user's model with our attention, our cache and taps."""
 
 from .copies import structural_copy
-from .fingerprint import (
-    Fingerprint,
-    KnownWeights,
-    describe_config,
-    sample_digest,
-    version_of,
-    versions,
-    weights_digest,
-)
+from .fingerprint import Fingerprint, KnownWeights, describe_config, sample_digest, version_of, versions, weights_digest
 from .folder import check_target_config, check_target_size, check_target_weights
 from .model import (
     UnsupportedTargetError,
@@ -29,12 +21,3 @@ from .recurrent import has_recurrent_layers
 from .support import check_target, refusal, refusal_of_weights
 from .target import Target, check_int8, int8_obstacle, not_finite
 from .trial import forget_trials
-
-__all__ = [
-    "Fingerprint", "KnownWeights", "Target", "UnsupportedTargetError", "check_int8", "check_target",
-    "check_target_config", "check_target_size", "check_target_weights", "describe_config", "embedding_table",
-    "find_layers", "first_hook", "forget_trials", "generation_defaults", "has_recurrent_layers", "int8_obstacle",
-    "max_positions", "not_finite", "ranks_in", "refusal", "refusal_of_weights", "sample_digest",
-    "stop_string_criterion", "structural_copy", "tapped_modules", "text_config", "transformers_version", "unwrap",
-    "version_of", "versions", "weights_digest",
-]  # fmt: skip

@@ -28,8 +28,7 @@ from ..drafter import (
     is_speculators,
     load_draft,
 )
-from ..drafter.config import ROPE_TYPES
-from ..drafter.keys import KEYS, LAYER
+from ..drafter.config import KEYS, LAYER, ROPE_TYPES
 from ..files import atomic_folder, check_writable, read_architectures, read_json, save_tensors, write_json
 from ..terminal import listed
 
