@@ -148,7 +148,7 @@ class Ranks:
     """The processes that a target is spread over. All of them must call each method, in the same order.
 
     Args:
-        mesh: of transformers' tensor parallelism, one-dimensional.
+        mesh: of transformers' tensor parallelism, one-dimensional; None for one process, which agrees with itself.
         device: of this rank.
 
     Attributes:
@@ -158,20 +158,23 @@ class Ranks:
     agreed_targets = 0  # of this process; made in the same order by every rank
 
     def __init__(self, mesh: Any, device: torch.device) -> None:
-        self._group, self._device, self.count = mesh.get_group(), device, mesh.size()
+        self._group, self.count = (None, 1) if mesh is None else (mesh.get_group(), mesh.size())
+        self._device, self._agreed = device, b""
         self._weight: Tensor | None = None
         self._whole: Tensor | None = None
         self._versions: list[int] = []
-        self._agreed = b""
 
     def share_(self, tensor: Tensor) -> Tensor:
         """Return the tensor with rank 0's values, written in place if it is contiguous."""
-        tensor = tensor.contiguous()
-        dist.broadcast(tensor, group=self._group, group_src=0)
+        if self.count > 1:
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, group=self._group, group_src=0)
         return tensor
 
     def share_rows(self, rows: list[int], like: Tensor) -> list[int]:
         """Return rank 0's ``rows`` of a batch; ``like [batch]`` int64 gives its size and device."""
+        if self.count == 1:
+            return rows
         flags = torch.zeros_like(like).index_fill_(0, like.new_tensor(rows), 1)
         return self.share_(flags).nonzero()[:, 0].tolist()
 
@@ -181,6 +184,8 @@ class Ranks:
         All that was compared before counts too: a rank that uses another target, or another generator, is found out.
         The exchange has one size whatever is compared, so ranks that are at different places find out too.
         """
+        if self.count == 1:
+            return
         before = self._agreed or b"%d" % Ranks.agreed_targets
         digest = hashlib.sha256(before + f"{what}: {value()!r}".encode()).digest()[:8]
         mine = torch.tensor(int.from_bytes(digest, "big", signed=True), dtype=torch.int64, device=self._device)
@@ -197,6 +202,8 @@ class Ranks:
 
     def all(self, flag: bool) -> bool:
         """Return True if the flag is set on every rank."""
+        if self.count == 1:
+            return flag
         flags = torch.tensor(int(flag), dtype=torch.int64, device=self._device)
         dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._group)
         return bool(flags)

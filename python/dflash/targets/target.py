@@ -33,31 +33,7 @@ from .parallel import Ranks, mesh_of
 from .quantized import is_quantized
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
 from .support import replaced_function
-from .trial import Trial
-
-
-class OneProcess:
-    """A target that one process holds: `Ranks` with nobody to agree with."""
-
-    count = 1
-
-    def share_(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def share_rows(self, rows: list[int], _like: Tensor) -> list[int]:
-        return rows
-
-    def compare(self, what: str, value: Callable[[], object]) -> None:
-        """Do nothing."""
-
-    def all(self, flag: bool) -> bool:
-        return flag
-
-    def whole(self, weight: Tensor) -> Tensor:
-        return weight
-
-    def refresh(self) -> None:
-        """Do nothing."""
+from .trial import run_trial
 
 
 class Target:
@@ -94,32 +70,28 @@ class Target:
         self.compiled_forward: Callable[..., tuple[Tensor, list[Tensor]]] | None = None
         # 1. Build it and try it; what goes wrong on our ops may go well in the model's own modules.
         replaced = replaced_function(model)
-        trial = Trial(model, replaced)
-        self._build(model, target_layer_ids, fused, replaced, trial)
-        verdict = trial.verdict(self)
+        self._build(model, target_layer_ids, fused, replaced)
+        verdict = run_trial(self, model, replaced)
         if verdict.fault and self.runs_ops:
             if fused is True:
                 raise UnsupportedTargetError(_NOT_FUSED.format(model=f"{type(model).__name__}, which {verdict.fault}"))
-            self._build(model, target_layer_ids, False, replaced, trial)
-            self.fused_reason, verdict = f"it {verdict.fault}", trial.verdict(self)
+            self._build(model, target_layer_ids, False, replaced)
+            self.fused_reason, verdict = f"it {verdict.fault}", run_trial(self, model, replaced)
         if verdict.fault:
             raise UnsupportedTargetError(f"this target is not supported: {self.config.model_type} {verdict.fault}")
         self.tree_obstacle = verdict.tree_fault
         # 2. Store it as int8. Its logits are then others than the model's.
         if weights is not None:
-            check_int8(model, _int8_obstacle(model, self._fused, self.fused_reason))
+            check_int8(model, self._fused, self.fused_reason)
             self._fused.store_as_int8()
 
     def _build(
-        self, model: nn.Module, target_layer_ids: tuple[int, ...], fused: bool | Literal["auto"], replaced: str,
-        trial: Trial,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, target_layer_ids: tuple[int, ...], fused: bool | Literal["auto"], replaced: str
+    ) -> None:
         """Copy the model and give the copy our attention, ops, recurrences and taps."""
         self.model = structural_copy(model)
-        mesh = mesh_of(self.model)
-        self.ranks = OneProcess() if mesh is None else Ranks(mesh, embedding_table(self.model).device)
+        self.ranks = Ranks(mesh_of(self.model), embedding_table(self.model).device)
         self.ranks.compare("its weights or config", lambda: (describe_config(model), sample_digest(model)))
-        trial.observe(self.model)
         use_attention(self.model)
         self._fused, self.fused_reason = _fuse(self.model, target_layer_ids, fused, replaced)
         if fused is True and self._fused is None:
@@ -442,30 +414,25 @@ def not_finite(option: str, model: nn.Module, error: NotFiniteError) -> str:
     return f"{option}='int8' needs finite weights, got {error.value} in {name}: leave it out"
 
 
-def check_int8(model: nn.Module, obstacle: str | None = None) -> None:
-    """Raise UnsupportedTargetError if `int8_obstacle`, which may be given, returns an obstacle."""
-    if obstacle := int8_obstacle(model) if obstacle is None else obstacle:
+def check_int8(model: nn.Module, fused: FusedTarget | None = None, reason: str = "") -> None:
+    """Raise UnsupportedTargetError if there is an `int8_obstacle`, which takes the same arguments."""
+    if obstacle := int8_obstacle(model, fused, reason):
         raise UnsupportedTargetError(
             "weights='int8' needs a target on CPU whose dense layers run on the ops of this package (see fused), got "
             f"{type(model).__name__}: {obstacle}. Leave weights out"
         )
 
 
-def int8_obstacle(model: nn.Module) -> str:
+def int8_obstacle(model: nn.Module, fused: FusedTarget | None = None, reason: str = "") -> str:
     """Return why the weights of a target cannot be stored as int8; empty if they can, if they are finite.
 
-    Takes about as long as a copy, milliseconds: no value is read.
+    No value is read. A copy is made, in milliseconds, unless its fused form is given, or why it has none.
     """
-    copied = structural_copy(model)
-    use_attention(copied)
-    return _int8_obstacle(model, *_fuse(copied, (), "auto", replaced_function(model)))
-
-
-def _int8_obstacle(model: nn.Module, fused: FusedTarget | None, reason: str) -> str:
-    """Do what `int8_obstacle` does for a model with this fused form, or with none for this reason."""
     device = embedding_table(model).device
     if device.type != "cpu":
         return f"it is on {device}"
+    if fused is None and not reason:
+        fused, reason = _fuse(structural_copy(model), (), "auto", replaced_function(model))
     if fused is not None:
         return fused.int8_obstacle
     return "its weights are quantized already" if is_quantized(model) else reason

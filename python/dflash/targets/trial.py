@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,92 +51,68 @@ def forget_trials() -> None:
     _remembered.clear()
 
 
-class Trial:
-    """A trial of targets made of one model. Takes about six passes, and none if the model has been tried.
+def run_trial(target: Target, model: PreTrainedModel, replaced: str) -> Verdict:
+    """Return what is wrong with a target that is not stored as int8 yet.
+
+    Takes about seven passes, and none if such a target of the model has been tried.
 
     Args:
+        target: made of ``model``.
         model: the user's.
         replaced: a replaced function that the model runs, or empty.
+
+    Raises:
+        UnsupportedTargetError: the model fails without dflash.
     """
-
-    def __init__(self, model: PreTrainedModel, replaced: str) -> None:
-        known = _remembered.get(model)
-        if known is None or known.replaced != replaced or not known.fingerprint.has_same_values(model):
-            known = _remembered[model] = _Remembered(Fingerprint(model), replaced, {})
-        self._model, self._verdicts = model, known.verdicts
-        self._logits: Tensor | None = None
-        self._masks: list[_Mask] = []
-
-    def observe(self, copied: nn.Module) -> None:
-        """Run the model's own forward if it has not been tried, on a copy that nothing has changed yet."""
-        if self._logits is None and not self._verdicts:
-            self._observe(copied)
-
-    def _observe(self, copied: nn.Module) -> None:
-        table = embedding_table(copied)
-        with _plain_settings(table.device), self._named_errors("on its own"):
-            # The model may be in training mode; but hooks may look for its own modules.
-            reference = self._model if first_hook(self._model) and not self._model.training else copied
-            self._logits = reference(input_ids=_ids(table), use_cache=False).logits.float()
-        with _plain_settings(table.device), self._named_errors("on its own past its window"):
-            self._masks = _masks_of(copied)
-
-    @contextlib.contextmanager
-    def _named_errors(self, where: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # of a stranger's modules
-            raise UnsupportedTargetError(
-                f"this target is not supported: {text_config(self._model).model_type} fails {where} in a trial "
-                f"run, without dflash: {type(error).__name__}: {error}"
-            ) from error
-
-    def verdict(self, target: Target) -> Verdict:
-        """Return what is wrong with a target that is not stored as int8 yet."""
-        if target.runs_ops not in self._verdicts:
-            if self._logits is None:
-                self._observe(structural_copy(self._model))
-            with _plain_settings(target.device):
-                self._verdicts[target.runs_ops] = self._try(target, self._logits)
-        return self._verdicts[target.runs_ops]
-
-    def _try(self, target: Target, logits: Tensor) -> Verdict:
-        if not logits.isfinite().all():
-            return Verdict()  # says nothing; calls refuse logits that are not finite
-        # 1. A chain, with a part that is rejected
-        ids, cache = _ids(target.embedding_weight), target.new_cache(1, 2 * _TOKENS, _TOKENS)
-        expected = torch.cat([logits[:, :_ACCEPTED], logits[:, _ACCEPTED + 1 :: 2]], 1)
-        try:
-            difference = _difference(_chain_logits(target, ids, cache), expected)
-        except (UnsupportedTargetError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # of a stranger's modules
-            return Verdict(f"failed in a trial run with dflash's cache and attention: {type(error).__name__}: {error}")
-        allowed = _allowed(target, self._model)
-        if not target.ranks.all(difference < allowed):
-            return Verdict(
-                "gives other logits with dflash's cache and attention (relative difference "
-                f"{difference:.1e} in a trial run)"
-            )
-        # 2. Masks at positions past every window, where logits would take long
-        for mask in self._masks:
-            if fault := mask.fault(target.fused_windows):
-                return Verdict(fault)
-        # 3. A tree; recurrent layers take none
-        closer = allowed if rounds_activations(self._model) else allowed / 5
-        return Verdict(tree_fault="" if target.is_recurrent else _tree_fault(target, ids, cache, closer))
+    known = _remembered.get(model)
+    if known is None or known.replaced != replaced or not known.fingerprint.has_same_values(model):
+        known = _remembered[model] = _Remembered(Fingerprint(model), replaced, {})
+    if target.runs_ops not in known.verdicts:
+        # Without the caller's inference mode and autocast
+        with torch.inference_mode(False), torch.autocast(target.device.type, enabled=False), torch.no_grad():
+            known.verdicts[target.runs_ops] = _try(target, model)
+    return known.verdicts[target.runs_ops]
 
 
-@contextlib.contextmanager
-def _plain_settings(device: torch.device) -> Iterator[None]:
-    """Compute without gradients and the caller's inference mode and autocast."""
-    with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.no_grad():
-        yield
-
-
-def _ids(table: Tensor) -> Tensor:
-    """Return ``[1, rows]`` ids of a vocabulary."""
-    return torch.arange(_TOKENS, device=table.device)[None] * 7919 % table.shape[0]
+def _try(target: Target, model: PreTrainedModel) -> Verdict:
+    # 1. The model's own forward, on a copy, since the model may be in training mode
+    copied, where = structural_copy(model), "on its own"
+    ids = torch.arange(_TOKENS, device=target.device)[None] * 7919 % target.embedding_weight.shape[0]
+    try:
+        # Hooks may look for the model's own modules.
+        reference = model if first_hook(model) and not model.training else copied
+        logits = reference(input_ids=ids, use_cache=False).logits.float()
+        where = "on its own past its window"
+        masks = _masks_of(copied)
+    except Exception as error:  # of a stranger's modules
+        raise UnsupportedTargetError(
+            f"this target is not supported: {text_config(model).model_type} fails {where} in a trial run, without "
+            f"dflash: {type(error).__name__}: {error}"
+        ) from error
+    if not logits.isfinite().all():
+        return Verdict()  # says nothing; calls refuse logits that are not finite
+    # 2. A chain, with a part that is rejected
+    cache = target.new_cache(1, 2 * _TOKENS, _TOKENS)
+    expected = torch.cat([logits[:, :_ACCEPTED], logits[:, _ACCEPTED + 1 :: 2]], 1)
+    try:
+        difference = _difference(_chain_logits(target, ids, cache), expected)
+    except (UnsupportedTargetError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of a stranger's modules
+        return Verdict(f"failed in a trial run with dflash's cache and attention: {type(error).__name__}: {error}")
+    allowed = _allowed(target, model)
+    if not target.ranks.all(difference < allowed):
+        return Verdict(
+            "gives other logits with dflash's cache and attention (relative difference "
+            f"{difference:.1e} in a trial run)"
+        )
+    # 3. Masks at positions past every window, where logits would take long
+    for mask in masks:
+        if fault := _mask_fault(*mask, target.fused_windows):
+            return Verdict(fault)
+    # 4. A tree; recurrent layers take none
+    closer = allowed if rounds_activations(model) else allowed / 5
+    return Verdict(tree_fault="" if target.is_recurrent else _tree_fault(target, ids, cache, closer))
 
 
 def _allowed(target: Target, model: PreTrainedModel) -> float:
@@ -198,31 +172,28 @@ class _LongCache(Stateless):
         return key, value
 
 
-class _Mask(NamedTuple):
-    """The mask that a model applies to the last rows of a sequence in one layer."""
+_Mask = tuple[nn.Module, dict[str, Any], Tensor]  # attention, options of its attention function, [rows, positions] bool
 
-    attention: nn.Module
-    options: dict[str, Any]  # that it calls its attention function with
-    seen: Tensor  # [rows, positions] bool
 
-    def fault(self, fused_windows: dict[int, int]) -> str:
-        """Return how the layer masks otherwise than our attention, or an empty string."""
-        layer = getattr(self.attention, "layer_idx", None)
-        window = fused_windows[layer] if layer in fused_windows else window_of(self.attention, self.options) or 0
-        rows, positions = self.seen.shape
-        slots = torch.arange(positions)
-        distance = slots[-rows:, None] - slots
-        if torch.equal(self.seen, (distance >= 0) & (distance < (window or positions))):
-            return ""
-        return (
-            f"attends over a window of {window or None} in layer {layer}, its model's config masks otherwise: make a "
-            "new model from the config"
-        )
+def _mask_fault(attention: nn.Module, options: dict[str, Any], seen: Tensor, fused_windows: dict[int, int]) -> str:
+    """Return how a layer that sees ``seen`` masks otherwise than our attention, or an empty string."""
+    layer = getattr(attention, "layer_idx", None)
+    window = fused_windows[layer] if layer in fused_windows else window_of(attention, options) or 0
+    rows, positions = seen.shape
+    slots = torch.arange(positions)
+    distance = slots[-rows:, None] - slots
+    if torch.equal(seen, (distance >= 0) & (distance < (window or positions))):
+        return ""
+    return (
+        f"attends over a window of {window or None} in layer {layer}, its model's config masks otherwise: make a "
+        "new model from the config"
+    )
 
 
 def _masks_of(copied: nn.Module) -> list[_Mask]:
     """Read masks off a pass in which nothing attends, at positions past all windows and chunks of the config."""
-    config, masks = text_config(copied), []
+    config = text_config(copied)
+    masks: list[_Mask] = []
     limits = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
     length, positions = max(limits) + _MASKED_ROWS, max_positions(copied)
     if not any(limits) or (positions is not None and positions < length + _MASKED_ROWS):
@@ -244,7 +215,7 @@ def _note_mask(
 ) -> tuple[Tensor, None]:
     """Note a layer's mask, behind the signature that transformers calls. Returns zeros."""
     if mask is not None:
-        module.masks.append(_Mask(module, options, (mask[0, 0] >= 0).cpu()))
+        module.masks.append((module, options, (mask[0, 0] >= 0).cpu()))
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
