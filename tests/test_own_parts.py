@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 
 import dflash
 from dflash import DraftConfig
-from dflash.drafter import checkpoint
-from dflash.files import read_tensor
 from dflash.train import TrainableDrafter
 from dflash.train.export import export
 
@@ -254,7 +252,7 @@ SMALL = {"draft_vocab_size": len(KNOWN)}
         ({"d2t": OFFSETS}, {}, "unknown tensors: d2t .*draft_vocab_size None"),
         (reduced() | {"d2t": OFFSETS + 10}, SMALL, "a token below vocab_size 97, and it maps 8 to 99"),
         (reduced() | {"d2t": -torch.arange(9)}, SMALL, "to another token, and it maps some to the same"),
-        (reduced() | {"d2t": OFFSETS.float()}, SMALL, "tensor d2t must be stored as I64, got F32"),
+        (reduced() | {"d2t": OFFSETS.float()}, SMALL, "tensor d2t must be stored as torch.int64, got torch.float32"),
         (reduced() | {"d2t": OFFSETS[:5]}, SMALL, r"the config makes tensor d2t \[9\], got \[5\]"),
         ({"embed_tokens.weight": own(97, 32)}, {}, r"the config makes tensor embed_tokens.weight \[97, 64\]"),
         ({"lm_head.weight": own(97, 64)}, {"vocab_size": None}, "must state vocab_size, since .* own lm_head.weight"),
@@ -264,14 +262,6 @@ SMALL = {"draft_vocab_size": len(KNOWN)}
 def test_parts_that_do_not_fit_are_refused(save, tensors, changes, message):
     with pytest.raises(ValueError, match=message):
         dflash.load_draft(save(tensors, **changes))
-
-
-def test_a_bad_map_of_tokens_is_refused_before_any_weight_is_read(save, monkeypatch):
-    read, folder = [], save(reduced() | {"d2t": OFFSETS + 10}, **SMALL)
-    monkeypatch.setattr(checkpoint, "read_tensor", lambda stored: read.append(stored.name) or read_tensor(stored))
-    with pytest.raises(ValueError, match="and it maps 8 to 99"):
-        dflash.load_draft(folder)
-    assert read == ["d2t"]
 
 
 def test_own_parts_of_another_vocabulary_do_not_fit_the_target(target, save):

@@ -15,17 +15,14 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from .terminal import named, printable, shortened
 
 MAX_JSON_BYTES = 2**26  # of one file. Python objects take up to thirty times the bytes of the JSON they are read from.
-# What safetensors calls the floating types that torch computes in.
-FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _UNFINISHED = ".unfinished-"
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -134,15 +131,6 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
 # ---------------------------------------------------------------------------------------------- weights
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file; ``kind`` is its dtype as the file calls it."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    kind: str
-
-
 def find_shards(folder: Path, single_name: str = "model.safetensors") -> list[Path]:
     """Return the files that hold a model's weights: ``single_name``, or those that its index names.
 
@@ -170,28 +158,17 @@ def find_shards(folder: Path, single_name: str = "model.safetensors") -> list[Pa
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file as `safetensors.safe_open` does. Raises ValueError if it is broken or cut.
+
+    The memory of a tensor read from it is the file until the tensor is copied.
+    """
     try:
         with safe_open(path, "pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
         what = "not a complete safetensors file (truncated or corrupt?)"
         raise ValueError(f"{printable(path)}: {what}: {named(error)}") from error
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return which tensors a safetensors file holds. Raises ValueError if the file is broken or cut."""
-    with _opened(path) as file:
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, it is not a mapping
-        return {
-            name: StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()
-        }
-
-
-def read_tensor(stored: StoredTensor) -> Tensor:
-    """Return a stored tensor, whose memory is the file until it is copied."""
-    with _opened(stored.path) as file:
-        return file.get_tensor(stored.name)
 
 
 def read_torch_file(path: Path) -> Any:

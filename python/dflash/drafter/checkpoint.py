@@ -7,17 +7,17 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..files import FLOATING, StoredTensor, find_shards, read_header, read_json, read_tensor, read_torch_file
+from ..files import find_shards, open_tensors, read_json, read_torch_file
 from ..terminal import listed, named, printable, shortened
 from .config import DFLASH2_KEYS, DraftConfig
 from .drafter import Drafter, target_ids
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MASK_EMBEDDING_BYTES = 2**24  # at most: 2**20 values of 8 bytes, and room for what torch adds
 # Serving engines use other names for the same tensors.
 _PREFIXES = (
@@ -122,63 +122,45 @@ def _from_folder(folder: Path, dtype: torch.dtype | None, device: torch.device |
     if not path.is_file():
         raise FileNotFoundError(f"{printable(folder)} is not a drafter's folder: {path.name} is missing")
     config = DraftConfig.from_config(read_json(path, unique_keys=True), str(path))
-    stored: dict[str, Any] = {}
+    stored: dict[str, Tensor] = {}
     for shard in find_shards(folder):
-        tensors = read_header(shard)
+        with open_tensors(shard) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a mapping
         if twice := stored.keys() & tensors.keys():
-            name = min(twice)
-            both = f"{stored[name].path.name} and in {shard.name}"
-            raise ValueError(f"{printable(folder)}: tensor {named(name)} is in {both}")
+            raise ValueError(f"{printable(folder)}: tensor {named(min(twice))} is in {shard.name} and in another file")
         stored |= tensors
     if (folder / MASK_EMBEDDING_FILE).exists():
         stored[MASK_EMBEDDING_FILE] = _read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
-    return _load(config, printable(folder), stored, dtype, "cpu" if device is None else device)
+    return _load(config, printable(folder), stored, dtype, device)
 
 
 def _load(
-    config: DraftConfig,
-    source: str,
-    stored: Mapping[str, StoredTensor | Tensor],
-    dtype: torch.dtype | None,
+    config: DraftConfig, source: str, stored: Mapping[str, Tensor], dtype: torch.dtype | None,
     device: torch.device | str | None,
-) -> Drafter:
+) -> Drafter:  # fmt: skip
     """Make a drafter of stored tensors, which are checked before anything is allocated or read."""
     # 1. Match names and shapes, and check the types
     config, names = _match(config, {given: tuple(tensor.shape) for given, tensor in stored.items()}, source)
-    given = {name: given for given, name in names.items()}
-    kinds = {name: _kind(stored[given[name]]) for name in given}
-    for name, kind in kinds.items():
-        what = f"{source}: tensor {named(given[name])}"
-        if name == "d2t" and kind != "I64":
-            raise ValueError(f"{what} must be stored as I64, got {named(kind)}")
-        if name != "d2t" and kind not in FLOATING:
-            raise ValueError(f"{what} is stored as {named(kind)}: quantized drafters cannot be loaded")
-    first = stored[given["fc.weight"]]
-    if isinstance(first, Tensor) and first.is_meta:
+    for given, name in names.items():
+        what, kind = f"{source}: tensor {named(given)}", stored[given].dtype
+        if name == "d2t" and kind != torch.int64:
+            raise ValueError(f"{what} must be stored as torch.int64, got {kind}")
+        if name != "d2t" and kind not in _FLOATING:
+            raise ValueError(f"{what} is stored as {kind}: quantized drafters cannot be loaded")
+    tensors = {name: stored[given] for given, name in names.items()}
+    first = tensors["fc.weight"]
+    if first.is_meta:
         raise ValueError(f"{source} holds no weights: its parameters are on the meta device")
     if config.draft_vocab_size is not None:
-        _check_token_map(config, _read(stored[given["d2t"]]), source)
+        _check_token_map(config, tensors["d2t"], source)
     # 2. Allocate, and read each tensor
-    device = first.device if device is None and isinstance(first, Tensor) else device
-    drafter = Drafter(config, dtype=dtype or FLOATING[kinds["fc.weight"]], device=device or "cpu")
+    drafter = Drafter(config, dtype=dtype or first.dtype, device=first.device if device is None else device)
     destinations = {packed.name: packed.tensor for packed in drafter.packed_tensors()} | drafter.state_dict()
     with torch.no_grad():
-        for name in names.values():
-            destinations[name].copy_(_read(stored[given[name]]))
+        for name, tensor in tensors.items():
+            destinations[name].copy_(tensor)
     drafter.refresh()
     return drafter.eval()
-
-
-def _read(tensor: StoredTensor | Tensor) -> Tensor:
-    return tensor if isinstance(tensor, Tensor) else read_tensor(tensor)
-
-
-def _kind(tensor: StoredTensor | Tensor) -> str:
-    """Return what safetensors calls a tensor's dtype, or torch's name for one that no drafter is stored in."""
-    if not isinstance(tensor, Tensor):
-        return tensor.kind
-    kinds = {known: kind for kind, known in FLOATING.items()} | {torch.int64: "I64"}
-    return kinds.get(tensor.dtype, str(tensor.dtype))
 
 
 def _match(

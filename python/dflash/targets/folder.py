@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..files import find_shards, read_architectures, read_header, read_json
+from ..files import find_shards, open_tensors, read_architectures, read_json
 from ..terminal import listed, named, printable, shortened
 
 # Keys that decide how much transformers builds, under the names of any family, and their largest value. The largest
@@ -49,7 +49,8 @@ def check_target_weights(folder: Path) -> list[Path]:
             files = find_shards(folder, name)
             for file in files:
                 if file.suffix == ".safetensors":
-                    read_header(file)
+                    with open_tensors(file):
+                        pass  # checks its header
             return files
     return []
 
