@@ -28,17 +28,18 @@ _LARGEST = 1e300
 
 # ---------------------------------------------------------------------------------------------- the keys
 
-Check = Callable[[str, Any], None]  # of a key's value; raises ValueError
+Check = Callable[[str, Any], Any]  # (key, value) -> the value as it is used; raises ValueError
 
 
 def integer(least: int, most: int = 2**31 - 1) -> Check:
     """Return a check for an integer from ``least`` to ``most``."""
 
-    def check(key: str, value: Any) -> None:
+    def check(key: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{key} must be an integer >= {least}, got {shortened(value)}")
         if value > most:
             raise ValueError(f"{key} must be at most {most}, got {shortened(value)}")
+        return value
 
     return check
 
@@ -46,34 +47,36 @@ def integer(least: int, most: int = 2**31 - 1) -> Check:
 def number(*, positive: bool = True) -> Check:
     """Return a check for a finite number, above 0 unless ``positive`` is False."""
 
-    def check(key: str, value: Any) -> None:
+    def check(key: str, value: Any) -> float:
         # Compared, because math.isfinite cannot take an integer beyond the floats.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGEST < value < _LARGEST:
             raise ValueError(f"{key} must be a finite number, got {shortened(value)}")
         if positive and value <= 0:
             raise ValueError(f"{key} must be > 0, got {shortened(value)}")
+        return float(value)
 
     return check
 
 
-def anything(key: str, value: Any) -> None:
+def anything(_key: str, value: Any) -> Any:
     """Accept a value that is checked together with others."""
+    return value
 
 
-def boolean(key: str, value: Any) -> None:
-    """Raise ValueError unless the value is true or false."""
+def boolean(key: str, value: Any) -> bool:
+    """Check for true or false."""
     if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, got {shortened(value)}")
+    return value
 
 
 def layers_from(least: int) -> Check:
     """Return a check for a list of the target's layers, which are counted from ``least``."""
 
-    def check(key: str, value: Any) -> None:
+    def check(key: str, value: Any) -> tuple[int, ...]:
         if not isinstance(value, (list, tuple)) or not 0 < len(value) <= MAX_TARGET_LAYERS:
             raise ValueError(f"{key} must be a list of one or more layers, got {shortened(value)}")
-        for layer in value:
-            integer(least, MAX_TARGET_LAYERS)(key, layer)
+        return tuple(integer(least, MAX_TARGET_LAYERS)(key, layer) for layer in value)
 
     return check
 
@@ -81,9 +84,10 @@ def layers_from(least: int) -> Check:
 def unsupported(reason: str, *neutral: Any) -> Check:
     """Return a check that refuses every value that would change the math."""
 
-    def check(key: str, value: Any) -> None:
+    def check(key: str, value: Any) -> Any:
         if value not in neutral:
             raise ValueError(f"{key} = {shortened(value)} is not supported: {reason}")
+        return value
 
     return check
 
@@ -268,13 +272,8 @@ def _run_rope_rule(kind: str, parameters: dict[str, Any], head_dim: int) -> tupl
         if kind == "default":  # transformers has it in its models only
             powers = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
             return 1.0 / parameters["rope_theta"] ** powers, 1.0
-        config: Any = SimpleNamespace(
-            rope_parameters=parameters,
-            head_dim=head_dim,
-            hidden_size=head_dim,
-            num_attention_heads=1,
-            standardize_rope_params=lambda: None,
-        )
+        sizes = {"head_dim": head_dim, "hidden_size": head_dim, "num_attention_heads": 1}
+        config: Any = SimpleNamespace(rope_parameters=parameters, standardize_rope_params=lambda: None, **sizes)
         return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 
 
@@ -403,12 +402,8 @@ def _read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     from_anchor = _read_from_anchor(given, vocab, dflash2)
     causal, window = _read_attention(given, layers)
     own = {"embed_tokens": "has_embed_tokens", "lm_head": "has_lm_head", "mask_embedding": "mask_embedding"}
-    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "mask_token_id")
-    same += ("attention_bias", "vocab_size", "num_target_layers", "max_position_embeddings", "markov_rank")
-    scales = ("rms_norm_eps", "attention_value_scale", "input_embedding_scale", "output_multiplier")
     return {
-        **{key: given.get(key) for key in same},
-        **{key: float(given[key]) for key in scales},
+        **{name: given.get(name) for name in DraftConfig.__dataclass_fields__ if name in KEYS},
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "block_size": given["block_size"] + from_anchor,
@@ -417,7 +412,7 @@ def _read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "window": window,
         "rope": _read_rope(given, config, head_dim),
         "attention_sinks": given.get("attention_sink_bias", given["add_swa_attention_sink_bias"]),
-        "final_logit_softcapping": max(float(given["final_logit_softcapping"]), 0.0),
+        "final_logit_softcapping": max(given["final_logit_softcapping"], 0.0),
         "dflash2": dflash2,
         "predicts_from_anchor": from_anchor,
         "own_parts": tuple(part for part, key in own.items() if given[key]),
@@ -437,8 +432,7 @@ def _read_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     for place, level in ((TOP, config), (SECTION, section)):  # the section counts, so it is read last
         for name, value in level.items():
             if value is not None and name in KEYS and KEYS[name].place in (place, BOTH):
-                KEYS[name].check(name, value)
-                given[name] = value
+                given[name] = KEYS[name].check(name, value)
     architectures = given.get("architectures")
     if architectures and _ARCHITECTURES.isdisjoint(architectures):
         names = f"DFlashDraftModel, DFlash2DraftModel or {DSPARK_ARCHITECTURE}"
@@ -514,7 +508,7 @@ def _read_taps(given: Mapping[str, Any], config: Mapping[str, Any], layers: int)
     if taps is not None:
         if target_layers is not None and max(taps) >= target_layers:
             raise ValueError(f"target_layer_ids must be below num_target_layers {target_layers}, got {max(taps)}")
-        return tuple(taps)
+        return taps
     for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
         if config.get(key) is not None:
             raise ValueError(
@@ -564,14 +558,16 @@ def _read_rope(given: Mapping[str, Any], config: Mapping[str, Any], head_dim: in
         raise ValueError(f"{name} must be an object, got {shortened(settings)}")
     if any(isinstance(value, Mapping) for value in settings.values()):
         raise ValueError(f"{name} per layer type is not supported: {listed(settings)}")
-    settings = {key: value for key, value in settings.items() if value is not None}
-    for key in ROPE_KEYS.keys() & settings.keys():
-        ROPE_KEYS[key](key if key == "partial_rotary_factor" else f"{name}.{key}", settings[key])
+    settings = {
+        key: ROPE_KEYS.get(key, anything)(key if key == "partial_rotary_factor" else f"{name}.{key}", value)
+        for key, value in settings.items()
+        if value is not None
+    }
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in tuple(ROPE_TYPES):
         raise ValueError(f"{name}: RoPE type {shortened(kind)} is not supported: {', '.join(ROPE_TYPES)} are")
     # 2. Add what may stand elsewhere, and check what the type needs
-    theta, longest = float(settings.get("rope_theta", given["rope_theta"])), given.get("max_position_embeddings")
+    theta, longest = settings.get("rope_theta", given["rope_theta"]), given.get("max_position_embeddings")
     settings[_ORIGINAL] = given.get(_ORIGINAL, settings.get(_ORIGINAL, longest))
     if kind == "yarn":
         factor = longest / settings[_ORIGINAL] if longest and settings[_ORIGINAL] else None
@@ -585,9 +581,7 @@ def _read_rope(given: Mapping[str, Any], config: Mapping[str, Any], head_dim: in
     if kind == "yarn" and theta <= 1:
         raise ValueError(f"rope_theta must be > 1 for yarn, got {theta}")
     # 3. Keep what the type uses
-    rope = {key: float(value) if type(value := settings[key]) is int else value for key in ROPE_TYPES[kind]}
-    if _ORIGINAL in rope:
-        rope[_ORIGINAL] = settings[_ORIGINAL]
+    rope = {key: settings[key] for key in ROPE_TYPES[kind]}
     if kind == "yarn":
         rope["attention_scaling"] = float(_run_rope_rule(kind, settings | {"rope_theta": theta}, head_dim)[1])
     return Rope(kind, theta, **rope)
@@ -652,7 +646,7 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         boolean(key, given[key])
     if given.get("shift_label"):
         raise ValueError("shift_label = True is not supported: other block layouts are not implemented")
-    layers_from(1)("aux_hidden_state_layer_ids (counted from 1)", taps)
+    taps = layers_from(1)("aux_hidden_state_layer_ids (counted from 1)", taps)
     # 2. Take its keys, or what the library takes where they are missing
     settings = {key: given.get(key, default) for key, default in _DEFAULTS[kind].items()}
     section: dict[str, Any] = {"target_layer_ids": [tap - 1 for tap in taps]}
