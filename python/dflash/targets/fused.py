@@ -57,7 +57,7 @@ def _are_plain_tensors(tensors: Iterable[Tensor]) -> bool:
 # ---------------------------------------------------------------------------------------------- recognizing models
 
 
-class _Family(NamedTuple):
+class Family(NamedTuple):
     """The names of a family's classes, and what its layers may hold.
 
     Attributes:
@@ -102,7 +102,7 @@ class _Family(NamedTuple):
             return False
         if type(head) is not nn.Linear or type(decoder.embed_tokens) is not nn.Embedding:
             return False
-        layers = _layers_of(decoder)
+        layers = layers_of(decoder)
         mixers = [layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn for layer in layers]
         return (
             decoder.embed_tokens.max_norm is None  # changes few embeddings, perhaps none of a trial run's
@@ -179,40 +179,24 @@ _PARTS = {
     },
 }
 _FAMILIES = {  # by model_type; windows, head norms and biases are read off the modules
-    "llama": _Family("llama", "Llama"),
-    "mistral": _Family("mistral", "Mistral"),
-    "qwen2": _Family("qwen2", "Qwen2"),
-    "qwen3": _Family("qwen3", "Qwen3"),
-    "qwen3_moe": _Family("qwen3_moe", "Qwen3Moe"),
-    "qwen3_next": _Family("qwen3_next", "Qwen3Next", gated=True),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), _Family("qwen3_5", "Qwen3_5", "Text", gated=True)),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), _Family("qwen3_5_moe", "Qwen3_5Moe", "Text", gated=True)),
+    "llama": Family("llama", "Llama"),
+    "mistral": Family("mistral", "Mistral"),
+    "qwen2": Family("qwen2", "Qwen2"),
+    "qwen3": Family("qwen3", "Qwen3"),
+    "qwen3_moe": Family("qwen3_moe", "Qwen3Moe"),
+    "qwen3_next": Family("qwen3_next", "Qwen3Next", gated=True),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), Family("qwen3_5", "Qwen3_5", "Text", gated=True)),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), Family("qwen3_5_moe", "Qwen3_5Moe", "Text", gated=True)),
 }
 
 
-class Recognized(NamedTuple):
-    """What a recognized model is made of; ``attention`` is a module, like all that has attention."""
-
-    decoder: nn.Module
-    layers: list[DecoderLayer | DeltaNetLayer]
-    attention: nn.Module
-    eps: float
-    gated: bool
-
-
-def recognize(model: nn.Module) -> Recognized | None:
-    """Return the parts of a model that may run on the ops, or None if it must keep its own forward."""
+def recognize(model: nn.Module) -> Family | None:
+    """Return the family of a model whose layers may run on the ops, or None if it must keep its own forward."""
     family = _FAMILIES.get(model.config.model_type)
-    if family is None or not family.accepts(model):
-        return None
-    decoder = family.decoder(model)
-    layers, norm = _layers_of(decoder), decoder.norm
-    attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
-    eps = norm.eps if family.gated else norm.variance_epsilon
-    return Recognized(decoder, [family.layer(layer) for layer in layers], attention, eps, family.gated)
+    return family if family is not None and family.accepts(model) else None
 
 
-def _layers_of(decoder: nn.Module) -> nn.ModuleList:
+def layers_of(decoder: nn.Module) -> nn.ModuleList:
     """Return the layers that run: transformers runs the first ones if the config asks for fewer."""
     return decoder.layers[: decoder.config.num_hidden_layers]
 

@@ -13,7 +13,6 @@ import inspect
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,16 +23,13 @@ from .. import ops
 from ..state import KVCache, RecurrentCache, RecurrentLayer
 from .model import modules_of
 
-_CONVOLUTIONS = frozenset(["causal_conv1d_fn"])
-_DELTA_RULES = frozenset(
-    [
-        *("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
-        *("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
-    ]
-)
-_STATE_SPACES = frozenset(["mamba2_chunk_scan"])
-_FOR_ONE_ROW = frozenset(["causal_conv1d_update", "mamba2_selective_state_update"])  # never called in the copy
-_FUNCTIONS = _CONVOLUTIONS | _DELTA_RULES | _STATE_SPACES | _FOR_ONE_ROW
+_OURS = {  # functions of transformers, and the method of `_LayerFunctions` in place of each
+    "causal_conv1d_fn": "convolution",
+    "mamba2_chunk_scan": "state_space",
+    **dict.fromkeys(("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"), "delta_rule"),
+    **dict.fromkeys(("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"), "delta_rule"),
+}
+_FUNCTIONS = {*_OURS, "causal_conv1d_update", "mamba2_selective_state_update"}  # the last two, for one row, never run
 
 
 class Pass:
@@ -72,7 +68,7 @@ def refusal_of_recurrence(model: nn.Module) -> str | None:
     places = Counter(id(child) for module in modules_of(model) for child in module._modules.values())
     for module in filter(is_stateful, model.modules()):
         name, index, calls = type(module).__name__, module.__dict__.get("layer_idx"), _calls_of(type(module))
-        if not isinstance(index, int) or max(map(calls.count, _FUNCTIONS - _FOR_ONE_ROW)) != 1:
+        if not isinstance(index, int) or max(map(calls.count, _OURS)) != 1:
             return f"{name} keeps a state by functions that dflash does not know, and cannot roll back"
         if places[id(module)] > 1:
             return f"one {name} is in several layers, which would share its state"
@@ -127,7 +123,7 @@ def take_over(copied: nn.Module) -> Pass:
     for module in filter(is_stateful, copied.modules()):
         forward = _inner(type(module).forward)
         functions = _LayerFunctions(running, module.layer_idx, getattr(module, "num_k_heads", None))
-        space = {**forward.__globals__, **functions.by_name()}
+        space = {**forward.__globals__, **{name: getattr(functions, method) for name, method in _OURS.items()}}
         space.pop("__name__", None)  # torch.compile would look the names up in the real module
         own = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
         own.__kwdefaults__ = forward.__kwdefaults__
@@ -142,11 +138,6 @@ class _LayerFunctions:
 
     def __init__(self, running: Pass, index: int, key_heads: int | None) -> None:
         self.running, self.index, self.key_heads = running, index, key_heads
-
-    def by_name(self) -> dict[str, Callable]:
-        """Return the functions under the names that modules look up."""
-        served = {_CONVOLUTIONS: self.convolution, _DELTA_RULES: self.delta_rule, _STATE_SPACES: self.state_space}
-        return {name: function for names, function in served.items() for name in names}
 
     def _layer(self) -> tuple[RecurrentCache, RecurrentLayer]:
         cache = self.running.cache

@@ -18,7 +18,7 @@ from ..ops import Int8Weight, NotFiniteError, WeightStorage, int8_layer, split_w
 from ..state import KVCache, RecurrentCache, Tree
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import Fingerprint, describe_config, sample_digest
-from .fused import Recognized, kernel_obstacle, recognize, use_experts_op
+from .fused import Family, kernel_obstacle, layers_of, recognize, use_experts_op
 from .model import (
     UnsupportedTargetError,
     cache_argument,
@@ -163,15 +163,9 @@ class Target:
             self._fused.refresh(cache)
 
     def forward(
-        self,
-        ids: Tensor,
-        lengths: Tensor,
-        cache: KVCache,
-        logits_to_keep: int | Tensor = 0,
-        keep: Tensor | None = None,
-        tree: Tree | None = None,
-        features: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor = 0,
+        keep: Tensor | None = None, tree: Tree | None = None, features: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run rows at positions ``lengths[b] + i``. Each sees the cache's positions and the rows before it.
 
         A tree's rows are at positions ``lengths[b] + depth``, and each sees its ancestors instead.
@@ -228,7 +222,12 @@ class Target:
             self._pass.cache = self._pass.lengths = None
         taps = list(self._taps)
         self._taps[:] = [None] * len(taps)
-        return self._select_rows(output.logits, ids.shape[1], logits_to_keep), taps
+        # The model may ignore `logits_to_keep`.
+        is_tensor, logits = isinstance(logits_to_keep, Tensor), output.logits
+        asked = logits_to_keep.numel() if is_tensor else logits_to_keep or ids.shape[1]
+        if logits.shape[1] != asked:
+            logits = logits[:, logits_to_keep if is_tensor else slice(-asked, None)]
+        return logits, taps
 
     def verify(self, block: Any, state: Any) -> Tensor:
         """Run a block, and write its features into ``state.features(block)`` for the drafter's next pass.
@@ -249,17 +248,6 @@ class Target:
             features.copy_(torch.cat(taps, -1))
         return logits
 
-    def _select_rows(self, logits: Tensor, rows: int, logits_to_keep: int | Tensor) -> Tensor:
-        """Return the rows asked for, from a model that may ignore ``logits_to_keep``."""
-        asked = logits_to_keep.numel() if isinstance(logits_to_keep, Tensor) else logits_to_keep or rows
-        if logits.shape[1] == asked:
-            return logits
-        if logits.shape[1] != rows:
-            raise UnsupportedTargetError(
-                f"{type(self.model).__name__} returned {logits.shape[1]} rows of logits, {asked} were asked for"
-            )
-        return logits[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else logits[:, -asked:]
-
 
 # ---------------------------------------------------------------------------------------------- running on the ops
 
@@ -272,23 +260,25 @@ class FusedTarget:
 
     Args:
         model: a copy of the user's model. Its parameters are used where they are.
-        found: its parts.
+        family: its own.
         target_layer_ids: the tapped layers.
 
     Attributes:
         is_int8: True if products multiply by copies of the weights in 8 bits, see `store_as_int8`.
     """
 
-    def __init__(self, model: nn.Module, found: Recognized, target_layer_ids: tuple[int, ...]) -> None:
-        attention, decoder = found.attention, found.decoder
+    def __init__(self, model: nn.Module, family: Family, target_layer_ids: tuple[int, ...]) -> None:
+        decoder = family.decoder(model)
+        layers, norm = layers_of(decoder), decoder.norm
+        attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
         self.embedding, self.head = decoder.embed_tokens.weight, model.get_output_embeddings()
         self._model, self.is_int8 = model, False
         self._int8_head: Int8Weight | None = None
         self._quantized: Fingerprint | None = None  # of the weights that the copies in 8 bits were made of
         self.num_kv_heads, self.head_dim = attention.k_proj.weight.shape[0] // attention.head_dim, attention.head_dim
         self.stack = DecoderStack(
-            found.layers, decoder.norm.weight, eps=found.eps, scale=float(attention.scaling), taps=target_layer_ids,
-            zero_centered=found.gated,
+            list(map(family.layer, layers)), norm.weight, eps=norm.eps if family.gated else norm.variance_epsilon,
+            scale=float(attention.scaling), taps=target_layer_ids, zero_centered=family.gated,
         )  # fmt: skip
         self._layers = self.stack.layers  # of the model's own weights
         self._rotary = decoder.rotary_emb
@@ -402,7 +392,8 @@ class FusedTarget:
 def fuse(model: nn.Module, target_layer_ids: tuple[int, ...]) -> FusedTarget | None:
     """Return the fused form of a copy; None if it must keep its own forward."""
     is_new = len(set(target_layer_ids)) == len(target_layer_ids)
-    return FusedTarget(model, found, target_layer_ids) if is_new and (found := recognize(model)) is not None else None
+    family = recognize(model)
+    return FusedTarget(model, family, target_layer_ids) if is_new and family is not None else None
 
 
 # ---------------------------------------------------------------------------------------------- int8
