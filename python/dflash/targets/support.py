@@ -123,21 +123,16 @@ def _refusal_of_tensor(tensor: Tensor) -> str | None:
         return "is on the meta device: it was never loaded, or it is offloaded"
     if kind not in PLAIN_TENSORS and kind.__module__.startswith(("torch.distributed.", "torch._subclasses.")):
         return f"is a {kind.__name__}: one process with plain tensors is needed"
-    if tensor._is_zerotensor():
-        return "is not a dense tensor (it is a zero without memory)"
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
-        return f"is not a dense tensor (it is {what})"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return f"is not a dense tensor (it is {'quantized' if tensor.is_quantized else tensor.layout})"
     if is_traceable_wrapper_subclass(tensor):
         return None  # computes by itself, from tensors that it holds
     # Sharded parameters are flat while they are elsewhere; [0, n] is a layer of no rows.
     if tensor.numel() == 0 and tensor.dim() == 1 and isinstance(tensor, nn.Parameter):
         return f"is empty, {list(tensor.shape)}: its values are elsewhere (a shard, or offloaded)"
-    try:
-        missing = tensor.untyped_storage().nbytes() < ops.bytes_reached(tensor)
-    except (RuntimeError, NotImplementedError):
-        return f"has no memory of its own ({kind.__name__} inside a functorch transform?)"
-    return "has lost its memory: its storage was freed (FSDP, offload)" if missing else None
+    if tensor.untyped_storage().nbytes() < ops.bytes_reached(tensor):
+        return "has lost its memory: its storage was freed (FSDP, offload)"
+    return None
 
 
 def _refusal_of_storage(model: PreTrainedModel) -> str | None:
