@@ -267,9 +267,8 @@ def one_line_errors(what: str, kind: type[OSError] = OSError) -> Iterator[None]:
         errors: list[BaseException] = [error]
         while errors[-1].__context__ is not None:
             errors.append(errors[-1].__context__)
-        cause = next(
-            (one for one in errors if isinstance(one, OSError)), error
-        )  # "disk full", not what torch makes of it
+        # "disk full", not what torch makes of it
+        cause = next((one for one in errors if isinstance(one, OSError)), error)
         reason = printable(" ".join(str(cause).split()))[:400] or type(error).__name__
         raise kind(f"{printable(what)}: {reason}") from error
 

@@ -57,24 +57,18 @@ def bars(names: Iterable[str], *, shown: bool = True) -> Iterator[Callable[..., 
     Yields:
         ``show(name, done, total, text)``, which writes ``text`` next to the bar.
     """
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     console = Console(stderr=True)
     # Names and texts may come from files, so neither rich's markup nor control characters in them do anything.
-    name, text = (TextColumn(part, markup=False) for part in ("{task.description}", "{task.fields[text]}"))
-    columns = (name, BarColumn(), MofNCompleteColumn(), text, TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
-        tasks = {name: progress.add_task(printable(name), total=None, text="") for name in names}
+    name, text = (progress.TextColumn(part, markup=False) for part in ("{task.description}", "{task.fields[text]}"))
+    times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+    columns = (name, progress.BarColumn(), progress.MofNCompleteColumn(), text, *times)
+    with progress.Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as running:
+        tasks = {name: running.add_task(printable(name), total=None, text="") for name in names}
 
         def show(name: str, done: int, total: int, text: str = "") -> None:
-            progress.update(tasks[name], completed=done, total=total, text=printable(text))
+            running.update(tasks[name], completed=done, total=total, text=printable(text))
 
         yield show

@@ -44,12 +44,9 @@ _IGNORED = (
 
 
 def load_draft(
-    draft: str | os.PathLike | nn.Module,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    revision: str | None = None,
-) -> Drafter:
+    draft: str | os.PathLike | nn.Module, *, dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None, revision: str | None = None,
+) -> Drafter:  # fmt: skip
     """Load a DFlash drafter.
 
     Args:

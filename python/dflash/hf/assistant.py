@@ -15,8 +15,6 @@ from ..options import check_weights
 from ..state import KVCache
 from ..targets import transformers_version
 
-__all__ = ["as_assistant"]
-
 _STOPS_IN_MID_BLOCK = (5, 18)  # the first transformers whose loop around a DFlash drafter does
 
 
@@ -48,14 +46,9 @@ class _Assistant:
 
     @torch.no_grad()
     def __call__(
-        self,
-        noise_embeds: Tensor,
-        context_hidden_states: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | None,
-        cache: Any = None,
-        past_key_values: Any = None,
-    ) -> Any:
+        self, noise_embeds: Tensor, context_hidden_states: Tensor, position_ids: Tensor, attention_mask: Tensor | None,
+        cache: Any = None, past_key_values: Any = None,
+    ) -> Any:  # fmt: skip
         """Draft a block: ``noise_embeds [1, block_size, hidden]`` are its anchor and masks as the target embeds them.
 
         ``context_hidden_states [1, rows, taps * hidden]`` are of the new tokens before the anchor. Our cache travels

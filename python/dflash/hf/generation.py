@@ -22,8 +22,6 @@ from ..targets import check_target
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-__all__ = ["custom_generate"]
-
 # transformers' processors for settings of a call: class -> (setting, attribute). The warpers are in the
 # order in which token choice applies them.
 _WARPERS, _RULES = (
@@ -35,17 +33,12 @@ _NO_EFFECT = ("LogitNormalization",)  # a constant added to all logits changes n
 # Not functions of a row's ids and scores.
 _STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "ConfidenceCriteria")
 # Further settings that ask for another decoding or another output: name -> off.
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _OFF = {
+    **dict.fromkeys((*_OUTPUTS, "use_mtp"), (None, False)),
+    **dict.fromkeys(("prompt_lookup_num_tokens", "speculation_type", "prefill_chunk_size"), (None,)),
     "num_beam_groups": (None, 1),
     "diversity_penalty": (None, 0.0),
-    "prompt_lookup_num_tokens": (None,),
-    "speculation_type": (None,),
-    "use_mtp": (None, False),
-    "prefill_chunk_size": (None,),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
 }
 # What transformers prepares for its own forward; it does not change a token, or is checked below.
 _PREPARED = (
@@ -159,24 +152,14 @@ def _not_handed_on() -> dict[str, Any]:
 
 
 def custom_generate(  # noqa: PLR0913 - transformers reads the names from this signature
-    model: nn.Module,
-    input_ids: Tensor,
-    logits_processor: Sequence[LogitsProcessor] | None = None,
-    stopping_criteria: Sequence[StoppingCriterion] | None = None,
-    generation_config: GenerationConfig | None = None,
-    synced_gpus: bool = False,
-    streamer: Streamer | None = None,
-    draft: nn.Module | None = None,
-    seed: int | Sequence[int] | None = None,
-    draft_sharpness: float = 1.0,
-    acceptance: Literal["keyed", "rejection"] = "keyed",
-    denoise_steps: int = 1,
-    block_size: int | Literal["auto"] | None = None,
-    tree: int | Literal["auto"] | None = None,
-    weights: WeightStorage = None,
-    draft_weights: WeightStorage = None,
-    **model_kwargs: object,
-) -> Tensor | GenerateOutput:
+    model: nn.Module, input_ids: Tensor, logits_processor: Sequence[LogitsProcessor] | None = None,
+    stopping_criteria: Sequence[StoppingCriterion] | None = None, generation_config: GenerationConfig | None = None,
+    synced_gpus: bool = False, streamer: Streamer | None = None, draft: nn.Module | None = None,
+    seed: int | Sequence[int] | None = None, draft_sharpness: float = 1.0,
+    acceptance: Literal["keyed", "rejection"] = "keyed", denoise_steps: int = 1,
+    block_size: int | Literal["auto"] | None = None, tree: int | Literal["auto"] | None = None,
+    weights: WeightStorage = None, draft_weights: WeightStorage = None, **model_kwargs: object,
+) -> Tensor | GenerateOutput:  # fmt: skip
     """Run our loop from transformers' own ``generate``.
 
     Call ``model.generate(ids, custom_generate=dflash.custom_generate, draft=draft, ...)``. transformers prepares

@@ -80,20 +80,10 @@ def use_attention(model: nn.Module, name: str = _NAME) -> None:
 
 
 def _block_attention(  # noqa: PLR0913 - transformers' signature
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    block_lengths: Tensor | None = None,
-    block_ancestors: Tensor | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    block_lengths: Tensor | None = None, block_ancestors: Tensor | None = None, scaling: float | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attend over whole cache buffers, ``key`` and ``value [batch, kv_heads, capacity, head_dim]``.
 
     ``query`` is ``[batch, heads, rows, head_dim]``. What begins with ``block_`` passes through the model's forward.

@@ -20,14 +20,13 @@ from .model import PLAIN_TENSORS, modules_of, shard_of, tensors_of, text_config
 from .parallel import ranks_in
 
 # Keys of a config that do not affect the numbers computed by the model.
-_METADATA = frozenset(
-    [
-        *("_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id"),
-        *("id2label", "initializer_range", "is_encoder_decoder", "label2id", "output_attentions"),
-        *("output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "return_dict"),
-        *("transformers_version", "use_cache"),
-    ]
-)
+# fmt: off
+_METADATA = frozenset("""
+    _name_or_path architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range
+    is_encoder_decoder label2id output_attentions output_hidden_states output_router_logits pad_token_id problem_type
+    return_dict transformers_version use_cache
+""".split())  # noqa: SIM905
+# fmt: on
 _DTYPE = operator.attrgetter("dtype")
 _DIGEST_BYTES = 2**26  # of a tensor that are hashed at a time
 
