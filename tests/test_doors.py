@@ -243,7 +243,7 @@ class Counting:
 
 
 def test_an_assistant_is_refused_where_the_loop_of_transformers_misses_stop_tokens(draft, monkeypatch):
-    monkeypatch.setattr("dflash.hf.assistant.transformers_version", lambda: (5, 17))
+    monkeypatch.setattr("dflash.hf.transformers_version", lambda: (5, 17))
     with pytest.raises(
         RuntimeError, match=r"needs transformers >= 5\.18: .* this version, 5\.17, continues after a stop"
     ):

@@ -29,7 +29,7 @@ RECURRENT = {
 
 
 def on_ops(model, capacity: int, batch: int = 1) -> tuple[FusedTarget, KVCache]:
-    layers, cache = fuse(structural_copy(model), TAPS), KVCache(batch, capacity)
+    layers, cache = fuse(structural_copy(model), TAPS)[0], KVCache(batch, capacity)
     layers.prepare_(cache)
     return layers, cache
 
@@ -87,7 +87,7 @@ def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, mon
 @torch.no_grad()
 def check_written_taps(dtype: torch.dtype, taps: tuple[int, ...]) -> None:
     model = make_target("qwen3", dtype=dtype, num_hidden_layers=2)
-    layers, cache, ids = fuse(structural_copy(model), taps), KVCache(2, 20), torch.stack([prompt(16)] * 2)
+    layers, cache, ids = fuse(structural_copy(model), taps)[0], KVCache(2, 20), torch.stack([prompt(16)] * 2)
     layers.prepare_(cache)
     lengths = torch.zeros(2, dtype=torch.int64)
     _, tapped = layers.forward(ids, lengths, cache, 0)
@@ -174,7 +174,7 @@ def test_recurrent_layers_are_as_exact_as_the_models_own(family, kernels, dtype,
     ids = torch.stack([prompt(60, seed) for seed in (1, 2)])
     plain, exact = model(ids).logits, copy.deepcopy(model).double()(ids).logits
     run_op_by_op(monkeypatch, kernels)
-    logits, where = run_recurrent(fuse(structural_copy(model), TAPS), ids)
+    logits, where = run_recurrent(fuse(structural_copy(model), TAPS)[0], ids)
     plain, exact = (torch.cat([x[at] for at in where]) for x in (plain, exact))
     assert_as_exact_as_torch(logits, plain, exact, factor=3.0)
 
@@ -208,9 +208,9 @@ OTHER_NUMBERS = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_recurrent_model_is_not_recognized(change):
     model = make_recurrent_target("qwen3_5")
-    assert fuse(model, TAPS) is not None
+    assert fuse(model, TAPS)[0] is not None
     CHANGES[change](model)
-    assert fuse(model, TAPS) is None
+    assert fuse(model, TAPS)[0] is None
 
 
 @pytest.mark.parametrize("change", OTHER_NUMBERS)
@@ -224,7 +224,7 @@ def test_other_numbers_are_seen_by_the_trial_run(change):
 
 def test_recurrent_layers_use_the_models_own_tensors():
     model = make_recurrent_target("qwen3_5")
-    stack, delta = fuse(structural_copy(model), TAPS).stack, delta_net(model)
+    stack, delta = fuse(structural_copy(model), TAPS)[0].stack, delta_net(model)
     assert stack.layers[0].conv is delta.conv1d.weight
     assert stack.layers[0].a_log is delta.A_log
     assert stack.layers[3].q is model.model.layers[3].self_attn.q_proj.weight

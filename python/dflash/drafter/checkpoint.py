@@ -136,21 +136,53 @@ def _load(
     device: torch.device | str | None,
 ) -> Drafter:  # fmt: skip
     """Make a drafter of stored tensors, which are checked before anything is allocated or read."""
-    # 1. Match names and shapes, and check the types
-    config, names = _match(config, {given: tuple(tensor.shape) for given, tensor in stored.items()}, source)
+    # 1. Translate the names, refuse other kinds of drafters, and note which parts the drafter brings
+    names = {given: name for given in stored if not (name := _translate(given)).endswith(_IGNORED)}
+    words = {word: given for given, name in names.items() for word in name.split(".")}
+    found = [part for part in _DFLASH2_PARTS if part in words]
+    if found and config.dflash2 is None:
+        raise ValueError(
+            f"{source}: tensors {', '.join(found)} belong to a DFlash 2 drafter, whose config.json states "
+            f"{', '.join(DFLASH2_KEYS)}: add them"
+        )
+    if "mask_hidden" in words:
+        what = "mask states that are not an embedding are not implemented"
+        raise ValueError(f"{source}: tensor {named(words['mask_hidden'])} is not supported: {what}")
+    config = _with_own_parts(config, set(names.values()), source)
+    # 2. Each stored tensor must be a parameter or a packed tensor, and each parameter must be stored exactly once
+    skeleton = Drafter(config, device="meta")
+    parameters = {parameter: name for name, parameter in skeleton.named_parameters()}
+    expected, parts = skeleton.state_dict(), {name: [name] for name in skeleton.state_dict()}
+    for packed in skeleton.packed_tensors():
+        expected[packed.name], parts[packed.name] = packed.tensor, [parameters[view] for view in packed.views]
+    if unknown := [given for given, name in names.items() if name not in expected]:
+        raise ValueError(f"{source}: unknown tensors: {listed(unknown)} ({_sizes(config)})")
+    origins: dict[str, str] = {}
     for given, name in names.items():
-        what, kind = f"{source}: tensor {named(given)}", stored[given].dtype
-        if name == "d2t" and kind != torch.int64:
-            raise ValueError(f"{what} must be stored as torch.int64, got {kind}")
-        if name != "d2t" and kind not in _FLOATING:
-            raise ValueError(f"{what} is stored as {kind}: quantized drafters cannot be loaded")
+        for part in parts[name]:
+            if part in origins:
+                both = f"{named(origins[part])} and {named(given)}"
+                raise ValueError(f"{source}: tensors {both} both hold {part}")
+            origins[part] = given
+    if missing := [name for name in skeleton.state_dict() if name not in origins]:
+        raise ValueError(f"{source}: missing tensors: {listed(missing)} ({_sizes(config)})")
+    # 3. Shapes must be those of the config, and the types those that drafters are stored in
     tensors = {name: stored[given] for given, name in names.items()}
-    first = tensors["fc.weight"]
-    if first.is_meta:
-        raise ValueError(f"{source} holds no weights: its parameters are on the meta device")
+    for given, name in names.items():
+        what, tensor, shape = f"tensor {named(given)}", stored[given], list(expected[name].shape)
+        if list(tensor.shape) != shape:
+            what = f"the config makes {what} {shape}, got {shortened(list(tensor.shape))}"
+            raise ValueError(f"{source}: {what} ({_sizes(config)})")
+        if name == "d2t" and tensor.dtype != torch.int64:
+            raise ValueError(f"{source}: {what} must be stored as torch.int64, got {tensor.dtype}")
+        if name != "d2t" and tensor.dtype not in _FLOATING:
+            raise ValueError(f"{source}: {what} is stored as {tensor.dtype}: quantized drafters cannot be loaded")
+        if tensor.is_meta:
+            raise ValueError(f"{source} holds no weights: its parameters are on the meta device")
     if config.draft_vocab_size is not None:
         _check_token_map(config, tensors["d2t"], source)
-    # 2. Allocate, and read each tensor
+    # 4. Allocate, and read each tensor
+    first = tensors["fc.weight"]
     drafter = Drafter(config, dtype=dtype or first.dtype, device=first.device if device is None else device)
     destinations = {packed.name: packed.tensor for packed in drafter.packed_tensors()} | drafter.state_dict()
     with torch.no_grad():
@@ -158,54 +190,6 @@ def _load(
             destinations[name].copy_(tensor)
     drafter.refresh()
     return drafter.eval()
-
-
-def _match(
-    config: DraftConfig, shapes: Mapping[str, tuple[int, ...]], source: str
-) -> tuple[DraftConfig, dict[str, str]]:
-    """Map each stored tensor to the drafter's name for it, packed tensors to theirs. Raise unless all of them fit.
-
-    Returns:
-        The config with the parts that are stored, and the map.
-    """
-    # 1. Translate the names, refuse other kinds of drafters, and note which parts the drafter brings
-    names = {given: name for given in shapes if not (name := _translate(given)).endswith(_IGNORED)}
-    words = {given: set(name.split(".")) for given, name in names.items()}
-    found = [part for part in _DFLASH2_PARTS if any(part in parts for parts in words.values())]
-    if found and config.dflash2 is None:
-        raise ValueError(
-            f"{source}: tensors {', '.join(found)} belong to a DFlash 2 drafter, whose config.json states "
-            f"{', '.join(DFLASH2_KEYS)}: add them"
-        )
-    if hidden := [given for given, parts in words.items() if "mask_hidden" in parts]:
-        what = "mask states that are not an embedding are not implemented"
-        raise ValueError(f"{source}: tensor {named(hidden[0])} is not supported: {what}")
-    config = _with_own_parts(config, set(names.values()), source)
-    # 2. List what the drafter takes: every parameter, and every packed tensor with the parameters inside it
-    skeleton = Drafter(config, device="meta")
-    parameters = {parameter: name for name, parameter in skeleton.named_parameters()}
-    expected = {name: (tuple(tensor.shape), {name}) for name, tensor in skeleton.state_dict().items()}
-    for packed in skeleton.packed_tensors():
-        expected[packed.name] = (tuple(packed.tensor.shape), {parameters[parameter] for parameter in packed.views})
-    # 3. Every stored tensor must be expected, and every parameter stored exactly once
-    if unknown := [given for given, name in names.items() if name not in expected]:
-        raise ValueError(f"{source}: unknown tensors: {listed(unknown)} ({_sizes(config)})")
-    origins: dict[str, str] = {}
-    for given, name in names.items():
-        for parameter in sorted(expected[name][1]):
-            if parameter in origins:
-                both = f"{named(origins[parameter])} and {named(given)}"
-                raise ValueError(f"{source}: tensors {both} both hold {parameter}")
-            origins[parameter] = given
-    if missing := [name for name in skeleton.state_dict() if name not in origins]:
-        raise ValueError(f"{source}: missing tensors: {listed(missing)} ({_sizes(config)})")
-    # 4. Shapes must be those of the config
-    for given, name in names.items():
-        shape, stored = expected[name][0], shapes[given]
-        if shape != stored:
-            what = f"the config makes tensor {named(given)} {list(shape)}, got {shortened(list(stored))}"
-            raise ValueError(f"{source}: {what} ({_sizes(config)})")
-    return config, names
 
 
 def _translate(name: str) -> str:

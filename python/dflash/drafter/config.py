@@ -174,14 +174,10 @@ KEYS: dict[str, Key] = {
     "original_max_position_embeddings": Key(TOP, integer(1), None, LAYER),
     # norms and scales
     "rms_norm_eps": Key(TOP, number(), 1e-6, LAYER, muse=1e-5),
-    "attention_value_scale": Key(BOTH, number(), 1.0),
-    "input_embedding_scale": Key(BOTH, number(), 1.0),
-    "output_multiplier": Key(BOTH, number(), 1.0),
+    **dict.fromkeys(("attention_value_scale", "input_embedding_scale", "output_multiplier"), Key(BOTH, number(), 1.0)),
     "final_logit_softcapping": Key(BOTH, number(positive=False), 0.0),
     # parts of its own
-    "has_embed_tokens": Key(TOP, boolean, False),
-    "has_lm_head": Key(TOP, boolean, False),
-    "mask_embedding": Key(TOP, boolean, False),
+    **dict.fromkeys(("has_embed_tokens", "has_lm_head", "mask_embedding"), Key(TOP, boolean, False)),
     # DFlash 2, DSpark
     "conv_kernel_size": Key(BOTH, integer(0, 2**12), None, TOP),
     "conv_group_size": Key(BOTH, integer(0, MAX_WIDTH), None, TOP),
@@ -191,12 +187,10 @@ KEYS: dict[str, Key] = {
     "markov_rank": Key(BOTH, integer(0, MAX_WIDTH), 0, TOP),
     "markov_head_type": Key(BOTH, anything, "vanilla", TOP),
     # what is not implemented
-    "quantization_config": Key(TOP, unsupported(_QUANTIZED)),
-    "compression_config": Key(TOP, unsupported(_QUANTIZED)),
+    **dict.fromkeys(("quantization_config", "compression_config"), Key(TOP, unsupported(_QUANTIZED))),
     "speculators_config": Key(TOP, unsupported(_HALF_A_LAYOUT)),
     "partial_rotary_factor": Key(TOP, unsupported("RoPE over part of the head is not implemented", 1.0)),
-    "is_neox_style": Key(TOP, unsupported(_HALF_SPLIT, True)),
-    "rope_is_neox_style": Key(TOP, unsupported(_HALF_SPLIT, True)),
+    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), Key(TOP, unsupported(_HALF_SPLIT, True))),
     "add_full_attention_sink_bias": Key(TOP, unsupported("sinks in full layers only are not implemented", False)),
     "logit_scale": Key(TOP, unsupported("use output_multiplier", 1.0)),
     "mlp_bias": Key(TOP, unsupported("MLP biases are not implemented", False)),
@@ -205,10 +199,9 @@ KEYS: dict[str, Key] = {
 }
 # Keys of rope_scaling and rope_parameters.
 ROPE_KEYS: dict[str, Check] = {
-    "rope_theta": number(), "factor": number(), "attention_factor": number(positive=False),
-    "low_freq_factor": number(), "high_freq_factor": number(),
+    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), number()),
+    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), number(positive=False)),
     "beta_fast": number(), "beta_slow": number(),
-    "mscale": number(positive=False), "mscale_all_dim": number(positive=False),
     "truncate": boolean, "original_max_position_embeddings": integer(1),
     "partial_rotary_factor": KEYS["partial_rotary_factor"].check,
 }

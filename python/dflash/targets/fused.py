@@ -73,21 +73,19 @@ class Family(NamedTuple):
     gated: bool = False
 
     def is_a(self, module: object, name: str) -> bool:
-        """Return True if the class is exactly the family's own class of this name, or torch's."""
-        kind = type(module)
-        if name in _PLAIN:
-            return kind in _PLAIN[name] and getattr(module, "bias", None) is None
-        own = f"transformers.models.{self.package}.modeling_{self.package}"
-        is_linear = name == "BiasedLinear" and kind is nn.Linear
-        return is_linear or (kind.__module__, kind.__name__) == (own, self.prefix + name)
+        """Return True if the class is exactly the family's own class of this name."""
+        kind, own = type(module), f"transformers.models.{self.package}.modeling_{self.package}"
+        return (kind.__module__, kind.__name__) == (own, self.prefix + name)
 
-    def fits(self, module: nn.Module, names: str) -> bool:
-        """Return True if a module and all in it are of the family's own classes; ``names`` are separated by bars."""
-        name = next((name for name in names.split("|") if self.is_a(module, name)), None)
-        if name in (None, "SparseMoeBlock"):  # the latter runs as it is
-            return name is not None
-        parts, children = _PARTS.get(name, {}), dict(module.named_children())
-        return children.keys() <= parts.keys() and all(self.fits(child, parts[n]) for n, child in children.items())
+    def fits(self, module: nn.Module, has_biases: bool = False) -> bool:
+        """Return True if a module of a layer and all in it are of the family's own classes, or plain ones of torch."""
+        if type(module) in _PLAIN:
+            return has_biases or getattr(module, "bias", None) is None
+        if self.is_a(module, "SparseMoeBlock"):  # runs as it is
+            return True
+        is_attention = self.is_a(module, "Attention")
+        is_own = is_attention or any(self.is_a(module, name) for name in _PARTS)
+        return is_own and all(self.fits(child, is_attention) for child in module.children())
 
     def decoder(self, model: nn.Module) -> nn.Module | None:
         """Return the module that holds the layers, if the model has the family's class."""
@@ -108,7 +106,7 @@ class Family(NamedTuple):
             decoder.embed_tokens.max_norm is None  # changes few embeddings, perhaps none of a trial run's
             and self.is_a(decoder.norm, "RMSNorm")
             and self.is_a(decoder.rotary_emb, f"{self.text}RotaryEmbedding")
-            and all(self.fits(layer, "DecoderLayer") for layer in layers)
+            and all(map(self.fits, layers))
             and any(hasattr(layer, "self_attn") for layer in layers)
             and len(layers) == decoder.config.num_hidden_layers
             and [mixer.layer_idx for mixer in mixers] == list(range(len(layers)))  # else they share keys and values
@@ -161,23 +159,8 @@ class Family(NamedTuple):
         return {"gate": None, "up": None, "down": None, "experts": experts}
 
 
-_PLAIN = {"Linear": (nn.Linear,), "Conv1d": (nn.Conv1d,), "SiLU": (nn.SiLU, SiLUActivation)}  # without biases
-# The modules in a module of a class, and their classes. Not every family has all of them.
-_PARTS = {
-    "DecoderLayer": {
-        **{"self_attn": "Attention", "linear_attn": "GatedDeltaNet", "mlp": "MLP|SparseMoeBlock"},
-        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), "RMSNorm"),
-    },
-    "Attention": {
-        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "BiasedLinear"),
-        **dict.fromkeys(("q_norm", "k_norm"), "RMSNorm"),
-    },
-    "MLP": {**dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "Linear"), "act_fn": "SiLU"},
-    "GatedDeltaNet": {
-        **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), "Linear"),
-        **{"conv1d": "Conv1d", "norm": "RMSNormGated", "out_proj": "Linear", "act": "SiLU"},
-    },
-}
+_PLAIN = (nn.Linear, nn.Conv1d, nn.SiLU, SiLUActivation)
+_PARTS = ("DecoderLayer", "GatedDeltaNet", "MLP", "RMSNorm", "RMSNormGated")  # classes of a layer, next to Attention
 _FAMILIES = {  # by model_type; windows, head norms and biases are read off the modules
     "llama": Family("llama", "Llama"),
     "mistral": Family("mistral", "Mistral"),

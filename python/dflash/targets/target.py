@@ -93,7 +93,7 @@ class Target:
         self.ranks = Ranks(mesh_of(self.model), embedding_table(self.model).device)
         self.ranks.compare("its weights or config", lambda: (describe_config(model), sample_digest(model)))
         use_attention(self.model)
-        self._fused, self.fused_reason = _fuse(self.model, target_layer_ids, fused, replaced)
+        self._fused, self.fused_reason = fuse(self.model, target_layer_ids, fused, replaced)
         if fused is True and self._fused is None:
             raise UnsupportedTargetError(_NOT_FUSED.format(model=type(model).__name__))
         self._cache_argument = cache_argument(self.model)
@@ -389,13 +389,6 @@ class FusedTarget:
         return ops.linear(hidden, weight, self.head.bias, prefetch=True, scales=scales)
 
 
-def fuse(model: nn.Module, target_layer_ids: tuple[int, ...]) -> FusedTarget | None:
-    """Return the fused form of a copy; None if it must keep its own forward."""
-    is_new = len(set(target_layer_ids)) == len(target_layer_ids)
-    family = recognize(model)
-    return FusedTarget(model, family, target_layer_ids) if is_new and family is not None else None
-
-
 # ---------------------------------------------------------------------------------------------- int8
 
 
@@ -423,7 +416,7 @@ def int8_obstacle(model: nn.Module, fused: FusedTarget | None = None, reason: st
     if device.type != "cpu":
         return f"it is on {device}"
     if fused is None and not reason:
-        fused, reason = _fuse(structural_copy(model), (), "auto", replaced_function(model))
+        fused, reason = fuse(structural_copy(model), (), "auto", replaced_function(model))
     if fused is not None:
         return fused.int8_obstacle
     return "its weights are quantized already" if is_quantized(model) else reason
@@ -436,16 +429,18 @@ _NOT_FUSED = (
 )
 
 
-def _fuse(
-    model: nn.Module, target_layer_ids: tuple[int, ...], fused: bool | Literal["auto"], replaced: str
+def fuse(
+    model: nn.Module, target_layer_ids: tuple[int, ...], fused: bool | Literal["auto"] = True, replaced: str = ""
 ) -> tuple[FusedTarget | None, str]:
-    """Return a model's fused form, or None and why there is none; ``replaced`` is a replaced function's name."""
+    """Return a copy's fused form, or None and why there is none; ``replaced`` is a replaced function's name."""
     if fused is False:
         return None, "fused=False was asked for"
     if foreign := replaced or ("a hook on every module" if has_global_hooks() else ""):
         return None, f"{foreign} is not transformers' own"
-    if (found := fuse(model, target_layer_ids)) is None:
+    family = recognize(model)
+    if family is None or len(set(target_layer_ids)) < len(target_layer_ids):
         return None, f"{type(model).__name__} is not one of the models that are recognized, or it was changed"
+    found = FusedTarget(model, family, target_layer_ids)
     reason = "" if fused is True else found.obstacle
     return (None if reason else found), reason
 

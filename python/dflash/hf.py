@@ -1,8 +1,9 @@
-"""transformers' own ``generate``, running our loop."""
+"""The doors from transformers: its ``generate`` running our loop, and our drafter in its assisted generation."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -11,16 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..api import PairOptions, generate_call
-from ..call import Call, TargetDefaults
-from ..ops import WeightStorage
-from ..outputs import GenerateOutput
-from ..settings import SETTINGS, LogitsProcessor, StoppingCriterion
-from ..streaming import Streamer, check_streamer
-from ..targets import check_target
+from .api import PairOptions, generate_call
+from .call import Call, TargetDefaults
+from .drafter import Drafter, check_draft_weights, load_draft, quantized_draft
+from .ops import WeightStorage
+from .options import check_weights
+from .outputs import GenerateOutput
+from .settings import SETTINGS, LogitsProcessor, StoppingCriterion
+from .state import KVCache
+from .streaming import Streamer, check_streamer
+from .targets import check_target, transformers_version
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+# ------------------------------------------------------------------------------------------- our loop in its generate
 
 # transformers' processors for settings of a call: class -> (setting, attribute). The warpers are in the
 # order in which token choice applies them.
@@ -57,12 +63,13 @@ def _refuse(what: str) -> ValueError:
 
 
 def _processors(processors: Sequence[Any], config: Any, defaults: TargetDefaults) -> tuple[dict[str, Any], list[Any]]:
-    """Return the rules that the processors stand for, and those that have to be called. Warpers must be as set."""
+    """Return the rules that the processors stand for, and those that have to be called. Warpers must be as set.
+
+    Rules come before what is called, so a processor after one that is called is called too.
+    """
     order, last = list(_WARPERS), -1
     rules: dict[str, Any] = {}
     called: list[Any] = []
-    plain: list[Any] = []
-    mixed = False  # a rule comes after a processor that is called
     for processor in processors:
         name = type(processor).__name__ if _is_theirs(processor) else None
         if name in _NO_EFFECT:
@@ -74,16 +81,15 @@ def _processors(processors: Sequence[Any], config: Any, defaults: TargetDefaults
             raise _refuse(f"the logits processor {name}: it is not a function of its inputs")
         if last >= 0:
             raise _refuse(f"the logits processor {type(processor).__name__} after {order[last]}")
-        plain.append(processor)
         setting, attribute = _RULES.get(name or "", ("", ""))
         given, wanted = getattr(processor, attribute, None), setting and getattr(config, SETTINGS[setting].config)
         given = given.tolist() if isinstance(given, Tensor) else given
-        if setting and given == ([wanted] if isinstance(given, list) and isinstance(wanted, int) else wanted):
+        is_rule = setting and given == ([wanted] if isinstance(given, list) and isinstance(wanted, int) else wanted)
+        if is_rule and not called:
             rules[setting] = defaults.settings[setting]
-            mixed = mixed or bool(called)
         else:
             called.append(processor)
-    return ({}, plain) if mixed else (rules, called)  # rules come before what is called
+    return rules, called
 
 
 def _check_warper(warper: Any, name: str, config: Any, last: int) -> int:
@@ -248,3 +254,128 @@ def _check_model_arguments(given: Mapping[str, Any], ids: Tensor) -> None:
             raise _refuse(f"{name} that holds tokens, {past.get_seq_length()} here")
     if given.get("position_ids") is not None:
         _check_positions(given["position_ids"], given.get("attention_mask"), ids)
+
+
+# ------------------------------------------------------------------------------------------- our drafter in its loop
+
+_STOPS_IN_MID_BLOCK = (5, 18)  # the first transformers whose loop around a DFlash drafter does
+
+
+class _AssistantConfig(types.SimpleNamespace):
+    """What transformers reads of an assistant's configuration."""
+
+    def get_text_config(self, *_: Any, **__: Any) -> _AssistantConfig:
+        return self
+
+
+class _Assistant:
+    """Our drafter, as transformers' DFlash candidate generator calls one; see `as_assistant`."""
+
+    def __init__(self, draft: Drafter) -> None:
+        self.draft = draft
+        # transformers' cache gets no layers: we keep our own.
+        self.config = _AssistantConfig(
+            target_layer_ids=list(draft.config.target_layer_ids), block_size=draft.config.block_size,
+            mask_token_id=draft.config.mask_token_id, num_hidden_layers=0, layer_types=[], per_layer_config=[],
+        )  # fmt: skip
+
+    @property
+    def device(self) -> torch.device:
+        return self.draft.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.draft.dtype
+
+    @torch.no_grad()
+    def __call__(
+        self, noise_embeds: Tensor, context_hidden_states: Tensor, position_ids: Tensor, attention_mask: Tensor | None,
+        cache: Any = None, past_key_values: Any = None,
+    ) -> Any:  # fmt: skip
+        """Draft a block: ``noise_embeds [1, block_size, hidden]`` are its anchor and masks as the target embeds them.
+
+        ``context_hidden_states [1, rows, taps * hidden]`` are of the new tokens before the anchor. Our cache travels
+        with ``cache``, one object per call of ``generate``; before transformers 5.24 that is ``past_key_values``.
+        """
+        draft, (rows, block) = self.draft, (context_hidden_states.shape[1], noise_embeds.shape[1])
+        if noise_embeds.dtype != draft.dtype:
+            raise ValueError(f"the drafter's dtype is {draft.dtype}, the target embeds in {noise_embeds.dtype}")
+        length = position_ids[:, rows].contiguous()
+        positions = position_ids[:, :rows]
+        if attention_mask is not None:
+            live = attention_mask[:, -(rows + block) : -block]
+            positions = torch.where(live.bool(), positions, -1)  # padding is no context
+        own = self._cache(past_key_values if cache is None else cache, int(length) + block)
+        none = torch.zeros_like(length)
+        features = draft.fuse(context_hidden_states, none + rows)
+        draft.inject_(features, positions, own)
+        hidden = draft(features[:, :0], none, noise_embeds, length, own) * draft.config.output_multiplier
+        return types.SimpleNamespace(last_hidden_state=hidden)
+
+    def _cache(self, holder: Any, capacity: int) -> KVCache:
+        """Return the call's cache, grown to at least ``capacity`` positions."""
+        old = getattr(holder, "dflash_cache", None)
+        if old is None:  # a call begins
+            self.draft.refresh()
+        if old is not None and old.capacity >= capacity:
+            return old
+        cache = self.draft.new_cache(1, 2 * capacity)
+        if old is not None:
+            for new, held in zip(cache.buffers, old.buffers, strict=True):
+                new[:, :, : old.capacity] = held
+        holder.dflash_cache = cache
+        return cache
+
+
+def as_assistant(draft: str | os.PathLike[str] | nn.Module, *, draft_weights: WeightStorage = None) -> _Assistant:
+    """Return our drafter for transformers' own assisted generation.
+
+    Call ``model.generate(ids, assistant_model=dflash.as_assistant(draft), speculation_type="dflash")``. The loop, its
+    limits (a batch of one, a dynamic cache) and its sampling are transformers'. The embeddings arrive as the target's
+    own module gives them, so a target that scales them has done so. A softcap of the drafter's logits is not applied:
+    that changes what is drafted when sampling, never the distribution of the text.
+
+    transformers refuses targets with a recurrent state (Qwen3.5, Qwen3-Next, Nemotron-H, ...) before it looks at the
+    drafter: "assisted generation is not supported with stateful models". Its caches cannot take a state back to where
+    the rejected drafts began. `dflash.custom_generate` and `dflash.generate` can.
+
+    Args:
+        draft: what `dflash.load_draft` takes.
+        draft_weights: ``"int8"`` for its layers' weights in 8 bits, on CPU, see `dflash.Generator`.
+
+    Returns:
+        An object for ``assistant_model``; calls may share it, one after another.
+
+    Raises:
+        ValueError: as `dflash.load_draft`, this is a DFlash 2 or DSpark drafter, it has its own head, embedding or
+            mask embedding, or its weights cannot be stored as ``draft_weights`` says.
+        TypeError: as `dflash.load_draft`.
+        FileNotFoundError: as `dflash.load_draft`.
+        RuntimeError: transformers is older than 5.18, whose loop continues after a stop token that is not the last of
+            those a step accepts.
+    """
+    loaded = load_draft(draft)
+    # 1. Refuse drafters that no version of transformers runs, so that nobody upgrades for them
+    instead = "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) drafts with it"
+    if loaded.selector is not None or loaded.config.predicts_from_anchor:
+        raise ValueError(
+            "as_assistant takes drafters of the first generation, got a DFlash 2 or DSpark drafter: transformers' loop "
+            "has no candidate selector, and drafts no token from the anchor's row. "
+            f"{instead}"
+        )
+    if own := loaded.config.own_parts:
+        raise ValueError(
+            f"as_assistant: transformers embeds and predicts with the target's parts, and this drafter has its own "
+            f"{', '.join(own)}. {instead}"
+        )
+    check_weights("draft_weights", draft_weights)
+    check_draft_weights(draft_weights, loaded)
+    # 2. Refuse versions that do not stop where they should
+    version = transformers_version()
+    if version < _STOPS_IN_MID_BLOCK:
+        raise RuntimeError(
+            "as_assistant needs transformers >= 5.18: the assisted generation of this version, "
+            f"{'.'.join(map(str, version))}, continues after a stop token that was accepted in the middle of a block; "
+            "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) stops there"
+        )
+    return _Assistant(quantized_draft(draft_weights, loaded))
