@@ -10,7 +10,7 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash import DraftConfig
-from dflash.drafter import Rope, build_target_layer_ids
+from dflash.drafter.config import Rope, build_target_layer_ids
 
 
 def parse(**changes) -> DraftConfig:

@@ -11,7 +11,8 @@ from tiny_tokenizers import byte_level
 from dflash.doctor import Wiring
 from dflash.doctor.diagnosis import check_positions
 from dflash.doctor.wiring import Facts, variants
-from dflash.drafter import DraftConfig, Drafter, Rope
+from dflash.drafter import DraftConfig, Drafter
+from dflash.drafter.config import Rope
 
 CHANGES = {
     "causal": {"causal": (True,) * 2},

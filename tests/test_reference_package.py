@@ -21,7 +21,7 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dflash import DraftConfig, Drafter, load_draft
-from dflash.drafter import build_target_layer_ids
+from dflash.drafter.config import build_target_layer_ids
 from dflash.proposers import LinkedPredictions
 from dflash.sampling import Sampling
 

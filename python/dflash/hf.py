@@ -75,7 +75,10 @@ def _processors(processors: Sequence[Any], config: Any, defaults: TargetDefaults
         if name in _NO_EFFECT:
             continue
         if name in _WARPERS:
-            last = _check_warper(processor, name, config, last)
+            _check_warper(processor, name, config)
+            if order.index(name) < last:
+                raise _refuse(f"{name} after {order[last]}: its order is {', '.join(order)}")
+            last = order.index(name)
             continue
         if name in _STATEFUL:
             raise _refuse(f"the logits processor {name}: it is not a function of its inputs")
@@ -92,17 +95,14 @@ def _processors(processors: Sequence[Any], config: Any, defaults: TargetDefaults
     return rules, called
 
 
-def _check_warper(warper: Any, name: str, config: Any, last: int) -> int:
-    """Return the warper's place in the order; raise if it is not what the settings say, or before ``last``."""
-    order, (setting, attribute) = list(_WARPERS), _WARPERS[name]
+def _check_warper(warper: Any, name: str, config: Any) -> None:
+    """Raise unless the warper is what the settings say."""
+    setting, attribute = _WARPERS[name]
     given, wanted = getattr(warper, attribute), getattr(config, setting)
     if given != wanted:
         raise _refuse(f"{name} with {attribute}={given!r} where generation_config.{setting} is {wanted!r}")
     if getattr(warper, "min_tokens_to_keep", 1) > 1 or getattr(warper, "filter_value", -torch.inf) > -1e30:
         raise _refuse(f"{name} with a min_tokens_to_keep or filter_value of its own")
-    if order.index(name) < last:
-        raise _refuse(f"{name} after {order[last]}: its order is {', '.join(order)}")
-    return order.index(name)
 
 
 def _criteria(criteria: Sequence[Any], ids: Tensor) -> tuple[int | None, list[int], list[Any], list[Any]]:
@@ -317,14 +317,12 @@ class _Assistant:
         old = getattr(holder, "dflash_cache", None)
         if old is None:  # a call begins
             self.draft.refresh()
-        if old is not None and old.capacity >= capacity:
+        elif old.capacity >= capacity:
             return old
-        cache = self.draft.new_cache(1, 2 * capacity)
-        if old is not None:
-            for new, held in zip(cache.buffers, old.buffers, strict=True):
-                new[:, :, : old.capacity] = held
-        holder.dflash_cache = cache
-        return cache
+        holder.dflash_cache = self.draft.new_cache(1, 2 * capacity)
+        for new, held in zip(holder.dflash_cache.buffers, old.buffers if old else (), strict=False):
+            new[:, :, : old.capacity] = held
+        return holder.dflash_cache
 
 
 def as_assistant(draft: str | os.PathLike[str] | nn.Module, *, draft_weights: WeightStorage = None) -> _Assistant:

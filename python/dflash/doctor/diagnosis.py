@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..drafter import Drafter, is_speculators
+from ..drafter import Drafter
+from ..drafter.config import is_speculators
 from ..targets import embedding_table, text_config
 from ..terminal import listed
 from .answers import Pair, Prompts, Replay, Score, Show, answer, record

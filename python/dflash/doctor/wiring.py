@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..drafter import FULL, SLIDING, DraftConfig, Drafter, from_speculators, is_speculators
+from ..drafter import DraftConfig, Drafter
+from ..drafter.config import FULL, SLIDING, from_speculators, is_speculators
 
 _THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")

@@ -153,8 +153,8 @@ def _load(
     skeleton = Drafter(config, device="meta")
     parameters = {parameter: name for name, parameter in skeleton.named_parameters()}
     expected, parts = skeleton.state_dict(), {name: [name] for name in skeleton.state_dict()}
-    for packed in skeleton.packed_tensors():
-        expected[packed.name], parts[packed.name] = packed.tensor, [parameters[view] for view in packed.views]
+    for name, tensor, views in skeleton.packed_tensors():
+        expected[name], parts[name] = tensor, [parameters[parameter] for parameter in views]
     if unknown := [given for given, name in names.items() if name not in expected]:
         raise ValueError(f"{source}: unknown tensors: {listed(unknown)} ({_sizes(config)})")
     origins: dict[str, str] = {}
@@ -184,7 +184,7 @@ def _load(
     # 4. Allocate, and read each tensor
     first = tensors["fc.weight"]
     drafter = Drafter(config, dtype=dtype or first.dtype, device=first.device if device is None else device)
-    destinations = {packed.name: packed.tensor for packed in drafter.packed_tensors()} | drafter.state_dict()
+    destinations = {name: tensor for name, tensor, _ in drafter.packed_tensors()} | drafter.state_dict()
     with torch.no_grad():
         for name, tensor in tensors.items():
             destinations[name].copy_(tensor)

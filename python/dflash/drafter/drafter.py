@@ -22,14 +22,6 @@ from ..targets.model import modules_of, tensors_of
 from .config import DFlash2Config, DraftConfig
 
 
-class PackedTensor(NamedTuple):
-    """A tensor that holds several parameters, under the name that checkpoints with fused projections give it."""
-
-    name: str
-    tensor: Tensor
-    views: dict[nn.Parameter, Tensor]  # each parameter, and the view of the tensor that it must be
-
-
 class Drafter(nn.Module):
     """The draft model, under the parameter names of published checkpoints. See `load_draft`; a new one has no values.
 
@@ -326,8 +318,12 @@ class Drafter(nn.Module):
 
     # ------------------------------------------------------------------------------------------ packed parameters
 
-    def packed_tensors(self) -> Iterator[PackedTensor]:
-        """Yield the packed q, k and v (weights, biases) and the packed gate and up of every layer."""
+    def packed_tensors(self) -> Iterator[tuple[str, Tensor, dict[nn.Parameter, Tensor]]]:
+        """Yield the packed q, k and v (weights, biases) and the packed gate and up of every layer.
+
+        Each comes with the name that checkpoints with fused projections give it, and with its parameters, each mapped
+        to the view of the tensor that it must be.
+        """
         for i, layer in enumerate(self.layers):
             attention, mlp = layer.self_attn, layer.mlp
             projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -335,10 +331,10 @@ class Drafter(nn.Module):
                 if packed is not None:
                     parameters = (getattr(projection, kind) for projection in projections)
                     views = dict(zip(parameters, self._split_qkv(packed[i]), strict=True))
-                    yield PackedTensor(f"layers.{i}.self_attn.qkv_proj.{kind}", packed[i], views)
+                    yield f"layers.{i}.self_attn.qkv_proj.{kind}", packed[i], views
             gate, up = self.gate_up_weight[i].chunk(2)
             views = {mlp.gate_proj.weight: gate, mlp.up_proj.weight: up}
-            yield PackedTensor(f"layers.{i}.mlp.gate_up_proj.weight", self.gate_up_weight[i], views)
+            yield f"layers.{i}.mlp.gate_up_proj.weight", self.gate_up_weight[i], views
 
     def _split_qkv(self, packed: Tensor) -> tuple[Tensor, ...]:
         config = self.config
@@ -352,8 +348,8 @@ class Drafter(nn.Module):
             packed = getattr(self, name)
             if packed is not None and (packed.dtype, packed.device) != (self.dtype, self.device):
                 self._buffers[name] = torch.empty_like(packed, dtype=self.dtype, device=self.device)
-        for packed in self.packed_tensors():
-            for parameter, view in packed.views.items():
+        for _, _, views in self.packed_tensors():
+            for parameter, view in views.items():
                 if parameter.data_ptr() != view.data_ptr() or parameter.is_meta:
                     view.copy_(parameter)
                     parameter.data = view
@@ -580,8 +576,17 @@ def check_draft_weights(weights: WeightStorage, draft: Drafter | None) -> None:
 
 
 def quantized_draft(weights: WeightStorage, draft: Drafter) -> Drafter:
-    """Return the drafter itself, or with ``weights="int8"`` an `Int8Drafter` of it."""
-    return draft if weights is None else Int8Drafter.of(draft)
+    """Return the drafter itself, or with ``weights="int8"`` an `Int8Drafter` of its parameters, in the same memory.
+
+    Raises:
+        ValueError: a weight is infinite or NaN.
+    """
+    if weights is None:
+        return draft
+    stored = Int8Drafter.__new__(Int8Drafter)
+    stored.__dict__.update(draft.__dict__, _stack=None)
+    stored._restack()
+    return stored
 
 
 class Int8Drafter(Drafter):
@@ -589,14 +594,6 @@ class Int8Drafter(Drafter):
 
     What is outside of the layers runs as it is, and so do the products of prefill.
     """
-
-    @classmethod
-    def of(cls, draft: Drafter) -> Int8Drafter:
-        """Return a drafter with the parameters of ``draft``, in the same memory. Raises ValueError if one is NaN."""
-        stored = cls.__new__(cls)
-        stored.__dict__.update(draft.__dict__, _stack=None)
-        stored._restack()
-        return stored
 
     def refresh(self) -> None:
         """Notice parameters that were replaced, as a drafter does, and weights that were written to."""

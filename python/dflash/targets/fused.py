@@ -132,20 +132,12 @@ class Family(NamedTuple):
                 gated=self.gated,
             )
         mixer = layer.linear_attn
-        together = hasattr(mixer, "in_proj_qkvz")
+        together = {"qkv": "qkvz", "b": "ba"} if hasattr(mixer, "in_proj_qkvz") else {name: name for name in _DELTA_NET}
+        projections = {name: getattr(mixer, f"in_proj_{theirs}").weight for name, theirs in together.items()}
         return DeltaNetLayer(
-            **shared,
-            qkv=(mixer.in_proj_qkvz if together else mixer.in_proj_qkv).weight,
-            z=None if together else mixer.in_proj_z.weight,
-            b=(mixer.in_proj_ba if together else mixer.in_proj_b).weight,
-            a=None if together else mixer.in_proj_a.weight,
-            conv=mixer.conv1d.weight,
-            a_log=mixer.A_log,
-            dt_bias=mixer.dt_bias,
-            norm=mixer.norm.weight,
-            out=mixer.out_proj.weight,
-            key_heads=mixer.num_k_heads,
-        )
+            **shared, **dict.fromkeys(_DELTA_NET) | projections, conv=mixer.conv1d.weight, a_log=mixer.A_log,
+            dt_bias=mixer.dt_bias, norm=mixer.norm.weight, out=mixer.out_proj.weight, key_heads=mixer.num_k_heads,
+        )  # fmt: skip
 
     def _mlp(self, mlp: nn.Module) -> dict[str, Tensor | Callable | None]:
         """Return the weights of an MLP; a sparse one runs as the module that it is."""
@@ -161,6 +153,7 @@ class Family(NamedTuple):
 
 _PLAIN = (nn.Linear, nn.Conv1d, nn.SiLU, SiLUActivation)
 _PARTS = ("DecoderLayer", "GatedDeltaNet", "MLP", "RMSNorm", "RMSNormGated")  # classes of a layer, next to Attention
+_DELTA_NET = ("qkv", "z", "b", "a")  # the input projections of a Gated DeltaNet
 _FAMILIES = {  # by model_type; windows, head norms and biases are read off the modules
     "llama": Family("llama", "Llama"),
     "mistral": Family("mistral", "Mistral"),

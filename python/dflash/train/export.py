@@ -16,19 +16,8 @@ from typing import Any
 
 import torch
 
-from ..drafter import (
-    FULL,
-    MASK_EMBEDDING_FILE,
-    SLIDING,
-    DraftConfig,
-    Drafter,
-    Rope,
-    draft_folder,
-    from_speculators,
-    is_speculators,
-    load_draft,
-)
-from ..drafter.config import KEYS, LAYER, ROPE_TYPES
+from ..drafter import MASK_EMBEDDING_FILE, DraftConfig, Drafter, draft_folder, load_draft
+from ..drafter.config import FULL, KEYS, LAYER, ROPE_TYPES, SLIDING, Rope, from_speculators, is_speculators
 from ..files import atomic_folder, check_writable, read_architectures, read_json, save_tensors, write_json
 from ..terminal import listed
 

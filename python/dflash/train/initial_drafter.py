@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..drafter import ROPE_TYPES, DraftConfig, Drafter, Rope, build_target_layer_ids
+from ..drafter import DraftConfig, Drafter
+from ..drafter.config import ROPE_TYPES, Rope, build_target_layer_ids
 from ..targets import text_config, unwrap
 from .model import add_dflash2
 

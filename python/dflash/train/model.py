@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..drafter import CandidateSelector, DFlash2Config, DraftConfig, Drafter, GroupedConv, check_dflash2
+from ..drafter import CandidateSelector, DFlash2Config, DraftConfig, Drafter, GroupedConv
+from ..drafter.config import check_dflash2
 
 
 def visible_keys(anchors: Tensor, length: int, block_size: int, causal: bool, window: int) -> Tensor:
