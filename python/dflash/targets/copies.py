@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedConfig
 
 from .. import ops
 from ..state import KVCache
-from .model import UnsupportedTargetError, modules_of, text_config
+from .model import UnsupportedTargetError, library, modules_of, text_config
 from .parallel import forward_of_copy, meshes
-from .quantized import finish_loading, forward_before_dispatch, shared_states
 from .recurrent import is_stateful
 
 
@@ -23,10 +24,10 @@ def structural_copy(module: nn.Module) -> nn.Module:
 
     Raises UnsupportedTargetError if something in it cannot be copied, or a forward was replaced.
     """
-    finish_loading(module)
+    _finish_loading(module)
     # Parameters, buffers, and what lists and dicts in other attributes hold
     tensors = [leaf for leaf in tree_leaves(list(map(vars, modules_of(module)))) if isinstance(leaf, Tensor)]
-    memo: dict[int, Any] = {id(value): value for value in (*tensors, *shared_states(module), *meshes(module))}
+    memo: dict[int, Any] = {id(value): value for value in (*tensors, *_shared_states(module), *meshes(module))}
     try:
         result = copy.deepcopy(module, memo).eval()
     except (TypeError, RuntimeError) as error:
@@ -46,7 +47,7 @@ def _restore_forward(original: nn.Module, copied: nn.Module) -> None:
     if (own := forward_of_copy(original, copied)) is not None:
         copied.__dict__["forward"] = own
         return
-    inside = getattr(forward, "_torchdynamo_orig_callable", None) or forward_before_dispatch(original)
+    inside = getattr(forward, "_torchdynamo_orig_callable", None) or _forward_before_dispatch(original)
     if inside is None and _is_idle_hook(getattr(original, "_hf_hook", None)):
         inside = getattr(original, "_old_forward", None)
     of_class = getattr(type(original), "forward", None)
@@ -63,6 +64,43 @@ def _is_idle_hook(hook: Any) -> bool:
     if type(hook).__name__ == "SequentialHook":
         return all(map(_is_idle_hook, hook.hooks))
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+
+
+# ---------------------------------------------------------------------------------------------- quantized layers
+
+
+def _shared_states(model: nn.Module) -> Iterator[Any]:
+    """Yield the objects of bitsandbytes that a copy must share with the model, because it shares the parameters.
+
+    A layer's first pass moves tensors from the parameter into the state of the layer (``CB``), or replaces both the
+    parameter's values and tensors of its ``quant_state``. With states of their own, the layer that runs second would
+    have lost its scales.
+    """
+    for module in modules_of(model):
+        if library(module) == "bitsandbytes":
+            yield from (value for value in module.__dict__.values() if library(value) == "bitsandbytes")
+
+
+@torch.no_grad()
+def _finish_loading(model: nn.Module) -> None:
+    """Have compressed-tensors decompress and GPTQModel pack now, not at the first pass, so that a copy shares it."""
+    with torch.inference_mode(False):
+        handle = model.__dict__.get("ct_decompress_hook")
+        hook = model._forward_pre_hooks.get(getattr(handle, "id", None))
+        if hook is not None:
+            hook(model, ())
+        for module in modules_of(model):
+            is_pending = library(module) == "gptqmodel" and getattr(module, "linear_mode", "") is None
+            if is_pending and not module.training:
+                row = torch.zeros(1, module.in_features, dtype=model.dtype, device=module.scales.device)
+                type(module).forward(module, row)
+
+
+def _forward_before_dispatch(module: nn.Module) -> types.MethodType | None:
+    """Return the class's forward below one of compressed-tensors that only moves inputs; None for other forwards."""
+    inside = module.__dict__.get("_original_forward_func")
+    is_own = inside is not None and inside is getattr(type(module), "forward", None)
+    return types.MethodType(inside, module) if is_own else None
 
 
 # ---------------------------------------------------------------------------------------------- attention

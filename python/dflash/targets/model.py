@@ -101,6 +101,11 @@ def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[n
     return [modules[layer_id] for layer_id in layer_ids]
 
 
+def library(value: object) -> str:
+    """Return the top-level package of a value's class."""
+    return type(value).__module__.partition(".")[0]
+
+
 def has_global_hooks() -> bool:
     """Return True if torch has hooks on the forward pass of every module."""
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)

@@ -10,7 +10,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +21,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
-from .model import PLAIN_TENSORS, UnsupportedTargetError, modules_of, name_of, tensors_of, text_config, unwrap
+from .model import PLAIN_TENSORS, UnsupportedTargetError, library, modules_of, name_of, tensors_of, text_config, unwrap
 from .parallel import ranks_in, refusal_of_ranks, shards
-from .quantized import refusal_of_quantization
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
 
 # Families whose states are known to need more than is kept here.
@@ -80,7 +79,7 @@ def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
     return (
         refusal_of_ranks(model)
         or refusal_of_weights(model, loaded, shards(model))
-        or refusal_of_quantization(model)
+        or _refusal_of_quantization(model)
         or _refusal_of_storage(model)
         or _refusal_of_family(model)
         or _refusal_of_replacements(model)
@@ -147,6 +146,88 @@ def _refusal_of_storage(model: PreTrainedModel) -> str | None:
     if embedding.device.type == "cpu" and embedding.dtype not in (torch.float32, torch.bfloat16):
         return f"its dtype is {embedding.dtype}, the CPU kernels take float32 and bfloat16"
     return None
+
+
+# ---------------------------------------------------------------------------------------------- quantized layers
+
+# Layers of bitsandbytes, torchao, compressed-tensors and GPTQModel are recognized by names and attributes; none of them
+# is imported. docs/quantized.md lists what runs.
+_LIBRARIES = {"bitsandbytes", "compressed_tensors", "gptqmodel", "optimum", "torchao"}
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return True if a library has quantized weights of a model."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        return True
+    modules = modules_of(model)
+    return any(library(part) in _LIBRARIES for module in modules for part in (module, *module._parameters.values()))
+
+
+def _refusal_of_quantization(model: nn.Module) -> str | None:
+    """Return why a model's quantized layers cannot be run losslessly, or None. Reads settings only."""
+    for module in modules_of(model):
+        if reason := _refusal_of_layer(module):
+            return f"{next(name for name, part in model.named_modules() if part is module)} {reason}"
+    return None
+
+
+def _refusal_of_layer(module: nn.Module) -> str | None:
+    if library(module) == "bitsandbytes":
+        threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
+        return _OUTLIERS.format(threshold=threshold) if threshold else None
+    if library(module) == "compressed_tensors":
+        return (
+            "quantizes keys and values in a cache of compressed-tensors (kv_cache_scheme), which dflash replaces with "
+            "its own: use the checkpoint without kv_cache_scheme"
+        )
+    setting = next(filter(None, map(_scale_for_all_rows, _activation_settings(module))), None)
+    return setting and _ONE_SCALE.format(setting=setting)
+
+
+_OUTLIERS = (
+    "is an int8 layer of bitsandbytes with an outlier threshold of {threshold}: all rows decide together which columns "
+    "are outliers, so that a row's numbers depend on the rows next to it: load the model with "
+    "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
+)
+_ONE_SCALE = (
+    "quantizes activations with one scale for all rows ({setting}), so that a row's numbers depend on the rows next to "
+    "it: use one scale per row, or a model whose weights alone are quantized"
+)
+
+
+def _activation_settings(module: nn.Module) -> Iterator[Any]:
+    """Yield how a layer quantizes activations. compressed-tensors keeps it in the module, torchao in the weight."""
+    scheme = module.__dict__.get("quantization_scheme")
+    for name in ("input_activations", "output_activations"):
+        if (arguments := getattr(scheme, name, None)) is not None:
+            yield arguments
+    for parameter in module._parameters.values():
+        is_static = any(getattr(parameter, name, None) is not None for name in _STATIC_SCALES)
+        for name in ("act_quant_kwargs", "activation_quantization"):
+            if not is_static and (arguments := getattr(parameter, name, None)) is not None:
+                yield arguments
+
+
+_STATIC_SCALES = ("act_quant_scale", "act_per_tensor_scale")  # from calibration: the same for every input
+
+
+def _scale_for_all_rows(arguments: Any) -> str:
+    """Return the setting that asks for one scale for all rows of a pass, or an empty string."""
+    if type(getattr(arguments, "granularity", None)).__name__ == "PerTensor":
+        return "torchao, PerTensor()"
+    if getattr(arguments, "use_dynamic_per_tensor_scale", False):
+        return "torchao, use_dynamic_per_tensor_scale"
+    if getattr(arguments, "dynamic", None) is True and getattr(arguments, "strategy", None) == "tensor":
+        return 'compressed-tensors, strategy "tensor", dynamic'
+    return ""
+
+
+def rounds_activations(model: nn.Module) -> bool:
+    """Return True if layers round their inputs to few bits, which turns a last-bit difference into a visible one."""
+    for module in modules_of(model):
+        if library(module) == "bitsandbytes" or next(_activation_settings(module), None) is not None:
+            return True
+    return False
 
 
 # ---------------------------------------------------------------------------------------------- family

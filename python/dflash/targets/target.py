@@ -30,9 +30,8 @@ from .model import (
     text_config,
 )
 from .parallel import Ranks, mesh_of
-from .quantized import is_quantized
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
-from .support import replaced_function
+from .support import is_quantized, replaced_function
 from .trial import run_trial
 
 

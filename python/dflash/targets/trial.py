@@ -14,7 +14,7 @@ from ..state import KVCache, Tree
 from .copies import Stateless, structural_copy, use_attention, window_of
 from .fingerprint import Fingerprint
 from .model import UnsupportedTargetError, cache_argument, embedding_table, first_hook, max_positions, text_config
-from .quantized import rounds_activations
+from .support import rounds_activations
 
 if TYPE_CHECKING:
     from .target import Target
