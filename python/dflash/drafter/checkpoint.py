@@ -93,12 +93,10 @@ def draft_folder(draft: str | os.PathLike, revision: str | None = None) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # no such name, not found, gated, offline, unreachable, nothing cached
-        reason = error
-    at = "" if revision is None else f" at revision {revision!r}"
-    lines = str(reason).strip().splitlines() or [type(reason).__name__]
-    raise FileNotFoundError(
-        f"draft {name!r} is neither a folder nor a reachable hub repository{at}: {lines[0]}"
-    ) from reason
+        at = "" if revision is None else f" at revision {revision!r}"
+        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        what = f"draft {name!r} is neither a folder nor a reachable hub repository{at}: {reason}"
+        raise FileNotFoundError(what) from error
 
 
 def _from_module(module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:

@@ -344,8 +344,7 @@ class DraftConfig:
             if not callable(getattr(config, "to_dict", None)):
                 raise ValueError(f"{source}: must be a mapping or have to_dict(), got {type(config).__name__}")
             config = config.to_dict()
-        read_architectures(config, source)
-        muse = is_muse_assistant(config)
+        muse, source = "MuseGlimmerAssistantModel" in read_architectures(config, source), printable(source)
         try:
             if is_speculators(config):
                 config = from_speculators(config)
@@ -354,9 +353,7 @@ class DraftConfig:
             raise ValueError(printable(f"{source}: {error}")) from None
         known = METADATA.union(name for name, key in KEYS.items() if key.place != SECTION)
         if unknown := sorted(key for key in config if key not in known and not key.startswith("_")):
-            warnings.warn(
-                f"{printable(source)}: unknown keys are ignored: {listed(unknown)}", UserWarning, stacklevel=2
-            )
+            warnings.warn(f"{source}: unknown keys are ignored: {listed(unknown)}", UserWarning, stacklevel=2)
         return read
 
 
@@ -382,9 +379,7 @@ def _read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for RoPE, got {head_dim}")
     if (wide := given.get("target_hidden_size", hidden)) != hidden:
-        raise ValueError(
-            f"target_hidden_size = {wide} differs from hidden_size = {hidden}: both models must be equally wide"
-        )
+        raise ValueError(f"target_hidden_size = {wide} differs from hidden_size = {hidden}: both must be equally wide")
     drafts, mask = given.get("draft_vocab_size"), given["mask_token_id"]
     if drafts is not None and (vocab is None or drafts > vocab):
         raise ValueError(f"draft_vocab_size must be at most vocab_size = {vocab}, got {drafts}")
@@ -466,9 +461,7 @@ def _read_from_anchor(given: Mapping[str, Any], vocab: int | None, dflash2: DFla
     is_dspark = DSPARK_ARCHITECTURE in given.get("architectures", ())
     if given["markov_rank"]:
         if (kind := given["markov_head_type"]) != "vanilla":
-            raise ValueError(
-                f"markov_head_type must be vanilla, got {shortened(kind)}: other heads are not implemented"
-            )
+            raise ValueError(f"markov_head_type must be vanilla, got {shortened(kind)}: other heads are not supported")
         if vocab is None:
             raise ValueError("vocab_size is missing: a Markov head has that many rows")
         if dflash2 is not None:
@@ -607,11 +600,6 @@ _DROPPED = frozenset("""
 def is_speculators(config: Mapping[str, Any]) -> bool:
     """Return True if a parsed ``config.json`` is in the speculators layout."""
     return any(config.get(key) is not None for key in ("speculators_model_type", LAYER))
-
-
-def is_muse_assistant(config: Mapping[str, Any]) -> bool:
-    """Return True if a parsed ``config.json`` is that of a Muse Glimmer assistant of the first generation."""
-    return "MuseGlimmerAssistantModel" in (config.get("architectures") or ())
 
 
 def from_muse_assistant(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -146,9 +146,8 @@ class Drafter(nn.Module):
             context: ``[batch, rows, taps * hidden]``, the taps in the order of ``target_layer_ids``.
             num_context: ``[batch]`` int64. Rows at or past it may hold anything and come back as zeros.
         """
-        return ops.fuse_features(
-            context, num_context, self.fc.weight, self.hidden_norm.weight, self.config.rms_norm_eps
-        )
+        weights = self.fc.weight, self.hidden_norm.weight
+        return ops.fuse_features(context, num_context, *weights, self.config.rms_norm_eps)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(cos, sin)``, each ``[batch, rows, head_dim / 2]`` float32, for ``positions [batch, rows]``."""

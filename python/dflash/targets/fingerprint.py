@@ -8,7 +8,7 @@ import json
 import operator
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -103,9 +103,8 @@ def _attached(modules: list[nn.Module]) -> list[tuple]:
 class KnownWeights:
     """The weights that caches were filled with and that steps were captured with. The target comes first."""
 
-    def __init__(self) -> None:
-        self._values: list[Fingerprint] = []
-        self._addresses: list[Fingerprint] = []
+    _values: Sequence[Fingerprint] = ()
+    _addresses: Sequence[Fingerprint] = ()
 
     def fill(self, modules: list[nn.Module]) -> None:
         """Take note that the caches are filled with the weights of these modules from now on."""
