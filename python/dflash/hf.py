@@ -358,8 +358,7 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module, *, draft_weights: We
     if loaded.selector is not None or loaded.config.predicts_from_anchor:
         raise ValueError(
             "as_assistant takes drafters of the first generation, got a DFlash 2 or DSpark drafter: transformers' loop "
-            "has no candidate selector, and drafts no token from the anchor's row. "
-            f"{instead}"
+            f"has no candidate selector, and drafts no token from the anchor's row. {instead}"
         )
     if own := loaded.config.own_parts:
         raise ValueError(
@@ -373,7 +372,7 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module, *, draft_weights: We
     if version < _STOPS_IN_MID_BLOCK:
         raise RuntimeError(
             "as_assistant needs transformers >= 5.18: the assisted generation of this version, "
-            f"{'.'.join(map(str, version))}, continues after a stop token that was accepted in the middle of a block; "
-            "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) stops there"
+            f"{'.'.join(map(str, version))}, continues after a stop token that was accepted in the middle of a block. "
+            f"{instead}, and stops there"
         )
     return _Assistant(quantized_draft(draft_weights, loaded))

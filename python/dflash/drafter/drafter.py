@@ -301,19 +301,16 @@ class Drafter(nn.Module):
     def _stack_layer(self, index: int, layer: Any, attention: Any, mlp: Any) -> DecoderLayer:
         convs = () if self.config.dflash2 is None else ("attention_conv", "mlp_conv")
         return DecoderLayer(
-            input_norm=layer.input_layernorm.weight,
+            input_norm=layer.input_layernorm.weight, post_norm=layer.post_attention_layernorm.weight,
+            q_norm=attention.q_norm.weight, k_norm=attention.k_norm.weight,
             o=getattr(attention, "scaled_o", attention.o_proj).weight,
-            post_norm=layer.post_attention_layernorm.weight,
             **{name: getattr(attention, f"{name}_proj").weight for name in "qkv"},
             **{f"{name}_bias": getattr(attention, f"{name}_proj").bias for name in "qkvo"},
             **{name: getattr(mlp, f"{name}_proj").weight for name in ("gate", "up", "down")},
-            q_norm=attention.q_norm.weight,
-            k_norm=attention.k_norm.weight,
             sinks=getattr(attention, "attention_sink_bias", None),
-            causal=self.config.causal[index],
-            window=self.config.window[index],
+            causal=self.config.causal[index], window=self.config.window[index],
             **{name: getattr(layer, name).weights() for name in convs},
-        )
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ packed parameters
 

@@ -178,9 +178,7 @@ def generation_defaults(model: nn.Module) -> dict[str, Any]:
         found["logit_bias"] = {tuple(sequence): bias for sequence, bias in pairs}
     return {
         **found,
-        "do_sample": getattr(config, "do_sample", None),
-        "max_length": getattr(config, "max_length", None),
-        "pad_token_id": getattr(config, "pad_token_id", None),
+        **{name: getattr(config, name, None) for name in ("do_sample", "max_length", "pad_token_id")},
         "stop_token_ids": [token for token in eos if 0 <= token < vocab],  # ids past the vocabulary are never emitted
         "unsupported": {
             name: value

@@ -205,18 +205,15 @@ class Target:
         slots = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
         positions = slots if tree is None else lengths[:, None] + tree.depth
         # Rows past the end of a request are computed and dropped. They must not index past a learned table.
-        limit = max_positions(self.model)
+        if (limit := max_positions(self.model)) is not None:
+            positions = positions.clamp(max=limit - 1)
         self._pass.cache, self._pass.lengths, self._pass.is_prompt = cache, lengths, is_prompt
         try:
             output = self.model(
-                input_ids=ids.clamp(min=0),
-                position_ids=positions if limit is None else positions.clamp(max=limit - 1),
-                **{self._cache_argument: CacheView(cache, slots)},
-                use_cache=True,
-                logits_to_keep=logits_to_keep,
-                block_lengths=lengths,
+                input_ids=ids.clamp(min=0), position_ids=positions, use_cache=True, logits_to_keep=logits_to_keep,
+                **{self._cache_argument: CacheView(cache, slots)}, block_lengths=lengths,
                 **({} if tree is None else {"block_ancestors": tree.ancestors}),
-            )
+            )  # fmt: skip
         finally:  # the modules' classes are cycles, which would keep the cache until Python collects them
             self._pass.cache = self._pass.lengths = None
         taps = list(self._taps)
