@@ -319,10 +319,11 @@ class _Assistant:
             self.draft.refresh()
         elif old.capacity >= capacity:
             return old
-        holder.dflash_cache = self.draft.new_cache(1, 2 * capacity)
-        for new, held in zip(holder.dflash_cache.buffers, old.buffers if old else (), strict=False):
-            new[:, :, : old.capacity] = held
-        return holder.dflash_cache
+        cache = holder.dflash_cache = self.draft.new_cache(1, 2 * capacity)
+        if old is not None:
+            for new, held in zip(cache.buffers, old.buffers, strict=True):
+                new[:, :, : old.capacity] = held
+        return cache
 
 
 def as_assistant(draft: str | os.PathLike[str] | nn.Module, *, draft_weights: WeightStorage = None) -> _Assistant:

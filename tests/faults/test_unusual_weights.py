@@ -220,7 +220,6 @@ makers = {
     "sparse": lambda w: w.to_sparse(),
     "csr": lambda w: w.to_sparse_csr(),
     "mkldnn": lambda w: w.to_mkldnn(),
-    "zero": lambda w: torch._efficientzerotensor(w.shape),
     "meta": lambda w: w.to("meta"),
     "fake": lambda w: fake.from_tensor(w),
     "quantized": lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8),
@@ -233,15 +232,6 @@ for kind, make in makers.items():
         model.get_submodule(name)._parameters["weight"] = (
             weight if kind == "quantized" else torch.nn.Parameter(weight, requires_grad=False))
         every(f"without memory: {kind} {name}", model)
-
-def inside(weight):
-    model.lm_head._parameters["weight"] = weight
-    every(f"without memory: {kind}", model)
-    return weight.sum()
-
-for kind, transform in (("vmap", torch.vmap), ("grad", lambda f: torch.vmap(torch.func.grad(f)))):
-    model = small()
-    transform(inside)(model.lm_head.weight.detach()[None])
 """
 
 
@@ -281,7 +271,7 @@ def test_a_drafter_whose_weights_were_freed_is_refused_by_name(said):
 
 
 def test_tensors_without_memory_are_refused(said):
-    said = all_refused(said, "without memory", 8 * 3 * 2 + 4)
+    said = all_refused(said, "without memory", 7 * 3 * 2)
     text = said["without memory: meta lm_head, one-shot"]
     assert "lm_head.weight is on the meta device: it was never loaded, or it is offloaded" in text
 
