@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +20,7 @@ from ..grammar import Grammar
 from ..ops import WeightStorage
 from ..options import GeneratorOptions
 from ..outputs import GenerateOutput, StreamEvent
-from ..settings import SETTINGS, integer, resolve, resolve_rules
+from ..settings import SETTINGS, resolve, resolve_rules
 from ..targets import check_target, describe_config, embedding_table, version_of, versions, weights_digest
 from ..terminal import MAX_SHOWN, listed, printable, shortened
 
@@ -39,6 +39,65 @@ MAX_GRAMMAR_CHARACTERS = 2**18
 STATED = tuple(name for name, row in SETTINGS.items() if row.receipt == "stated")
 
 
+# ---------------------------------------------------------------------------------------------- values of a file
+
+Check = tuple[str, Callable[[Any], bool]]
+"""Words that complete "NAME must ...", and whether a value is so."""
+
+_INT64 = -(2**63), 2**63 - 1
+_ANY: Check = "", lambda _: True  # checked later
+_GIVEN: Check = "not be null", lambda value: value is not None  # null would mean "unset" to a call
+_LIST: Check = "be a list", lambda value: isinstance(value, list)
+
+
+def _within(low: int, high: int) -> Check:
+    return f"lie in {low} .. {high}", lambda value: type(value) is int and low <= value <= high
+
+
+def _one_of(*choices: str | None) -> Check:
+    return f"be {' or '.join(map(json.dumps, choices))}", lambda value: value in choices
+
+
+def _text(most: int) -> Check:
+    return f"be a text of at most {most} characters", lambda value: isinstance(value, str) and len(value) <= most
+
+
+def _token_ids(vocab_size: int) -> Check:
+    wanted, is_token = _within(0, vocab_size - 1)
+    return f"hold token ids, which {wanted}", lambda value: _is_list_of(value, is_token)
+
+
+def _is_list_of(value: object, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(holds, value))
+
+
+def parse_object(content: object, checks: Mapping[str, Check], what: str) -> dict[str, Any]:
+    """Return a JSON object of unknown origin as a dict. Raise unless it has exactly these names, and their values."""
+    if not isinstance(content, Mapping):
+        raise TypeError(f"{what} must be an object, got {shortened(content)}")
+    if missing := [name for name in checks if name not in content]:
+        raise ValueError(f"{what} must have {listed(missing)}")
+    if unknown := [name for name in content if name not in checks]:
+        raise ValueError(f"{what} has {listed(unknown)}, which this version of dflash does not know")
+    for name, (wanted, holds) in checks.items():
+        if not holds(content[name]):
+            raise ValueError(f"{name} must {wanted}, got {shortened(content[name])}")
+    return dict(content)
+
+
+def _check_integers(content: object) -> None:
+    """Raise ValueError for an integer that int64 cannot hold, at any depth."""
+    left = [content]
+    while left:
+        value = left.pop()
+        if isinstance(value, int) and not _INT64[0] <= value <= _INT64[1]:
+            raise ValueError(f"integers must fit in int64, got {shortened(value)}")
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+# ---------------------------------------------------------------------------------------------- the settings
+
+
 @dataclass(frozen=True)
 class RecordedSettings(dataclasses.make_dataclass("_Stated", [(name, Any) for name in STATED], frozen=True)):
     """The settings of a call that decide its text, as in `dflash.settings.GenerateArguments`, defaults filled in.
@@ -47,7 +106,22 @@ class RecordedSettings(dataclasses.make_dataclass("_Stated", [(name, Any) for na
     """
 
     def __post_init__(self) -> None:
-        _check_cost(self)
+        """Raise ValueError if checking a text by these settings could cost memory or time out of proportion to it."""
+        strings, grammar, costs = self.stop_strings, self.grammar.text if self.grammar else "", []
+        for name, words in (("bad_words_ids", self.bad_words_ids), ("logit_bias", dict(self.logit_bias))):
+            lengths = [len(word) for word in words if len(word) > 1]
+            cells = len(lengths) * max(lengths, default=0)
+            costs.append((f"{name}: sequences times the longest of them", cells, MAX_WORD_CELLS))
+        for what, cost, most in (
+            *costs,
+            ("no_repeat_ngram_size", self.no_repeat_ngram_size, MAX_NGRAM),
+            ("max_new_tokens", self.max_new_tokens, MAX_POSITIONS),
+            ("stop_strings: their number", len(strings), MAX_STOP_STRINGS),
+            ("stop_strings: their characters", sum(map(len, strings)), MAX_STOP_CHARACTERS),
+            ("grammar: its characters", len(grammar), MAX_GRAMMAR_CHARACTERS),
+        ):
+            if cost > most:
+                raise ValueError(f"{what} must be at most {most} in a receipt, got {cost}")
 
     @classmethod
     def of(cls, call: Call) -> RecordedSettings:
@@ -60,19 +134,12 @@ class RecordedSettings(dataclasses.make_dataclass("_Stated", [(name, Any) for na
     @classmethod
     def parse(cls, content: object, vocab_size: int) -> RecordedSettings:
         """Check settings of unknown origin, as JSON has them; raises ValueError or TypeError."""
-        # 1. What costs nothing: names, sizes of numbers, lists that are lists, null, which would mean "unset".
-        given = check_names(content, STATED, "settings")
-        _check_numbers(given)
-        if missing := [name for name, value in given.items() if value is None]:
-            raise ValueError(f"settings must not be null, got {listed(missing)}")
-        for name, value in given.items():
-            if isinstance(SETTINGS[name].off, tuple) and not isinstance(value, list):
-                raise TypeError(f"{name} must be a list, got {shortened(value)}")
-        words, biases = given["bad_words_ids"], _parse_biases(given["logit_bias"])
-        _check_cells("bad_words_ids", [word for word in words if isinstance(word, list)])
-        # 2. The values, as a call checks them.
+        checks = {name: _LIST if isinstance(SETTINGS[name].off, tuple) else _GIVEN for name in STATED}
+        given = parse_object(content, checks, "settings")
+        _check_integers(given)
         grammar = _parse_grammar(given.pop("grammar"))
-        values = resolve({**given, "logit_bias": dict(biases)}, {}, vocab_size)
+        given["logit_bias"] = _parse_biases(given["logit_bias"])
+        values = resolve(given, {}, vocab_size)  # as a call checks them
         resolve_rules(values, vocab_size)
         return cls(**{**{name: values[name] for name in STATED}, "grammar": grammar})
 
@@ -81,96 +148,43 @@ class RecordedSettings(dataclasses.make_dataclass("_Stated", [(name, Any) for na
         given = {name: getattr(self, name) for name in STATED if name not in ("stop_strings", "grammar")}
         if self.min_length:
             del given["min_new_tokens"]  # even 0 would turn min_length off
-        given["logit_bias"] = {ids[0] if len(ids) == 1 else ids: bias for ids, bias in self.logit_bias}
-        return cast("GenerateArguments", given)
+        return cast("GenerateArguments", {**given, "logit_bias": dict(self.logit_bias)})
 
     def to_json(self) -> dict[str, object]:
         """Return what `parse` takes; a bias of -inf, which JSON has no number for, is "-inf"."""
-        content = dataclasses.asdict(self) | {"grammar": dataclasses.asdict(self.grammar) if self.grammar else {}}
-        content["logit_bias"] = [[ids, "-inf" if bias == -math.inf else bias] for ids, bias in self.logit_bias]
-        return content
-
-
-def check_names(content: object, names: Sequence[str], what: str) -> dict[str, object]:
-    """Return a JSON object as a dict. Raise unless it has exactly these names."""
-    if not isinstance(content, Mapping):
-        raise TypeError(f"{what} must be an object, got {shortened(content)}")
-    if missing := [name for name in names if name not in content]:
-        raise ValueError(f"{what} must have {listed(missing)}")
-    if unknown := [name for name in content if name not in names]:
-        raise ValueError(f"{what} has {listed(unknown)}, which this version of dflash does not know")
-    return dict(content)
-
-
-def _check_numbers(value: object) -> None:
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"integers must fit in int64, got {shortened(value)}")
-    if isinstance(value, (list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_numbers(item)
+        content = dataclasses.asdict(self)
+        biases = [[ids, "-inf" if bias == -math.inf else bias] for ids, bias in self.logit_bias]
+        return {**content, "logit_bias": biases, "grammar": content["grammar"] or {}}
 
 
 def _parse_grammar(value: object) -> Grammar | None:
     """Return a grammar from its kind and text, None from an empty object."""
     if value == {}:
         return None
-    given = check_names(value, ["kind", "text"], "grammar")
-    if not all(isinstance(part, str) for part in given.values()):
-        raise TypeError(f"grammar must have a kind and a text, got {shortened(value)}")
-    kind, text = str(given["kind"]), str(given["text"])
-    _check_grammar(text)
-    if kind not in ("json_schema", "regex", "lark"):
-        raise ValueError(f"grammar must be of the kind json_schema, regex or lark, got {shortened(kind)}")
+    checks = {"kind": _one_of("json_schema", "regex", "lark"), "text": _text(MAX_GRAMMAR_CHARACTERS)}
     try:
-        return Grammar.json_schema(json.loads(text)) if kind == "json_schema" else getattr(Grammar, kind)(text)
+        given = parse_object(value, checks, "it")
+        text = json.loads(given["text"]) if given["kind"] == "json_schema" else given["text"]
+        return getattr(Grammar, given["kind"])(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"grammar: {printable(str(error)[:MAX_SHOWN])}") from error
 
 
-def _expect_at_most(most: int, what: str, cost: int) -> None:
-    if cost > most:
-        raise ValueError(f"{what} must be at most {most} in a receipt, got {cost}")
-
-
-def _check_grammar(text: str) -> None:
-    _expect_at_most(MAX_GRAMMAR_CHARACTERS, "grammar: its characters", len(text))
-
-
-def _parse_biases(value: Any) -> list[tuple[int | tuple[int, ...], object]]:
-    """Return ``logit_bias`` as the items of the argument of that name."""
-    pairs: list[tuple[int | tuple[int, ...], object]] = []
-    for pair in value:
-        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], list) or not pair[0]:
+def _parse_biases(pairs: Sequence[Any]) -> dict[tuple[int, ...], object]:
+    """Return ``logit_bias`` as the argument of that name."""
+    found: dict[tuple[int, ...], object] = {}
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and _is_list_of(pair[0], lambda token: type(token) is int)):
             raise TypeError(
                 f"logit_bias must be a list of pairs of a list of token ids and a bias, got {shortened(pair)}"
             )
-        ids, bias = pair
-        if not all(type(token) is int for token in ids):
-            raise TypeError(f"logit_bias must hold token ids, got {shortened(ids)}")
-        pairs.append((ids[0] if len(ids) == 1 else tuple(ids), -math.inf if bias == "-inf" else bias))
-    if len(dict(pairs)) < len(pairs):
+        found[tuple(pair[0])] = -math.inf if pair[1] == "-inf" else pair[1]
+    if len(found) < len(pairs):
         raise ValueError("logit_bias must have each sequence of token ids once")
-    _check_cells("logit_bias", [key for key, _ in pairs if isinstance(key, tuple)])
-    return pairs
+    return found
 
 
-def _check_cells(name: str, words: Sequence[Sequence[int]]) -> None:
-    words = [word for word in words if len(word) > 1]
-    cells = len(words) * max(map(len, words), default=0)
-    _expect_at_most(MAX_WORD_CELLS, f"{name}: sequences times the longest of them", cells)
-
-
-def _check_cost(settings: RecordedSettings) -> None:
-    """Raise if checking a text by these settings could cost memory or time out of proportion to it."""
-    _check_cells("bad_words_ids", settings.bad_words_ids)
-    _check_cells("logit_bias", [ids for ids, _ in settings.logit_bias])
-    _expect_at_most(MAX_NGRAM, "no_repeat_ngram_size", settings.no_repeat_ngram_size)
-    _expect_at_most(MAX_POSITIONS, "max_new_tokens", settings.max_new_tokens)
-    _expect_at_most(MAX_STOP_STRINGS, "stop_strings: their number", len(settings.stop_strings))
-    _expect_at_most(MAX_STOP_CHARACTERS, "stop_strings: their characters", sum(map(len, settings.stop_strings)))
-    if settings.grammar is not None:
-        _check_grammar(settings.grammar.text)
-
+# ---------------------------------------------------------------------------------------------- the fingerprints
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -227,16 +241,11 @@ class Fingerprints:
     @classmethod
     def parse(cls, content: object) -> Fingerprints:
         """Check fingerprints of unknown origin; raises ValueError or TypeError."""
-        given: Any = check_names(content, [field.name for field in dataclasses.fields(cls)], "fingerprints")
-        for name, value in given.items():
-            is_text = isinstance(value, str) and len(value) <= MAX_SHOWN
-            if name != "vocab_size" and not is_text and not (value is None and name in ("tokenizer", "chat_template")):
-                raise TypeError(f"{name} must be a text of at most {MAX_SHOWN} characters, got {shortened(value)}")
-        if not 1 <= integer("vocab_size", given["vocab_size"]) <= MAX_VOCABULARY:
-            raise ValueError(f"vocab_size must lie in 1 .. {MAX_VOCABULARY}, got {shortened(given['vocab_size'])}")
-        if given["dtype"] not in DTYPES:
-            raise ValueError(f"dtype must be {', '.join(DTYPES)}, got {shortened(given['dtype'])}")
-        return cls(**given)
+        wanted, is_text = _text(MAX_SHOWN)
+        checks = {field.name: (wanted, is_text) for field in dataclasses.fields(cls)}
+        checks |= dict.fromkeys(("tokenizer", "chat_template"), (wanted, lambda text: text is None or is_text(text)))
+        checks |= {"dtype": _one_of(*DTYPES), "vocab_size": _within(1, MAX_VOCABULARY)}
+        return cls(**parse_object(content, checks, "fingerprints"))
 
     def differences(self, other: Fingerprints) -> dict[str, tuple[object, object]]:
         """Return, by name, what differs: the value here and that of ``other``."""
@@ -258,8 +267,9 @@ def _describe_tokenizer(tokenizer: Any) -> str:
     return json.dumps({key: value for key, value in definition.items() if key not in ("padding", "truncation")})
 
 
+# ---------------------------------------------------------------------------------------------- the receipt
+
 _FORMAT = "dflash-receipt-1"
-_REASONS = ("stop", "length")
 
 
 @dataclass(frozen=True)
@@ -281,20 +291,10 @@ class RecordedAnswer:
     @classmethod
     def parse(cls, content: object, vocab_size: int) -> RecordedAnswer:
         """Check an answer of unknown origin; raises TypeError or ValueError."""
-        given = check_names(content, [field.name for field in dataclasses.fields(cls)], "an answer")
-        seed, reason = integer("seed", given["seed"]), given["finish_reason"]
-        if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed must fit in int64, got {shortened(seed)}")
-        if reason not in _REASONS:
-            raise ValueError(f"finish_reason must be {' or '.join(_REASONS)}, got {shortened(reason)}")
-        for name in ("prompt", "ids"):
-            ids = given[name]
-            if not isinstance(ids, list) or not ids:
-                raise TypeError(f"{name} must be a list of at least one token id, got {shortened(ids)}")
-            for token in ids:
-                if type(token) is not int or not 0 <= token < vocab_size:
-                    raise ValueError(f"{name} must hold token ids in 0 .. {vocab_size - 1}, got {shortened(token)}")
-        return cls(tuple(given["prompt"]), tuple(given["ids"]), seed, str(reason))
+        ids = _token_ids(vocab_size)
+        checks = {"prompt": ids, "ids": ids, "seed": _within(*_INT64), "finish_reason": _one_of("stop", "length")}
+        given = parse_object(content, checks, "an answer")
+        return cls(**given | {"prompt": tuple(given["prompt"]), "ids": tuple(given["ids"])})
 
 
 @dataclass(frozen=True)
@@ -340,20 +340,21 @@ class Receipt:
         """Check the content of a receipt's JSON, as ``json.loads`` returns it; raises ValueError or TypeError."""
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f'its "format" must be {_FORMAT!r}')
-        given = check_names(content, ["format", *(field.name for field in dataclasses.fields(cls))], "a receipt")
-        fingerprints, rows = Fingerprints.parse(given["fingerprints"]), given["answers"]
-        if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_ANSWERS:
-            raise ValueError(f"answers must be a list of 1 to {MAX_ANSWERS}, got {shortened(rows)}")
+        is_rows = lambda rows: isinstance(rows, list) and 1 <= len(rows) <= MAX_ANSWERS  # noqa: E731
+        checks = {
+            **dict.fromkeys(["format", *(field.name for field in dataclasses.fields(cls))], _ANY),
+            **{"answers": (f"be a list of 1 to {MAX_ANSWERS}", is_rows), "block_size": _within(1, MAX_BLOCK_SIZE)},
+            **{"batch_size": _within(1, MAX_ANSWERS), "prefill_chunk": _within(1, MAX_POSITIONS)},
+            **{"weights": _one_of("int8", None)},
+        }
+        given = parse_object(content, checks, "a receipt")
+        if given["batch_size"] < len(given["answers"]):
+            raise ValueError(f"batch_size must be at least the number of answers, got {given['batch_size']}")
+        fingerprints = Fingerprints.parse(given["fingerprints"])
         settings = RecordedSettings.parse(given["settings"], fingerprints.vocab_size)
-        answers = tuple(RecordedAnswer.parse(row, fingerprints.vocab_size) for row in rows)
-        ranges = {"block_size": (1, MAX_BLOCK_SIZE), "batch_size": (len(rows), MAX_ANSWERS)}
-        ranges["prefill_chunk"] = 1, MAX_POSITIONS
-        for name, (low, high) in ranges.items():
-            if not low <= integer(name, given[name]) <= high:
-                raise ValueError(f"{name} must lie in {low} .. {high}, got {shortened(given[name])}")
-        if (weights := given["weights"]) not in ("int8", None):
-            raise ValueError(f'weights must be "int8" or null, got {shortened(weights)}')
-        return cls(answers, settings, fingerprints, **{name: given[name] for name in ranges}, weights=weights)
+        answers = tuple(RecordedAnswer.parse(row, fingerprints.vocab_size) for row in given["answers"])
+        del given["format"]
+        return cls(**given | {"answers": answers, "settings": settings, "fingerprints": fingerprints})
 
     def to_json(self) -> str:
         """Return the receipt as JSON."""

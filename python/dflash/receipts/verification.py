@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,7 +33,6 @@ _AT_ONCE = 512  # tokens that a stop-string criterion is asked about
 _NOTHING = -1  # pads answers; no token has this id
 _ROWS = 128  # of a pass, over all answers: on a GPU they cost little more than a block
 _TOKENS_AT_ONCE = 2**16  # prompts and answers, padding included, above which answers are checked one by one
-_END = object()
 
 
 @dataclass(frozen=True)
@@ -183,32 +182,42 @@ class Verifier:
 
     def passes(self, receipt: Receipt) -> Generator[None, None, Verification]:
         """Do what `verify` does, a pass of the target at a time; yields after each."""
-        # 1. Is this the target of the receipt?
-        differences = self._compare(receipt)
-        # 2. Derive the tokens again.
-        device, found, seconds = embedding_table(self._model).device, [], 0.0
-        with plain_settings(device), torch.no_grad():
-            if receipt.weights not in self._targets:
-                self._targets[receipt.weights] = Target(self._model, weights=receipt.weights)
-            work = _check_all(self._targets[receipt.weights], receipt, self._tokenizer, found)
+        differences, seconds = self._compare(receipt), 0.0
+        work, device = self._answers(receipt), embedding_table(self._model).device
         while True:
             began = time.perf_counter()
             with plain_settings(device), torch.no_grad():  # left before the caller goes on
-                is_over = next(work, _END) is _END
+                answers = next(work)
             seconds += time.perf_counter() - began
-            if is_over:
-                break
+            if answers is not None:
+                return Verification(answers, differences, seconds)
             yield
-        # 3. Does each answer end where it must?
+
+    def _answers(self, receipt: Receipt) -> Iterator[tuple[CheckedAnswer, ...] | None]:
+        """Derive the tokens again: yields None after each pass of the target, and then what was found."""
+        if receipt.weights not in self._targets:
+            self._targets[receipt.weights] = Target(self._model, weights=receipt.weights)
+        target, answers, found = self._targets[receipt.weights], receipt.answers, []
+        # 1. All answers in one batch, unless that would cost memory.
+        fits = len(answers) * _capacity(answers) <= _TOKENS_AT_ONCE
+        for batch in [answers] if fits else [[answer] for answer in answers]:
+            call, mismatches = _call_of(batch, receipt, target.device, self._tokenizer), []
+            for size, rows in _shapes(receipt, batch):
+                engine = Engine(target, None, batch_size=size, max_length=_capacity(batch), block_size=rows)
+                mismatches = yield from _mismatches_of(engine, call, batch, receipt.prefill_chunk)
+                if not any(mismatches):
+                    break
+            found += mismatches
+        # 2. Does each end where it must?
         strings = list(receipt.settings.stop_strings)
         criteria = [stop_string_criterion(self._tokenizer, strings)] if strings else []
-        answers = []
-        for answer, mismatches in zip(receipt.answers, found, strict=True):
+        checked = []
+        for answer, mismatches in zip(answers, found, strict=True):
             first = next((mismatch for mismatch in mismatches if not mismatch.is_near_tie), None)
             near_ties = tuple(mismatch for mismatch in mismatches if mismatch.is_near_tie)
             end = "" if first is not None else _wrong_end(answer, receipt.settings, criteria)
-            answers.append(CheckedAnswer(len(answer.ids), first, near_ties, end))
-        return Verification(tuple(answers), differences, seconds)
+            checked.append(CheckedAnswer(len(answer.ids), first, near_ties, end))
+        yield tuple(checked)
 
     def _compare(self, receipt: Receipt) -> dict[str, tuple[object, object]]:
         """Return which fingerprints differ; raise ValueError if the receipt cannot be checked for it."""
@@ -227,9 +236,8 @@ class Verifier:
                 "target that it was made with, on the CPU"
             )
         table, theirs = embedding_table(self._model), receipt.fingerprints
-        here = {"dtype": str(table.dtype).removeprefix("torch."), "vocab_size": table.shape[0]}
-        for name, value in here.items():
-            _expect_equal(name, getattr(theirs, name), value)
+        _expect_equal("dtype", theirs.dtype, str(table.dtype).removeprefix("torch."))
+        _expect_equal("vocab_size", theirs.vocab_size, table.shape[0])
         # 2. The fingerprints.
         differences = theirs.differences(self.fingerprints)
         _expect_equal("weights", theirs.weights, self.fingerprints.weights)
@@ -253,28 +261,11 @@ def _expect_equal(name: str, theirs: object, here: object) -> None:
         )
 
 
-def _check_all(
-    target: Target, receipt: Receipt, tokenizer: object, found: list[list[Mismatch]]
-) -> Generator[None, None, None]:
-    """Add each answer's mismatches to ``found``: all answers in one batch, unless that would cost memory."""
-    answers = receipt.answers
-    fits = len(answers) * _capacity(answers) <= _TOKENS_AT_ONCE
-    for batch in [answers] if fits else [[answer] for answer in answers]:
-        call, mismatches = _call_of(batch, receipt, target.device, tokenizer), []
-        for size, rows in _shapes(receipt, batch):
-            engine = Engine(target, None, batch_size=size, max_length=_capacity(batch), block_size=rows)
-            mismatches = yield from _mismatches_of(engine, call, batch, receipt.prefill_chunk)
-            if not any(mismatches):
-                break
-        found += mismatches
-
-
 def _shapes(receipt: Receipt, answers: Sequence[RecordedAnswer]) -> list[tuple[int, int]]:
     """Return batch and rows of the passes to try: many rows, then the shapes of the call if there is room for them."""
-    own = min(receipt.block_size, _ROWS)
-    has_room = receipt.batch_size * _capacity(answers) <= _TOKENS_AT_ONCE
-    shapes = [(len(answers), max(own, _ROWS // len(answers)))]
-    return list(dict.fromkeys([*shapes, (receipt.batch_size if has_room else len(answers), own)]))
+    own, has_room = min(receipt.block_size, _ROWS), receipt.batch_size * _capacity(answers) <= _TOKENS_AT_ONCE
+    many = len(answers), max(own, _ROWS // len(answers))
+    return list(dict.fromkeys([many, (receipt.batch_size if has_room else len(answers), own)]))
 
 
 def _capacity(answers: Sequence[RecordedAnswer]) -> int:
