@@ -150,14 +150,15 @@ _POSITIONS = (1, 2, 3, 4, 6, 8, 12)  # and the last
 _HEALTHY = "published drafters keep the first draft in about 80 % of the steps, and 4 to 8 tokens per step"
 
 
+@options.command()
 def doctor(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="Examine a pair: its target, a folder or a hub id.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Its DFlash drafter: a folder or a hub id.")] = None,
+    model: Annotated[str | None, "Examine a pair: its target, a folder or a hub id."] = None,
+    draft: Annotated[str | None, "Its DFlash drafter: a folder or a hub id."] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="JSON lines to answer, 32 at most; default: a few of the pair's or of our own.")
+        str | None, "JSON lines to answer, 32 at most; default: a few of the pair's or of our own."
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens of an answer at most.")] = 128,
+    max_new_tokens: Annotated[int, "New tokens of an answer at most."] = 128,
     no_thinking: options.NoThinking = False,
     bos: options.Bos = False,
     dtype: options.Dtype = "auto",

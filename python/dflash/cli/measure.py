@@ -21,15 +21,14 @@ from ..settings import checked
 from . import options
 
 
+@options.command()
 def demo(
-    prompt: Annotated[str | None, typer.Option(help="Answer this instead of held-out prompts.")] = None,
-    prompts: Annotated[int | None, typer.Option(help="Answer exactly this many held-out prompts.")] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="Start no more prompts after this time; default: 20, without --prompts.")
-    ] = None,
+    prompt: Annotated[str | None, "Answer this instead of held-out prompts."] = None,
+    prompts: Annotated[int | None, "Answer exactly this many held-out prompts."] = None,
+    seconds: Annotated[float | None, "Start no more prompts after this time; default: 20, without --prompts."] = None,
     max_new_tokens: options.MaxNewTokens = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    temperature: Annotated[float, "0 is greedy."] = 0.0,
+    seed: Annotated[int, "The same seed writes the same text."] = 0,
     tree: options.TreeRows = None,
     pair: Annotated[Path | None, typer.Option(hidden=True, help="Folder with target, draft, prompts.jsonl.")] = None,
     as_json: options.Json = False,
@@ -58,26 +57,22 @@ def demo(
         raise typer.Exit(1)
 
 
-@options.takes_dataclasses(
+@options.command(
     config=("block_size", "draft_sharpness", "tree", "thinking", "weights", "draft_weights"),
     models=("model", "draft"),
 )
 def benchmark(
     model: options.Model,
     draft: options.Draft,
-    dataset: Annotated[
-        list[str], typer.Option(help="humaneval, gsm8k, mt-bench, spec-bench or FILE.jsonl; may be repeated.")
-    ],
+    dataset: Annotated[list[str], "humaneval, gsm8k, mt-bench, spec-bench or FILE.jsonl; may be repeated."],
     config: BenchmarkConfig,
     models: options.ModelOptions,
-    data: Annotated[Path | None, typer.Option(help="Folder of the datasets' files; default: from the hub.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Prompts of each dataset at most.")] = None,
+    data: Annotated[Path | None, "Folder of the datasets' files; default: from the hub."] = None,
+    limit: Annotated[int | None, "Prompts of each dataset at most."] = None,
     draft_sharpness: options.Sharpness = 1.0,
     no_thinking: options.NoThinking = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for results: summary.json, and the records of every prompt.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw a .png.")] = None,
+    out: Annotated[Path | None, "Folder for results: summary.json, and the records of every prompt."] = None,
+    plot: Annotated[Path | None, "Draw a .png."] = None,
     as_json: options.Json = False,
 ) -> None:
     """Measure speed and acceptance on datasets of prompts, compared with one-token decoding in the same run.

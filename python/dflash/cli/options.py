@@ -1,4 +1,4 @@
-"""Options shared by several commands, what they load, and a decorator for commands that take a dataclass of options."""
+"""Options shared by several commands, what they load, and the decorator that makes a function a command."""
 
 from __future__ import annotations
 
@@ -29,32 +29,28 @@ from ..settings import SETTINGS, GenerateArguments, checked
 from ..targets import max_positions
 from ..terminal import printable
 
-Model = Annotated[str, typer.Option(help="The target: a folder or a hub id.")]
-Draft = Annotated[str, typer.Option(help="Its DFlash drafter: a folder or a hub id.")]
-PairModel = Annotated[str | None, typer.Option(help="The target: a folder or a hub id; default: the package's pair.")]
-MaxNewTokens = Annotated[int, typer.Option(help=SETTINGS["max_new_tokens"].help)]
-Sharpness = Annotated[float, typer.Option(help=SETTINGS["draft_sharpness"].help)]
-Stop = Annotated[list[str] | None, typer.Option(help=SETTINGS["stop_strings"].help)]
-System = Annotated[str | None, typer.Option(help="System message, for a tokenizer with a chat template.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself, without a chat template.")]
-Bos = Annotated[bool, typer.Option("--bos", help="Put the tokenizer's BOS token before a raw prompt.")]
-NoThinking = Annotated[bool, typer.Option("--no-thinking", help="Tell the chat template enable_thinking=False.")]
+# Options that several commands have; a text is the help, see `command`.
+Model = Annotated[str, "The target: a folder or a hub id."]
+Draft = Annotated[str, "Its DFlash drafter: a folder or a hub id."]
+PairModel = Annotated[str | None, "The target: a folder or a hub id; default: the package's pair."]
+MaxNewTokens = Annotated[int, SETTINGS["max_new_tokens"].help]
+Sharpness = Annotated[float, SETTINGS["draft_sharpness"].help]
+Stop = Annotated[list[str] | None, SETTINGS["stop_strings"].help]
+System = Annotated[str | None, "System message, for a tokenizer with a chat template."]
+Raw = Annotated[bool, "Continue the text itself, without a chat template."]
+Bos = Annotated[bool, "Put the tokenizer's BOS token before a raw prompt."]
+NoThinking = Annotated[bool, "Tell the chat template enable_thinking=False."]
 Limit = Annotated[int | None, typer.Option(min=1, help="Take only the first prompts.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the target's own).")]
-Device = Annotated[str | None, typer.Option(help="Default: cuda if there is a GPU, else cpu.")]
+Dtype = Annotated[str, "float32, bfloat16, float16 or auto (the target's own)."]
+Device = Annotated[str | None, "Default: cuda if there is a GPU, else cpu."]
 TrustRemoteCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="Run the Python code that comes with the model, with your rights; without this, it is never run.",
-    ),
+    bool, "Run the Python code that comes with the model, with your rights; without this, it is never run."
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
 BlockSize = Annotated[
-    str | None,
-    typer.Option(help="Rows that a step verifies, or auto: chosen before each step; default: the drafter's."),
+    str | None, "Rows that a step verifies, or auto: chosen before each step; default: the drafter's."
 ]
-TreeRows = Annotated[str | None, typer.Option("--tree", help=SETTINGS["tree"].help)]
+TreeRows = Annotated[str | None, SETTINGS["tree"].help]
 
 
 def option_of(name: str) -> str:
@@ -256,20 +252,22 @@ class GrammarOptions:
 
     def resolve(self, tokenizer: Any) -> Grammar | None:
         """Return the grammar, None without one; raises ValueError for several, or one that cannot be used."""
-        given = [name for name, value in dataclasses.asdict(self).items() if value is not None]
-        if not given:
-            return None
+        given = [(name, value) for name, value in vars(self).items() if value is not None]
         if len(given) > 1:
-            raise ValueError(f"give one of {' and '.join(option_of(name) for name in given)}, not both")
-        if self.regex is not None:
-            grammar = Grammar.regex(self.regex)
-        elif self.grammar is not None:
-            grammar = Grammar.lark(read_text(self.grammar, "--grammar"))
-        else:
-            grammar = Grammar.json_schema(read_json(cast(Path, self.json_schema)))
-        if tokenizer.eos_token_id is not None:  # before a large model is loaded
-            grammar.begin(tokenizer, [tokenizer.eos_token_id])
-        return grammar
+            raise ValueError(f"give one of {' and '.join(option_of(name) for name, _ in given)}, not both")
+        for name, value in given:
+            grammar = _GRAMMARS[name](value)
+            if tokenizer.eos_token_id is not None:  # before a large model is loaded
+                grammar.begin(tokenizer, [tokenizer.eos_token_id])
+            return grammar
+        return None
+
+
+_GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
+    "json_schema": lambda path: Grammar.json_schema(read_json(path)),
+    "regex": Grammar.regex,
+    "grammar": lambda path: Grammar.lark(read_text(path, "--grammar")),
+}
 
 
 def read_text(path: Path, option: str) -> str:
@@ -285,53 +283,43 @@ def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
         checked(name, number)
 
 
-def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command that has dataclasses as parameters: their fields become options, but for those ``without``.
+def command(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command: its parameters become options, and so do the fields of those that are dataclasses.
 
-    A field is ``Annotated`` with a ``typer.Option``, or with the option's help text. A bool becomes a flag without a
-    ``--no-`` form.
+    A parameter or field is ``Annotated`` with typer's option or argument, or with the help text of an option; a bool
+    then becomes a flag without a ``--no-`` form. ``without`` has, by parameter, the fields that are no options.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)  # typing.get_type_hints hides Annotated in Python 3.10
-        parameters, groups = [], {}
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function, eval_str=True)  # typing.get_type_hints hides Annotated in Python 3.10
+        options, groups = [], {}
         for name, parameter in signature.parameters.items():
             kind = parameter.annotation
-            if dataclasses.is_dataclass(kind):
-                options = _field_options(kind, without.get(name, ()))
-                groups[name] = (kind, [option.name for option in options])
-                parameters += options
-            else:
-                parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+            if not dataclasses.is_dataclass(kind):
+                options.append(_option(name, kind, parameter.default))
+                continue
+            hints = typing.get_type_hints(kind, include_extras=True)
+            fields = [field for field in dataclasses.fields(kind) if field.name not in without.get(name, ())]
+            groups[name] = kind, [field.name for field in fields]
+            options += [_option(field.name, hints[field.name], field.default) for field in fields]
 
-        @functools.wraps(command)
+        @functools.wraps(function)
         def call(**given: Any) -> None:
-            made = {
-                name: kind(**{field: given.pop(field) for field in fields}) for name, (kind, fields) in groups.items()
-            }
-            command(**given, **made)
+            for name, (kind, fields) in groups.items():
+                given[name] = kind(**{field: given.pop(field) for field in fields})
+            function(**given)
 
-        call.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
-        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        call.__signature__ = signature.replace(parameters=options, return_annotation=None)  # type: ignore[attr-defined]
+        call.__annotations__ = {option.name: option.annotation for option in options}
         return call
 
     return decorate
 
 
-def _field_options(kind: Any, without: tuple[str, ...]) -> list[inspect.Parameter]:
-    hints = typing.get_type_hints(kind, include_extras=True)
-    out = []
-    for field in dataclasses.fields(kind):
-        if field.name in without:
-            continue
-        annotation = hints[field.name]
-        help = next((item for item in getattr(annotation, "__metadata__", ()) if isinstance(item, str)), None)
-        if help is not None:
-            plain = typing.get_args(annotation)[0]
-            names = [option_of(field.name)] if plain is bool else []
-            annotation = Annotated[plain, typer.Option(*names, help=help)]
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        out.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
-    return out
+def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    help = next(iter(getattr(annotation, "__metadata__", ())), None)
+    if isinstance(help, str):
+        kind = typing.get_args(annotation)[0]
+        annotation = Annotated[kind, typer.Option(*[option_of(name)] if kind is bool else [], help=help)]
+    default = inspect.Parameter.empty if default is dataclasses.MISSING else default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -13,18 +13,18 @@ import typer
 from ..generator import Generator
 from ..targets import versions
 from ..terminal import printable
-from .options import ModelOptions, load_tokenizer, room_of, takes_dataclasses
+from .options import ModelOptions, command, load_tokenizer, room_of
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _PACKAGED_NAME = "dflash-pair"
 
 
-@takes_dataclasses(models=("tree",))
+@command(models=("tree",))
 def serve(
     models: ModelOptions,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    host: Annotated[str, "Address to listen on; 0.0.0.0 for all."] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients; default: the target's.")] = None,
+    name: Annotated[str | None, "The model's name for clients; default: the target's."] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="DFLASH_API_KEY", help="Key that clients must send; default: none.")
     ] = None,
@@ -34,9 +34,7 @@ def serve(
     prefill_chunk: Annotated[
         int, typer.Option(min=1, help="Prompt tokens per pass; conversations share whole chunks of their beginning.")
     ] = 128,
-    receipts: Annotated[
-        Path | None, typer.Option(help="Folder for a receipt of each answer, see dflash verify; default: none.")
-    ] = None,
+    receipts: Annotated[Path | None, "Folder for a receipt of each answer, see dflash verify; default: none."] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0,
     grace: Annotated[
         float, typer.Option(min=0, max=86400, help="Seconds that answers may still take after SIGTERM.")

@@ -30,22 +30,20 @@ from .shell import check_new_file, print_error, require_output
 # ---------------------------------------------------------------------------------------------- generate
 
 
-@options.takes_dataclasses()
+@options.command()
 def generate(
     models: options.ModelOptions,
     sampling: options.SamplingOptions,
     constraint: options.GrammarOptions,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; none or - reads standard input.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
+    file: Annotated[Path | None, "Read the prompt from this file."] = None,
     system: options.System = None,
     raw: options.Raw = False,
     bos: options.Bos = False,
     max_new_tokens: options.MaxNewTokens = 256,
     stop: options.Stop = None,
     draft_sharpness: options.Sharpness = 1.0,
-    receipt: Annotated[
-        Path | None, typer.Option(help="Write what dflash verify needs to derive the answer again to this file.")
-    ] = None,
+    receipt: Annotated[Path | None, "Write what dflash verify needs to derive the answer again to this file."] = None,
     as_json: options.Json = False,
 ) -> None:
     """Answer or continue PROMPT with the target's own text, several tokens per step, and stream it.
@@ -179,12 +177,12 @@ class _StreamedAnswer:
 # ---------------------------------------------------------------------------------------------- chat
 
 
-@options.takes_dataclasses()
+@options.command()
 def chat(
     models: options.ModelOptions,
     sampling: options.SamplingOptions,
     system: options.System = None,
-    max_length: Annotated[int, typer.Option(help="Tokens of the whole conversation at most.")] = 4096,
+    max_length: Annotated[int, "Tokens of the whole conversation at most."] = 4096,
     max_new_tokens: options.MaxNewTokens = 1024,
     as_json: options.Json = False,
 ) -> None:
@@ -293,14 +291,13 @@ def _read_lines(console: Console) -> Iterator[tuple[int, str]]:
             yield number, line.rstrip("\n")
 
 
+@options.command()
 def verify(
     file: Annotated[Path, typer.Argument(help="The receipt, from dflash generate --receipt FILE.")],
     model: options.PairModel = None,
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Let a near-tie count as a token that does not follow.")
-    ] = False,
+    exact: Annotated[bool, "Let a near-tie count as a token that does not follow."] = False,
     as_json: options.Json = False,
 ) -> None:
     """Check that every token of a receipt's answers follows from its seed and the target's weights.

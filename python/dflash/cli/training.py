@@ -86,12 +86,12 @@ class _Run:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-@options.takes_dataclasses(config=("eval_temperatures",))
+@options.command(config=("eval_temperatures",))
 def train(
     *,
     run: _Run,
     config: TrainConfig,
-    eval_temperatures: Annotated[str, typer.Option(help="Temperatures of the held-out answers, as in 0,1.")] = "0",
+    eval_temperatures: Annotated[str, "Temperatures of the held-out answers, as in 0,1."] = "0",
 ) -> None:
     """Train a drafter for the target MODEL on rows of DATA, and write it to OUTPUT in the published layout.
 
@@ -222,13 +222,9 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
     dtype = _features_dtype(trainer.config, trainer.target)
     rank, world = accelerator.process_index, accelerator.num_processes
     with bars(["features"], shown=accelerator.is_main_process) as show:
-
-        def shown(rows: int, total: int, speed: float) -> None:
-            show("features", rows, total, f"{speed:,.0f} tokens/s")
-
-        cache_features(
-            trainer.target, compute, trainer.rows, taps, folder, dtype=dtype, progress=shown, rank=rank, world=world
-        )
+        progress = lambda rows, total, speed: show("features", rows, total, f"{speed:,.0f} tokens/s")  # noqa: E731
+        where = {"dtype": dtype, "progress": progress, "rank": rank, "world": world}
+        cache_features(trainer.target, compute, trainer.rows, taps, folder, **where)
     accelerator.wait_for_everyone()
     return FeatureCache(folder)
 
@@ -320,12 +316,12 @@ class _Asking:
         return LocalWriter(target, tokenizer, drafter, **common)
 
 
-@options.takes_dataclasses(config=("temperatures",))
+@options.command(config=("temperatures",))
 def regenerate(
     prompts: Annotated[str, typer.Argument(help="JSONL with prompt, messages, question or turns; or a hub name.")],
     *,
     asking: _Asking,
-    temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; may be repeated; default: 0.")] = None,
+    temperature: Annotated[list[float] | None, "0 is greedy; may be repeated; default: 0."] = None,
     config: RegenerateConfig,
 ) -> None:
     """Let the target answer PROMPTS, as training data for its drafter.
@@ -363,11 +359,12 @@ def _summary_text(summary: Summary) -> str:
     return text + (f"; {summary.found} were there before" if summary.found else "") + f": {summary.out}"
 
 
+@options.command()
 def export(
     draft: options.Draft,
-    out: Annotated[Path, typer.Option(help="Folder to write; must not exist, or be empty.")],
+    out: Annotated[Path, "Folder to write; must not exist, or be empty."],
     layout: Annotated[str, typer.Option("--format", help="published, speculators or transformers.")],
-    target: Annotated[str | None, typer.Option(help="The target's name, which the speculators layout stores.")] = None,
+    target: Annotated[str | None, "The target's name, which the speculators layout stores."] = None,
     dtype: options.Dtype = "auto",
     as_json: options.Json = False,
 ) -> None:
