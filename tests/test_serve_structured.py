@@ -315,8 +315,9 @@ def test_calls_are_split_off_wherever_pieces_end(text, mark, content, arguments,
         new, pieces = splitter.push(text[start:end], is_last=end == len(text))
         shown += new
         for piece in pieces:
-            assert (piece.name == "f") == (piece.index not in joined)
-            joined[piece.index] = joined.get(piece.index, "") + piece.arguments
+            index, function = piece["index"], piece["function"]
+            assert ("id" in piece) == (function.get("name") == "f") == (index not in joined)
+            joined[index] = joined.get(index, "") + function["arguments"]
     assert shown == content
     assert [*joined.values()] == [call["function"]["arguments"] for call in splitter.calls] == arguments
     assert splitter.is_whole == is_whole

@@ -14,20 +14,11 @@ from ..streaming import TextDecoder, Tokenizer, open_suffix
 _HEAD = re.compile(r'\s*\{"name": "([^"]*)", "arguments":\s*')
 
 
-class CallPiece(NamedTuple):
-    """What is new of a tool call: JSON text of its arguments; in its first piece, the function's name and an id."""
-
-    index: int
-    arguments: str
-    name: str | None = None
-    id: str | None = None
-
-
 class CallText:
     """Splits calls off a text whose grammar lets nothing else follow ``begin``, the mark that begins one.
 
-    ``begin`` is empty if the whole text is calls; ``end`` follows a call's JSON object. ``is_whole``: there is a call,
-    and the last is complete.
+    ``begin`` is empty if the whole text is calls; ``end`` follows a call's JSON object. ``calls`` and pieces of them
+    are as OpenAI's API has them. ``is_whole``: there is a call, and the last is complete.
     """
 
     def __init__(self, begin: str, end: str) -> None:
@@ -36,11 +27,11 @@ class CallText:
         self.is_whole = self._is_open = False
         self._held, self._parser = "", self._parse()
 
-    def push(self, text: str, *, is_last: bool) -> tuple[str, list[CallPiece]]:
-        """Add text; return what of it is content, and pieces of calls."""
+    def push(self, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """Add text; return what of it is content, and pieces of calls: the first of each has its id and name."""
         self._held += text
         self._content: list[str] = []
-        self._pieces: list[CallPiece] = []
+        self._pieces: list[dict[str, Any]] = []
         next(self._parser)
         if is_last and not self._is_open:
             self._content.append(self._held)
@@ -70,8 +61,9 @@ class CallText:
                 yield
             self._held, self.is_whole = self._held[found.end() :], False
             function = {"name": found[1], "arguments": ""}
-            self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
-            self._pieces.append(CallPiece(len(self.calls) - 1, "", found[1], self.calls[-1]["id"]))
+            call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+            self.calls.append(call)
+            self._pieces.append({"index": len(self.calls) - 1, **call, "function": {**function}})
             # 3. The arguments, an object, up to the bracket that closes it.
             end, depth, is_quoted, is_escaped = None, 0, False, False
             while True:
@@ -88,7 +80,7 @@ class CallText:
                 text, self._held = self._held[:end], "" if end is None else self._held[end:]
                 if text:
                     function["arguments"] += text
-                    self._pieces.append(CallPiece(len(self.calls) - 1, text))
+                    self._pieces.append({"index": len(self.calls) - 1, "function": {"arguments": text}})
                 if end is not None:
                     break
                 yield
@@ -107,7 +99,7 @@ class Delta(NamedTuple):
 
     content: str = ""
     reasoning: str = ""
-    calls: Sequence[CallPiece] = ()
+    calls: Sequence[dict[str, Any]] = ()
     tokens: Sequence[ShownToken] = ()
 
 
@@ -134,9 +126,13 @@ class AnswerText:
         self._held, self.length = self._held + piece, self.length + len(piece)
         is_last = is_last or self.is_stopped
         if self._mark == OPEN:
-            self._look_for_reasoning(is_last)
-        if self._mark == OPEN:
-            return Delta()
+            text = self._held.lstrip()
+            if text.startswith(OPEN):
+                self._held, self._mark = text.removeprefix(OPEN), CLOSE
+            elif is_last or not OPEN.startswith(text):
+                self._mark, self._is_blank = None, False  # all is content, leading spaces too
+            else:
+                return Delta()
         if self._mark is None:
             return Delta(content=self._shown(len(self._held)))
         before, mark, _ = self._held.partition(CLOSE)
@@ -159,13 +155,6 @@ class AnswerText:
             return piece
         self.is_stopped = True
         return text[old : max(old, min(found))]
-
-    def _look_for_reasoning(self, is_last: bool) -> None:
-        text = self._held.lstrip()
-        if text.startswith(OPEN):
-            self._held, self._mark = text.removeprefix(OPEN), CLOSE
-        elif is_last or not OPEN.startswith(text):
-            self._mark, self._is_blank = None, False  # all is content, leading spaces too
 
     def _shown(self, end: int) -> str:
         text, self._held = self._held[:end], self._held[end:]

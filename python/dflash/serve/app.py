@@ -135,12 +135,9 @@ class _Guard:
         try:
             self._check(scope, headers)
             body = await asyncio.wait_for(_read_body(headers, receive), _BODY_SECONDS)
-        except asyncio.TimeoutError:
+        except (ApiError, asyncio.TimeoutError) as error:
             late = ApiError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s", code="timeout")
-            await _error_response(late)(scope, receive, send)
-            return
-        except ApiError as error:
-            await _error_response(error)(scope, receive, send)
+            await _error_response(error if isinstance(error, ApiError) else late)(scope, receive, send)
             return
         if body is None:
             return  # the client has gone
@@ -336,17 +333,13 @@ async def verify_receipt(completion: str, request: Request, service: Served, ind
 @router.get("/v1/models")
 async def models(service: Served) -> dict[str, Any]:
     """List the model."""
-    return {"object": "list", "data": [_describe(service)]}
+    return {"object": "list", "data": [await model(service.name, service)]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: Served) -> dict[str, Any]:
     """Describe the model."""
     service.check_model(name)
-    return _describe(service)
-
-
-def _describe(service: Service) -> dict[str, Any]:
     return {
         **{"id": service.name, "object": "model", "created": service.created, "owned_by": "dflash"},
         **{"max_model_len": service.scheduler.generator.max_length, "has_receipts": service.receipts is not None},

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .answers import CallPiece, Delta, Piece, ShownToken
+from .answers import Delta, Piece, ShownToken
 from .service import Choice
 
 
@@ -32,22 +32,18 @@ def _entry(piece: Piece, value: float | None) -> dict[str, Any]:
 
 def completion_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
     """Return ``logprobs`` of a text's choice."""
+    tops = []
+    for token in tokens:
+        found: dict[str, float | None] = {}  # by text; of equal texts the most probable
+        for piece, value in (*(token.top or ()), (token.piece, token.logprob)):
+            found.setdefault(piece.text, value)
+        tops.append(None if token.top is None else found)
     return {
         "tokens": [token.piece.text for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [_top_of(token) for token in tokens],
+        "top_logprobs": tops,
         "text_offset": [token.start for token in tokens],
     }
-
-
-def _top_of(token: ShownToken) -> dict[str, float] | None:
-    """Return the probable tokens and the one that was chosen by their texts; of equal texts the most probable."""
-    if token.top is None or token.logprob is None:
-        return None
-    found: dict[str, float] = {}
-    for piece, value in (*token.top, (token.piece, token.logprob)):
-        found.setdefault(piece.text, value)
-    return found
 
 
 class Format:
@@ -109,16 +105,8 @@ class ChatFormat(Format):
         return {"message": message}
 
     def _part(self, delta: Delta) -> dict[str, Any]:
-        calls = [_call_delta(piece) for piece in delta.calls]
-        parts = {"content": delta.content, "reasoning_content": delta.reasoning, "tool_calls": calls}
+        parts = {"content": delta.content, "reasoning_content": delta.reasoning, "tool_calls": delta.calls}
         return {"delta": {name: part for name, part in parts.items() if part}}
-
-
-def _call_delta(piece: CallPiece) -> dict[str, Any]:
-    if piece.name is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    function = {"name": piece.name, "arguments": piece.arguments}
-    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
 class TextFormat(Format):

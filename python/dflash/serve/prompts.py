@@ -169,9 +169,8 @@ class PromptReader:
             arguments = {**arguments, "tools": tools.shown}
         if any(message.tool_calls for message in request.messages) and not self._reads("tool_calls"):
             raise bad_request("the chat template does not write tool_calls", "messages")
-        messages = [_message(number, message) for number, message in enumerate(request.messages, 1)]
         with refusing("messages"):
-            text = render_chat(self.tokenizer, messages, True, arguments)
+            text = render_chat(self.tokenizer, [*map(_message, request.messages)], True, arguments)
         ids = list(self.tokenizer(_unicode(text, "messages"), add_special_tokens=False).input_ids)
         if not self.thinks or text.rstrip().endswith(CLOSE):
             return EncodedPrompt(ids, text)
@@ -198,30 +197,14 @@ class PromptReader:
         return EncodedPrompt(prompt, self.tokenizer.decode(prompt) if needs_text else "")
 
 
-def _message(number: int, message: protocol.Message) -> dict[str, Any]:
-    fields = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-    for name in ("reasoning_content", "name", "tool_call_id"):
-        if getattr(message, name) is not None:
-            fields[name] = getattr(message, name)
-    if message.tool_calls:
-        fields["tool_calls"] = [_call(number, call) for call in message.tool_calls]
-    return fields
+def _message(message: protocol.Message) -> dict[str, Any]:
+    given = message.model_dump(include={"reasoning_content", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
+    return {"role": "system" if message.role == "developer" else message.role, "content": message.text, **given}
 
 
-def _call(number: int, call: protocol.ToolCall) -> dict[str, Any]:
-    """Return a tool call as chat templates read it: with its arguments as an object."""
-    try:
-        arguments = json.loads(call.function.arguments)
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise bad_request(f"message {number}: the arguments of a tool call must be a JSON object", "messages")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-
-
-def _unicode(text: str, where: str) -> str:
-    with refusing("prompt" if where == "prompt" else "messages"):
-        return check_text(text, where)
+def _unicode(text: str, field: str) -> str:
+    with refusing(field):
+        return check_text(text, field)
 
 
 _CONTRADICTING = ("ignore_eos", "min_tokens", "no_repeat_ngram_size")  # they may ban all that a grammar allows

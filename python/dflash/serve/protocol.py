@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    Json,
     ValidationInfo,
     WithJsonSchema,
     create_model,
@@ -193,8 +194,10 @@ class NamedChoice(_Strict):
 
 
 class CalledFunction(_Strict):
+    """A call as chat templates read it: OpenAI's API has the arguments as JSON text, here they are parsed."""
+
     name: str
-    arguments: str
+    arguments: Json[dict[str, Any]]
 
 
 class ToolCall(_Strict):
@@ -210,7 +213,7 @@ class Message(_not_applied(_Strict, refusal=(), audio=(), annotations=([],), fun
     content: Annotated[list[TextPart], BeforeValidator(_parts, str | list[TextPart])] | None = None
     reasoning_content: str | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall] | None, AfterValidator(lambda calls: calls or None)] = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
