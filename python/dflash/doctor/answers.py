@@ -112,11 +112,11 @@ def find_prompts(file: str | None, model: str) -> tuple[list[dict[str, Any]], st
         ValueError: the file is missing, holds no prompt, or one of its lines is wrong.
     """
     if file is not None:
-        return _some(_read(Path(file), f"--prompts {file!r}"), _MOST, file)
+        return _read(Path(file), _MOST, f"--prompts {file!r}")
     path = Path(model).absolute().parent / "prompts.jsonl"
     if Path(model).is_dir() and path.is_file():
         try:
-            return _some(_read(path, str(path)), _COUNT, str(path))
+            return _read(path, _COUNT)
         except ValueError as error:
             raise ValueError(f"{error} (the file stands next to the target; --prompts names another)") from error
     return [{"prompt": text} for text in _OWN], f"{len(_OWN)} of the doctor's own"
@@ -139,22 +139,19 @@ def answer(pair: Pair, prompts: Prompts, max_new_tokens: int, show: Show) -> Ans
     return Answers(sequences, total, generator)
 
 
-def _some(rows: list[dict[str, Any]], most: int, name: str) -> tuple[list[dict[str, Any]], str]:
-    count = min(most, len(rows))
-    which = f"all {count}" if count == len(rows) else f"{count} of the {len(rows)}"
-    return [rows[index * len(rows) // count] for index in range(count)], f"{which} in {name}"
-
-
-def _read(path: Path, name: str) -> list[dict[str, Any]]:
+def _read(path: Path, most: int, name: str = "") -> tuple[list[dict[str, Any]], str]:
+    """Return up to ``most`` prompts from all over a file, and where they come from; ``name`` is for errors."""
     if not path.is_file():
-        raise ValueError(f"{name} is not a file: name a file of JSON lines, each with a prompt")
+        raise ValueError(f"{name or path} is not a file: name a file of JSON lines, each with a prompt")
     found: list[dict[str, Any]] = []
     for where, _, row in read_jsonl(path):
         messages, turns = parse_prompt(row, where)
         found.append({"prompt": turns[0]} if messages is None else {"messages": messages})
     if not found:
-        raise ValueError(f"{name} is empty: a line is a JSON object with a prompt")
-    return found
+        raise ValueError(f"{name or path} is empty: a line is a JSON object with a prompt")
+    count = min(most, len(found))
+    which = f"all {count}" if count == len(found) else f"{count} of the {len(found)}"
+    return [found[index * len(found) // count] for index in range(count)], f"{which} in {path}"
 
 
 # ---------------------------------------------------------------------------------------------- drafting again
