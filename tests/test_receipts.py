@@ -455,7 +455,7 @@ class TestCommand:
     def test_a_receipt_that_cannot_be_written_is_said_before_the_models_are_loaded(
         self, shell, folder, tmp_path, monkeypatch, path, words
     ):
-        monkeypatch.setattr("dflash.cli.options.load", None)
+        monkeypatch.setattr("dflash.cli.options.ModelOptions.load", None)
         models = ["--model", folder / "target", "--draft", folder / "draft"]
         done = shell("generate", *models, "--receipt", tmp_path / path, "w5")
         assert (done.code, done.out) == (2, "")

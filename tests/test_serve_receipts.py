@@ -160,7 +160,7 @@ def test_the_server_says_whether_it_has_receipts(service):
 
 
 def test_a_folder_that_cannot_be_written_to_is_said_before_the_models_are_loaded(shell, tmp_path, monkeypatch):
-    monkeypatch.setattr("dflash.cli.options.load", None)
+    monkeypatch.setattr("dflash.cli.options.ModelOptions.load", None)
     (tmp_path / "file").write_text("")
     for path, reason in (("file", "it is a file"), ("file/below", "Not a directory")):
         done = shell("serve", "--port", 0, "--receipts", tmp_path / path)

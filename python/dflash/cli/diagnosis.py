@@ -205,7 +205,7 @@ def doctor(
     asked = Prompts(rows, tokenizer, {"enable_thinking": False} if no_thinking else {}, bos=bos, origin=origin)
     asked.check_room(empty)
     # 2. Load the weights, and run.
-    target, drafter, _ = options.load(source, str(folder), dtype, device)
+    target, drafter, _ = options.ModelOptions(model, str(folder), dtype, device).load(source)
     with bars(["answers", "wirings"], shown=not as_json) as show:
         found = diagnose(Pair(target, drafter, keys), asked, Effort(max_new_tokens), show)
     if as_json:

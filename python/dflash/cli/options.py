@@ -25,7 +25,7 @@ from ..files import read_json
 from ..grammar import Grammar
 from ..ops import WeightStorage
 from ..options import checked_block_size
-from ..settings import SETTINGS, GenerateArguments, checked
+from ..settings import SETTINGS, GenerateArguments, TreeSize, checked
 from ..targets import max_positions
 from ..terminal import printable
 
@@ -130,32 +130,6 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
         return source.load_target(dtype, device)
 
 
-def load(
-    source: Source,
-    draft: str | None,
-    dtype: str,
-    device: str | None,
-    *,
-    tree: Any = None,
-    block_size: Any = None,
-) -> tuple[Any, Any, str]:
-    """Load the target and its drafter, if one is named; return both with the device.
-
-    With the dtype "auto", the target keeps that of its files, and the drafter gets the target's. If the target cannot
-    verify trees of ``tree`` rows, nothing is loaded.
-    """
-    device, drafter = check_device(dtype, device), None
-    if tree is not None:
-        check_tree(source.load_empty_target(), tree, None if block_size == 1 else draft)
-    if draft is not None:  # first, because it is small and fails quickly
-        with _waiting("drafter", draft, source.quiet):
-            drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
-    target = load_target(source, dtype, device)
-    if drafter is not None and dtype == "auto":
-        drafter = load_draft(drafter, dtype=target.dtype)
-    return target, drafter, device
-
-
 def room_of(target: Any, max_length: int) -> int:
     """Return ``max_length``, or the target's positions if these are fewer."""
     return min(max_length, max_positions(target) or max_length)
@@ -219,7 +193,21 @@ class ModelOptions:
         return Source(cast(str, self.model), self.trust_remote_code, quiet=quiet)
 
     def load(self, source: Source) -> tuple[Any, Any, str]:
-        return load(source, self.draft, self.dtype, self.device, tree=self.tree, block_size=self.block_size)
+        """Load the target and its drafter, if one is named; return both with the device.
+
+        With the dtype "auto", the target keeps that of its files, and the drafter gets the target's. If the target
+        cannot verify trees of ``tree`` rows, nothing is loaded.
+        """
+        dtype, draft, drafter, device = self.dtype, self.draft, None, check_device(self.dtype, self.device)
+        if self.tree is not None:
+            check_tree(source.load_empty_target(), cast(TreeSize, self.tree), None if self.block_size == 1 else draft)
+        if draft is not None:  # first, because it is small and fails quickly
+            with _waiting("drafter", draft, source.quiet):
+                drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
+        target = load_target(source, dtype, device)
+        if drafter is not None and dtype == "auto":
+            drafter = load_draft(drafter, dtype=target.dtype)
+        return target, drafter, device
 
     @property
     def generator(self) -> dict[str, Any]:

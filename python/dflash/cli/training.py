@@ -309,9 +309,10 @@ class _Asking:
                 raise ValueError(f"--{given[0]} does not go with --server: the server decides")
             common |= {"concurrency": self.concurrency, "token_ids": self.token_ids}
             return ServerWriter(self.server, self.model, api_key=os.environ.get("OPENAI_API_KEY"), **common)
-        source = options.Source(self.model, self.trust_remote_code, quiet=self.as_json)
+        models = options.ModelOptions(self.model, self.draft, self.dtype, self.device, self.trust_remote_code)
+        source = models.source(quiet=self.as_json)
         tokenizer = options.load_tokenizer(source)
-        target, drafter, _ = options.load(source, self.draft, self.dtype, self.device)
+        target, drafter, _ = models.load(source)
         common |= {"name": self.model, "batch_size": self.batch_size, "bos": self.bos}
         return LocalWriter(target, tokenizer, drafter, **common)
 
