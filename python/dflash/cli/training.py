@@ -222,9 +222,13 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
     dtype = _features_dtype(trainer.config, trainer.target)
     rank, world = accelerator.process_index, accelerator.num_processes
     with bars(["features"], shown=accelerator.is_main_process) as show:
-        progress = lambda rows, total, speed: show("features", rows, total, f"{speed:,.0f} tokens/s")  # noqa: E731
-        where = {"dtype": dtype, "progress": progress, "rank": rank, "world": world}
-        cache_features(trainer.target, compute, trainer.rows, taps, folder, **where)
+
+        def shown(rows: int, total: int, speed: float) -> None:
+            show("features", rows, total, f"{speed:,.0f} tokens/s")
+
+        cache_features(
+            trainer.target, compute, trainer.rows, taps, folder, dtype=dtype, progress=shown, rank=rank, world=world
+        )
     accelerator.wait_for_everyone()
     return FeatureCache(folder)
 

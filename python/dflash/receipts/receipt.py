@@ -63,8 +63,8 @@ def _text(most: int) -> Check:
 
 
 def _token_ids(vocab_size: int) -> Check:
-    wanted, is_token = _within(0, vocab_size - 1)
-    return f"hold token ids, which {wanted}", lambda value: _is_list_of(value, is_token)
+    _, is_token = _within(0, vocab_size - 1)
+    return f"hold token ids in 0 .. {vocab_size - 1}", lambda value: _is_list_of(value, is_token)
 
 
 def _is_list_of(value: object, holds: Callable[[Any], bool]) -> bool:
@@ -340,12 +340,13 @@ class Receipt:
         """Check the content of a receipt's JSON, as ``json.loads`` returns it; raises ValueError or TypeError."""
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f'its "format" must be {_FORMAT!r}')
-        is_rows = lambda rows: isinstance(rows, list) and 1 <= len(rows) <= MAX_ANSWERS  # noqa: E731
         checks = {
             **dict.fromkeys(["format", *(field.name for field in dataclasses.fields(cls))], _ANY),
-            **{"answers": (f"be a list of 1 to {MAX_ANSWERS}", is_rows), "block_size": _within(1, MAX_BLOCK_SIZE)},
-            **{"batch_size": _within(1, MAX_ANSWERS), "prefill_chunk": _within(1, MAX_POSITIONS)},
-            **{"weights": _one_of("int8", None)},
+            "answers": (f"be a list of 1 to {MAX_ANSWERS}", lambda v: _LIST[1](v) and 1 <= len(v) <= MAX_ANSWERS),
+            "block_size": _within(1, MAX_BLOCK_SIZE),
+            "batch_size": _within(1, MAX_ANSWERS),
+            "prefill_chunk": _within(1, MAX_POSITIONS),
+            "weights": _one_of("int8", None),
         }
         given = parse_object(content, checks, "a receipt")
         if given["batch_size"] < len(given["answers"]):

@@ -135,9 +135,12 @@ class _Guard:
         try:
             self._check(scope, headers)
             body = await asyncio.wait_for(_read_body(headers, receive), _BODY_SECONDS)
-        except (ApiError, asyncio.TimeoutError) as error:
+        except asyncio.TimeoutError:
             late = ApiError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s", code="timeout")
-            await _error_response(error if isinstance(error, ApiError) else late)(scope, receive, send)
+            await _error_response(late)(scope, receive, send)
+            return
+        except ApiError as error:
+            await _error_response(error)(scope, receive, send)
             return
         if body is None:
             return  # the client has gone
