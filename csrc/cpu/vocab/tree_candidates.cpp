@@ -3,8 +3,8 @@
 //   plain = d - ln(sum of exp(d)) + ln(1 - w), noisy = d / T - ln(e) - ln(sum of exp(d / T) / e) + ln(w).
 // At T <= 0 there is plain alone, with w = 0. No sum overflows: d <= 0 and e > 2^-33.
 //
-// A score lies between m = max(plain, noisy) and m + ln2. Blocks of 64 tokens have a largest m: `count` of them reach a
-// certain score (best.h), so only blocks that may reach it get the scores of their tokens.
+// A score lies between m = max(plain, noisy) and m + ln2. `count` blocks of 64 tokens, or tokens, reach a certain m
+// (best.h), so only tokens that may reach it get a score.
 #include "common/filters.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/parallel.h"
@@ -113,6 +113,8 @@ static inline Block add_exp(const Block& a, const Block& b) {
   return score;
 }
 
+static inline float& lane_of(Block& block, int64_t i) { return reinterpret_cast<float*>(&block)[i]; }
+
 // Writes the best into ids and scores; returns how many there are.
 template <typename T>
 static int64_t best_of_row(const T* logits, const Row& row, int64_t* ids, float* scores) {
@@ -148,22 +150,44 @@ static int64_t best_of_row(const T* logits, const Row& row, int64_t* ids, float*
     }
   }
 
-  // 2. The tokens of blocks that may reach what `count` tokens reach, and their order
+  // 2. What `count` tokens reach: by the largest of their blocks, and of single tokens where blocks are few
   Best best(row.count);
-  const float reached = reached_by_enough(most, row.blocks, row.count);
+  float reached = reached_by_enough(most, row.blocks, row.count);
+  const auto raise = [&reached](float score) { reached = score > reached ? score : reached; };
+  if (row.blocks < 4 * row.count) {
+    raise(below_top(reached_by_enough(logits, row.vocab, row.count), top) + plain_shift);
+    if (is_noisy) raise(reached_by_enough(noisy, row.blocks * kBlock, row.count) + noisy_shift);
+  }
   best.floor = reached < 0.0f ? reached : 0.0f;
+
+  // 3. The tokens that may reach it, and their order
+  const float slack = is_noisy ? kAboveLn2 : 0.0f;
+  Block one = {}, other = {};  // of tokens that have no score yet
+  int64_t found[kBlock], size = 0;
+  const auto add = [&] {
+    Block score = add_exp(one, other);
+    for (int64_t i = 0; i < size; ++i) best.add(lane_of(score, i), found[i]);
+    size = 0;
+  };
   for (int64_t b = 0; b < row.blocks; ++b) {
-    if (!(most[b] + (is_noisy ? kAboveLn2 : 0.0f) >= best.floor)) continue;
+    if (!(most[b] + slack >= best.floor)) continue;
     Block x = plain(b), y;
     for (int i = 0; i < kVecs; ++i) {
       x.v[i] += splat(plain_shift);
       y.v[i] = is_noisy ? load(noisy + b * kBlock + i * kWidth) + splat(noisy_shift) : splat(-kInf);
     }
-    const Block score = add_exp(x, y);
-    float one[kBlock];
-    std::memcpy(one, &score, sizeof(one));
-    for (int i = 0; i < kBlock; ++i) best.add(one[i], b * kBlock + i);
+    int32_t hit[kBlock];
+    for (int i = 0; i < kVecs; ++i)
+      *reinterpret_cast<IVec*>(hit + i * kWidth) =
+          (x.v[i] > y.v[i] ? x.v[i] : y.v[i]) + splat(slack) >= splat(best.floor);
+    for (int i = 0; i < kBlock; ++i) {
+      if (!hit[i]) continue;
+      const float a = lane_of(x, i), c = lane_of(y, i);
+      lane_of(one, size) = a, lane_of(other, size) = c, found[size++] = b * kBlock + i;
+      if (size == kBlock) add();
+    }
   }
+  add();
   best.cut();
   for (int64_t k = 0; k < best.size; ++k) ids[k] = best.kept[k].id, scores[k] = best.kept[k].score;
   return best.size;
