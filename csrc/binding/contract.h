@@ -7,9 +7,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <map>
-#include <memory_resource>
 #include <optional>
 #include <string>
 #include <vector>
@@ -101,12 +99,13 @@ struct Seen {
 
 // A call that is being matched, and what it gave names to.
 struct Call {
-  static constexpr size_t kMaxSlots = 64, kMaxTensors = 24, kFew = 16;
+  static constexpr size_t kMaxSlots = 64, kMaxTensors = 24;
 
   Call(PyObject* const* given, size_t num_slots, size_t num_tensors) : arguments(given) {
-    seen.reserve(kFew);
+    seen.swap(spare), seen.clear();
     std::fill_n(slots, num_slots, 0), std::fill_n(first, num_tensors, 0), std::fill_n(count, num_tensors, 0);
   }
+  ~Call() { seen.swap(spare); }
   // The tensors of a contract's i-th; none if it is None.
   const Seen* tensors(int64_t i) const { return count[i] ? &seen[first[i]] : nullptr; }
   double number(int64_t argument) const { return PyFloat_AsDouble(arguments[argument]); }
@@ -123,9 +122,8 @@ struct Call {
   }
 
   PyObject* const* arguments;
-  alignas(Seen) std::byte memory[kFew * sizeof(Seen)];  // allocating takes longer than a tensor's checks
-  std::pmr::monotonic_buffer_resource resource{memory, sizeof(memory)};
-  std::pmr::vector<Seen> seen{&resource};
+  inline static thread_local std::vector<Seen> spare;  // memory for the next call: allocating takes as long as a check
+  std::vector<Seen> seen;
   std::vector<pybind11::object> held;          // lists, which other threads may empty while the kernel runs
   int first[kMaxTensors], count[kMaxTensors];  // of each rule's tensors in `seen`
   int64_t slots[kMaxSlots], bytes = 0;         // of all tensors
