@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ _TREE_STYLES = {trees.ACCEPTED: f"bold {ACCEPTED}", trees.BONUS: BONUS, trees.DR
 _ASCII = str.maketrans("─┬├└│━┯┝┕·", "-+|`|=+|`_")
 _BAR = 40
 _STORED = {"weights": "target", "draft_weights": "drafter"}
-Columns = Sequence[tuple[str, Callable[[dict[str, Any]], str]]]  # a heading, and a result's cell under it
+Columns = Sequence[tuple[str, str]]  # a heading, and the format of a result's cell under it
 
 
 def _print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], bold: str = "") -> None:
@@ -38,18 +39,20 @@ def _print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequen
     console.print(table)
 
 
-def _print_results(console: Console, corner: str, columns: Columns, results: Mapping[str, dict[str, Any]]) -> None:
+def _print_results(
+    console: Console, corner: str, columns: Columns, results: Mapping[str, dict[str, Any]], bold: str = ""
+) -> None:
     """Print a table with a row per result."""
-    rows = [[name, *(cell(found) for _, cell in columns)] for name, found in results.items()]
-    _print_table(console, [corner, *(heading for heading, _ in columns)], rows)
+    rows = [[name, *(_cell(form, found) for _, form in columns)] for name, found in results.items()]
+    _print_table(console, [corner, *(heading for heading, _ in columns)], rows, bold)
 
 
-def _fixed(number: float | None, digits: int = 2, unit: str = "") -> str:
-    return "-" if number is None else f"{number:.{digits}f}{unit}"
-
-
-def _cell(key: str, digits: int = 2, unit: str = "", scale: float = 1) -> Callable[[dict[str, Any]], str]:
-    return lambda found: _fixed(None if found[key] is None else scale * found[key], digits, unit)
+def _cell(form: str, found: dict[str, Any]) -> str:
+    """Return a cell; "-" for a number that is None."""
+    try:
+        return form.format_map(found)
+    except TypeError:  # None takes no format such as .2f
+        return "-"
 
 
 # ---------------------------------------------------------------------------------------------- demo
@@ -99,10 +102,15 @@ def print_tree(console: Console, tokenizer: Any, step: trees.TreeStep) -> None:
         console.print(Text.assemble(*pieces), no_wrap=True, overflow="ellipsis", crop=not wide, soft_wrap=wide)
 
 
+_DEMO: Columns = (("tokens/s", "{speed:.0f}"), ("speedup", "{speedup:.2f}x"), ("acceptance length", "{length:.2f}"))
+
+
 def print_demo(console: Console, report: dict[str, Any], models: str) -> None:
     """Print a report of `dflash.evaluate.demo.measure`; ``models`` describes the pair."""
+    say = functools.partial(console.out, highlight=False)
     # 1. Speeds
-    console.out()
+    say()
+    baseline = report["baseline_tokens_per_second"]
     rows = [
         ("transformers generate", report["transformers_tokens_per_second"], 1.0),
         ("one-token decoding", report["one_token_tokens_per_second"], 1.0),
@@ -110,65 +118,44 @@ def print_demo(console: Console, report: dict[str, Any], models: str) -> None:
     ]
     if (tree := report["tree"]) is not None:
         rows += [(f"DFlash, tree={tree}", report["tree_tokens_per_second"], report["tree_acceptance_length"])]
-    baseline = report["baseline_tokens_per_second"]
-    cells = [(name, f"{speed:.0f}", f"{speed / baseline:.2f}x", _fixed(length)) for name, speed, length in rows]
-    _print_table(console, ("", "tokens/s", "speedup", "acceptance length"), cells, bold="DFlash")
+    results = {name: {"speed": speed, "speedup": speed / baseline, "length": length} for name, speed, length in rows}
+    _print_results(console, "", _DEMO, results, bold="DFlash")
     count = "1 prompt" if report["available"] == 1 else f"{report['prompts']} of {report['available']} prompts"
-    for line in (
-        f"{models}, {torch.get_num_threads()} threads, T = {report['temperature']:g}",
-        f"{count}, {report['new_tokens']} tokens; the prompts' own forward passes are counted too",
-    ):
-        console.out(line, style="dim", highlight=False)
+    say(f"{models}, {torch.get_num_threads()} threads, T = {report['temperature']:g}", style="dim")
+    say(f"{count}, {report['new_tokens']} tokens; the prompts' own forward passes are counted too", style="dim")
     # 2. Steps by their tokens
-    console.out("\ntokens per step", highlight=False)
+    say("\ntokens per step")
     block = "█" if (console.encoding or "").lower().startswith("utf") else "#"
     most = max([*report["histogram"], 1])
     for length, count in enumerate(report["histogram"][1:], 1):
-        console.out(f"{length:3} ", end="", highlight=False)
-        console.out(block * -(-_BAR * count // most), style=ACCEPTED, end="", highlight=False)
-        console.out(f" {count}" if count else "", highlight=False)
+        say(f"{length:3} ", end="")
+        say(block * -(-_BAR * count // most), style=ACCEPTED, end="")
+        say(f" {count}" if count else "")
     # 3. The verdict
     compared = "one-token decoding, same seed" + (", and transformers generate" if report["temperature"] == 0 else "")
     verdict = "yes" if report["identical"] else "NO"
-    console.out(f"\nidentical output: {verdict} ({compared})", style="bold", highlight=False)
+    say(f"\nidentical output: {verdict} ({compared})", style="bold")
     if report["answerable"]:
-        console.out(f"right answers: {report['right']} of {report['answerable']}", highlight=False)
+        say(f"right answers: {report['right']} of {report['answerable']}")
 
 
 # ---------------------------------------------------------------------------------------------- benchmark
 
-_SPEED, _SPEEDUP, _LENGTH = _cell("tokens_per_second", 1), _cell("speedup", unit="x"), _cell("acceptance_length")
-
-
-def _identical(found: dict[str, Any]) -> str:
-    return f"{found['identical']}/{found['turns']}"
-
-
 _CHAINS: Columns = (
-    ("tokens", lambda found: str(found["new_tokens"])),
-    ("tokens/s", _SPEED),
-    ("one-token", _cell("one_token_tokens_per_second", 1)),
-    ("speedup", _SPEEDUP),
-    ("accepted", _LENGTH),
-    ("identical", _identical),
-    ("distinct", lambda found: "-" if found["distinct_ngrams"] is None else f"{found['distinct_ngrams']:.0%}"),
-)
+    ("tokens", "{new_tokens}"), ("tokens/s", "{tokens_per_second:.1f}"),
+    ("one-token", "{one_token_tokens_per_second:.1f}"), ("speedup", "{speedup:.2f}x"),
+    ("accepted", "{acceptance_length:.2f}"), ("identical", "{identical}/{turns}"),
+    ("distinct", "{distinct_ngrams:.0%}"),
+)  # fmt: skip
 _TREES: Columns = (
-    ("tokens/s", _SPEED),
-    ("speedup", _SPEEDUP),
-    ("over chains", _cell("speed_over_chains", unit="x")),
-    ("accepted", _LENGTH),
-    ("over chains", _cell("length_over_chains", unit="x")),
-    ("identical", _identical),
-)
+    ("tokens/s", "{tokens_per_second:.1f}"), ("speedup", "{speedup:.2f}x"), ("over chains", "{speed_over_chains:.2f}x"),
+    ("accepted", "{acceptance_length:.2f}"), ("over chains", "{length_over_chains:.2f}x"),
+    ("identical", "{identical}/{turns}"),
+)  # fmt: skip
 _CONTEXTS: Columns = (
-    ("steps", lambda found: str(found["steps"])),
-    ("accepted", _LENGTH),
-    ("rows", _cell("rows", 1)),
-    ("ms/step", _cell("step_seconds", scale=1000)),
-    ("one-token", _cell("one_token_step_seconds", scale=1000)),
-    ("speedup", _SPEEDUP),
-)
+    ("steps", "{steps}"), ("accepted", "{acceptance_length:.2f}"), ("rows", "{rows:.1f}"), ("ms/step", "{step_ms:.2f}"),
+    ("one-token", "{one_token_step_ms:.2f}"), ("speedup", "{speedup:.2f}x"),
+)  # fmt: skip
 
 
 def print_benchmark(report: dict[str, Any], console: Console) -> None:
@@ -194,7 +181,7 @@ def print_benchmark(report: dict[str, Any], console: Console) -> None:
     for name, found in datasets.items():
         both = {name: found} | ({} if header["tree"] is None else {f"{name}, {tree}": found["tree"]})
         for title, result in both.items():
-            if buckets := {str(bucket["from"]): bucket for bucket in result["by_context"]}:
+            if buckets := {str(bucket["from"]): bucket | _milliseconds(bucket) for bucket in result["by_context"]}:
                 _print_results(console, f"{title}, context from", _CONTEXTS, buckets)
                 console.out()
     # 3. Its acceptance by position
@@ -220,6 +207,11 @@ def _tree_row(chain: dict[str, Any]) -> dict[str, Any]:
         "speed_over_chains": found["tokens_per_second"] / chain["tokens_per_second"],
         "length_over_chains": None if length is None or before is None else length / before,
     }
+
+
+def _milliseconds(bucket: dict[str, Any]) -> dict[str, float | None]:
+    seconds = {name: bucket[f"{name}_seconds"] for name in ("step", "one_token_step")}
+    return {f"{name}_ms": None if found is None else 1000 * found for name, found in seconds.items()}
 
 
 def _share(found: dict[str, Any], place: int) -> str:
