@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ..evaluate import PAIR, Decoding, check_text
 from ..evaluate import report as reports
-from ..evaluate.benchmark import BenchmarkConfig, progress_bars, run_benchmark
+from ..evaluate.benchmark import BenchmarkConfig, run_benchmark
 from ..evaluate.demo import run_demo
 from ..evaluate.prompts import DATASETS, load_conversations
 from ..settings import checked
@@ -104,8 +104,7 @@ def benchmark(
     # 2. Load the models and run.
     target, drafter, _ = models.load(source)
     about = {"model": model, "draft": draft, "command": shlex.join(["dflash", *sys.argv[1:]])}
-    with progress_bars({name: len(prompts) for name, prompts in datasets.items()}) as advance:
-        report = run_benchmark(target, drafter, tokenizer, datasets, config, about=about, out=out, advance=advance)
+    report = run_benchmark(target, drafter, tokenizer, datasets, config, about=about, out=out)
     # 3. Report.
     if as_json:
         typer.echo(json.dumps(report))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,19 +26,13 @@ from .prompts import Conversation, prompt_ids
 _NGRAM = 8
 Record = dict[str, Any]  # one turn of a conversation, as answered in each way
 StepCounts = dict[str, list[float]]  # steps, tokens, rows and seconds, by the first context length of a bucket
-Advance = Callable[[str, list[Record]], None]
 
 
 @dataclass(frozen=True)
-class BenchmarkConfig:
+class BenchmarkConfig(Decoding):
     """How prompts are asked and answered. The texts are the help of the command's options."""
 
-    max_new_tokens: Annotated[int, "New tokens at most."] = 512
-    temperature: Annotated[float, "0 is greedy; top-k, top-p and min-p are off."] = 0.0
-    seed: Annotated[int, "The same seed writes the same text."] = 0
     block_size: Annotated[int | Literal["auto"] | None, "Rows that a step of a chain verifies."] = None
-    draft_sharpness: Annotated[float, "See dflash.generate; of chains."] = 1.0
-    tree: Annotated[int | Literal["auto"] | None, "Rows of draft trees, measured next to chains."] = None
     padded: Annotated[bool, "One-token decoding at the block's shapes: equal bit for bit in bf16 too."] = False
     raw: Annotated[bool, "Continue the text itself, without a chat template."] = False
     bos: Annotated[bool, "Put the tokenizer's BOS token before a raw prompt."] = False
@@ -91,19 +84,15 @@ def distinct_ngrams(answer: Sequence[int], size: int = _NGRAM) -> tuple[int, int
 
 def count_steps(prompt_tokens: int, answer: Answer) -> StepCounts:
     """Count the steps of an answer, each in the bucket of the position that it starts from."""
-    steps = []
-    length = prompt_tokens  # the anchor's position: the first token comes from the prompt
-    for tokens, rows, seconds in zip(answer.steps, answer.rows, answer.step_seconds, strict=True):
-        steps.append({str(context_bucket(length)): [1, tokens, rows, seconds]})
-        length += tokens
-    return _total(steps)
+    starts = itertools.accumulate(answer.steps, initial=prompt_tokens)  # the first token comes from the prompt
+    steps = zip(starts, answer.steps, answer.rows, answer.step_seconds, strict=False)  # no step starts at the end
+    return _total((str(context_bucket(start)), [1, *numbers]) for start, *numbers in steps)
 
 
-def _total(answers: Iterable[StepCounts]) -> StepCounts:
+def _total(counts: Iterable[tuple[str, Sequence[float]]]) -> StepCounts:
     total: StepCounts = {}
-    for counts in answers:
-        for bucket, numbers in counts.items():
-            total[bucket] = [a + b for a, b in zip(total.get(bucket, (0, 0, 0, 0.0)), numbers, strict=True)]
+    for bucket, numbers in counts:
+        total[bucket] = [a + b for a, b in zip(total.get(bucket, (0, 0, 0, 0.0)), numbers, strict=True)]
     return total
 
 
@@ -147,43 +136,41 @@ def summarize(records: Sequence[Sequence[Record]], block_size: int, wanted: int)
         same of trees, or is None.
     """
     turns = [turn for prompt in records for turn in prompt]
-    one_token, trees = Total(), [turn["tree"] for turn in turns if "tree" in turn]
+    trees = [turn["tree"] for turn in turns if "tree" in turn]
+    one_token, one_token_steps = Total(), [turn["one_token_by_context"] for turn in turns]
     for turn in turns:
         one_token.add(turn["one_token_new_tokens"], turn["one_token_seconds"])
-    one_token_steps = [turn["one_token_by_context"] for turn in turns]
     distinct, grams = (sum(turn["ngrams"][i] for turn in turns) for i in (0, 1))
+
+    def drafted(answers: Sequence[Record]) -> dict[str, Any]:
+        total = Total()
+        for answer in answers:
+            total.add(answer["new_tokens"], answer["seconds"], answer["acceptance_lengths"])
+        statistics = total.statistics(block_size)
+        shares = statistics.acceptance_per_position
+        given = [share / before if before else None for share, before in zip(shares, [1.0, *shares], strict=False)]
+        return {
+            "new_tokens": total.tokens,
+            "seconds": total.seconds,
+            "tokens_per_second": total.tokens_per_second,
+            "speedup": total.tokens_per_second / one_token.tokens_per_second,
+            "acceptance_length": total.acceptance_length,
+            "acceptance_per_position": shares,
+            "conditional_acceptance": given,
+            "histogram": statistics.histogram,
+            "identical": sum(answer["identical"] for answer in answers),
+            "by_context": summarize_steps((answer["by_context"] for answer in answers), one_token_steps),
+        }
+
     return {
         "prompts": len(records),
         "turns": len(turns),
         "skipped": wanted - len(turns),
         "one_token_seconds": one_token.seconds,
         "one_token_tokens_per_second": one_token.tokens_per_second,
-        **_summarize_drafted(turns, block_size, one_token, one_token_steps),
+        **drafted(turns),
         "distinct_ngrams": distinct / grams if grams else None,
-        "tree": _summarize_drafted(trees, block_size, one_token, one_token_steps) if trees else None,
-    }
-
-
-def _summarize_drafted(
-    turns: Sequence[Record], block_size: int, one_token: Total, one_token_steps: Sequence[StepCounts]
-) -> dict[str, Any]:
-    total = Total()
-    for turn in turns:
-        total.add(turn["new_tokens"], turn["seconds"], turn["acceptance_lengths"])
-    statistics = total.statistics(block_size)
-    shares = statistics.acceptance_per_position
-    given = [share / before if before else None for share, before in zip(shares, [1.0, *shares], strict=False)]
-    return {
-        "new_tokens": total.tokens,
-        "seconds": total.seconds,
-        "tokens_per_second": total.tokens_per_second,
-        "speedup": total.tokens_per_second / one_token.tokens_per_second,
-        "acceptance_length": total.acceptance_length,
-        "acceptance_per_position": shares,
-        "conditional_acceptance": given,
-        "histogram": statistics.histogram,
-        "identical": sum(turn["identical"] for turn in turns),
-        "by_context": summarize_steps((turn["by_context"] for turn in turns), one_token_steps),
+        "tree": drafted(trees) if trees else None,
     }
 
 
@@ -193,8 +180,9 @@ def summarize_steps(drafted: Iterable[StepCounts], one_token: Iterable[StepCount
     ``from`` is a bucket's first context length; rows, times and acceptance_length are means per step; the speedup is
     of steps only, None where one-token decoding took no step.
     """
-    theirs, buckets = _total(one_token), []
-    for start, (steps, tokens, rows, seconds) in sorted(_total(drafted).items(), key=lambda bucket: int(bucket[0])):
+    ours, theirs = (_total(item for counts in answers for item in counts.items()) for answers in (drafted, one_token))
+    buckets = []
+    for start, (steps, tokens, rows, seconds) in sorted(ours.items(), key=lambda bucket: int(bucket[0])):
         bucket = {"from": int(start), "steps": steps, "acceptance_length": tokens / steps, "rows": rows / steps}
         bucket |= {"step_seconds": seconds / steps, "one_token_step_seconds": None, "speedup": None}
         if start in theirs:
@@ -251,9 +239,8 @@ def run_benchmark(
     *,
     about: Mapping[str, str] | None = None,
     out: str | Path | None = None,
-    advance: Advance | None = None,
 ) -> dict[str, Any]:
-    """Run every dataset.
+    """Run every dataset, with a progress bar for each on a terminal's standard error.
 
     Args:
         target: the causal language model.
@@ -263,7 +250,6 @@ def run_benchmark(
         config: how they are asked and answered.
         about: further entries of the header: names of the models, the command.
         out: a folder; gets ``NAME.jsonl`` of each finished dataset, a line per prompt, and ``summary.json``.
-        advance: called with the name and the records of each finished prompt.
 
     Returns:
         ``{"header": ..., "datasets": {name: summarize(...)}}``.
@@ -282,23 +268,24 @@ def run_benchmark(
                 f"no prompt of {name} and {config.max_new_tokens} new tokens fit the model's {positions} positions"
             )
     most, settings = max(longest.values()), dataclasses.asdict(config)
-    shared = ("max_new_tokens", "temperature", "seed", "draft_sharpness", "tree")
-    decoding = Decoding(**{name: settings[name] for name in shared})
     generators = {name: settings[name] for name in ("block_size", "padded", "weights", "draft_weights", "compile")}
-    comparison = Comparison(pair_runners(target, draft, decoding, max_length=most, **generators))
+    comparison = Comparison(pair_runners(target, draft, config, max_length=most, **generators))
     # 2. Answer every prompt, dataset by dataset
     folder, summaries = None if out is None else Path(out), {}
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    for name, prompts in datasets.items():
-        records = []
-        for prompt in prompts:
-            records.append(answer_conversation(comparison, tokenizer, config, prompt, most))
-            if advance is not None:
-                advance(name, records[-1])
-        summaries[name] = summarize(records, block_size, sum(len(config.asked(prompt)) for prompt in prompts))
-        if folder is not None:
-            _write(folder / f"{name}.jsonl", "".join(json.dumps({"turns": turns}) + "\n" for turns in records))
+    with bars(datasets) as show:
+        for name, prompts in datasets.items():
+            records, steps = [], Total()
+            for prompt in prompts:
+                records.append(answer_conversation(comparison, tokenizer, config, prompt, most))
+                for turn in records[-1]:
+                    steps.add(turn["new_tokens"], turn["seconds"], turn["acceptance_lengths"])
+                mean = steps.acceptance_length
+                show(name, len(records), len(prompts), "" if mean is None else f"{mean:.2f} tokens per step")
+            summaries[name] = summarize(records, block_size, sum(len(config.asked(prompt)) for prompt in prompts))
+            if folder is not None:
+                _write(folder / f"{name}.jsonl", "".join(json.dumps({"turns": turns}) + "\n" for turns in records))
     # 3. Report
     header = {**(about or {}), "finished": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     header |= {**describe(target, draft), **settings, "block_size": block_size}
@@ -310,20 +297,4 @@ def run_benchmark(
 
 
 def _write(path: Path, text: str) -> None:
-    write_atomically(path, functools.partial(Path.write_text, data=text))
-
-
-@contextlib.contextmanager
-def progress_bars(totals: Mapping[str, int]) -> Iterator[Advance]:
-    """Show a bar per dataset on a terminal's standard error; yields what to call with each prompt's records."""
-    prompts, steps = dict.fromkeys(totals, 0), {name: Total() for name in totals}
-    with bars(totals) as show:
-
-        def advance(name: str, records: list[Record]) -> None:
-            prompts[name] += 1
-            for record in records:
-                steps[name].add(record["new_tokens"], record["seconds"], record["acceptance_lengths"])
-            mean = steps[name].acceptance_length
-            show(name, prompts[name], totals[name], "" if mean is None else f"{mean:.2f} tokens per step")
-
-        yield advance
+    write_atomically(path, lambda unfinished: unfinished.write_text(text))

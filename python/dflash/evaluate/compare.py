@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -25,14 +25,16 @@ WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Decoding:
-    """How prompts are answered, as for `dflash.generate`, with top-k, top-p and min-p off."""
+    """How prompts are answered, as for `dflash.generate`, with top-k, top-p and min-p off.
 
-    max_new_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
-    draft_sharpness: float = 1.0
-    stop_token_ids: tuple[int, ...] | None = None
-    tree: int | Literal["auto"] | None = None
+    The texts are the help of the commands' options.
+    """
+
+    max_new_tokens: Annotated[int, "New tokens at most."] = 512
+    temperature: Annotated[float, "0 is greedy; top-k, top-p and min-p are off."] = 0.0
+    seed: Annotated[int, "The same seed writes the same text."] = 0
+    draft_sharpness: Annotated[float, "See dflash.generate; of chains."] = 1.0
+    tree: Annotated[int | Literal["auto"] | None, "Rows of draft trees, measured next to chains."] = None
 
 
 class Answer(NamedTuple):
@@ -68,26 +70,22 @@ class GeneratorRunner:
 
     def _arguments(self, ids: Sequence[int], max_new_tokens: int | None) -> dict[str, Any]:
         decoding, room = self.decoding, self.generator.max_length - len(ids)
-        arguments = {
+        drafting = {"tree": decoding.tree} if decoding.tree else {"draft_sharpness": decoding.draft_sharpness}
+        return {
             "ids": torch.tensor([ids], dtype=torch.int64, device=self.device),
             "max_new_tokens": min(max_new_tokens or decoding.max_new_tokens, decoding.max_new_tokens, room),
             **{"temperature": decoding.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": decoding.seed},
-            "stop_token_ids": decoding.stop_token_ids,
-            "tree": None,
+            **{"tree": None, **(drafting if self.generator.draft is not None else {})},
         }
-        if self.generator.draft is None:
-            return arguments
-        is_chain = decoding.tree is None
-        return arguments | ({"draft_sharpness": decoding.draft_sharpness} if is_chain else {"tree": decoding.tree})
 
 
 class TransformersRunner:
     """Answers through the target's own ``generate``. Sampling draws other random numbers than this package does."""
 
-    def __init__(self, target: nn.Module, decoding: Decoding, eos: int) -> None:
+    def __init__(self, target: nn.Module, decoding: Decoding) -> None:
         self.target, self.seed, self.max_new_tokens = target, decoding.seed, decoding.max_new_tokens
-        self._arguments: dict[str, Any] = {"eos_token_id": eos, "pad_token_id": eos, "use_cache": True}
-        self._arguments["do_sample"] = decoding.temperature > 0
+        # There is no padding, but transformers warns of a missing id.
+        self._arguments: dict[str, Any] = {"do_sample": decoding.temperature > 0, "pad_token_id": 0, "use_cache": True}
         if decoding.temperature > 0:  # without top_k=0, transformers would keep the 50 best
             self._arguments |= {"temperature": decoding.temperature, "top_k": 0}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -73,9 +72,8 @@ def measure(
             f"a prompt of {len(longest)} tokens and {decoding.max_new_tokens} new tokens pass the target's "
             f"max_position_embeddings, {positions}"
         )
-    decoding = dataclasses.replace(decoding, stop_token_ids=(tokenizer.eos_token_id,))
     ours = pair_runners(target, draft, decoding, max_length=needed)
-    comparison = Comparison({"transformers": TransformersRunner(target, decoding, tokenizer.eos_token_id), **ours})
+    comparison = Comparison({"transformers": TransformersRunner(target, decoding), **ours})
     # 2. Stream a few answers, for at most a quarter of the time.
     for number, prompt in enumerate(prompts[:_STREAMED] if show is not None else []):
         if number == 0 or not budget.is_spent(0.25):
