@@ -92,16 +92,8 @@ def load_target(
     folder: str | Path, *, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a pair's target and tokenizer: from the folder only, and without running any code in it."""
-    from transformers.utils import logging
-
     files = Pretrained(Path(folder) / "target", advice="a pair has none", local_files_only=True)
-    had_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        return files.load_target(dtype), files.load_tokenizer()
-    finally:
-        if had_bars:
-            logging.enable_progress_bar()
+    return files.load_target(dtype), files.load_tokenizer()
 
 
 def demo_prompts(folder: str | Path = PAIR) -> list[Prompt]:

@@ -101,7 +101,7 @@ class Pretrained:
 
     def _load(self, loader: Any, **options: Any) -> Any:
         options |= {"trust_remote_code": self.trust_remote_code, "local_files_only": self.local_files_only}
-        with self._readable_errors(), _without_warnings():
+        with self._readable_errors(), self._quiet():
             return loader.from_pretrained(self.name, **options)
 
     def _check_json(self, *names: str) -> None:
@@ -160,15 +160,21 @@ class Pretrained:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise ValueError(f"{name} cannot be loaded: {reason}") from error
 
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Silence transformers' reports on a checkpoint: they print names of its tensors, which may steer a terminal.
 
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence transformers' reports on a checkpoint: they print names of its tensors, which may steer a terminal."""
-    from transformers.utils import logging
+        Progress bars are for downloads.
+        """
+        from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
+        verbosity, hides_bars = logging.get_verbosity(), self.local_files_only and logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        if hides_bars:
+            logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if hides_bars:
+                logging.enable_progress_bar()
