@@ -67,39 +67,18 @@ class RegenerateConfig:
             checked(name, getattr(self, name))
 
 
-@dataclass(frozen=True)
-class Job:
-    """One response to write: number ``sample`` (from 0) to the prompt on ``line`` (from 1) of its source."""
-
-    line: int
-    sample: int
-    prompt: dict[str, Any]
-    temperature: float
-    seed: int
+Row = dict[str, Any]  # a row of the file: what is asked, and then also the response
 
 
-def jobs(prompts: Sequence[dict[str, Any]], config: RegenerateConfig) -> list[Job]:
-    """Return every response that ``config`` asks for, to prompts of `dflash.train.data.load_prompts`."""
+def jobs(prompts: Sequence[dict[str, Any]], config: RegenerateConfig) -> list[Row]:
+    """Return a row per response that ``config`` asks for, to prompts of `dflash.train.data.load_prompts`."""
     temperatures = [t for t in config.temperatures for _ in range(config.samples if t else 1)]
     return [
-        Job(prompt["line"], sample, prompt, temperature, fold(fold(config.seed, prompt["line"]), sample))
+        {"line": line, "sample": sample, **prompt, "temperature": t, "seed": fold(fold(config.seed, line), sample)}
         for prompt in prompts
-        for sample, temperature in enumerate(temperatures)
+        for line in [prompt["line"]]
+        for sample, t in enumerate(temperatures)
     ]
-
-
-@dataclass(frozen=True)
-class Response:
-    """One response. The ids are None if the writer does not know them; the last one is the stop token.
-
-    ``finish_reason`` is "stop", or "length" if it was cut off.
-    """
-
-    text: str
-    finish_reason: str
-    num_tokens: int
-    response_ids: list[int] | None = None
-    prompt_ids: list[int] | None = None
 
 
 @dataclass
@@ -124,11 +103,10 @@ class Summary:
 
 
 class Writer(ABC):
-    """Answers jobs, in any order.
+    """Answers rows of `jobs`, in any order.
 
     Attributes:
         encoding: ``raw``, ``bos`` and ``template``, as for `dflash.evaluate.prompt_ids`.
-        ids: ids of each prompt by its line, as far as the writer knows them.
         skipped: lines of prompts left out because they are too long.
         acceptance_length: mean tokens per step so far; None if the writer does not know it.
     """
@@ -137,16 +115,22 @@ class Writer(ABC):
 
     def __init__(self, name: str, encoding: dict[str, Any], skip_long: bool) -> None:
         self.name, self.encoding, self.skip_long = name, encoding, skip_long
-        self.ids: dict[int, list[int]] = {}
         self.skipped: set[int] = set()
 
     @abstractmethod
-    def check(self, jobs: Sequence[Job], config: RegenerateConfig) -> None:
-        """Fill ``ids`` and ``skipped``; raise ``ValueError`` if a prompt cannot be answered. Runs before any answer."""
+    def check(self, rows: Sequence[Row], config: RegenerateConfig) -> None:
+        """Add ``prompt_ids`` to the rows if the writer knows them, and fill ``skipped``. Runs before any answer.
+
+        Raises ``ValueError`` if a prompt cannot be answered.
+        """
 
     @abstractmethod
-    def answers(self, jobs: Sequence[Job], config: RegenerateConfig) -> Iterator[list[tuple[Job, Response]]]:
-        """Yield groups of answers as they arrive. Closing the iterator stops the work."""
+    def answers(self, rows: Sequence[Row], config: RegenerateConfig) -> Iterator[list[tuple[Row, int]]]:
+        """Yield groups of complete rows as they arrive, each with its number of tokens.
+
+        A complete row has ``response``, ``finish_reason`` ("stop", or "length" if it was cut off) and, if they are
+        known, ``prompt_ids`` and ``response_ids``, stop token included. Closing the iterator stops the work.
+        """
 
 
 # ---------------------------------------------------------------------------------------------- the file
@@ -189,25 +173,28 @@ def regenerate(
     """
     # 1. Check every prompt
     config, out = RegenerateConfig() if config is None else config, Path(out)
-    wanted = jobs(prompts, config)
-    writer.check(wanted, config)
+    asked = {"model": writer.name, "max_new_tokens": config.max_new_tokens}
+    asked |= {name: value for name, off in _OFF.items() if (value := getattr(config, name)) != off}
+    asked |= {name: value for name, value in writer.encoding.items() if value}
+    rows = [job | asked for job in jobs(prompts, config)]
+    writer.check(rows, config)
     check_out(out)
-    rows = {(job.line, job.sample): _asked_row(job, config, writer) for job in wanted if job.line not in writer.skipped}
+    wanted = {(row["line"], row["sample"]): row for row in rows if row["line"] not in writer.skipped}
     # 2. Read what an earlier run wrote. A kill may have cut its last line short
     content = out.read_bytes() if out.exists() else b""
     end = content.rfind(b"\n") + 1
-    found = {_found_key(line, f"{out}, line {i}", rows) for i, line in enumerate(content[:end].splitlines(), 1)}
-    missing = [job for job in wanted if (job.line, job.sample) in rows.keys() - found]
+    found = {_found_key(line, f"{out}, line {i}", wanted) for i, line in enumerate(content[:end].splitlines(), 1)}
+    missing = [row for key, row in wanted.items() if key not in found]
     if end < len(content):
         os.truncate(out, end)
     # 3. Write the rest
     summary, began = Summary(found=len(found), out=str(out)), time.perf_counter()
     with contextlib.closing(writer.answers(missing, config)) as groups:
         for group in groups:
-            end = _append(out, end, (_answered_row(rows[job.line, job.sample], answer) for job, answer in group))
+            end = _append(out, end, [row for row, _ in group])
             summary.written += len(group)
-            summary.tokens += sum(response.num_tokens for _, response in group)
-            summary.truncated += sum(response.finish_reason == "length" for _, response in group)
+            summary.tokens += sum(tokens for _, tokens in group)
+            summary.truncated += sum(row["finish_reason"] == "length" for row, _ in group)
             summary.seconds = time.perf_counter() - began
             summary.acceptance_length = writer.acceptance_length
             if progress is not None:
@@ -216,24 +203,7 @@ def regenerate(
     return summary
 
 
-def _asked_row(job: Job, config: RegenerateConfig, writer: Writer) -> dict[str, Any]:
-    """Return the fields of a row that are known before its answer."""
-    row = {"line": job.line, "sample": job.sample}
-    row |= {name: job.prompt[name] for name in ("prompt", "messages") if name in job.prompt}
-    row |= {"temperature": job.temperature, "seed": job.seed, "model": writer.name}
-    row["max_new_tokens"] = config.max_new_tokens
-    row |= {name: value for name, off in _OFF.items() if (value := getattr(config, name)) != off}
-    row |= {name: value for name, value in writer.encoding.items() if value}
-    return row | ({"prompt_ids": writer.ids[job.line]} if job.line in writer.ids else {})
-
-
-def _answered_row(row: dict[str, Any], answer: Response) -> dict[str, Any]:
-    ids = {"prompt_ids": answer.prompt_ids, "response_ids": answer.response_ids}
-    known = {name: value for name, value in ids.items() if value is not None}
-    return row | {"response": answer.text, "finish_reason": answer.finish_reason} | known
-
-
-def _found_key(line: bytes, where: str, wanted: Mapping[tuple[int, int], dict[str, Any]]) -> tuple[int, int]:
+def _found_key(line: bytes, where: str, wanted: Mapping[tuple[int, int], Row]) -> tuple[int, int]:
     """Return line and sample of a row in the file; raise ``ValueError`` for a row of another run."""
     try:
         row = json.loads(line)
@@ -253,7 +223,7 @@ def _found_key(line: bytes, where: str, wanted: Mapping[tuple[int, int], dict[st
     return key
 
 
-def _append(path: Path, end: int, rows: Iterable[dict[str, Any]]) -> int:
+def _append(path: Path, end: int, rows: Iterable[Row]) -> int:
     """Write rows after the first ``end`` bytes of a file, wait until they are on the disk, and return the new end."""
     data = "".join(json.dumps(row) + "\n" for row in rows).encode()
     try:
@@ -306,50 +276,53 @@ class LocalWriter(Writer):
         self.target, self.tokenizer, self.draft, self.batch_size = target, tokenizer, draft, batch_size
         self._steps = self._step_tokens = 0
 
-    def check(self, jobs: Sequence[Job], config: RegenerateConfig) -> None:
+    def check(self, rows: Sequence[Row], config: RegenerateConfig) -> None:
         """Tokenize every prompt. One that does not fit the target with its response raises, or is skipped."""
-        positions = max_positions(self.target)
-        self.ids, self.skipped = {}, set()
-        for job in {job.line: job for job in jobs}.values():
+        positions, known = max_positions(self.target), {}
+        self.skipped = set()
+        for row in rows:
+            line = row["line"]
+            if line in known:
+                continue
             try:
-                ids = self.ids[job.line] = prompt_ids(self.tokenizer, job.prompt, **self.encoding)
+                ids = known[line] = prompt_ids(self.tokenizer, row, **self.encoding)
             except ValueError as error:
-                raise ValueError(f"the prompt on line {job.line}: {error}") from error
+                raise ValueError(f"the prompt on line {line}: {error}") from error
             if not ids:
-                raise ValueError(f"the prompt on line {job.line} has no token")
+                raise ValueError(f"the prompt on line {line} has no token")
             if positions is None or len(ids) + config.max_new_tokens <= positions:
                 continue
             if not self.skip_long:
                 raise ValueError(
-                    f"the prompt on line {job.line} has {len(ids)} tokens: with {config.max_new_tokens} new ones "
-                    f"it passes the target's {positions} positions (--skip-long leaves such prompts out)"
+                    f"the prompt on line {line} has {len(ids)} tokens: with {config.max_new_tokens} new ones it passes "
+                    f"the target's {positions} positions (--skip-long leaves such prompts out)"
                 )
-            self.skipped.add(job.line)
+            self.skipped.add(line)
+        for row in rows:
+            row["prompt_ids"] = known[row["line"]]
 
-    def answers(self, jobs: Sequence[Job], config: RegenerateConfig) -> Iterator[list[tuple[Job, Response]]]:
+    def answers(self, rows: Sequence[Row], config: RegenerateConfig) -> Iterator[list[tuple[Row, int]]]:
         """Yield one group per batch; see `Writer`. Call `check` first."""
-        if not jobs:
+        if not rows:
             return
-        rows = min(self.batch_size, len(jobs))
+        batch = min(self.batch_size, len(rows))
         generator = Generator(
             self.target,
             self.draft,
-            max_length=max(len(self.ids[job.line]) for job in jobs) + config.max_new_tokens,
-            batch_size=rows,
-            prefill_chunk=max(1, min(512, _PREFILL_ROWS // rows)),
+            max_length=max(len(row["prompt_ids"]) for row in rows) + config.max_new_tokens,
+            batch_size=batch,
+            prefill_chunk=max(1, min(512, _PREFILL_ROWS // batch)),
             reuse_prefix=False,
         )
         for temperature in config.temperatures:
-            same = [job for job in jobs if job.temperature == temperature]
-            same.sort(key=lambda job: len(self.ids[job.line]), reverse=True)
-            for start in range(0, len(same), rows):
-                yield self._answer_batch(generator, same[start : start + rows], config)
+            same = [row for row in rows if row["temperature"] == temperature]
+            same.sort(key=lambda row: len(row["prompt_ids"]), reverse=True)
+            for start in range(0, len(same), batch):
+                yield self._answer_batch(generator, same[start : start + batch], config)
 
-    def _answer_batch(
-        self, generator: Generator, jobs: list[Job], config: RegenerateConfig
-    ) -> list[tuple[Job, Response]]:
+    def _answer_batch(self, generator: Generator, rows: list[Row], config: RegenerateConfig) -> list[tuple[Row, int]]:
         # 1. Pad the prompts to the right, and generate, each row with its own seed
-        prompts = [torch.tensor(self.ids[job.line], dtype=torch.int64, device="cpu") for job in jobs]
+        prompts = [torch.tensor(row["prompt_ids"], dtype=torch.int64, device="cpu") for row in rows]
         ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
         device = self.target.get_input_embeddings().weight.device
@@ -357,8 +330,8 @@ class LocalWriter(Writer):
             ids.to(device),
             attention_mask=mask.to(device),
             max_new_tokens=config.max_new_tokens,
-            temperature=jobs[0].temperature,
-            seed=[job.seed for job in jobs],
+            temperature=rows[0]["temperature"],
+            seed=[row["seed"] for row in rows],
             return_dict_in_generate=True,
             **{name: getattr(config, name) for name in _OFF},
         )
@@ -368,8 +341,9 @@ class LocalWriter(Writer):
         if self.draft is not None and self._steps:
             self.acceptance_length = self._step_tokens / self._steps
         # 2. Decode each row up to its own end
-        rows = out.sequences[:, ids.shape[1] :].tolist()
-        written = [row[:length] for row, length in zip(rows, found.num_new_tokens, strict=True)]
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in written]
-        answers = map(Response, texts, out.finish_reasons, found.num_new_tokens, written)
-        return list(zip(jobs, answers, strict=True))
+        answered, new = [], out.sequences[:, ids.shape[1] :].tolist()
+        for row, tokens, length, reason in zip(rows, new, found.num_new_tokens, out.finish_reasons, strict=True):
+            text = self.tokenizer.decode(tokens[:length], skip_special_tokens=True)
+            complete = row | {"response": text, "finish_reason": reason, "response_ids": tokens[:length]}
+            answered.append((complete, length))
+        return answered

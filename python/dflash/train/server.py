@@ -11,7 +11,7 @@ from typing import Any
 
 from ..evaluate.prompts import as_messages, check_text
 from ..terminal import printable, shortened
-from .regenerate import Job, RegenerateConfig, Response, Writer
+from .regenerate import RegenerateConfig, Row, Writer
 
 _SEED_BITS = 31  # accepted by every server
 _TOO_LONG = re.compile(r"context (length|window|size)|too long|max(imum)?[ _]model[ _]len|longer than", re.IGNORECASE)
@@ -63,38 +63,39 @@ class ServerWriter(Writer):
         self.headers = {} if api_key else {"Authorization": openai.Omit()}
         self.endpoint = url.rstrip("/") + ("/completions" if raw else "/chat/completions")
 
-    def check(self, jobs: Sequence[Job], config: RegenerateConfig) -> None:  # noqa: ARG002 - of every writer
-        """Raise for text that cannot be sent, and for a conversation if ``raw`` is set. The server checks lengths."""
+    def check(self, rows: Sequence[Row], config: RegenerateConfig) -> None:  # noqa: ARG002 - of every writer
+        """Raise for a conversation if ``raw`` is set. The server checks lengths."""
         self.skipped = set()
-        for job in jobs:
-            if self.raw and "messages" in job.prompt:
-                raise ValueError(f"the prompt on line {job.line} is a conversation, which cannot be continued raw")
+        for row in rows:
+            if self.raw and "messages" in row:
+                raise ValueError(f"the prompt on line {row['line']} is a conversation, which cannot be continued raw")
 
-    def answers(self, jobs: Sequence[Job], config: RegenerateConfig) -> Iterator[list[tuple[Job, Response]]]:
+    def answers(self, rows: Sequence[Row], config: RegenerateConfig) -> Iterator[list[tuple[Row, int]]]:
         """Yield answers as they arrive; see `Writer`. The first request that fails after all retries ends the run.
 
         Requests run in an event loop in a separate thread. Unfinished ones are cancelled when the run ends.
         """
         from anyio.from_thread import start_blocking_portal
 
-        waiting = iter(jobs)
-        under_way: dict[Future[Response | None], Job] = {}
+        waiting = iter(rows)
+        under_way: set[Future[tuple[Row, int] | None]] = set()
         client = self._openai.AsyncOpenAI(**self._client)
         with start_blocking_portal() as portal, portal.wrap_async_context_manager(client):
 
             def start(count: int) -> None:
-                for job in itertools.islice(waiting, count):
-                    under_way[portal.start_task_soon(self._answer, client, job, config)] = job
+                for row in itertools.islice(waiting, count):
+                    under_way.add(portal.start_task_soon(self._answer, client, row, config))
 
             try:
                 start(self.concurrency)
                 while under_way:
-                    finished = {done: under_way.pop(done) for done in wait(under_way, None, FIRST_COMPLETED).done}
+                    finished = wait(under_way, None, FIRST_COMPLETED).done
+                    under_way -= finished
                     failures = [error for done in finished if (error := done.exception()) is not None]
                     if not failures:
                         start(len(finished))
-                    answered = [(job, done.result()) for done, job in finished.items() if done.exception() is None]
-                    if answered := [(job, answer) for job, answer in answered if answer is not None]:
+                    answered = [done.result() for done in finished if done.exception() is None]
+                    if answered := [answer for answer in answered if answer is not None]:
                         yield answered  # before a failure ends the run
                     if failures:
                         raise failures[0]
@@ -102,28 +103,29 @@ class ServerWriter(Writer):
                 for future in under_way:
                     future.cancel()
 
-    async def _answer(self, client: Any, job: Job, config: RegenerateConfig) -> Response | None:
+    async def _answer(self, client: Any, row: Row, config: RegenerateConfig) -> tuple[Row, int] | None:
         """Ask the server. Return None if the prompt is left out as too long."""
-        resource = client.completions if self.raw else client.chat.completions
+        resource, line = client.completions if self.raw else client.chat.completions, row["line"]
         try:
-            reply = await resource.with_raw_response.create(**self._request(job, config))
+            reply = await resource.with_raw_response.create(**self._request(row, config))
         except self._openai.APIStatusError as error:
             reason, code = f"status {error.status_code}: {printable(_server_message(error))}", error.status_code
             if code in (408, 409, 429) or code >= 500:
-                raise self._unanswered(job, reason) from error
+                raise self._unanswered(line, reason) from error
             if self.skip_long and (code == 413 or _TOO_LONG.search(reason)):
-                self.skipped.add(job.line)
+                self.skipped.add(line)
                 return None
-            raise ValueError(f"{self.endpoint} refused the prompt on line {job.line}: {reason}") from error
+            raise ValueError(f"{self.endpoint} refused the prompt on line {line}: {reason}") from error
         except self._openai.OpenAIError as error:  # no connection, reset, timed out
-            raise self._unanswered(job, printable(str(error.__cause__ or "") or str(error))) from error
-        return self._read(reply.http_response.content, f"the answer of {self.endpoint} to line {job.line}")
+            raise self._unanswered(line, printable(str(error.__cause__ or "") or str(error))) from error
+        answer, tokens = self._read(reply.http_response.content, f"the answer of {self.endpoint} to line {line}")
+        return row | answer, tokens
 
-    def _unanswered(self, job: Job, reason: str) -> ValueError:
+    def _unanswered(self, line: int, reason: str) -> ValueError:
         tries = self._client["max_retries"] + 1
-        return ValueError(f"{self.endpoint} did not answer the prompt on line {job.line} in {tries} tries: {reason}")
+        return ValueError(f"{self.endpoint} did not answer the prompt on line {line} in {tries} tries: {reason}")
 
-    def _request(self, job: Job, config: RegenerateConfig) -> dict[str, Any]:
+    def _request(self, row: Row, config: RegenerateConfig) -> dict[str, Any]:
         # Extensions of OpenAI's protocol are sent only on request.
         extra = {name: getattr(config, name) for name in ("top_k", "min_p") if getattr(config, name)}
         if self.token_ids:
@@ -131,18 +133,18 @@ class ServerWriter(Writer):
         if not self.raw and self.encoding["template"]:
             extra["chat_template_kwargs"] = self.encoding["template"]
         return {
-            **({"prompt": job.prompt["prompt"]} if self.raw else {"messages": as_messages(job.prompt)}),
+            **({"prompt": row["prompt"]} if self.raw else {"messages": as_messages(row)}),
             "model": self.name,
             "max_tokens": config.max_new_tokens,
-            "temperature": job.temperature,
+            "temperature": row["temperature"],
             "top_p": config.top_p,
-            "seed": job.seed % 2**_SEED_BITS,
+            "seed": row["seed"] % 2**_SEED_BITS,
             "extra_body": extra,
             "extra_headers": self.headers,
         }
 
-    def _read(self, body: bytes, where: str) -> Response:
-        """Return the answer in a completion of OpenAI's protocol; raise ``ValueError`` for anything else."""
+    def _read(self, body: bytes, where: str) -> tuple[Row, int]:
+        """Return the fields of an answer in OpenAI's protocol, and its number of tokens; raise ``ValueError`` else."""
         # 1. The text
         try:
             reply = json.loads(body)
@@ -161,15 +163,18 @@ class ServerWriter(Writer):
             )
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise ValueError(f"{where} has finish_reason {shortened(reason)} and content {shortened(text)}")
-        check_text(text, where)
+        answer: Row = {"response": check_text(text, where), "finish_reason": reason}
         if not self.token_ids:
-            return Response(text, reason, num_tokens)
+            return answer, num_tokens
         # 2. The ids
-        found = choice.get("token_ids"), choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
-        for name, ids in zip(("token_ids", "prompt_token_ids"), found, strict=True):
-            if not ids:
-                raise ValueError(f"{where}: {name} was asked for, and is not there (return_token_ids is vLLM's)")
-        return Response(text, reason, num_tokens or len(found[0]), *found)
+        ids = {
+            "prompt_token_ids": choice.get("prompt_token_ids") or reply.get("prompt_token_ids"),
+            "token_ids": choice.get("token_ids"),
+        }
+        if missing := [name for name, found in ids.items() if not found]:
+            raise ValueError(f"{where}: {missing[-1]} was asked for, and is not there (return_token_ids is vLLM's)")
+        answer |= {"prompt_ids": ids["prompt_token_ids"], "response_ids": ids["token_ids"]}
+        return answer, num_tokens or len(ids["token_ids"])
 
 
 def _server_message(error: Any) -> str:
