@@ -18,7 +18,15 @@ import torch
 
 from ..drafter import MASK_EMBEDDING_FILE, DraftConfig, Drafter, draft_folder, load_draft
 from ..drafter.config import FULL, KEYS, LAYER, ROPE_TYPES, SLIDING, Rope, from_speculators, is_speculators
-from ..files import atomic_folder, check_writable, read_architectures, read_json, save_tensors, write_json
+from ..files import (
+    atomic_folder,
+    check_writable,
+    one_line_errors,
+    read_architectures,
+    read_json,
+    save_tensors,
+    write_json,
+)
 from ..terminal import listed
 
 FORMATS = ("published", "speculators", "transformers")
@@ -28,6 +36,10 @@ _SHAPE = ("block_size", "head_dim", "hidden_size", "intermediate_size", "num_att
 
 def _shape(config: DraftConfig) -> dict[str, Any]:
     """Return the keys that transformers' configs share."""
+    rope = config.rope
+    settings = {"rope_type": rope.type, "rope_theta": rope.theta}
+    settings |= {key: getattr(rope, key) for key in ROPE_TYPES[rope.type]}
+    settings |= {"attention_factor": rope.attention_scaling} if rope.type == "yarn" else {}
     return {
         **{key: getattr(config, key) for key in (*_SHAPE, "rms_norm_eps")},
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
@@ -35,15 +47,8 @@ def _shape(config: DraftConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "layer_types": [SLIDING if window else FULL for window in config.window],
         "num_key_value_heads": config.num_kv_heads,
-        "rope_parameters": _rope_section(config.rope),
+        "rope_parameters": settings,
     }
-
-
-def _rope_section(rope: Rope) -> dict[str, Any]:
-    """Return the ``rope_parameters`` that read back as ``rope``."""
-    out = {"rope_type": rope.type, "rope_theta": rope.theta}
-    out |= {key: getattr(rope, key) for key in ROPE_TYPES[rope.type]}
-    return out | ({"attention_factor": rope.attention_scaling} if rope.type == "yarn" else {})
 
 
 # ---------------------------------------------------------------------------------------------- published
@@ -98,8 +103,19 @@ def _section_values(config: DraftConfig) -> dict[str, Any]:
     return out | (dataclasses.asdict(config.dflash2) if config.dflash2 is not None else {})
 
 
-def _state_what_was_read(config: dict[str, Any], read: DraftConfig) -> None:
-    """Write what was read from a published ``config`` to where engines look, and into every copy of a key."""
+def _to_published(raw: Mapping[str, Any], read: DraftConfig, layout: str) -> dict[str, Any]:
+    """Return ``raw``, of which ``read`` was read, as published: each key where engines look, and its copies equal."""
+    if read.scales_like_target:
+        raise ValueError(
+            "a Muse Glimmer assistant cannot be exported: the multiplier and the softcap of its logits are the "
+            "target's, which no other layout can say"
+        )
+    if layout == "published" and read.predicts_from_anchor and read.dflash2 is not None:
+        raise ValueError(
+            "the published layout cannot say that the anchor's row of a DFlash 2 drafter predicts too, as this one's "
+            "does: keep the speculators layout"
+        )
+    config = from_speculators(raw) if is_speculators(raw) else dict(raw)
     # 1. What may have been left to defaults, or stood at the top level only, where vLLM does not look
     inner, values = dict(config.get("dflash_config") or {}), _section_values(read)
     for level in (config, inner):
@@ -113,6 +129,8 @@ def _state_what_was_read(config: dict[str, Any], read: DraftConfig) -> None:
         config["is_causal"] = inner["causal"]
     # 3. The taps as older engines count them: vLLM would take these instead
     config.pop("eagle_aux_hidden_state_layer_ids", None)
+    config.pop("torch_dtype", None)
+    return config
 
 
 # ---------------------------------------------------------------------------------------------- speculators
@@ -120,12 +138,12 @@ def _state_what_was_read(config: dict[str, Any], read: DraftConfig) -> None:
 _LAYER_METADATA = ("attention_dropout", "initializer_range", "tie_word_embeddings", "use_cache")
 
 
-def to_speculators(
-    published: Mapping[str, Any], config: DraftConfig, target: str, target_architectures: Sequence[str] = ()
+def _to_speculators(
+    published: Mapping[str, Any], config: DraftConfig, target: str, target_architectures: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the form of a published config in the layout of the ``speculators`` library.
+    """Return the form of a published config, of which ``config`` was read, in the layout of the speculators library.
 
-    ``config`` is what is read from it; ``target`` names the target, for engines started with the drafter only.
+    ``target`` names the target, for engines started with the drafter only.
 
     Raises:
         ValueError: the layout, or vLLM's reader of it, cannot express something that changes the math.
@@ -348,17 +366,17 @@ def export(
     # 2. Read the drafter, and describe it in the layout. A target in a folder is found from any folder
     folder = draft_folder(draft, revision)
     drafter = load_draft(folder, dtype=dtype)
-    raw, verifier, architectures = read_json(folder / "config.json"), target or "", []
-    path = Path(verifier).expanduser() / "config.json"
-    if layout == "speculators" and path.is_file():
-        verifier, architectures = str(path.parent.resolve()), read_architectures(read_json(path), path)
-    config = _describe(raw, drafter.config, layout, verifier, architectures)
-    config |= {"dtype": str(drafter.dtype).removeprefix("torch.")}
+    raw, read, verifier = read_json(folder / "config.json"), drafter.config, target or ""
+    config = _to_transformers(read) if layout == "transformers" else _to_published(raw, read, layout)
+    if layout == "speculators":
+        path, architectures = Path(verifier).expanduser() / "config.json", []
+        if path.is_file():
+            verifier, architectures = str(path.parent.resolve()), read_architectures(read_json(path), path)
+        config = _to_speculators(config, read, verifier, architectures)
+    config["dtype"] = str(drafter.dtype).removeprefix("torch.")
     # 3. Write it
-    try:
+    with one_line_errors(f"{out} could not be written"):
         _write(out, config, drafter, _TENSOR_NAMES if layout == "transformers" else {})
-    except Exception as error:
-        raise OSError(f"{out} could not be written: {' '.join(str(error).split())}") from error
     # 4. Say what engines read differently
     differences = _speculators_warnings(raw, drafter.config)
     if layout != "transformers":
@@ -371,30 +389,6 @@ def export(
     for difference in differences:
         warnings.warn(difference, UserWarning, stacklevel=2)
     return out
-
-
-def _describe(
-    raw: Mapping[str, Any], read: DraftConfig, layout: str, verifier: str, architectures: Sequence[str]
-) -> dict[str, Any]:
-    """Return the ``config.json`` of a layout for a drafter whose own one is ``raw``."""
-    if layout == "transformers":
-        return _to_transformers(read)
-    if read.scales_like_target:
-        raise ValueError(
-            "a Muse Glimmer assistant cannot be exported: the multiplier and the softcap of its logits are the "
-            "target's, which no other layout can say"
-        )
-    if layout == "published" and read.predicts_from_anchor and read.dflash2 is not None:
-        raise ValueError(
-            "the published layout cannot say that the anchor's row of a DFlash 2 drafter predicts too, as this one's "
-            "does: keep the speculators layout"
-        )
-    config = from_speculators(raw) if is_speculators(raw) else dict(raw)
-    _state_what_was_read(config, read)
-    if layout == "speculators":
-        config = to_speculators(config, read, verifier, architectures)
-    config.pop("torch_dtype", None)
-    return config
 
 
 def _write(out: Path, config: dict[str, Any], drafter: Drafter, names: Mapping[str, str]) -> None:
