@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,64 +75,53 @@ def block_loss(
     """
     # 1. Pick the slots with a weight. Slot 0, which has none, holds the token before slot 1
     rows = blocks.weights.flatten().nonzero().squeeze(1)
-    labels = blocks.labels.flatten()
-    picked = _Rows(
-        hidden.flatten(0, 2)[rows],
-        labels[rows],
-        labels[rows - 1],
-        blocks.weights.flatten()[rows],
-        _teacher_rows(teacher, blocks, rows) if distill else None,
-    )
-    # 2. Sum their losses, in chunks if there are too many logits
-    sums = functools.partial(_loss_sums, _Objective(logits, distill, selector, selector_weight, statistics))
-    width = logits(picked.hidden[:0]).shape[-1]
+    labels, weights = blocks.labels.flatten(), blocks.weights.flatten()[rows]
+    taught = _teacher_rows(teacher, blocks, rows) if distill else None
+    picked = (hidden.flatten(0, 2)[rows], labels[rows], labels[rows - 1], weights, taught)
+
+    def sums(hidden, labels, previous, weights, taught) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return loss, cross-entropy and selector's loss of some slots; and which are correct, and candidates."""
+        # 2. Compare the logits with the labels
+        scores = logits(hidden).float()
+        loss = entropy = torch.dot(F.cross_entropy(scores, labels, reduction="none"), weights)
+        correct = found = torch.zeros_like(labels[:0], dtype=torch.bool)
+        if statistics:
+            correct = scores.detach().argmax(-1) == labels
+        # 3. Compare them with the target's
+        if taught is not None:
+            with torch.no_grad():
+                wanted = F.log_softmax(logits(taught).float(), -1)
+            divergence = F.kl_div(F.log_softmax(scores, -1), wanted, reduction="none", log_target=True).sum(-1)
+            loss = (1 - distill) * entropy + distill * torch.dot(divergence, weights)
+        # 4. Compare the selector's scores of the candidates with the labels. Its choice is what is drafted
+        selector_loss = torch.zeros_like(entropy)
+        if selector is not None:
+            candidates, found = _candidates(scores.detach(), labels, selector.top_k)
+            place = (candidates == labels[:, None]).int().argmax(-1)
+            pairs = candidate_scores(selector, hidden, scores, previous, candidates)
+            selector_loss = torch.dot(F.cross_entropy(pairs, place, reduction="none"), weights)
+            loss = loss + selector_weight * selector_loss
+            correct = (pairs.detach().argmax(-1) == place) & found
+        return loss, entropy.detach(), selector_loss.detach(), correct, found
+
+    # 5. Do so in chunks if there are too many logits
+    width = logits(picked[0][:0]).shape[-1]
     if selector is not None:
         width = max(width, selector.top_k * selector.successor_codebook.shape[1])
     size = max(1, CHUNK_ELEMENTS // width)
     if len(rows) <= size:
-        total = sums(picked)
+        loss, entropy, selector_loss, correct, found = sums(*picked)
     else:
-        chunks = (picked.cut(i, i + size) for i in range(0, len(rows), size))
-        parts = [checkpoint(sums, chunk, use_reentrant=False) for chunk in chunks]
+        chunks = ([None if x is None else x[i : i + size] for x in picked] for i in range(0, len(rows), size))
+        parts = [checkpoint(sums, *chunk, use_reentrant=False) for chunk in chunks]
         loss, entropy, selector_loss = (sum(part[i] for part in parts) for i in range(3))
-        total = _Sums(loss, entropy, selector_loss, *(torch.cat([part[i] for part in parts]) for i in (3, 4)))
-    # 3. Count correct tokens
-    out = BlockLoss(total.loss, picked.weights.sum(), total.cross_entropy)
-    if selector is not None:
-        out.selector_loss = total.selector_loss
+        correct, found = (torch.cat([part[i] for part in parts]) for i in (3, 4))
+    # 6. Count correct tokens
+    out = BlockLoss(loss, weights.sum(), entropy, None if selector is None else selector_loss)
     if statistics:
-        _count(out, blocks, rows, total.correct)
-        out.found = None if selector is None else total.found.sum()
+        _count(out, blocks, rows, correct)
+        out.found = None if selector is None else found.sum()
     return out
-
-
-class _Rows(NamedTuple):
-    """Slots with a weight, as one list."""
-
-    hidden: Tensor  # [rows, hidden]
-    labels: Tensor  # [rows]
-    previous: Tensor  # [rows], the tokens before
-    weights: Tensor  # [rows]
-    taught: Tensor | None  # [rows, hidden], the target's states
-
-    def cut(self, start: int, end: int) -> _Rows:
-        return _Rows(*(None if value is None else value[start:end] for value in self))
-
-
-class _Objective(NamedTuple):
-    logits: Callable[[Tensor], Tensor]
-    distill: float
-    selector: CandidateSelector | None
-    selector_weight: float
-    statistics: bool
-
-
-class _Sums(NamedTuple):
-    loss: Tensor
-    cross_entropy: Tensor
-    selector_loss: Tensor
-    correct: Tensor  # [rows] bool; empty without statistics
-    found: Tensor  # [rows] bool, labels that are candidates; empty without a selector
 
 
 def _teacher_rows(teacher: Tensor | None, blocks: Blocks, rows: Tensor) -> Tensor:
@@ -146,33 +133,6 @@ def _teacher_rows(teacher: Tensor | None, blocks: Blocks, rows: Tensor) -> Tenso
     before = (blocks.anchors[..., None] + slot - 1).clamp(0, teacher.shape[1] - 1)
     before = before + torch.arange(batch, device=rows.device)[:, None, None] * teacher.shape[1]
     return teacher.flatten(0, 1)[before.flatten()[rows]]
-
-
-def _loss_sums(objective: _Objective, rows: _Rows) -> _Sums:
-    """Return the weighted sums over ``rows``."""
-    # 1. Compare the logits with the labels
-    scores = objective.logits(rows.hidden).float()
-    entropy = torch.dot(F.cross_entropy(scores, rows.labels, reduction="none"), rows.weights)
-    loss = entropy
-    correct = found = torch.zeros_like(rows.labels[:0], dtype=torch.bool)
-    if objective.statistics:
-        correct = scores.detach().argmax(-1) == rows.labels
-    # 2. Compare them with the target's
-    if rows.taught is not None:
-        with torch.no_grad():
-            wanted = F.log_softmax(objective.logits(rows.taught).float(), -1)
-        divergence = F.kl_div(F.log_softmax(scores, -1), wanted, reduction="none", log_target=True).sum(-1)
-        loss = (1 - objective.distill) * entropy + objective.distill * torch.dot(divergence, rows.weights)
-    # 3. Compare the selector's scores of the candidates with the labels. Its choice is what is drafted
-    selector_loss = torch.zeros_like(entropy)
-    if objective.selector is not None:
-        candidates, found = _candidates(scores.detach(), rows.labels, objective.selector.top_k)
-        place = (candidates == rows.labels[:, None]).int().argmax(-1)
-        pairs = candidate_scores(objective.selector, rows.hidden, scores, rows.previous, candidates)
-        selector_loss = torch.dot(F.cross_entropy(pairs, place, reduction="none"), rows.weights)
-        loss = loss + objective.selector_weight * selector_loss
-        correct = (pairs.detach().argmax(-1) == place) & found
-    return _Sums(loss, entropy.detach(), selector_loss.detach(), correct, found)
 
 
 def _candidates(scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
