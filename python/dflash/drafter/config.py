@@ -398,7 +398,7 @@ def _read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "target_layer_ids": _read_taps(given, config, layers),
         "causal": causal,
         "window": window,
-        "rope": _read_rope(given, config, head_dim),
+        "rope": read_rope(given, config, head_dim),
         "attention_sinks": given.get("attention_sink_bias", given["add_swa_attention_sink_bias"]),
         "final_logit_softcapping": max(given["final_logit_softcapping"], 0.0),
         "dflash2": dflash2,
@@ -535,7 +535,7 @@ def _read_attention(given: Mapping[str, Any], layers: int) -> tuple[tuple[bool, 
     )
 
 
-def _read_rope(given: Mapping[str, Any], config: Mapping[str, Any], head_dim: int) -> Rope:
+def read_rope(given: Mapping[str, Any], config: Mapping[str, Any], head_dim: int) -> Rope:
     """Read ``rope_scaling``, else ``rope_parameters``. ``rope_theta`` may be inside or at the top level."""
     # 1. Check every key by itself
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"

@@ -11,13 +11,7 @@ from .model import TrainableDrafter, add_dflash2, check_trainable
 from .trainer import Trainer
 
 __all__ = [
-    "CheckpointError",
-    "TargetFeatures",
-    "TrainConfig",
-    "TrainableDrafter",
-    "Trainer",
-    "add_dflash2",
-    "block_loss",
-]
-__all__ += ["check_trainable", "choose_mask_id", "draft_config", "make_blocks", "new_drafter", "published_config"]
-__all__ += ["sample_anchors", "save_draft"]
+    "CheckpointError", "TargetFeatures", "TrainConfig", "TrainableDrafter", "Trainer", "add_dflash2", "block_loss",
+    "check_trainable", "choose_mask_id", "draft_config", "make_blocks", "new_drafter", "published_config",
+    "sample_anchors", "save_draft",
+]  # fmt: skip

@@ -97,14 +97,12 @@ def load_rows(  # noqa: PLR0913
         ValueError: a file is empty, or a row, which is named, has none of these forms or does not fit.
     """
     datasets = import_datasets()
-    import pyarrow as pa
-
     if not isinstance(max_length, int) or max_length < 2:
         raise ValueError(f"max_length must be an integer of at least 2, got {max_length!r}")
     size = vocab_size or len(tokenizer)
     encode = _Encoder(tokenizer, max_length, raw, bos, template or {}, size, stop_token_ids, skip_long)
     columns = {"input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("int8"))}
-    features, tables = datasets.Features(columns), []
+    features, parts = datasets.Features(columns), []
 
     def encoded() -> Iterator[_Row]:
         for place in [source] if isinstance(source, (str, os.PathLike)) else source:
@@ -118,10 +116,10 @@ def load_rows(  # noqa: PLR0913
     rows = encoded()
     while part := list(itertools.islice(rows, _TABLE_ROWS)):
         content = dict(zip(columns, zip(*part, strict=True), strict=True))
-        tables.append(pa.table(content, schema=features.arrow_schema))
-    if not tables:
+        parts.append(datasets.Dataset.from_dict(content, features))
+    if not parts:
         raise ValueError(f"no rows: every prompt of {source} has {max_length} tokens (max_length) or more")
-    return datasets.Dataset(pa.concat_tables(tables), info=datasets.DatasetInfo(features=features))
+    return datasets.concatenate_datasets(parts)
 
 
 _WRITTEN = {"line", "sample", "seed", "model", "max_new_tokens"}  # fields that mark a row of dflash regenerate
@@ -292,6 +290,7 @@ class MeasuredRows:
     from a BOS token, it is the first half.
 
     Attributes:
+        rows: the rows.
         lengths: length of each row in tokens.
         prompt_lengths: length of the prompt of each row that has an anchor, by its number.
         keys: digest of the prompt of each such row, the same for all answers to one prompt.
@@ -299,6 +298,7 @@ class MeasuredRows:
     """
 
     def __init__(self, rows: Any, config: Any, mask_token_id: int, what: str = "row") -> None:
+        self.rows = rows
         self.lengths: list[int] = []
         self.prompt_lengths: dict[int, int] = {}
         self.keys: dict[int, bytes] = {}
@@ -334,24 +334,19 @@ def _check_row(name: str, ids: Sequence[int], mask: Sequence[int], config: Any, 
 
 
 def hold_out(
-    rows: Any,
-    data: MeasuredRows,
-    count: int,
-    seed: int,
-    heldout: Any = None,
-    measured: MeasuredRows | None = None,
+    data: MeasuredRows, count: int, seed: int, heldout: MeasuredRows | None = None
 ) -> tuple[list[int], list[list[int]], int]:
     """Hold out up to ``count`` prompts, each with all rows that answer it.
 
-    The prompts come from the rows ``heldout`` if there are any, else from ``rows``, at most a tenth of them.
+    The prompts come from the rows ``heldout`` if there are any, else from ``data``, at most a tenth of them.
 
     Returns:
         Numbers of the rows to train on; ids of the held-out prompts; and the number of rows left out for them.
     """
     # 1. Choose the prompts to answer
-    source, known = (rows, data) if measured is None else (heldout, measured)
+    known = data if heldout is None else heldout
     candidates = sorted({key: row for row, key in reversed(known.keys.items())}.values())  # each prompt's first row
-    if measured is None:  # draw them, in their order
+    if heldout is None:  # draw them, in their order
         most = max(1, len(candidates) // 10) if len(candidates) > 1 else 0
         order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
         chosen = sorted(candidates[i] for i in order[: min(count, most)])
@@ -363,9 +358,9 @@ def hold_out(
             "held-out rows (--heldout), or --eval-rows 0"
         )
     # 2. Train on the rows of all other prompts
-    held = {known.keys[row] for row in (chosen if measured is None else measured.keys)}
+    held = {known.keys[row] for row in (chosen if heldout is None else heldout.keys)}
     index = [row for row, key in data.keys.items() if key not in held]
     if not index:
         raise ValueError("every row answers a held-out prompt: there is nothing left to train on")
-    prompts = [source[row]["input_ids"][: known.prompt_lengths[row]] for row in chosen]
+    prompts = [known.rows[row]["input_ids"][: known.prompt_lengths[row]] for row in chosen]
     return index, prompts, len(data.keys) - len(index)

@@ -35,7 +35,7 @@ from ..targets import (
 from .batches import group_by_length
 
 _INDEX = "features.json"
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = ("bfloat16", "float16", "float32")
 _OPEN_SHARDS = 32
 _READ_ROWS = 1024
 
@@ -107,8 +107,7 @@ def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: t
     for ids in _ids(rows):
         tokens.update(len(ids).to_bytes(8, "little"))
         tokens.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
-    name = next((name for name, known in _DTYPES.items() if known == dtype), None)
-    if name is None:
+    if (name := str(dtype).removeprefix("torch.")) not in _DTYPES:
         raise ValueError(f"features are stored as {', '.join(_DTYPES)}, got {dtype}")
     digests = {"target": weights.hexdigest(), "rows": tokens.hexdigest()}
     return {**digests, "target_layer_ids": list(layer_ids), "dtype": name}
@@ -229,7 +228,7 @@ class FeatureCache:
         self.fingerprint: dict[str, Any] = index["fingerprint"]
         self.lengths: list[int] = index["lengths"]
         self.target_layer_ids = tuple(self.fingerprint["target_layer_ids"])
-        self.dtype = _DTYPES[self.fingerprint["dtype"]]
+        self.dtype = getattr(torch, self.fingerprint["dtype"])
         self._places: list[tuple[int, int]] = []  # per row, its shard and first token there
         for number, (start, end) in enumerate(shards):
             self._places += [(number, first) for first in accumulate(self.lengths[start : end - 1], initial=0)]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..drafter import DraftConfig, Drafter
-from ..drafter.config import ROPE_TYPES, Rope, build_target_layer_ids
+from ..drafter.config import ROPE_TYPES, Rope, build_target_layer_ids, read_rope
 from ..targets import text_config, unwrap
 from .model import add_dflash2
 
@@ -47,13 +47,9 @@ def _rope(config: Any) -> Rope:
     theta = given.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     partial = given.get("partial_rotary_factor") not in (None, 1.0)
     if given.get("rope_type", "default") in ROPE_TYPES.keys() - {"default"} and not partial:
-        probe = {
-            "architectures": ["DFlashDraftModel"], "hidden_size": 2, "intermediate_size": 1, "num_hidden_layers": 1,
-            "num_attention_heads": 1, "mask_token_id": 0, "target_layer_ids": [0],
-            "max_position_embeddings": getattr(config, "max_position_embeddings", None),
-            "rope_parameters": {**given, "rope_theta": theta},
-        }  # fmt: skip
-        return DraftConfig.from_config(probe, "the target's config").rope
+        longest = getattr(config, "max_position_embeddings", None)
+        given = {"rope_parameters": given, "rope_theta": theta, "max_position_embeddings": longest}
+        return read_rope(given, {}, 2)  # what it keeps does not depend on the width of a head
     return Rope(theta=float(theta))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..files import one_line_errors, write_atomically
 from ..terminal import bars
@@ -19,40 +19,33 @@ from .loss import BlockLoss
 
 
 class StepTotals:
-    """Sums over the steps between two log lines. `means` reduces them over all processes, once per line."""
+    """Sums of `BlockLoss` over the steps between two log lines, and the tokens of these steps."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self) -> None:
         self.began = time.monotonic()
         self.tokens = 0
-        self.has_selector = False
-        # loss, weight, cross-entropy, selector's loss, accepted tokens, blocks, labels among the candidates; then right
-        # tokens and tokens per slot. `add` moves it to the device.
-        self.sums = torch.zeros(7 + 2 * (block_size - 1), dtype=torch.float64, device="cpu")
+        self.sums: dict[str, Tensor] = {}
 
     def add(self, out: BlockLoss) -> None:
         """Add a micro-batch."""
-        zero, self.has_selector = torch.zeros_like(out.weight), out.selector_loss is not None
-        parts = [out.loss.detach(), out.weight, out.cross_entropy, out.selector_loss]
-        if out.correct is not None:
-            parts += [out.accepted, out.blocks, out.found, *out.correct, *out.counted]
-        self.sums = self.sums.to(out.loss.device)
-        self.sums[: len(parts)] += torch.stack([(zero if part is None else part).float() for part in parts])
+        for name, part in vars(out).items():
+            if part is not None:
+                self.sums[name] = self.sums.get(name, 0) + part.detach().double()
 
     def means(self, accelerator: Any) -> dict[str, Any]:
         """Return the means over all processes. All processes must call this."""
-        sums = accelerator.reduce(self.sums.float().to(accelerator.device), reduction="sum").tolist()
-        (loss, weight, entropy, selector, accepted, blocks, found), counts = sums[:7], sums[7:]
-        half = len(counts) // 2
+        sums = {name: accelerator.reduce(part.float(), reduction="sum").tolist() for name, part in self.sums.items()}
+        right, counted, blocks = (sums.get(name) for name in ("correct", "counted", "blocks"))
         out = {
-            "loss": loss / weight,
-            "cross_entropy": entropy / weight,
-            "accuracy": [round(c / n, 4) if n else None for c, n in zip(counts[:half], counts[half:], strict=True)],
-            "train_acceptance": accepted / blocks if blocks else None,
+            "loss": sums["loss"] / sums["weight"],
+            "cross_entropy": sums["cross_entropy"] / sums["weight"],
+            "accuracy": [round(c / n, 4) if n else None for c, n in zip(right, counted, strict=True)],
+            "train_acceptance": sums["accepted"] / blocks if blocks else None,
             "tokens_per_second": self.tokens / (time.monotonic() - self.began),
         }
-        if self.has_selector:
-            labels = sum(counts[half:])
-            out |= {"selector_loss": selector / weight, "candidate_recall": found / labels if labels else None}
+        if "selector_loss" in sums:
+            recall = sums["found"] / sum(counted) if sum(counted) else None
+            out |= {"selector_loss": sums["selector_loss"] / sums["weight"], "candidate_recall": recall}
         return out
 
 

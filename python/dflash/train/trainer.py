@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..drafter import Drafter
-from ..evaluate.compare import Decoding, GeneratorRunner, answer_all
+from ..evaluate import Decoding, GeneratorRunner
 from ..files import check_writable, remove_unfinished
 from ..generator import Generator
 from ..options import check_config
@@ -105,9 +105,9 @@ class Trainer:
         data = MeasuredRows(rows, text, mask)
         if not data.keys:
             raise ValueError("no row has two neighboring tokens that the target wrote (loss_mask): nothing to learn")
-        measured = None if heldout is None else MeasuredRows(heldout, text, mask, "held-out row")
+        held = None if heldout is None else MeasuredRows(heldout, text, mask, "held-out row")
         seed = mix_seed(config.seed, 1 << 20)
-        self.index, self.prompts, self.dropped = hold_out(rows, data, config.eval_rows, seed, heldout, measured)
+        self.index, self.prompts, self.dropped = hold_out(data, config.eval_rows, seed, held)
         self.rows_digest = data.digest
         if features is not None:
             if config.distill:
@@ -145,8 +145,7 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """Run the remaining steps, write the draft to ``output``, and return the last metrics."""
         self._begin()
-        began, seconds, block_size = time.monotonic(), self.seconds, self.drafter.config.block_size
-        totals = StepTotals(block_size)
+        began, seconds, totals = time.monotonic(), self.seconds, StepTotals()
         is_quiet = self.quiet or not self.accelerator.is_main_process
         shown = contextlib.nullcontext(lambda *_: None) if is_quiet else progress(self.steps)
         with shown as show:
@@ -160,7 +159,7 @@ class Trainer:
                     metrics = totals.means(self.accelerator)
                     metrics |= {"learning_rate": rate, "gradient_norm": float(norm)}
                     self._log(metrics)
-                    totals = StepTotals(block_size)
+                    totals = StepTotals()
                 show(self, metrics if logging else None)
                 # 3. Evaluate and save
                 if self.prompts and self._is_due(self.config.eval_every):
@@ -289,7 +288,7 @@ class Trainer:
         # 1. Time steps on the first batches
         steps, device = self.batches.epoch(0), self.device
         weights = [p.detach().to("cpu", copy=True) for p in self.drafter.parameters()]
-        totals, stamps = StepTotals(self.drafter.config.block_size), []
+        totals, stamps = StepTotals(), []
         for number in range(max(2, measured)):
             self.place = number % len(steps)
             self.run_step(steps[self.place], totals, False)
@@ -349,9 +348,9 @@ class Trainer:
         mine = self.prompts[accelerator.process_index :: accelerator.num_processes]
         out: dict[str, float | None] = {}
         for temperature in config.eval_temperatures:
-            decoding = Decoding(config.eval_tokens, temperature)
-            total = answer_all(GeneratorRunner(self._generator, decoding, self.device), mine)
-            sums = torch.tensor([sum(total.steps), len(total.steps)], dtype=torch.float32, device=self.device)
+            runner = GeneratorRunner(self._generator, Decoding(config.eval_tokens, temperature), self.device)
+            lengths = [length for ids in mine for length in runner(ids).steps]
+            sums = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float32, device=self.device)
             tokens, steps = accelerator.reduce(sums, reduction="sum").tolist()
             name = "acceptance_length" if temperature == 0 else f"acceptance_length_t{temperature:g}"
             out[name] = tokens / steps if steps else None
