@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..drafter import Drafter
-from ..evaluate import Decoding, GeneratorRunner, Total
+from ..evaluate import Decoding, GeneratorRunner, acceptance_length, total
 from ..evaluate.prompts import parse_prompt, prompt_ids
 from ..files import read_jsonl
 from ..generator import Generator
+from ..outputs import Statistics
 from ..proposers import ChainProposer
 from ..sampling import Sampling
 from ..targets import Target, check_target, find_layers, max_positions, structural_copy, tapped_modules
@@ -59,12 +60,12 @@ class Answers(NamedTuple):
     """Prompts with their answers, what they took, and the generator that wrote them."""
 
     sequences: list[Answered]
-    total: Total
+    total: Statistics
     generator: Generator
 
     @property
     def acceptance_length(self) -> float:
-        return self.total.acceptance_length or 0.0
+        return acceptance_length(self.total) or 0.0
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,13 @@ def answer(pair: Pair, prompts: Prompts, max_new_tokens: int, show: Show) -> Ans
     positions = max_positions(pair.target)
     generator = Generator(pair.target, pair.drafter, max_length=min(room, positions or room))
     runner = GeneratorRunner(generator, Decoding(max_new_tokens), pair.drafter.device)
-    total, sequences = Total(), []
+    answers, sequences = [], []
     for number, row in enumerate(prompts.ids):
         show("answers", number, len(prompts.ids), "")
-        one = runner(row)
-        total.add(len(one.ids), one.seconds, one.steps)
-        sequences.append(Answered([*row, *one.ids], len(row)))
+        answers.append(runner(row))
+        sequences.append(Answered([*row, *answers[-1].ids], len(row)))
     show("answers", len(prompts.ids), len(prompts.ids), "")
-    return Answers(sequences, total, generator)
+    return Answers(sequences, total(answers, generator.block_size), generator)
 
 
 def _read(path: Path, most: int, name: str = "") -> tuple[list[dict[str, Any]], str]:

@@ -112,9 +112,8 @@ def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: S
     effort, show = effort or Effort(), show or (lambda *_: None)
     # 1. Answer the prompts with the pair as it is
     answers = answer(pair, prompts, effort.max_new_tokens, show)
-    block_size, total = answers.generator.block_size, answers.total
-    shares = total.statistics(block_size).acceptance_per_position
-    counts = len(answers.sequences), total.tokens
+    block_size, shares = answers.generator.block_size, answers.total.acceptance_per_position
+    counts = len(answers.sequences), sum(answers.total.num_new_tokens)
     out = Diagnosis(answers.acceptance_length, shares, block_size, *counts, prompts.origin)
     wiring = Wiring.read(pair.keys)
     longest = max(len(one.ids) for one in answers.sequences)

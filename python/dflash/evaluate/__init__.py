@@ -1,6 +1,6 @@
 """Measuring a pair: prompts, answers compared with one-token decoding, reports."""
 
-from .compare import Decoding, GeneratorRunner, Total
+from .compare import Decoding, GeneratorRunner, acceptance_length, total
 from .pair import (
     ARROW,
     CHAT_TEMPLATE,
@@ -15,6 +15,8 @@ from .pair import (
 from .pretrained import Pretrained
 from .prompts import check_text, prompt_ids, render_chat, text_ids
 
-__all__ = ["Decoding", "GeneratorRunner", "Pretrained", "Total", "check_text", "prompt_ids", "render_chat", "text_ids"]
-__all__ += ["ARROW", "CHAT_TEMPLATE", "FIRST_GENERATION", "PAIR"]
-__all__ += ["demo_pair", "demo_prompts", "draft_folder", "encode", "load_target"]
+__all__ = [
+    "ARROW", "CHAT_TEMPLATE", "FIRST_GENERATION", "PAIR", "Decoding", "GeneratorRunner", "Pretrained",
+    "acceptance_length", "check_text", "demo_pair", "demo_prompts", "draft_folder", "encode", "load_target",
+    "prompt_ids", "render_chat", "text_ids", "total",
+]  # fmt: skip

@@ -18,9 +18,10 @@ from ..engine import context_bucket
 from ..files import write_atomically
 from ..ops import WeightStorage
 from ..options import check_block_size
+from ..outputs import Statistics
 from ..targets import max_positions
 from ..terminal import bars
-from .compare import Answer, Comparison, Decoding, Total, describe, pair_runners
+from .compare import Answer, Comparison, Decoding, acceptance_length, describe, pair_runners
 from .prompts import Conversation, prompt_ids
 
 _NGRAM = 8
@@ -137,37 +138,36 @@ def summarize(records: Sequence[Sequence[Record]], block_size: int, wanted: int)
     """
     turns = [turn for prompt in records for turn in prompt]
     trees = [turn["tree"] for turn in turns if "tree" in turn]
-    one_token, one_token_steps = Total(), [turn["one_token_by_context"] for turn in turns]
-    for turn in turns:
-        one_token.add(turn["one_token_new_tokens"], turn["one_token_seconds"])
+    one_token_seconds = sum(turn["one_token_seconds"] for turn in turns)
+    one_token_speed = sum(turn["one_token_new_tokens"] for turn in turns) / one_token_seconds
     distinct, grams = (sum(turn["ngrams"][i] for turn in turns) for i in (0, 1))
 
     def drafted(answers: Sequence[Record]) -> dict[str, Any]:
-        total = Total()
-        for answer in answers:
-            total.add(answer["new_tokens"], answer["seconds"], answer["acceptance_lengths"])
-        statistics = total.statistics(block_size)
+        steps, tokens = ([answer[key] for answer in answers] for key in ("acceptance_lengths", "new_tokens"))
+        statistics = Statistics(steps, block_size, tokens, 0.0, sum(answer["seconds"] for answer in answers))
         shares = statistics.acceptance_per_position
         given = [share / before if before else None for share, before in zip(shares, [1.0, *shares], strict=False)]
         return {
-            "new_tokens": total.tokens,
-            "seconds": total.seconds,
-            "tokens_per_second": total.tokens_per_second,
-            "speedup": total.tokens_per_second / one_token.tokens_per_second,
-            "acceptance_length": total.acceptance_length,
+            "new_tokens": sum(tokens),
+            "seconds": statistics.seconds,
+            "tokens_per_second": statistics.tokens_per_second,
+            "speedup": statistics.tokens_per_second / one_token_speed,
+            "acceptance_length": acceptance_length(statistics),
             "acceptance_per_position": shares,
             "conditional_acceptance": given,
             "histogram": statistics.histogram,
             "identical": sum(answer["identical"] for answer in answers),
-            "by_context": summarize_steps((answer["by_context"] for answer in answers), one_token_steps),
+            "by_context": summarize_steps(
+                (answer["by_context"] for answer in answers), (turn["one_token_by_context"] for turn in turns)
+            ),
         }
 
     return {
         "prompts": len(records),
         "turns": len(turns),
         "skipped": wanted - len(turns),
-        "one_token_seconds": one_token.seconds,
-        "one_token_tokens_per_second": one_token.tokens_per_second,
+        "one_token_seconds": one_token_seconds,
+        "one_token_tokens_per_second": one_token_speed,
         **drafted(turns),
         "distinct_ngrams": distinct / grams if grams else None,
         "tree": drafted(trees) if trees else None,
@@ -276,13 +276,13 @@ def run_benchmark(
         folder.mkdir(parents=True, exist_ok=True)
     with bars(datasets) as show:
         for name, prompts in datasets.items():
-            records, steps = [], Total()
+            records: list[list[Record]] = []
+            steps: list[int] = []
             for prompt in prompts:
                 records.append(answer_conversation(comparison, tokenizer, config, prompt, most))
-                for turn in records[-1]:
-                    steps.add(turn["new_tokens"], turn["seconds"], turn["acceptance_lengths"])
-                mean = steps.acceptance_length
-                show(name, len(records), len(prompts), "" if mean is None else f"{mean:.2f} tokens per step")
+                steps += [length for turn in records[-1] for length in turn["acceptance_lengths"]]
+                mean = f"{sum(steps) / len(steps):.2f} tokens per step" if steps else ""
+                show(name, len(records), len(prompts), mean)
             summaries[name] = summarize(records, block_size, sum(len(config.asked(prompt)) for prompt in prompts))
             if folder is not None:
                 _write(folder / f"{name}.jsonl", "".join(json.dumps({"turns": turns}) + "\n" for turns in records))

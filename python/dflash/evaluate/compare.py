@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -147,42 +147,15 @@ class Comparison:
         return {name: self.runners[name](ids) for name in names[first:] + names[:first]}
 
 
-@dataclass
-class Total:
-    """Answers of one runner, added up."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    steps: list[int] = field(default_factory=list)
-
-    def add(self, tokens: int, seconds: float, steps: Sequence[int] = ()) -> None:
-        """Count one answer."""
-        self.tokens += tokens
-        self.seconds += seconds
-        self.steps += steps
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens over seconds, the prompts' forward passes included."""
-        return self.tokens / self.seconds
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Mean tokens per step, bonus token counted; None when no step ran."""
-        return sum(self.steps) / len(self.steps) if self.steps else None
-
-    def statistics(self, block_size: int) -> Statistics:
-        """Return the statistics of one call that wrote all answers."""
-        return Statistics([self.steps], block_size, [self.tokens], 0.0, self.seconds)
+def total(answers: Sequence[Answer], block_size: int = 1) -> Statistics:
+    """Return the statistics of one call that wrote all answers."""
+    steps, tokens = [answer.steps for answer in answers], [len(answer.ids) for answer in answers]
+    return Statistics(steps, block_size, tokens, 0.0, sum(answer.seconds for answer in answers))
 
 
-def answer_all(runner: Runner, prompts: Iterable[Sequence[int]]) -> Total:
-    """Answer every prompt with one runner."""
-    total = Total()
-    for ids in prompts:
-        answer = runner(ids)
-        total.add(len(answer.ids), answer.seconds, answer.steps)
-    return total
+def acceptance_length(statistics: Statistics) -> float | None:
+    """Return the mean tokens per step, bonus token counted; None when no step ran."""
+    return statistics.acceptance_length if any(statistics.acceptance_lengths) else None
 
 
 def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..drafter import Drafter
-from .compare import Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, pair_runners
+from .compare import Comparison, Decoding, GeneratorRunner, TransformersRunner, acceptance_length, pair_runners, total
 from .pair import ARROW, PAIR, Prompt, demo_pair, demo_prompts, encode
 from .report import print_answer, print_demo, print_legend, print_tree
 from .trees import TreeWatch
@@ -83,42 +83,38 @@ def measure(
     if len(shortest) < len(longest) and not budget.is_spent(0.5):
         comparison.warm_up(shortest)
     # 4. Answer prompts until the time is spent.
-    totals = {name: Total() for name in comparison.runners}
-    identical, right, answered = True, 0, 0
-    for prompt, row in zip(prompts, ids, strict=True):
+    answered = []
+    for row in ids:
         if answered and budget.is_spent():
             break
-        answer, answered = comparison.answer(row), answered + 1
-        for name, total in totals.items():
-            total.add(len(answer[name].ids), answer[name].seconds, answer[name].steps)
-        drafted = answer["dflash"].ids
-        identical &= drafted == answer["one-token"].ids
-        identical &= "tree" not in answer or answer["tree"].ids == drafted
-        identical &= decoding.temperature > 0 or drafted == answer["transformers"].ids
-        right += prompt.answer == tokenizer.decode(drafted, skip_special_tokens=True)
-    # 5. Report
-    dflash = totals["dflash"]
-    speeds = {name: total.tokens_per_second for name, total in totals.items()}
-    baseline = max(speeds["transformers"], speeds["one-token"])
+        answered.append(comparison.answer(row))
+    # 5. Compare: sampled, transformers' generate draws other random numbers.
+    compared = [name for name in comparison.runners if name != "transformers" or decoding.temperature == 0]
+    texts = [tokenizer.decode(answers["dflash"].ids, skip_special_tokens=True) for answers in answered]
+    # 6. Report
+    block_size = ours["dflash"].generator.block_size
+    totals = {name: total([answers[name] for answers in answered], block_size) for name in comparison.runners}
+    speeds = {name: found.tokens_per_second for name, found in totals.items()}
+    dflash, baseline = totals["dflash"], max(speeds["transformers"], speeds["one-token"])
     return {
-        "identical": identical,
+        "identical": all(answers[name].ids == answers["one-token"].ids for answers in answered for name in compared),
         "speedup": speeds["dflash"] / baseline,
-        "acceptance_length": dflash.acceptance_length,
+        "acceptance_length": acceptance_length(dflash),
         "tokens_per_second": speeds["dflash"],
         "baseline_tokens_per_second": baseline,
         "one_token_tokens_per_second": speeds["one-token"],
         "transformers_tokens_per_second": speeds["transformers"],
-        "histogram": dflash.statistics(ours["dflash"].generator.block_size).histogram,
+        "histogram": dflash.histogram,
         "temperature": decoding.temperature,
         "seed": decoding.seed,
-        "prompts": answered,
+        "prompts": len(answered),
         "available": len(prompts),
-        "new_tokens": dflash.tokens,
-        "right": right,
-        "answerable": sum(prompt.answer is not None for prompt in prompts[:answered]),
+        "new_tokens": sum(dflash.num_new_tokens),
+        "right": sum(prompt.answer == text for prompt, text in zip(prompts, texts, strict=False)),
+        "answerable": sum(prompt.answer is not None for prompt in prompts[: len(answered)]),
         "tree": decoding.tree,
         "tree_tokens_per_second": speeds.get("tree"),
-        "tree_acceptance_length": totals["tree"].acceptance_length if "tree" in totals else None,
+        "tree_acceptance_length": acceptance_length(totals["tree"]) if "tree" in totals else None,
     }
 
 

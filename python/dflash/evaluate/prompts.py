@@ -80,13 +80,14 @@ def _rows(dataset: str, data: str | Path | None) -> Iterator[tuple[str, dict[str
     """Yield the rows of a dataset, each with its place for error messages."""
     source, path = DATASETS.get(dataset), Path(dataset)
     if source is not None and data is None:
-        local = f"--data DIR reads {source.files[0]} from a folder instead"
         name = source.hub.get("data_files", source.hub["path"])
         try:
             rows = import_datasets("bench").load_dataset(**source.hub)
         except Exception as error:  # several libraries raise their own: offline, moved, disk full
-            reason = str(error) if "pip install" in str(error) else f"{name} could not be loaded ({_reason(error)})"
-            raise ValueError(f"--dataset {dataset}: {reason}; {local}") from error
+            raise ValueError(
+                f"--dataset {dataset}: {name} could not be loaded ({_reason(error)}); --data DIR reads "
+                f"{source.files[0]} from a folder instead"
+            ) from error
         yield from ((f"{dataset}, row {index}", row) for index, row in enumerate(rows))
         return
     if source is not None:
