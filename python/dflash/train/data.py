@@ -14,9 +14,9 @@ import torch
 
 from ..evaluate.prompts import (
     as_messages,
+    first_prompt,
     import_datasets,
     parse_messages,
-    parse_prompt,
     prompt_ids,
     read_records,
     render_chat,
@@ -45,24 +45,19 @@ def load_prompts(source: str | os.PathLike, *, split: str = "train") -> list[dic
     Raises:
         FileNotFoundError, ValueError: the file is missing or empty, or a row, which is named, has no prompt.
     """
-    prompts = [{"line": line, **_prompt(row, where)} for where, line, row in read_records(source, split)]
+    prompts = [{"line": line, **first_prompt(row, where)} for where, line, row in read_records(source, split)]
     if not prompts:
         raise ValueError(f"{source} is empty: it must hold at least one prompt")
     return prompts
 
 
-def load_rows(  # noqa: PLR0913
+def load_rows(
     source: str | os.PathLike | Sequence[str | os.PathLike],
     tokenizer: Any,
     max_length: int,
     *,
-    raw: bool = False,
-    bos: bool = False,
-    template: Mapping[str, Any] | None = None,
-    vocab_size: int | None = None,
-    stop_token_ids: Sequence[int] = (),
-    skip_long: bool = False,
     split: str = "train",
+    **encoding: Any,
 ) -> datasets.Dataset:
     """Load training rows: token ids, with a mask of those that the target wrote.
 
@@ -80,13 +75,8 @@ def load_rows(  # noqa: PLR0913
         source: a JSONL or text file (``.gz`` too), a hub name (``owner/name`` or ``owner/name:config``), or several.
         tokenizer: the target's tokenizer.
         max_length: maximum tokens per row. Longer responses are truncated.
-        raw: encode prompts without the chat template. Always true for a tokenizer that has none.
-        bos: put the tokenizer's BOS token before a raw prompt.
-        template: arguments of the chat template, as in ``{"enable_thinking": False}``.
-        vocab_size: upper bound of the ids, exclusive; None for the tokenizer's size.
-        stop_token_ids: stop tokens of the target's generation_config, in addition to the tokenizer's EOS token.
-        skip_long: leave out rows whose prompt leaves no room for a response, instead of raising.
         split: split of a data set on the hub.
+        encoding: the other fields of `RowEncoder`.
 
     Returns:
         A `datasets.Dataset` in memory with ``input_ids`` (int32) and ``loss_mask`` (int8, 1 on response tokens, stop
@@ -96,11 +86,7 @@ def load_rows(  # noqa: PLR0913
         FileNotFoundError: a file is missing.
         ValueError: a file is empty, or a row, which is named, has none of these forms or does not fit.
     """
-    datasets = import_datasets()
-    if not isinstance(max_length, int) or max_length < 2:
-        raise ValueError(f"max_length must be an integer of at least 2, got {max_length!r}")
-    size = vocab_size or len(tokenizer)
-    encode = _Encoder(tokenizer, max_length, raw, bos, template or {}, size, stop_token_ids, skip_long)
+    datasets, encode = import_datasets(), RowEncoder(tokenizer, max_length, **encoding)
     columns = {"input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("int8"))}
     features, parts = datasets.Features(columns), []
 
@@ -127,19 +113,31 @@ _Row = tuple[list[int], list[int]]  # ids and loss mask
 
 
 @dataclass
-class _Encoder:
-    """Converts source rows to training rows; see `load_rows` for the settings."""
+class RowEncoder:
+    """Converts source rows to training rows.
+
+    Attributes:
+        tokenizer, max_length: see `load_rows`.
+        raw: encode prompts without the chat template. Always true for a tokenizer that has none.
+        bos: put the tokenizer's BOS token before a raw prompt.
+        template: arguments of the chat template, as in ``{"enable_thinking": False}``.
+        vocab_size: upper bound of the ids, exclusive; None for the tokenizer's size.
+        stop_token_ids: stop tokens of the target's generation_config, in addition to the tokenizer's EOS token.
+        skip_long: leave out rows whose prompt leaves no room for a response, instead of raising.
+    """
 
     tokenizer: Any
     max_length: int
-    raw: bool
-    bos: bool
-    template: Mapping[str, Any]
-    vocab_size: int
-    stop_token_ids: Sequence[int]
-    skip_long: bool
+    raw: bool = False
+    bos: bool = False
+    template: Mapping[str, Any] | None = None
+    vocab_size: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    skip_long: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.max_length, int) or self.max_length < 2:
+            raise ValueError(f"max_length must be an integer of at least 2, got {self.max_length!r}")
         eos, added = self.tokenizer.eos_token_id, getattr(self.tokenizer, "added_tokens_decoder", {})
         self.stops = list(dict.fromkeys([*([] if eos is None else [eos]), *self.stop_token_ids]))
         self.special = {*self.tokenizer.all_special_ids, *(token for token, about in added.items() if about.special)}
@@ -174,7 +172,7 @@ class _Encoder:
                 raise ValueError("response_ids do not decode to response: the row is of a model with another tokenizer")
             return _joined((prompt, 0), (response, 1))
         if "response" in row:
-            return self.answered(_prompt(row, where), row)
+            return self.answered(first_prompt(row, where), row)
         if "messages" in row:
             return self.conversation(parse_messages(row, where))
         if any(field in row for field in ("prompt", "question", "turns")):
@@ -187,9 +185,9 @@ class _Encoder:
         ids = row[field]
         if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
             raise ValueError(f"{field} must be a list of token ids, got {shortened(ids)}")
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            bad = min(ids) if min(ids) < 0 else max(ids)
-            raise ValueError(f"{field} must lie in 0 .. {self.vocab_size - 1}, got {shortened(bad)}")
+        size = self.vocab_size or len(self.tokenizer)
+        if bad := [token for token in (min(ids), max(ids)) if not 0 <= token < size]:
+            raise ValueError(f"{field} must lie in 0 .. {size - 1}, got {shortened(bad[0])}")
         return ids
 
     def plain(self, text: str) -> list[int]:
@@ -275,12 +273,6 @@ class _Encoder:
 
 def _joined(*pieces: tuple[list[int], int]) -> _Row:
     return [token for ids, _ in pieces for token in ids], [mark for ids, mark in pieces for _ in ids]
-
-
-def _prompt(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a row's prompt as ``{"prompt"}`` or ``{"messages"}``. Of several turns, the first is used."""
-    messages, turns = parse_prompt(row, where)
-    return {"prompt": turns[0]} if messages is None else {"messages": messages}
 
 
 class MeasuredRows:

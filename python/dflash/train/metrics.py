@@ -79,21 +79,21 @@ Show = Callable[[Any, dict[str, Any] | None], None]
 
 
 @contextlib.contextmanager
-def progress(steps: int) -> Iterator[Show]:
+def progress(steps: int, shown: bool) -> Iterator[Show]:
     """Yield ``show(trainer, metrics or None)``, to be called after every step: a bar on a terminal, else lines."""
     printed, text = 0.0, ""
-    with bars(["steps"]) as show_bar:
+    with bars(["steps"], shown=shown) as show_bar:
 
         def show(trainer: Any, metrics: dict[str, Any] | None) -> None:
             nonlocal printed, text
             text = text if metrics is None else _text(trainer.last)
             show_bar("steps", trainer.step, steps, text)
             now = time.monotonic()
-            if sys.stderr.isatty() or metrics is None or (now - printed < _SECONDS and trainer.step < steps):
-                return
-            printed, left = now, (steps - trainer.step) * trainer.seconds / max(1, trainer.step)
-            line = f"step {trainer.step} of {steps}  {text}  {left / 60:.1f} min left"
-            print(line, file=sys.stderr, flush=True)
+            is_due = now - printed >= _SECONDS or trainer.step >= steps
+            if shown and metrics is not None and is_due and not sys.stderr.isatty():
+                printed, left = now, (steps - trainer.step) * trainer.seconds / max(1, trainer.step)
+                line = f"step {trainer.step} of {steps}  {text}  {left / 60:.1f} min left"
+                print(line, file=sys.stderr, flush=True)
 
         yield show
 

@@ -13,7 +13,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,10 +30,6 @@ from ..targets import max_positions
 
 _PREFILL_ROWS = 16384  # tokens per forward pass, over all rows of a batch
 _OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # settings that rows name only if they are on
-_OTHER_PROMPT = "answers another prompt than line {line}'s"
-_OTHER_TOKENS = (
-    "was asked with other tokens than line {line}'s are now (tokenizer, chat template, --raw, --bos, --no-thinking)"
-)
 # What must agree with the rows of an earlier run, in the order in which differences are named.
 _ASKED = ("temperature", "seed", "model", "max_new_tokens", *_OFF, "raw", "bos", "template")
 _ASKED += ("prompt", "messages", "prompt_ids")
@@ -102,20 +98,30 @@ class Summary:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Writer(ABC):
     """Answers rows of `jobs`, in any order.
 
     Attributes:
-        encoding: ``raw``, ``bos`` and ``template``, as for `dflash.evaluate.prompt_ids`.
+        name: the target's name in rows.
+        raw, bos, template: how prompts are encoded, as for `dflash.evaluate.prompt_ids`.
+        skip_long: leave out prompts that do not fit the target together with their response, instead of raising.
         skipped: lines of prompts left out because they are too long.
         acceptance_length: mean tokens per step so far; None if the writer does not know it.
     """
 
-    acceptance_length: float | None = None
+    name: str = ""
+    raw: bool = False
+    bos: bool = field(default=False, init=False)
+    template: Mapping[str, Any] | None = None
+    skip_long: bool = False
+    skipped: set[int] = field(default_factory=set, init=False)
+    acceptance_length: float | None = field(default=None, init=False)
 
-    def __init__(self, name: str, encoding: dict[str, Any], skip_long: bool) -> None:
-        self.name, self.encoding, self.skip_long = name, encoding, skip_long
-        self.skipped: set[int] = set()
+    @property
+    def encoding(self) -> dict[str, Any]:
+        """How prompts are encoded: the fields of rows, and the arguments of `dflash.evaluate.prompt_ids`."""
+        return {"raw": self.raw, "bos": self.bos, "template": dict(self.template or {})}
 
     @abstractmethod
     def check(self, rows: Sequence[Row], config: RegenerateConfig) -> None:
@@ -217,8 +223,11 @@ def _found_key(line: bytes, where: str, wanted: Mapping[tuple[int, int], Row]) -
         if row.get(name) == ours.get(name) or (name == "prompt_ids" and name not in ours):
             continue
         difference = f"was written with {name} {row.get(name)!r}, now it is {ours.get(name)!r}"
-        if name in ("prompt", "messages", "prompt_ids"):
-            difference = (_OTHER_TOKENS if name == "prompt_ids" else _OTHER_PROMPT).format(line=key[0])
+        if name in ("prompt", "messages"):
+            difference = f"answers another prompt than line {key[0]}'s"
+        elif name == "prompt_ids":
+            difference = f"was asked with other tokens than line {key[0]}'s are now (tokenizer, chat template, --raw, "
+            difference += "--bos, --no-thinking)"
         raise ValueError(f"{where}: {difference}: choose another file")
     return key
 
@@ -244,6 +253,7 @@ def _append(path: Path, end: int, rows: Iterable[Row]) -> int:
 # ---------------------------------------------------------------------------------------------- our own generator
 
 
+@dataclass(eq=False, repr=False)
 class LocalWriter(Writer):
     """Answers with `dflash.Generator`, in batches of prompts of similar length, longest first.
 
@@ -251,29 +261,20 @@ class LocalWriter(Writer):
         target: a causal language model of transformers.
         tokenizer: the target's tokenizer.
         draft: a drafter, which is faster in small batches. None is faster in large ones.
-        name: the target's name in rows.
         batch_size: sequences per batch.
-        raw, bos, template: see `dflash.train.data.prompt_ids`.
-        skip_long: leave out prompts that do not fit the target together with their response, instead of raising.
+        bos: put the tokenizer's BOS token before a raw prompt.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        target: nn.Module,
-        tokenizer: Any,
-        draft: Drafter | None = None,
-        *,
-        name: str = "",
-        batch_size: int = 64,
-        raw: bool = False,
-        bos: bool = False,
-        template: Mapping[str, Any] | None = None,
-        skip_long: bool = False,
-    ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        super().__init__(name, {"raw": raw, "bos": bos, "template": dict(template or {})}, skip_long)
-        self.target, self.tokenizer, self.draft, self.batch_size = target, tokenizer, draft, batch_size
+    target: nn.Module
+    tokenizer: Any
+    draft: Drafter | None = None
+    _: KW_ONLY
+    batch_size: int = 64
+    bos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         self._steps = self._step_tokens = 0
 
     def check(self, rows: Sequence[Row], config: RegenerateConfig) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ..evaluate.prompts import as_messages, check_text
@@ -17,51 +18,45 @@ _SEED_BITS = 31  # accepted by every server
 _TOO_LONG = re.compile(r"context (length|window|size)|too long|max(imum)?[ _]model[ _]len|longer than", re.IGNORECASE)
 
 
+@dataclass(eq=False, repr=False)
 class ServerWriter(Writer):
     """Answers through a server with OpenAI's protocol (vLLM, SGLang, llama.cpp ...), several requests at a time.
+
+    ``raw`` sends prompts unchanged for completion, instead of as a user's message; ``template`` is sent as the
+    ``chat_template_kwargs`` of vLLM and SGLang. With ``skip_long``, the server's refusal leaves a prompt out.
 
     Args:
         url: the API's root, as in ``http://localhost:8000/v1``.
         model: the target's name on the server.
-        raw: send prompts unchanged for completion, instead of as a user's message.
-        template: arguments of the chat template (``chat_template_kwargs`` of vLLM and SGLang).
         concurrency: requests at a time.
         retries: how often the client sends a request again after a network error or status 408, 409, 429 or 5xx.
         timeout: seconds that the server may be silent.
         api_key: sent as a bearer token; None sends none.
         token_ids: ask for the ids too (vLLM's ``return_token_ids``); rows then hold them.
-        skip_long: leave out prompts that the server refuses as too long, instead of raising.
-
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        url: str,
-        model: str,
-        *,
-        raw: bool = False,
-        template: Mapping[str, Any] | None = None,
-        concurrency: int = 32,
-        retries: int = 5,
-        timeout: float = 600.0,
-        api_key: str | None = None,
-        token_ids: bool = False,
-        skip_long: bool = False,
-    ) -> None:
-        if not re.match("https?://.", url):
-            raise ValueError(f"the server must be an http:// or https:// URL, got {url!r}")
-        if concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+    url: str
+    model: str
+    _: KW_ONLY
+    concurrency: int = 32
+    retries: int = 5
+    timeout: float = 600.0
+    api_key: str | None = None
+    token_ids: bool = False
+
+    def __post_init__(self) -> None:
+        if not re.match("https?://.", self.url):
+            raise ValueError(f"the server must be an http:// or https:// URL, got {self.url!r}")
+        if self.concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
         try:
             import openai
         except ImportError as error:
             raise ValueError("this needs the openai package: pip install '.[train]'") from error
-        super().__init__(model, {"raw": raw, "bos": False, "template": dict(template or {})}, skip_long)
-        self._openai, self.raw, self.concurrency, self.token_ids = openai, raw, concurrency, token_ids
+        self.name, self._openai = self.model, openai
         # The client wants a key; _request leaves the header out.
-        self._client = {"base_url": url, "api_key": api_key or "none", "max_retries": retries, "timeout": timeout}
-        self.headers = {} if api_key else {"Authorization": openai.Omit()}
-        self.endpoint = url.rstrip("/") + ("/completions" if raw else "/chat/completions")
+        self.headers = {} if self.api_key else {"Authorization": openai.Omit()}
+        self.endpoint = self.url.rstrip("/") + ("/completions" if self.raw else "/chat/completions")
 
     def check(self, rows: Sequence[Row], config: RegenerateConfig) -> None:  # noqa: ARG002 - of every writer
         """Raise for a conversation if ``raw`` is set. The server checks lengths."""
@@ -79,7 +74,8 @@ class ServerWriter(Writer):
 
         waiting = iter(rows)
         under_way: set[Future[tuple[Row, int] | None]] = set()
-        client = self._openai.AsyncOpenAI(**self._client)
+        arguments = {"base_url": self.url, "max_retries": self.retries, "timeout": self.timeout}
+        client = self._openai.AsyncOpenAI(api_key=self.api_key or "none", **arguments)
         with start_blocking_portal() as portal, portal.wrap_async_context_manager(client):
 
             def start(count: int) -> None:
@@ -122,16 +118,16 @@ class ServerWriter(Writer):
         return row | answer, tokens
 
     def _unanswered(self, line: int, reason: str) -> ValueError:
-        tries = self._client["max_retries"] + 1
-        return ValueError(f"{self.endpoint} did not answer the prompt on line {line} in {tries} tries: {reason}")
+        tries = f"in {self.retries + 1} tries"
+        return ValueError(f"{self.endpoint} did not answer the prompt on line {line} {tries}: {reason}")
 
     def _request(self, row: Row, config: RegenerateConfig) -> dict[str, Any]:
         # Extensions of OpenAI's protocol are sent only on request.
         extra = {name: getattr(config, name) for name in ("top_k", "min_p") if getattr(config, name)}
         if self.token_ids:
             extra["return_token_ids"] = True
-        if not self.raw and self.encoding["template"]:
-            extra["chat_template_kwargs"] = self.encoding["template"]
+        if not self.raw and self.template:
+            extra["chat_template_kwargs"] = dict(self.template)
         return {
             **({"prompt": row["prompt"]} if self.raw else {"messages": as_messages(row)}),
             "model": self.name,

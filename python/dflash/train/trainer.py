@@ -146,9 +146,7 @@ class Trainer:
         """Run the remaining steps, write the draft to ``output``, and return the last metrics."""
         self._begin()
         began, seconds, totals = time.monotonic(), self.seconds, StepTotals()
-        is_quiet = self.quiet or not self.accelerator.is_main_process
-        shown = contextlib.nullcontext(lambda *_: None) if is_quiet else progress(self.steps)
-        with shown as show:
+        with progress(self.steps, not self.quiet and self.accelerator.is_main_process) as show:
             for step in self._remaining_steps():
                 # 1. Train on one step
                 logging = (self.step + 1) % self.config.log_every == 0 or self.step + 1 == self.steps
