@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..drafter import Drafter
 from ..evaluate import Decoding, GeneratorRunner, acceptance_length, total
-from ..evaluate.prompts import parse_prompt, prompt_ids
+from ..evaluate.prompts import first_prompt, prompt_ids
 from ..files import read_jsonl
 from ..generator import Generator
 from ..outputs import Statistics
@@ -143,10 +143,7 @@ def _read(path: Path, most: int, name: str = "") -> tuple[list[dict[str, Any]], 
     """Return up to ``most`` prompts from all over a file, and where they come from; ``name`` is for errors."""
     if not path.is_file():
         raise ValueError(f"{name or path} is not a file: name a file of JSON lines, each with a prompt")
-    found: list[dict[str, Any]] = []
-    for where, _, row in read_jsonl(path):
-        messages, turns = parse_prompt(row, where)
-        found.append({"prompt": turns[0]} if messages is None else {"messages": messages})
+    found = [first_prompt(row, where) for where, _, row in read_jsonl(path)]
     if not found:
         raise ValueError(f"{name or path} is empty: a line is a JSON object with a prompt")
     count = min(most, len(found))

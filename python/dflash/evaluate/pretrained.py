@@ -19,6 +19,7 @@ from ..targets import check_target_config, check_target_size, check_target_weigh
 from ..terminal import listed, named, printable, shortened
 
 _ADAPTER = "adapter_config.json"
+_JSON_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class Pretrained:
         """Load the tokenizer."""
         from transformers import AutoTokenizer
 
-        self._check_json("tokenizer_config.json", "special_tokens_map.json")
         return self._load(AutoTokenizer)
 
     def load_config(self) -> Any:
@@ -51,7 +51,6 @@ class Pretrained:
         from transformers import AutoConfig
 
         model = self._base() or self
-        model._check_json("generation_config.json")
         config = model._load(AutoConfig)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
@@ -100,19 +99,13 @@ class Pretrained:
         return [] if stops is None else list(stops) if isinstance(stops, list | tuple) else [stops]
 
     def _load(self, loader: Any, **options: Any) -> Any:
+        if (folder := self._folder()) is not None:  # check the JSON files first, so that an error names the file
+            check_target_config(folder)
+            for path in filter(Path.is_file, (folder / name for name in _JSON_FILES)):
+                read_json(path)
         options |= {"trust_remote_code": self.trust_remote_code, "local_files_only": self.local_files_only}
         with self._readable_errors(), self._quiet():
             return loader.from_pretrained(self.name, **options)
-
-    def _check_json(self, *names: str) -> None:
-        """Check config.json and other JSON files before transformers reads them, so that an error names the file."""
-        folder = self._folder()
-        if folder is None:
-            return
-        check_target_config(folder)
-        for path in (folder / name for name in names):
-            if path.is_file():
-                read_json(path)
 
     def _folder(self) -> Path | None:
         """Return the local folder, of a hub id its snapshot so far. None if there is none: the loader says why."""

@@ -166,6 +166,12 @@ def parse_prompt(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any
     return None, list(turns)
 
 
+def first_prompt(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a row's prompt as ``{"prompt"}`` or ``{"messages"}``. Of several turns, the first is used."""
+    messages, turns = parse_prompt(row, where)
+    return {"prompt": turns[0]} if messages is None else {"messages": messages}
+
+
 def parse_messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Return all messages of a row, each with ``role`` and ``content``."""
     messages = row.get("messages", row.get("prompt"))
