@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -58,22 +59,23 @@ def load_conversations(dataset: str, data: str | Path | None = None, limit: int 
         limit: take only so many prompts.
     """
     categories = DATASETS[dataset].categories if dataset in DATASETS else ()
-    prompts: list[Conversation] = []
-    for where, row in _rows(dataset, data):
-        if limit is not None and len(prompts) == limit:
-            break
-        messages, turns = parse_prompt(row, where)
-        if categories and row.get("category", categories[0]) not in categories:
-            continue
-        history = messages or []
-        if messages is not None:
-            if messages[-1]["role"] != "user":
-                raise ValueError(f"{where}: the last message to answer must be the user's")
-            turns = [history.pop()["content"]]
-        prompts.append(Conversation(tuple(turns), tuple(history)))
+    rows = _rows(dataset, data)
+    if categories:
+        rows = ((where, row) for where, row in rows if row.get("category", categories[0]) in categories)
+    prompts = [_conversation(row, where) for where, row in itertools.islice(rows, limit)]
     if not prompts:
         raise ValueError(f"--dataset {dataset!r} has no prompts")
     return prompts
+
+
+def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
+    messages, turns = parse_prompt(row, where)
+    if messages is None:
+        return Conversation(tuple(turns))
+    *history, last = messages
+    if last["role"] != "user":
+        raise ValueError(f"{where}: the last message to answer must be the user's")
+    return Conversation((last["content"],), tuple(history))
 
 
 def _rows(dataset: str, data: str | Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
