@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..drafter import Drafter
-from ..evaluate import Decoding, GeneratorRunner, acceptance_length, total
+from ..evaluate import Decoding, GeneratorRunner, add_up, mean_acceptance
 from ..evaluate.prompts import first_prompt, prompt_ids
 from ..files import read_jsonl
 from ..generator import Generator
@@ -65,7 +65,7 @@ class Answers(NamedTuple):
 
     @property
     def acceptance_length(self) -> float:
-        return acceptance_length(self.total) or 0.0
+        return mean_acceptance(self.total) or 0.0
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def answer(pair: Pair, prompts: Prompts, max_new_tokens: int, show: Show) -> Ans
         answers.append(runner(row))
         sequences.append(Answered([*row, *answers[-1].ids], len(row)))
     show("answers", len(prompts.ids), len(prompts.ids), "")
-    return Answers(sequences, total(answers, generator.block_size), generator)
+    return Answers(sequences, add_up(answers, generator.block_size), generator)
 
 
 def _read(path: Path, most: int, name: str = "") -> tuple[list[dict[str, Any]], str]:

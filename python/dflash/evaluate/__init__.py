@@ -1,6 +1,6 @@
 """Measuring a pair: prompts, answers compared with one-token decoding, reports."""
 
-from .compare import Decoding, GeneratorRunner, acceptance_length, total
+from .compare import Decoding, GeneratorRunner, add_up, mean_acceptance
 from .pair import (
     ARROW,
     CHAT_TEMPLATE,
@@ -16,7 +16,22 @@ from .pretrained import Pretrained
 from .prompts import check_text, prompt_ids, render_chat, text_ids
 
 __all__ = [
-    "ARROW", "CHAT_TEMPLATE", "FIRST_GENERATION", "PAIR", "Decoding", "GeneratorRunner", "Pretrained",
-    "acceptance_length", "check_text", "demo_pair", "demo_prompts", "draft_folder", "encode", "load_target",
-    "prompt_ids", "render_chat", "text_ids", "total",
+    "ARROW",
+    "CHAT_TEMPLATE",
+    "FIRST_GENERATION",
+    "PAIR",
+    "Decoding",
+    "GeneratorRunner",
+    "Pretrained",
+    "add_up",
+    "check_text",
+    "demo_pair",
+    "demo_prompts",
+    "draft_folder",
+    "encode",
+    "load_target",
+    "mean_acceptance",
+    "prompt_ids",
+    "render_chat",
+    "text_ids",
 ]  # fmt: skip

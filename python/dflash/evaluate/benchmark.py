@@ -21,7 +21,7 @@ from ..options import check_block_size
 from ..outputs import Statistics
 from ..targets import max_positions
 from ..terminal import bars
-from .compare import Answer, Comparison, Decoding, acceptance_length, describe, pair_runners
+from .compare import Answer, Comparison, Decoding, describe, mean_acceptance, pair_runners
 from .prompts import Conversation, prompt_ids
 
 _NGRAM = 8
@@ -152,7 +152,7 @@ def summarize(records: Sequence[Sequence[Record]], block_size: int, wanted: int)
             "seconds": statistics.seconds,
             "tokens_per_second": statistics.tokens_per_second,
             "speedup": statistics.tokens_per_second / one_token_speed,
-            "acceptance_length": acceptance_length(statistics),
+            "acceptance_length": mean_acceptance(statistics),
             "acceptance_per_position": shares,
             "conditional_acceptance": given,
             "histogram": statistics.histogram,

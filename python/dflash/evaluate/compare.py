@@ -57,7 +57,6 @@ class GeneratorRunner:
         self.generator, self.decoding, self.device = generator, decoding, device
 
     def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
-        """Answer one prompt."""
         began = time.perf_counter()
         out = self.generator.generate(**self._arguments(ids, max_new_tokens), return_dict_in_generate=True)
         new = out.sequences[0, len(ids) :].tolist()  # also waits for the device
@@ -90,7 +89,6 @@ class TransformersRunner:
             self._arguments |= {"temperature": decoding.temperature, "top_k": 0}
 
     def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
-        """Answer one prompt."""
         new = min(max_new_tokens or self.max_new_tokens, self.max_new_tokens)
         began = time.perf_counter()
         prompt = torch.tensor([ids], dtype=torch.int64, device=self.target.get_input_embeddings().weight.device)
@@ -147,13 +145,13 @@ class Comparison:
         return {name: self.runners[name](ids) for name in names[first:] + names[:first]}
 
 
-def total(answers: Sequence[Answer], block_size: int = 1) -> Statistics:
+def add_up(answers: Sequence[Answer], block_size: int = 1) -> Statistics:
     """Return the statistics of one call that wrote all answers."""
     steps, tokens = [answer.steps for answer in answers], [len(answer.ids) for answer in answers]
     return Statistics(steps, block_size, tokens, 0.0, sum(answer.seconds for answer in answers))
 
 
-def acceptance_length(statistics: Statistics) -> float | None:
+def mean_acceptance(statistics: Statistics) -> float | None:
     """Return the mean tokens per step, bonus token counted; None when no step ran."""
     return statistics.acceptance_length if any(statistics.acceptance_lengths) else None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..drafter import Drafter
-from .compare import Comparison, Decoding, GeneratorRunner, TransformersRunner, acceptance_length, pair_runners, total
+from .compare import Comparison, Decoding, GeneratorRunner, TransformersRunner, add_up, mean_acceptance, pair_runners
 from .pair import ARROW, PAIR, Prompt, demo_pair, demo_prompts, encode
 from .report import print_answer, print_demo, print_legend, print_tree
 from .trees import TreeWatch
@@ -93,13 +93,13 @@ def measure(
     texts = [tokenizer.decode(answers["dflash"].ids, skip_special_tokens=True) for answers in answered]
     # 6. Report
     block_size = ours["dflash"].generator.block_size
-    totals = {name: total([answers[name] for answers in answered], block_size) for name in comparison.runners}
+    totals = {name: add_up([answers[name] for answers in answered], block_size) for name in comparison.runners}
     speeds = {name: found.tokens_per_second for name, found in totals.items()}
     dflash, baseline = totals["dflash"], max(speeds["transformers"], speeds["one-token"])
     return {
         "identical": all(answers[name].ids == answers["one-token"].ids for answers in answered for name in compared),
         "speedup": speeds["dflash"] / baseline,
-        "acceptance_length": acceptance_length(dflash),
+        "acceptance_length": mean_acceptance(dflash),
         "tokens_per_second": speeds["dflash"],
         "baseline_tokens_per_second": baseline,
         "one_token_tokens_per_second": speeds["one-token"],
@@ -114,7 +114,7 @@ def measure(
         "answerable": sum(prompt.answer is not None for prompt in prompts[: len(answered)]),
         "tree": decoding.tree,
         "tree_tokens_per_second": speeds.get("tree"),
-        "tree_acceptance_length": acceptance_length(totals["tree"]) if "tree" in totals else None,
+        "tree_acceptance_length": mean_acceptance(totals["tree"]) if "tree" in totals else None,
     }
 
 

@@ -41,7 +41,6 @@ class Pretrained:
     local_files_only: bool = False
 
     def load_tokenizer(self) -> Any:
-        """Load the tokenizer."""
         from transformers import AutoTokenizer
 
         return self._load(AutoTokenizer)
