@@ -170,7 +170,7 @@ def test_long_prompts_are_left_out_and_counted(target, tmp_path, server):
     ("arguments", "message"),
     [
         ({"samples": 0}, "samples must be at least 1, got 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"temperatures": (0.5, 0.5)}, "distinct values"),
         ({"temperatures": (-1.0,)}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
@@ -338,9 +338,9 @@ def test_malformed_answers_are_refused(server, prompts, tmp_path, reply, message
 
 def test_a_run_that_is_stopped_does_not_wait_for_the_server(server, prompts):
     server.hangs = {PROMPTS[1]}
-    writer, settings = ServerWriter(server.url, "served", raw=True), RegenerateConfig()
+    writer = ServerWriter(server.url, "served", raw=True)
     before = set(threading.enumerate())
-    groups = writer.answers(jobs(load_prompts(prompts), settings), settings)
+    groups = writer.answers(jobs(load_prompts(prompts), RegenerateConfig()))
     answered = list(next(groups))
     while len(answered) < 4:
         answered += next(groups)

@@ -52,14 +52,13 @@ class RegenerateConfig:
     min_p: Annotated[float, "Drop tokens this much less probable than the best."] = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("samples", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.samples < 1:
+            raise ValueError(f"samples must be at least 1, got {self.samples}")
         if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
             raise ValueError(f"temperatures must be one or more distinct values, got {list(self.temperatures)}")
         for temperature in self.temperatures:
             checked("temperature", temperature)
-        for name in ("seed", *_OFF):
+        for name in ("max_new_tokens", "seed", *_OFF):
             checked(name, getattr(self, name))
 
 
@@ -68,13 +67,16 @@ Row = dict[str, Any]  # a row of the file: what is asked, and then also the resp
 
 def jobs(prompts: Sequence[dict[str, Any]], config: RegenerateConfig) -> list[Row]:
     """Return a row per response that ``config`` asks for, to prompts of `dflash.train.data.load_prompts`."""
+    settings = {"max_new_tokens": config.max_new_tokens}
+    settings |= {name: value for name, off in _OFF.items() if (value := getattr(config, name)) != off}
     temperatures = [t for t in config.temperatures for _ in range(config.samples if t else 1)]
-    return [
-        {"line": line, "sample": sample, **prompt, "temperature": t, "seed": fold(fold(config.seed, line), sample)}
-        for prompt in prompts
-        for line in [prompt["line"]]
-        for sample, t in enumerate(temperatures)
-    ]
+    rows = []
+    for prompt in prompts:
+        line = prompt["line"]
+        for sample, temperature in enumerate(temperatures):
+            sampling = {"temperature": temperature, "seed": fold(fold(config.seed, line), sample), **settings}
+            rows.append({"line": line, "sample": sample, **prompt, **sampling})
+    return rows
 
 
 @dataclass
@@ -94,7 +96,6 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens written per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
@@ -124,14 +125,14 @@ class Writer(ABC):
         return {"raw": self.raw, "bos": self.bos, "template": dict(self.template or {})}
 
     @abstractmethod
-    def check(self, rows: Sequence[Row], config: RegenerateConfig) -> None:
+    def check(self, rows: Sequence[Row]) -> None:
         """Add ``prompt_ids`` to the rows if the writer knows them, and fill ``skipped``. Runs before any answer.
 
         Raises ``ValueError`` if a prompt cannot be answered.
         """
 
     @abstractmethod
-    def answers(self, rows: Sequence[Row], config: RegenerateConfig) -> Iterator[list[tuple[Row, int]]]:
+    def answers(self, rows: Sequence[Row]) -> Iterator[list[tuple[Row, int]]]:
         """Yield groups of complete rows as they arrive, each with its number of tokens.
 
         A complete row has ``response``, ``finish_reason`` ("stop", or "length" if it was cut off) and, if they are
@@ -179,11 +180,9 @@ def regenerate(
     """
     # 1. Check every prompt
     config, out = RegenerateConfig() if config is None else config, Path(out)
-    asked = {"model": writer.name, "max_new_tokens": config.max_new_tokens}
-    asked |= {name: value for name, off in _OFF.items() if (value := getattr(config, name)) != off}
-    asked |= {name: value for name, value in writer.encoding.items() if value}
-    rows = [job | asked for job in jobs(prompts, config)]
-    writer.check(rows, config)
+    asked = {"model": writer.name, **{name: value for name, value in writer.encoding.items() if value}}
+    rows = [row | asked for row in jobs(prompts, config)]
+    writer.check(rows)
     check_out(out)
     wanted = {(row["line"], row["sample"]): row for row in rows if row["line"] not in writer.skipped}
     # 2. Read what an earlier run wrote. A kill may have cut its last line short
@@ -195,7 +194,7 @@ def regenerate(
         os.truncate(out, end)
     # 3. Write the rest
     summary, began = Summary(found=len(found), out=str(out)), time.perf_counter()
-    with contextlib.closing(writer.answers(missing, config)) as groups:
+    with contextlib.closing(writer.answers(missing)) as groups:
         for group in groups:
             end = _append(out, end, [row for row, _ in group])
             summary.written += len(group)
@@ -277,12 +276,12 @@ class LocalWriter(Writer):
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         self._steps = self._step_tokens = 0
 
-    def check(self, rows: Sequence[Row], config: RegenerateConfig) -> None:
+    def check(self, rows: Sequence[Row]) -> None:
         """Tokenize every prompt. One that does not fit the target with its response raises, or is skipped."""
         positions, known = max_positions(self.target), {}
         self.skipped = set()
         for row in rows:
-            line = row["line"]
+            line, new = row["line"], row["max_new_tokens"]
             if line in known:
                 continue
             try:
@@ -291,18 +290,18 @@ class LocalWriter(Writer):
                 raise ValueError(f"the prompt on line {line}: {error}") from error
             if not ids:
                 raise ValueError(f"the prompt on line {line} has no token")
-            if positions is None or len(ids) + config.max_new_tokens <= positions:
+            if positions is None or len(ids) + new <= positions:
                 continue
             if not self.skip_long:
                 raise ValueError(
-                    f"the prompt on line {line} has {len(ids)} tokens: with {config.max_new_tokens} new ones it passes "
-                    f"the target's {positions} positions (--skip-long leaves such prompts out)"
+                    f"the prompt on line {line} has {len(ids)} tokens: with {new} new ones it passes the target's "
+                    f"{positions} positions (--skip-long leaves such prompts out)"
                 )
             self.skipped.add(line)
         for row in rows:
             row["prompt_ids"] = known[row["line"]]
 
-    def answers(self, rows: Sequence[Row], config: RegenerateConfig) -> Iterator[list[tuple[Row, int]]]:
+    def answers(self, rows: Sequence[Row]) -> Iterator[list[tuple[Row, int]]]:
         """Yield one group per batch; see `Writer`. Call `check` first."""
         if not rows:
             return
@@ -310,18 +309,18 @@ class LocalWriter(Writer):
         generator = Generator(
             self.target,
             self.draft,
-            max_length=max(len(row["prompt_ids"]) for row in rows) + config.max_new_tokens,
+            max_length=max(len(row["prompt_ids"]) + row["max_new_tokens"] for row in rows),
             batch_size=batch,
             prefill_chunk=max(1, min(512, _PREFILL_ROWS // batch)),
             reuse_prefix=False,
         )
-        for temperature in config.temperatures:
+        for temperature in dict.fromkeys(row["temperature"] for row in rows):
             same = [row for row in rows if row["temperature"] == temperature]
             same.sort(key=lambda row: len(row["prompt_ids"]), reverse=True)
             for start in range(0, len(same), batch):
-                yield self._answer_batch(generator, same[start : start + batch], config)
+                yield self._answer_batch(generator, same[start : start + batch])
 
-    def _answer_batch(self, generator: Generator, rows: list[Row], config: RegenerateConfig) -> list[tuple[Row, int]]:
+    def _answer_batch(self, generator: Generator, rows: list[Row]) -> list[tuple[Row, int]]:
         # 1. Pad the prompts to the right, and generate, each row with its own seed
         prompts = [torch.tensor(row["prompt_ids"], dtype=torch.int64, device="cpu") for row in rows]
         ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
@@ -330,11 +329,11 @@ class LocalWriter(Writer):
         out = generator.generate(
             ids.to(device),
             attention_mask=mask.to(device),
-            max_new_tokens=config.max_new_tokens,
+            max_new_tokens=rows[0]["max_new_tokens"],
             temperature=rows[0]["temperature"],
             seed=[row["seed"] for row in rows],
             return_dict_in_generate=True,
-            **{name: getattr(config, name) for name in _OFF},
+            **{name: rows[0].get(name, off) for name, off in _OFF.items()},
         )
         found = out.statistics
         self._steps += sum(map(len, found.acceptance_lengths))

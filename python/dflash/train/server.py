@@ -12,7 +12,7 @@ from typing import Any
 
 from ..evaluate.prompts import as_messages, check_text
 from ..terminal import printable, shortened
-from .regenerate import RegenerateConfig, Row, Writer
+from .regenerate import Row, Writer
 
 _SEED_BITS = 31  # accepted by every server
 _TOO_LONG = re.compile(r"context (length|window|size)|too long|max(imum)?[ _]model[ _]len|longer than", re.IGNORECASE)
@@ -58,14 +58,14 @@ class ServerWriter(Writer):
         self.headers = {} if self.api_key else {"Authorization": openai.Omit()}
         self.endpoint = self.url.rstrip("/") + ("/completions" if self.raw else "/chat/completions")
 
-    def check(self, rows: Sequence[Row], config: RegenerateConfig) -> None:  # noqa: ARG002 - of every writer
+    def check(self, rows: Sequence[Row]) -> None:
         """Raise for a conversation if ``raw`` is set. The server checks lengths."""
         self.skipped = set()
         for row in rows:
             if self.raw and "messages" in row:
                 raise ValueError(f"the prompt on line {row['line']} is a conversation, which cannot be continued raw")
 
-    def answers(self, rows: Sequence[Row], config: RegenerateConfig) -> Iterator[list[tuple[Row, int]]]:
+    def answers(self, rows: Sequence[Row]) -> Iterator[list[tuple[Row, int]]]:
         """Yield answers as they arrive; see `Writer`. The first request that fails after all retries ends the run.
 
         Requests run in an event loop in a separate thread. Unfinished ones are cancelled when the run ends.
@@ -80,7 +80,7 @@ class ServerWriter(Writer):
 
             def start(count: int) -> None:
                 for row in itertools.islice(waiting, count):
-                    under_way.add(portal.start_task_soon(self._answer, client, row, config))
+                    under_way.add(portal.start_task_soon(self._answer, client, row))
 
             try:
                 start(self.concurrency)
@@ -99,11 +99,11 @@ class ServerWriter(Writer):
                 for future in under_way:
                     future.cancel()
 
-    async def _answer(self, client: Any, row: Row, config: RegenerateConfig) -> tuple[Row, int] | None:
+    async def _answer(self, client: Any, row: Row) -> tuple[Row, int] | None:
         """Ask the server. Return None if the prompt is left out as too long."""
         resource, line = client.completions if self.raw else client.chat.completions, row["line"]
         try:
-            reply = await resource.with_raw_response.create(**self._request(row, config))
+            reply = await resource.with_raw_response.create(**self._request(row))
         except self._openai.APIStatusError as error:
             reason, code = f"status {error.status_code}: {printable(_server_message(error))}", error.status_code
             if code in (408, 409, 429) or code >= 500:
@@ -121,9 +121,9 @@ class ServerWriter(Writer):
         tries = f"in {self.retries + 1} tries"
         return ValueError(f"{self.endpoint} did not answer the prompt on line {line} {tries}: {reason}")
 
-    def _request(self, row: Row, config: RegenerateConfig) -> dict[str, Any]:
+    def _request(self, row: Row) -> dict[str, Any]:
         # Extensions of OpenAI's protocol are sent only on request.
-        extra = {name: getattr(config, name) for name in ("top_k", "min_p") if getattr(config, name)}
+        extra = {name: row[name] for name in ("top_k", "min_p") if name in row}
         if self.token_ids:
             extra["return_token_ids"] = True
         if not self.raw and self.template:
@@ -131,9 +131,9 @@ class ServerWriter(Writer):
         return {
             **({"prompt": row["prompt"]} if self.raw else {"messages": as_messages(row)}),
             "model": self.name,
-            "max_tokens": config.max_new_tokens,
+            "max_tokens": row["max_new_tokens"],
             "temperature": row["temperature"],
-            "top_p": config.top_p,
+            "top_p": row.get("top_p", 1.0),
             "seed": row["seed"] % 2**_SEED_BITS,
             "extra_body": extra,
             "extra_headers": self.headers,
