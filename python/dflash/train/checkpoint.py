@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,17 +93,29 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(path: str | os.PathLike, drafter: Drafter) -> tuple[dict[str, Any], dict[str, Any]]:
+def load_checkpoint(
+    path: str | os.PathLike, drafter: Drafter, expected: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load a checkpoint's weights into ``drafter`` in place, and return its ``state`` and ``progress``.
+
+    ``expected`` is the `fingerprint` of the run that goes on.
 
     Raises:
         CheckpointError: the checkpoint is damaged; ``drafter`` is unchanged.
+        ValueError: the checkpoint is of another run; the difference is named.
     """
     from safetensors.torch import load_file
 
     path = Path(path)
     with _reading(path):
-        progress, weights = _read_progress(path), load_file(path / "model.safetensors")
+        progress = json.loads((path / _PROGRESS).read_bytes())
+        theirs = {} if expected is None else dict(progress["fingerprint"])
+    for name, ours in (expected or {}).items():
+        if name in theirs and theirs[name] != ours:
+            other = named(theirs[name])
+            raise ValueError(f"{path} belongs to another run: its {name} is {other}, this run's is {named(ours)}")
+    with _reading(path):
+        weights = load_file(path / "model.safetensors")
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)  # runs no code
         shapes, own = ({n: (x.shape, x.dtype) for n, x in part.items()} for part in (weights, drafter.state_dict()))
         if shapes != own:
@@ -114,13 +127,6 @@ def load_checkpoint(path: str | os.PathLike, drafter: Drafter) -> tuple[dict[str
 def _reading(path: Path) -> contextlib.AbstractContextManager[None]:
     """Turn what torch raises for an empty, truncated or foreign file into an error that says what to do."""
     return one_line_errors(f"checkpoint {path} cannot be read; remove that folder to do without it", CheckpointError)
-
-
-def _read_progress(path: Path) -> dict[str, Any]:
-    progress = json.loads((path / _PROGRESS).read_bytes())
-    if not isinstance(progress, dict):
-        raise ValueError(f"{_PROGRESS} must hold an object")
-    return progress
 
 
 # ---------------------------------------------------------------------------------------------- runs
@@ -165,10 +171,15 @@ def save_run(trainer: Trainer) -> None:
 def resume_run(trainer: Trainer) -> bool:
     """Continue from the last readable checkpoint. Return False if there is none. See `Trainer.resume`."""
     found, is_main = checkpoints(trainer.output / "checkpoints"), trainer.accelerator.is_main_process
-    last_error = None
+    expected, last_error = fingerprint(trainer), None
     for path in reversed(found):
         try:
-            _resume_from(trainer, path)
+            state, progress = load_checkpoint(path, trainer.drafter, expected)
+            with _reading(path):
+                for optimizer, saved in zip(trainer.optimizers, state["optimizers"], strict=True):
+                    optimizer.load_state_dict(saved)
+                torch.set_rng_state(state["random"])
+                vars(trainer).update({name: progress[name] for name in (*_COUNTERS, "last")})
             break
         except CheckpointError as error:
             last_error = last_error or error
@@ -180,20 +191,3 @@ def resume_run(trainer: Trainer) -> bool:
     if is_main:
         trainer.metrics.drop_after(trainer.step)
     return bool(found)
-
-
-def _resume_from(trainer: Trainer, path: Path) -> None:
-    """Load a checkpoint into the trainer. Raise ``ValueError`` for one of another run, naming the difference."""
-    with _reading(path):
-        theirs = dict(_read_progress(path)["fingerprint"])
-    for name, ours in fingerprint(trainer).items():
-        if name in theirs and theirs[name] != ours:
-            other = named(theirs[name])
-            raise ValueError(f"{path} belongs to another run: its {name} is {other}, this run's is {named(ours)}")
-    state, progress = load_checkpoint(path, trainer.drafter)
-    with _reading(path):
-        for optimizer, saved in zip(trainer.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        torch.set_rng_state(state["random"])
-        counters = {name: progress[name] for name in (*_COUNTERS, "last")}
-    vars(trainer).update(counters)
