@@ -395,7 +395,6 @@ def _write(out: Path, config: dict[str, Any], drafter: Drafter, names: Mapping[s
     """Write a checkpoint's folder. ``names`` has the tensors that the layout calls differently."""
     tensors = {names.get(name, name): part.detach().contiguous().clone() for name, part in drafter.state_dict().items()}
     mask_embedding = tensors.pop("mask_embedding", None)
-    out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(out) as unfinished:
         save_tensors(tensors, unfinished / "model.safetensors", {"format": "pt"})
         if mask_embedding is not None:  # engines read it from a file of its own

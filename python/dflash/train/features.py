@@ -235,7 +235,6 @@ class FeatureCache:
         self._open = functools.lru_cache(_OPEN_SHARDS)(self._open_shard)
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.lengths)
 
     def check(self, lengths: Sequence[int], target_layer_ids: Sequence[int]) -> None:

@@ -27,7 +27,6 @@ class StepTotals:
         self.sums: dict[str, Tensor] = {}
 
     def add(self, out: BlockLoss) -> None:
-        """Add a micro-batch."""
         for name, part in vars(out).items():
             if part is not None:
                 self.sums[name] = self.sums.get(name, 0) + part.detach().double()
@@ -56,7 +55,6 @@ class MetricsFile:
         self.path = folder / "metrics.jsonl"
 
     def append(self, line: dict[str, Any]) -> None:
-        """Write one line."""
         with one_line_errors(f"{self.path} could not be written (the checkpoints are intact)", CheckpointError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:

@@ -285,7 +285,7 @@ class Trainer:
             raise ValueError(f"plan() must run before the first step, this run has done {self.step}")
         # 1. Time steps on the first batches
         steps, device = self.batches.epoch(0), self.device
-        weights = [p.detach().to("cpu", copy=True) for p in self.drafter.parameters()]
+        weights = {name: weight.to("cpu", copy=True) for name, weight in self.drafter.state_dict().items()}
         totals, stamps = StepTotals(), []
         for number in range(max(2, measured)):
             self.place = number % len(steps)
@@ -299,11 +299,9 @@ class Trainer:
         self.step = self.place = self.tokens = 0
         for optimizer in self.optimizers:
             optimizer.state.clear()
-        with torch.no_grad():
-            for parameter, weight in zip(self.drafter.parameters(), weights, strict=True):
-                parameter.copy_(weight)
+        self.drafter.load_state_dict(weights)
         # 3. Extrapolate to the full run
-        count = sum(weight.numel() for weight in weights)
+        count = sum(weight.numel() for weight in weights.values())
         step_tokens = sum(self.batches.tokens(group) for group in steps) / len(steps)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {
