@@ -16,22 +16,7 @@ from .pretrained import Pretrained
 from .prompts import check_text, prompt_ids, render_chat, text_ids
 
 __all__ = [
-    "ARROW",
-    "CHAT_TEMPLATE",
-    "FIRST_GENERATION",
-    "PAIR",
-    "Decoding",
-    "GeneratorRunner",
-    "Pretrained",
-    "add_up",
-    "check_text",
-    "demo_pair",
-    "demo_prompts",
-    "draft_folder",
-    "encode",
-    "load_target",
-    "mean_acceptance",
-    "prompt_ids",
-    "render_chat",
-    "text_ids",
+    "ARROW", "CHAT_TEMPLATE", "FIRST_GENERATION", "PAIR", "Decoding", "GeneratorRunner", "Pretrained", "add_up",
+    "check_text", "demo_pair", "demo_prompts", "draft_folder", "encode", "load_target", "mean_acceptance",
+    "prompt_ids", "render_chat", "text_ids",
 ]  # fmt: skip
