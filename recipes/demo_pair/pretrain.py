@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from dflash.evaluate import CHAT_TEMPLATE, text_ids
+from dflash.evaluate import text_ids
+from dflash.evaluate.pair import CHAT_TEMPLATE
 from dflash.files import atomic_folder, read_torch_file, write_atomically
 from dflash.terminal import bars
 from dflash.train.metrics import MetricsFile

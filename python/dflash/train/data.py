@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..evaluate.prompts import (
-    as_messages,
-    first_prompt,
-    import_datasets,
-    parse_messages,
-    prompt_ids,
-    read_records,
-    render_chat,
-    text_ids,
-)
+from ..evaluate import prompt_ids, render_chat, text_ids
+from ..evaluate.prompts import as_messages, first_prompt, import_datasets, parse_messages, read_records
 from ..terminal import listed, shortened
 
 if TYPE_CHECKING:

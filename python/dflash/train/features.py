@@ -22,16 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ..files import one_line_errors, save_tensors, write_atomically
-from ..targets import (
-    check_target,
-    describe_config,
-    find_layers,
-    has_recurrent_layers,
-    structural_copy,
-    tapped_modules,
-    text_config,
-    unwrap,
-)
+from ..targets import check_target, describe_config, find_layers, structural_copy, tapped_modules, text_config, unwrap
+from ..targets.recurrent import has_recurrent_layers
 from .batches import group_by_length
 
 _INDEX = "features.json"
