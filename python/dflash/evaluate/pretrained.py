@@ -67,7 +67,7 @@ class Pretrained:
         config, folder = self.load_config(), (self._base() or self)._folder()
         if folder is not None:  # before transformers allocates anything
             is_quantized = getattr(config, "quantization_config", None) is not None
-            check_target_size(self._build_empty(config), check_target_weights(folder), is_quantized=is_quantized)
+            check_target_size(self.load_empty_target(config), check_target_weights(folder), is_quantized=is_quantized)
         target, found = self._load(AutoModelForCausalLM, config=config, dtype=dtype, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
@@ -77,14 +77,11 @@ class Pretrained:
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
 
-    def load_empty_target(self) -> Any:
+    def load_empty_target(self, config: Any = None) -> Any:
         """Build the target from its config, on the meta device and without its weights."""
-        return self._build_empty(self.load_config())
-
-    def _build_empty(self, config: Any) -> Any:
         from transformers import AutoModelForCausalLM
 
-        config = copy.deepcopy(config)
+        config = copy.deepcopy(self.load_config() if config is None else config)
         with torch.device("meta"), self._readable_errors():
             return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
 

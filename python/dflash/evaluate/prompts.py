@@ -82,14 +82,9 @@ def _rows(dataset: str, data: str | Path | None) -> Iterator[tuple[str, dict[str
     """Yield the rows of a dataset, each with its place for error messages."""
     source, path = DATASETS.get(dataset), Path(dataset)
     if source is not None and data is None:
+        local = f"--data DIR reads {source.files[0]} from a folder instead"
         name = source.hub.get("data_files", source.hub["path"])
-        try:
-            rows = import_datasets("bench").load_dataset(**source.hub)
-        except Exception as error:  # several libraries raise their own: offline, moved, disk full
-            raise ValueError(
-                f"--dataset {dataset}: {name} could not be loaded ({_reason(error)}); --data DIR reads "
-                f"{source.files[0]} from a folder instead"
-            ) from error
+        rows = _from_hub(f"--dataset {dataset}: {name} could not be loaded ({local})", "bench", **source.hub)
         yield from ((f"{dataset}, row {index}", row) for index, row in enumerate(rows))
         return
     if source is not None:
@@ -102,8 +97,13 @@ def _rows(dataset: str, data: str | Path | None) -> Iterator[tuple[str, dict[str
     yield from ((where, row) for where, _, row in read_jsonl(path))
 
 
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _from_hub(failed: str, extra: str, *place: Any, **options: Any) -> Any:
+    """Load a data set; ``failed`` begins the error."""
+    try:
+        return import_datasets(extra).load_dataset(*place, **options)
+    except Exception as error:  # several libraries raise their own: not found, gated, offline, no such split, disk full
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{failed}: {reason}") from error
 
 
 def import_datasets(extra: str = "train") -> Any:
@@ -134,10 +134,8 @@ def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, i
     if name.startswith((".", "/", "~")) or name.endswith(_TEXT_SUFFIXES + _JSON_SUFFIXES) or name.count("/") > 1:
         raise FileNotFoundError(f"there is no data file {name!r}")
     hub, _, config = name.partition(":")
-    try:
-        rows = import_datasets().load_dataset(hub, config or None, split=split)
-    except Exception as error:  # several libraries raise their own: not found, gated, offline, no such split
-        raise ValueError(f"data {name!r} is neither a file nor a data set within reach: {_reason(error)}") from error
+    failed = f"data {name!r} is neither a file nor a data set within reach"
+    rows = _from_hub(failed, "train", hub, config or None, split=split)
     for line, row in enumerate(rows, 1):
         yield f"{name}, row {line}", line, {key: value for key, value in row.items() if value is not None}
 

@@ -128,10 +128,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_
     return run(q.transpose(1, 2), keys, values, block_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
-ATTENTIONS = {
-    "flex": (_flex_mask, _flex_attention),
-    "matmul": (_matmul_mask, _matmul_attention),
-}
+ATTENTIONS = {"flex": (_flex_mask, _flex_attention), "matmul": (_matmul_mask, _matmul_attention)}
 
 
 @torch.no_grad()
