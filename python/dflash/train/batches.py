@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,16 +73,10 @@ def mix_seed(*numbers: int) -> int:
     return value
 
 
-def pad_rows(rows: Any, index: list[int]) -> tuple[Tensor, Tensor]:
-    """Return ``input_ids`` and ``loss_mask`` of some rows, ``[batch, length]``, padded with 0 on the right."""
-    part = rows[index]
-
-    def pad(values: list[list[int]]) -> Tensor:
-        return nn.utils.rnn.pad_sequence(
-            [torch.tensor(value, dtype=torch.int64, device="cpu") for value in values], batch_first=True
-        )
-
-    return pad(part["input_ids"]), pad(part["loss_mask"])
+def pad(rows: Iterable[Sequence[int]]) -> Tensor:
+    """Return rows of integers as ``[batch, length]`` int64 on the CPU, padded with 0 on the right."""
+    tensors = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
 
 def add_noise(context: Tensor, taps: int, scale: float, generator: torch.Generator) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..files import one_line_errors, save_tensors, write_atomically
 from ..targets import check_target, describe_config, find_layers, structural_copy, tapped_modules, text_config, unwrap
 from ..targets.recurrent import has_recurrent_layers
-from .batches import group_by_length
+from .batches import group_by_length, pad
 
 _INDEX = "features.json"
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -155,16 +155,13 @@ def cache_features(  # noqa: PLR0913 - public, each documented
         compute = lambda ids: tapped(ids)[0]  # noqa: E731
     width = len(layer_ids) * text_config(target).hidden_size
     lengths = [len(ids) for ids in _ids(rows)]
-    if not lengths or not min(lengths):
-        raise ValueError("features need rows of at least one token each")
     index = {"fingerprint": fingerprint(target, rows, layer_ids, dtype), "width": width, "lengths": lengths}
     if (folder / _INDEX).is_file():
         index = _read_index(folder, index["fingerprint"])
     else:
         index["shards"] = _shard_rows(lengths, max(1, shard_bytes // (width * dtype.itemsize)))
     # 2. See what is missing, and whether there is room for it
-    shards = index["shards"]
-    missing = [number for number in range(len(shards)) if not _shard(folder, number).is_file()]
+    shards, missing = index["shards"], _missing(folder, index)
     needed = sum(sum(lengths[slice(*shards[number])]) for number in missing) * width * dtype.itemsize
     parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     if needed > (free := shutil.disk_usage(parent).free):
@@ -180,24 +177,20 @@ def cache_features(  # noqa: PLR0913 - public, each documented
     done = len(lengths) - sum(end - start for start, end in (shards[number] for number in missing))
     tokens, began = 0, time.perf_counter()
     for number in (number for number in missing if number % world == rank):
-        ids = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in rows[slice(*shards[number])]["input_ids"]]
+        ids = rows[slice(*shards[number])]["input_ids"]
         sizes = list(map(len, ids))
         offsets = [0, *accumulate(sizes)]
         features = torch.zeros(offsets[-1], width, dtype=dtype, device="cpu")
         for batch in group_by_length(range(len(ids)), sizes, batch_tokens):
-            padded = nn.utils.rnn.pad_sequence([ids[row] for row in batch], batch_first=True).to(device)
             with torch.no_grad():
-                out = compute(padded)
-            if tuple(out.shape) != (*padded.shape, width):
-                raise ValueError(f"features must be [batch, length, {width}], compute gave {list(out.shape)}")
+                out = compute(pad(ids[row] for row in batch).to(device))
             for row, found in zip(batch, out.to("cpu", dtype), strict=True):
                 features[offsets[row] : offsets[row + 1]] = found[: sizes[row]]
             done, tokens = done + len(batch), tokens + sum(sizes[row] for row in batch)
             if progress is not None:
                 progress(done, len(lengths), tokens / (time.perf_counter() - began))
         _write(_shard(folder, number), functools.partial(save_tensors, {"features": features}))
-    is_complete = all(_shard(folder, number).is_file() for number in range(len(shards)))
-    return FeatureCache(folder) if is_complete else None
+    return None if _missing(folder, index) else FeatureCache(folder)
 
 
 class FeatureCache:
@@ -212,8 +205,7 @@ class FeatureCache:
         self.folder = Path(folder)
         index = _read_index(self.folder, expected or {})
         shards = index["shards"]
-        missing = sum(not _shard(self.folder, number).is_file() for number in range(len(shards)))
-        if missing:
+        if missing := len(_missing(self.folder, index)):
             raise ValueError(
                 f"{self.folder} is incomplete: {missing} of {len(shards)} shards are missing; compute them first"
             )
@@ -273,6 +265,10 @@ def _shard_rows(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 def _shard(folder: Path, number: int) -> Path:
     return folder / f"features-{number:06d}.safetensors"
+
+
+def _missing(folder: Path, index: dict[str, Any]) -> list[int]:
+    return [number for number in range(len(index["shards"])) if not _shard(folder, number).is_file()]
 
 
 def _read_index(folder: Path, expected: dict[str, Any]) -> dict[str, Any]:

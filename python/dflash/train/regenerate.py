@@ -17,7 +17,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from torch import nn
 
 from ..drafter import Drafter
@@ -27,6 +26,7 @@ from ..generator import Generator
 from ..sampling import fold
 from ..settings import checked
 from ..targets import max_positions
+from .batches import pad
 
 _PREFILL_ROWS = 16384  # tokens per forward pass, over all rows of a batch
 _OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # settings that rows name only if they are on
@@ -322,9 +322,8 @@ class LocalWriter(Writer):
 
     def _answer_batch(self, generator: Generator, rows: list[Row]) -> list[tuple[Row, int]]:
         # 1. Pad the prompts to the right, and generate, each row with its own seed
-        prompts = [torch.tensor(row["prompt_ids"], dtype=torch.int64, device="cpu") for row in rows]
-        ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-        mask = nn.utils.rnn.pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
+        ids = pad(row["prompt_ids"] for row in rows)
+        mask = pad([1] * len(row["prompt_ids"]) for row in rows)
         device = self.target.get_input_embeddings().weight.device
         out = generator.generate(
             ids.to(device),

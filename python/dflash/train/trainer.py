@@ -25,7 +25,7 @@ from ..files import check_writable, remove_unfinished
 from ..generator import Generator
 from ..options import check_config
 from ..targets import Target, check_target, max_positions, text_config
-from .batches import Batches, Blocks, add_noise, default_gamma, make_blocks, mix_seed, pad_rows, sample_anchors
+from .batches import Batches, Blocks, add_noise, default_gamma, make_blocks, mix_seed, pad, sample_anchors
 from .checkpoint import resume_run, save_draft, save_run
 from .config import TrainConfig
 from .data import MeasuredRows, hold_out
@@ -235,7 +235,8 @@ class Trainer:
         """Return the loss sums of one micro-batch. ``key`` seeds its anchors and its noise."""
         # 1. Cut the rows into blocks
         config, draft = self.config, self.drafter.config
-        ids, loss_mask = pad_rows(self.rows, rows)
+        part = self.rows[rows]
+        ids, loss_mask = pad(part["input_ids"]), pad(part["loss_mask"])
         generator = torch.Generator().manual_seed(key)
         anchors, valid = sample_anchors(loss_mask, config.anchors, generator)
         blocks = make_blocks(ids, loss_mask, anchors, valid, draft.block_size, draft.mask_token_id, self.gamma)
