@@ -49,11 +49,6 @@ class TreeStep(NamedTuple):
         """True if the path takes a child that was not the most probable, which a chain would not have proposed."""
         return any(self.children(row)[0] != child for row, child in zip(self.path, self.path[1:], strict=False))
 
-    @property
-    def interest(self) -> tuple[bool, int]:
-        """Key by which steps are compared: those that leave the spine first, then those that wrote most."""
-        return self.leaves_spine, len(self.emitted)
-
 
 class TreeWatch:
     """Keeps the step of a stream that shows best what a tree is for.
@@ -75,8 +70,8 @@ class TreeWatch:
             for event in events:
                 block, emitted = blocks.pop(), event.ids[0]
                 step = TreeStep(block.ids[0].tolist(), block.tree.parents[0].tolist(), emitted)
-                if self.best is None or step.interest > self.best.interest:
-                    self.best = step
+                steps = [step] if self.best is None else [self.best, step]
+                self.best = max(steps, key=lambda step: (step.leaves_spine, len(step.emitted)))
                 yield event
         finally:
             del proposer.propose

@@ -144,9 +144,6 @@ def _to_speculators(
     """Return the form of a published config, of which ``config`` was read, in the layout of the speculators library.
 
     ``target`` names the target, for engines started with the drafter only.
-
-    Raises:
-        ValueError: the layout, or vLLM's reader of it, cannot express something that changes the math.
     """
     _expect_speculators(config)
     # 1. The type, and the keys that only it has

@@ -163,9 +163,7 @@ def regenerate(
     *,
     progress: Callable[[Summary, int], None] | None = None,
 ) -> Summary:
-    """Write the responses that ``out`` does not have yet.
-
-    `dflash.train.data.load_rows` reads its rows, which say how they were asked, and have the ids if these are known.
+    """Write the responses that ``out`` does not have yet; `dflash.train.data.load_rows` reads its rows.
 
     Args:
         prompts: prompts from `dflash.train.data.load_prompts`.
@@ -277,7 +275,6 @@ class LocalWriter(Writer):
         self._steps = self._step_tokens = 0
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Tokenize every prompt. One that does not fit the target with its response raises, or is skipped."""
         positions, known = max_positions(self.target), {}
         self.skipped = set()
         for row in rows:
@@ -302,7 +299,6 @@ class LocalWriter(Writer):
             row["prompt_ids"] = known[row["line"]]
 
     def answers(self, rows: Sequence[Row]) -> Iterator[list[tuple[Row, int]]]:
-        """Yield one group per batch; see `Writer`. Call `check` first."""
         if not rows:
             return
         batch = min(self.batch_size, len(rows))

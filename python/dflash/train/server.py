@@ -59,8 +59,7 @@ class ServerWriter(Writer):
         self.endpoint = self.url.rstrip("/") + ("/completions" if self.raw else "/chat/completions")
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Raise for a conversation if ``raw`` is set. The server checks lengths."""
-        self.skipped = set()
+        self.skipped = set()  # the server checks lengths
         for row in rows:
             if self.raw and "messages" in row:
                 raise ValueError(f"the prompt on line {row['line']} is a conversation, which cannot be continued raw")
