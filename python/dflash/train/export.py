@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..drafter import MASK_EMBEDDING_FILE, DraftConfig, Drafter, draft_folder, load_draft
-from ..drafter.config import FULL, KEYS, LAYER, ROPE_TYPES, SLIDING, Rope, from_speculators, is_speculators
+from ..drafter.config import FULL, KEYS, LAYER, ROPE_TYPES, SLIDING, from_speculators, is_speculators
 from ..files import (
     atomic_folder,
     check_writable,

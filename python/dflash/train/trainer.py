@@ -302,7 +302,7 @@ class Trainer:
             optimizer.state.clear()
         self.drafter.load_state_dict(weights)
         # 3. Extrapolate to the full run
-        count = sum(weight.numel() for weight in weights.values())
+        count = sum(p.numel() for p in self.drafter.parameters())
         step_tokens = sum(self.batches.tokens(group) for group in steps) / len(steps)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {
