@@ -1,7 +1,6 @@
 """Test what a drafter notices between calls: weights that changed, and prefixes that may be used again."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dflash
 from dflash import DraftConfig, Drafter
-from dflash.drafter.drafter import DerivedWeight
 
 NEW = 10
 KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocabulary holds
@@ -174,23 +172,3 @@ def test_weights_that_did_not_change_are_not_read(target, tmp_path, kind):
     with Calls() as calls:
         draft.refresh()
     assert calls.count > 0
-
-
-def test_a_source_at_the_address_of_one_that_was_freed_is_another():
-    derived = DerivedWeight(torch.zeros(100_000))
-    for value in range(20):  # at this size, Python and torch give freed objects and memory out again at once
-        source = torch.full((100_000,), float(value))
-        derived.follow_([source], lambda source=source: 2 * source)
-        assert derived.weight[0] == 2 * value
-        del source
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_a_copy_of_a_derived_weight_follows_sources_of_its_own(duplicate):
-    source, derived = nn.Parameter(torch.ones(4), requires_grad=False), DerivedWeight(torch.zeros(4))
-    derived.follow_([source], lambda: 2 * source)
-    other, copied = torch.full((4,), 3.0), duplicate(derived)
-    assert torch.equal(copied.weight, derived.weight)
-    copied.follow_([other], lambda: 2 * other)
-    assert copied.weight.tolist() == [6.0] * 4
-    assert derived.weight.tolist() == [2.0] * 4

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import operator
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +15,7 @@ from .. import ops
 from ..decoder import BlockConv, DecoderLayer, DecoderStack, rotary_table
 from ..ops import NotFiniteError, WeightStorage, int8_layer, reference
 from ..state import KVCache
-from ..targets import Fingerprint, not_finite
+from ..targets import not_finite
 from ..targets.model import modules_of, tensors_of
 from .config import DFlash2Config, DraftConfig
 
@@ -74,7 +72,8 @@ class Drafter(nn.Module):
             self.register_buffer("d2t", like.new_empty(config.draft_vocab_size, dtype=torch.int64))
         self.shared_parts: set[str] = set()  # those that are the target's tensors, see `share_`
         self._stack: DecoderStack | None = None
-        self._stacked: list[Tensor] = []  # the tensors that it runs
+        self._stacked: list[Tensor] = []  # the tensors that it runs, or that it was made of
+        self._versions: list[object] = []  # and theirs
         self._restack()
 
     @property
@@ -117,25 +116,21 @@ class Drafter(nn.Module):
         return other
 
     def refresh(self) -> None:
-        """Notice parameters whose storage was replaced. Called once per call of ``generate``, outside of the step."""
-        self._scale_outputs()
-        if self.markov_head is not None and self.config.draft_vocab_size is not None:
-            self.markov_head.refresh(self.d2t)
-        if self._is_stacked():
-            self._stack.refresh()
-        else:
-            self._restack()
-
-    def _is_stacked(self) -> bool:
-        """Return True if every parameter is the object that the stack runs."""
+        """Notice parameters that were replaced and, where copies of them run, written to. Called once per call."""
         tensors = tensors_of(modules_of(self))
-        return len(tensors) == len(self._stacked) and all(map(operator.is_, tensors, self._stacked))
+        # By identity: an `id` may be that of a freed tensor, and `==` compares values.
+        is_same = len(tensors) == len(self._stacked) and all(map(operator.is_, tensors, self._stacked))
+        if is_same and (not self._runs_copies() or self._versions == list(map(_version, tensors))):
+            self._stack.refresh()
+            return
+        self._derive()
+        self._restack()
+        self._stacked = tensors_of(modules_of(self))
+        self._versions = list(map(_version, self._stacked))
 
     def forget_values(self) -> None:
-        """Compute what follows from the weights again at the next `refresh`, whether they have changed or not."""
-        for part in self.modules():
-            if isinstance(part, DerivedWeight):
-                part.forget()
+        """Make copies of weights again at the next `refresh`, whether they are known to have changed or not."""
+        self._stacked = []
 
     # ------------------------------------------------------------------------------------------ the forward pass
 
@@ -287,7 +282,6 @@ class Drafter(nn.Module):
     def _restack(self) -> None:
         """Run the parameters as they are now; a compiled step keeps its stack."""
         layers, norm = self._stack_layers(), self.norm.weight
-        self._stacked = tensors_of(modules_of(self))
         if self._stack is not None:
             self._stack.replace(layers, norm)
             return
@@ -349,15 +343,23 @@ class Drafter(nn.Module):
                 if parameter.data_ptr() != view.data_ptr() or parameter.is_meta:
                     view.copy_(parameter)
                     parameter.data = view
-        self._scale_outputs()
         self._restack()
+        self._stacked = []
 
-    def _scale_outputs(self) -> None:
-        """Scale the output projections that have changed, in copies: as good as scaling all values."""
-        scale = self.config.attention_value_scale
-        for layer in self.layers if scale != 1.0 else ():
-            weight = layer.self_attn.o_proj.weight
-            layer.self_attn.scaled_o.follow_([weight], functools.partial(torch.mul, weight, scale))
+    def _runs_copies(self) -> bool:
+        """Return True if weights run as copies, which do not change with them."""
+        is_spread = self.markov_head is not None and self.markov_head.spread_w2 is not None
+        return is_spread or self.config.attention_value_scale != 1.0
+
+    @torch.no_grad()
+    def _derive(self) -> None:
+        """Compute the weights that follow from others: scaled output projections, and a Markov head's spread rows."""
+        scale, head = self.config.attention_value_scale, self.markov_head
+        for layer in self.layers if scale != 1.0 else ():  # in copies: as good as scaling all values
+            layer.self_attn.scaled_o.set_(layer.self_attn.o_proj.weight * scale)
+        if head is not None and head.spread_w2 is not None:
+            full = torch.zeros_like(head.spread_w2.weight, dtype=self.dtype, device=self.device)
+            head.spread_w2.set_(full.index_copy_(0, target_ids(self.d2t), head.markov_w2.weight))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
         frequencies = self.inv_freq
@@ -486,11 +488,6 @@ class MarkovHead(nn.Module):
         self.markov_w1, self.markov_w2 = Holder(like, vocab, rank), Holder(like, draft_vocab or vocab, rank)
         self.spread_w2 = None if draft_vocab is None else DerivedWeight(like.new_zeros(vocab, rank))
 
-    def refresh(self, d2t: Tensor) -> None:
-        """Give each row of a reduced ``W2`` the place of its token among the target's (`target_ids`)."""
-        weight, full = self.markov_w2.weight, self.spread_w2.weight.shape
-        self.spread_w2.follow_([weight, d2t], lambda: weight.new_zeros(full).index_copy_(0, target_ids(d2t), weight))
-
     def pair_weights(self, hidden: Tensor) -> PairWeights:
         """Return what scores the pairs of a block, from the rows that predict, ``[batch, drafts, hidden]``."""
         successors = (self.markov_w2 if self.spread_w2 is None else self.spread_w2).weight
@@ -507,52 +504,26 @@ def target_ids(d2t: Tensor) -> Tensor:
 
 
 class DerivedWeight(nn.Module):
-    """A tensor that follows from others, at a fixed address. It is computed again only after one of them has changed.
-
-    torch counts no writes through ``tensor.data``. It counts none to a tensor that was made in inference mode: what
-    follows from such is computed at every look.
-    """
+    """A weight that follows from others, at a fixed address and outside of the state dict."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", weight, persistent=False)
-        self._seen: list[tuple[weakref.ref[Tensor], object]] = []
 
-    @torch.no_grad()
-    def follow_(self, sources: Sequence[Tensor], compute: Callable[[], Tensor]) -> None:
-        """Take the value of ``compute``, which makes it from ``sources``, if one of these has changed."""
-        if self._is_current(sources):
-            return
-        value = compute()
+    def set_(self, value: Tensor) -> None:
+        """Take a value. An equal one is not written: whoever compares versions would see other weights."""
         if (value.dtype, value.device) != (self.weight.dtype, self.weight.device):
             self.weight = value
-        # A write would look like other weights to whoever compares versions, such as the reuse of prefixes.
         elif not value.is_meta and not torch.equal(self.weight, value):
             self.weight.copy_(value)
-        self._seen = [(weakref.ref(tensor), _version(tensor)) for tensor in (self.weight, *sources)]
-
-    def forget(self) -> None:
-        """Compute the tensor again at the next `follow_`."""
-        self._seen = []
-
-    def _is_current(self, sources: Sequence[Tensor]) -> bool:
-        """Return True if no source was replaced or written to, and this module was not moved."""
-        tensors = self.weight, *sources
-        if len(tensors) != len(self._seen) or any(map(Tensor.is_inference, sources)):
-            return False
-        # By identity: an `id` may be that of a freed tensor, and `==` compares values.
-        return all(
-            ref() is tensor and version == _version(tensor)
-            for (ref, version), tensor in zip(self._seen, tensors, strict=True)
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_seen": []}  # a copy looks at sources of its own
 
 
 def _version(tensor: Tensor) -> object:
-    """Return what differs once a tensor was written to, moved or reshaped."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, None if tensor.is_inference() else tensor._version
+    """Return what differs once a tensor was written to, moved or reshaped, and always if torch counts no writes to it.
+
+    torch counts none through ``tensor.data``, nor to tensors that were made in inference mode.
+    """
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, object() if tensor.is_inference() else tensor._version
 
 
 # ---------------------------------------------------------------------------------------------- weights in 8 bits
@@ -580,8 +551,8 @@ def quantized_draft(weights: WeightStorage, draft: Drafter) -> Drafter:
     if weights is None:
         return draft
     stored = Int8Drafter.__new__(Int8Drafter)
-    stored.__dict__.update(draft.__dict__, _stack=None)
-    stored._restack()
+    stored.__dict__.update(draft.__dict__, _stack=None, _stacked=[])
+    stored.refresh()
     return stored
 
 
@@ -591,25 +562,12 @@ class Int8Drafter(Drafter):
     What is outside of the layers runs as it is, and so do the products of prefill.
     """
 
-    def refresh(self) -> None:
-        """Notice parameters that were replaced, as a drafter does, and weights that were written to."""
-        if not self._quantized.has_same_values(self.layers):
-            self._stacked = []
-        super().refresh()
-
-    def forget_values(self) -> None:
-        """Read all weights again at the next `refresh`."""
-        super().forget_values()
-        self._stacked = []
+    def _runs_copies(self) -> bool:
+        return True
 
     def _stack_layers(self) -> list[DecoderLayer]:
         """Return the layers in 8 bits, made of the weights as they are now."""
         try:
-            layers = list(map(int8_layer, super()._stack_layers()))
+            return list(map(int8_layer, super()._stack_layers()))
         except NotFiniteError as error:
             raise ValueError(not_finite("draft_weights", self, error)) from error
-        self._quantized = Fingerprint(self.layers)  # of what the copies were made of
-        return layers
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_quantized": None}
