@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_stream_arguments, tree_rows
-from .drafter import check_draft_weights, load_draft
 from .generator import CallLock, Generator, locks_held_here
 from .ops import WeightStorage
-from .options import GeneratorOptions, check_block_size, checked_block_size
+from .options import GeneratorOptions, checked_block_size
 from .outputs import GenerateOutput, StreamEvent
 from .settings import BlockSize
 from .targets import (
@@ -278,10 +277,7 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     if positions is not None:
         capacity = min(capacity, positions)
     sizes = GeneratorOptions(capacity, len(call.prompts), reuse_prefix=False, tree=call.tree, **options._asdict())
-    sizes.check(target)
-    loaded = None if draft is None else load_draft(draft)
-    check_block_size(target, loaded, options.block_size)
-    check_draft_weights(options.draft_weights, loaded if has_drafts else None)
+    loaded, _ = sizes.check_pair(target, draft)
     if options.weights is not None:
         check_int8(target)
     # 4. Make it.

@@ -22,16 +22,15 @@ from .call import (
     check_drafts,
     check_room,
     check_stream_arguments,
-    check_tree,
     tree_rows,
 )
-from .drafter import Drafter, check_draft_weights, load_draft, quantized_draft
+from .drafter import quantized_draft
 from .engine import Direct, Engine, Replay, step
 from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
 from .engine.run import Answer, Run, event_of, output_of
 from .ops import WeightStorage
-from .options import GeneratorOptions, check_block_size, check_tree_trial, checked_block_size
+from .options import GeneratorOptions, check_tree_trial, checked_block_size
 from .outputs import GenerateOutput, StreamEvent
 from .settings import checked
 from .state import State
@@ -206,18 +205,11 @@ class Generator:
         )
         target = check_target(target)
         # 1. Check everything before anything is made.
-        options.check(target)
-        loaded = None if draft is None else load_draft(draft)
-        self.block_size = check_block_size(target, loaded, options.block_size)
-        self._loaded: Drafter | None = loaded if self.block_size > 1 else None
-        check_draft_weights(options.draft_weights, self._loaded)
+        self._loaded, self.block_size = options.check_pair(target, draft)
         self.max_length, self.batch_size = int(options.max_length), int(options.batch_size)
         self.denoise_steps, self.prefill_chunk = int(options.denoise_steps), int(options.prefill_chunk)
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
-        self.weights = options.weights
-        self.tree = checked("tree", options.tree)
-        if self.tree is not None:
-            check_tree(target, self.tree, self._loaded)
+        self.weights, self.tree = options.weights, checked("tree", options.tree)
         # 2. The pair: the target's copy, the drafter, and the engine with its state.
         taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
         prepared, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)

@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import nn
 
-from .call import check_combination
-from .drafter import DraftConfig, Drafter
+from .call import check_combination, check_tree
+from .drafter import DraftConfig, Drafter, check_draft_weights, load_draft
 from .ops import WeightStorage
 from .settings import BlockSize, TreeSize, checked, integer_from
 from .targets import (
@@ -59,6 +59,17 @@ class GeneratorOptions:
         device = embedding_table(target).device
         if self.graph is True and device.type != "cuda":
             raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
+
+    def check_pair(self, target: nn.Module, draft: nn.Module | None) -> tuple[Drafter | None, int]:
+        """Return the loaded drafter, None if nothing drafts, and the block size; raise unless the pair can run so."""
+        self.check(target)
+        loaded = None if draft is None else load_draft(draft)
+        block_size = check_block_size(target, loaded, self.block_size)
+        loaded = loaded if block_size > 1 else None
+        check_draft_weights(self.draft_weights, loaded)
+        if self.tree is not None:
+            check_tree(target, checked("tree", self.tree), loaded)
+        return loaded, block_size
 
 
 def check_weights(name: str, weights: object) -> None:
