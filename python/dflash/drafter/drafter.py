@@ -78,12 +78,10 @@ class Drafter(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
         return self.fc.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
         return self.fc.weight.device
 
     @property

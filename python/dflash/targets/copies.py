@@ -158,7 +158,6 @@ class Stateless:
     is_compileable = True
 
     def get_seq_length(self, *_args: Any) -> int:
-        """Return 0."""
         return 0
 
     def get_conv_state(self, *_args: Any, **_kwargs: Any) -> None:
@@ -167,12 +166,10 @@ class Stateless:
     get_recurrent_state = get_conv_state
 
     def has_previous_state(self, *_args: Any, **_kwargs: Any) -> bool:
-        """Return False, which is what transformers before 5.21 asks for instead."""
-        return False
+        return False  # transformers before 5.21 asks for this instead
 
     def update_conv_state(self, states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        """Return the rows as they are, without inputs in front of them."""
-        return states
+        return states  # without inputs in front of them
 
     update_recurrent_state = update_conv_state
 

@@ -118,12 +118,10 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the embeddings."""
         return self.embedding_weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the embeddings."""
         return self.embedding_weight.device
 
     @property
@@ -282,16 +280,11 @@ class FusedTarget:
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
-    def device(self) -> torch.device:
-        """Device of all weights."""
-        return self.embedding.device
-
-    @property
     def obstacle(self) -> str:
         """Why our kernels cannot multiply by these weights; empty if they can."""
         weights = [w for layer in self.stack.layers for w in layer if isinstance(w, Tensor) and w.dim() == 2]
         weights.append(self.head.weight)
-        return kernel_obstacle(self.device, weights, {weight.shape[1] for weight in weights})
+        return kernel_obstacle(self.embedding.device, weights, {weight.shape[1] for weight in weights})
 
     @property
     def int8_obstacle(self) -> str:
