@@ -69,7 +69,7 @@ class Drafter(nn.Module):
         if "mask_embedding" in config.own_parts:
             self.mask_embedding = empty_parameter(like, hidden)
         if config.draft_vocab_size is not None:
-            self.register_buffer("d2t", like.new_empty(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("d2t", like.new_zeros(config.draft_vocab_size, dtype=torch.int64))
         self.shared_parts: set[str] = set()  # those that are the target's tensors, see `share_`
         self._stack: DecoderStack | None = None
         self._stacked: list[Tensor] = []  # the tensors that it runs, or that it was made of
@@ -121,7 +121,6 @@ class Drafter(nn.Module):
         if is_same and (not self._runs_copies() or self._versions == list(map(_version, tensors))):
             self._stack.refresh()
             return
-        self._derive()
         self._restack()
         self._stacked = tensors_of(modules_of(self))
         self._versions = list(map(_version, self._stacked))
@@ -277,8 +276,17 @@ class Drafter(nn.Module):
     def _frequencies(self, device: torch.device | str) -> Tensor:
         return self.config.rope.inverse_frequencies(self.config.head_dim).to(device)
 
+    @torch.no_grad()
     def _restack(self) -> None:
-        """Run the parameters as they are now; a compiled step keeps its stack."""
+        """Run the parameters as they are now, and what follows from them; a compiled step keeps its stack."""
+        # 1. Compute the weights that follow from others, in copies: as good as scaling all values
+        scale, head = self.config.attention_value_scale, self.markov_head
+        for layer in self.layers if scale != 1.0 else ():
+            layer.self_attn.scaled_o.set_(layer.self_attn.o_proj.weight * scale)
+        if head is not None and head.spread_w2 is not None:
+            full = torch.zeros_like(head.spread_w2.weight, dtype=self.dtype, device=self.device)
+            head.spread_w2.set_(full.index_copy_(0, target_ids(self.d2t), head.markov_w2.weight))
+        # 2. Put them and the others into the stack
         layers, norm = self._stack_layers(), self.norm.weight
         if self._stack is not None:
             self._stack.replace(layers, norm)
@@ -348,16 +356,6 @@ class Drafter(nn.Module):
         """Return True if weights run as copies, which do not change with them."""
         is_spread = self.markov_head is not None and self.markov_head.spread_w2 is not None
         return is_spread or self.config.attention_value_scale != 1.0
-
-    @torch.no_grad()
-    def _derive(self) -> None:
-        """Compute the weights that follow from others: scaled output projections, and a Markov head's spread rows."""
-        scale, head = self.config.attention_value_scale, self.markov_head
-        for layer in self.layers if scale != 1.0 else ():  # in copies: as good as scaling all values
-            layer.self_attn.scaled_o.set_(layer.self_attn.o_proj.weight * scale)
-        if head is not None and head.spread_w2 is not None:
-            full = torch.zeros_like(head.spread_w2.weight, dtype=self.dtype, device=self.device)
-            head.spread_w2.set_(full.index_copy_(0, target_ids(self.d2t), head.markov_w2.weight))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
         frequencies = self.inv_freq

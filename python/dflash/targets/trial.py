@@ -180,7 +180,7 @@ def _mask_fault(attention: nn.Module, options: dict[str, Any], seen: Tensor, fus
     layer = getattr(attention, "layer_idx", None)
     window = fused_windows[layer] if layer in fused_windows else window_of(attention, options) or 0
     rows, positions = seen.shape
-    slots = torch.arange(positions)
+    slots = torch.arange(positions, device=seen.device)
     distance = slots[-rows:, None] - slots
     if torch.equal(seen, (distance >= 0) & (distance < (window or positions))):
         return ""
