@@ -174,7 +174,7 @@ static __device__ __forceinline__ void multiply(float (&sums)[kRows / 16][2][4],
   const auto rows = [&](uint32_t (&to)[4], int slot, int m, int k) {
     ldmatrix(to, memory + slot * kStageElements<kRows> + kWeights + m * 16 * kInner + (rows_at ^ 16 * k));
   };
-  multiply_tiles<T, kInner>(sums, stages, copy, rows, weights);
+  multiply_tiles<T, kInner>(sums, stages, copy, [](int) {}, rows, weights);
   cp_async_wait<0>();
   __syncthreads();  // the stages are used again
 }

@@ -6,12 +6,14 @@
 // warps has 16 features and every row; with more, warps share rows and features, so that less of both is read from
 // shared memory.
 //
-// More than 64 rows come in blocks of 128, with 256 features each: every block reads all of its rows, and with fewer
+// More than 64 rows come in blocks of 128, with 192 features each: every block reads all of its rows, and with fewer
 // features these would be more bytes than the weights. Blocks with the same weights lie side by side.
 //
-// If there are few features, the inner dimension is cut into slices, one block each, and the last block to arrive adds
-// up their sums in ascending order. The slices depend only on the weights' shapes, and a sum takes its products in
-// ascending order, so a row's bits depend neither on the other rows nor on their number.
+// If there are few features, the inner dimension is cut into slices. Up to 16 rows each has a block of its own: three
+// fit on an SM, so that there is an even share of the weights for every SM, also while the blocks of two kernels
+// overlap. With more rows a block takes a pair of slices in turn. The last block to arrive adds up the sums of the
+// pairs in ascending order. The slices depend only on the weights' shapes, and a sum takes its products in ascending
+// order, so a row's bits depend neither on the other rows nor on their number.
 //
 // If gated, the weights are gate and up: of 16 features in a row, eight are of one and the same eight of the other. A
 // thread then holds both products of an output, and stores silu(gate) * up.
@@ -22,30 +24,50 @@
 namespace dflash {
 
 constexpr int64_t kTile = 128;         // the features that slices are counted by
-constexpr int64_t kBlocks = 256;       // the number of slices aims at about this many blocks
+constexpr int64_t kBlocks = 384;       // the number of slices aims at about this many blocks of up to 16 rows
 constexpr int64_t kSteps = 64;         // of the inner dimension: slices are multiples
 constexpr int64_t kStepsPerSlice = 4;  // minimum
 
-// sum = the sums of all slices, each of which a block has stored, in ascending order.
-template <int kVectors, typename S>
-static __device__ __forceinline__ void add_slices(S& sum, const float4* stored, int splits) {
-  constexpr int kAtOnce = 8;  // requested before the first is used
-  constexpr int kColumns = int(sizeof(sum[0]) / sizeof(sum[0][0]));
+static __device__ __forceinline__ void add(float (&s)[4], const float4& v) {
+  s[0] += v.x, s[1] += v.y, s[2] += v.z, s[3] += v.w;
+}
+
+// Calls f(four sums of a thread, where they are stored behind a thread's first).
+template <int kRows, typename F>
+static __device__ __forceinline__ void for_each_vector(Sums<kRows>& sum, const F& f) {
+  constexpr int kColumns = Shape<kRows>::kWarpFeatures / 8;
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    float (&s)[4] = sum[i / kColumns][i % kColumns];
+  for (int i = 0; i < Shape<kRows>::kVectors; ++i) f(sum[i / kColumns][i % kColumns], i * kThreads);
+}
+
+template <int kRows>
+static __device__ __forceinline__ void store_sums(float4* to, Sums<kRows>& sum) {
+  for_each_vector<kRows>(sum, [&](const float (&s)[4], int at) { to[at] = make_float4(s[0], s[1], s[2], s[3]); });
+}
+
+// sum = the sums that `count` blocks have stored, pair by pair in ascending order. A block with one slice has stored
+// half of a pair.
+template <int kRows>
+static __device__ __forceinline__ void add_stored(Sums<kRows>& sum, const float4* stored, int count) {
+  constexpr int kAtOnce = 8, kApart = Shape<kRows>::kVectors * kThreads;  // requested before the first is used
+  for_each_vector<kRows>(sum, [&](float (&s)[4], int at) {
     s[0] = s[1] = s[2] = s[3] = 0.0f;
-    const float4* at = stored + i * kThreads;
-    for (int left = splits; left > 0; left -= kAtOnce, at += kAtOnce * kVectors * kThreads) {
-      float4 slice[kAtOnce];
+    const float4* from = stored + at;
+    for (int left = count; left > 0; left -= kAtOnce, from += kAtOnce * kApart) {
+      float4 part[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
-        if (j < left) slice[j] = __ldcg(at + j * kVectors * kThreads);
+        if (j < left) part[j] = __ldcg(from + j * kApart);
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j)
-        if (j < left) s[0] += slice[j].x, s[1] += slice[j].y, s[2] += slice[j].z, s[3] += slice[j].w;
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (j >= left) continue;
+        float pair[4] = {part[j].x, part[j].y, part[j].z, part[j].w};
+        if constexpr (Shape<kRows>::kSlices == 1)
+          if (++j < left) add(pair, part[j]);
+        add(s, make_float4(pair[0], pair[1], pair[2], pair[3]));
+      }
     }
-  }
+  });
 }
 
 // ---- the results
@@ -111,15 +133,19 @@ static __device__ __forceinline__ void store_gated(const LinearParams& p, const 
   }
 }
 
-// Grid: (tiles of all weights * blocks of rows, splits).
+// Grid: (tiles of all weights * blocks of rows, splits / kSlices).
 template <typename T, int kRows, bool kGated>
 static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const LinearParams p) {
   using S = Shape<kRows>;
   __shared__ bool arrived_last;
-  const int lane = threadIdx.x % 32, splits = int(p.splits);
-  const int steps = int(ceil_div(p.in, kSteps)), per_split = (steps + splits - 1) / splits;
-  const int64_t inner = int64_t(blockIdx.y) * per_split * kSteps;
-  const int tiles = int(max(int64_t(0), ceil_div(min(per_split * kSteps, p.in - inner), S::kInner)));
+  const int lane = threadIdx.x % 32, blocks = int(gridDim.y);  // that share a result
+  const int64_t slice = ceil_div(ceil_div(p.in, kSteps), p.splits) * kSteps, own = S::kSlices * slice;
+  const int64_t inner = blockIdx.y * own;
+  const int tiles = int(max(int64_t(0), ceil_div(min(own, p.in - inner), S::kInner)));
+  const int second = int(slice / S::kInner);  // the first tile of the second slice
+  float4* stored =                            // [tiles, blocks, kVectors, kThreads] vectors of four
+      reinterpret_cast<float4*>(p.workspace) + blockIdx.x * int64_t(blocks) * S::kVectors * kThreads + threadIdx.x;
+  float4* own_stored = stored + blockIdx.y * int64_t(S::kVectors) * kThreads;
   const Part<T, kRows, kGated> part(p, int(blockIdx.x));
   const Stages<T, kRows, kGated> stages(p, part, inner);
   if (p.prefetch)
@@ -145,6 +171,11 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
   };
   multiply_tiles<T, S::kInner>(
       sum, tiles, copy,
+      [&](int tile) {
+        if (S::kSlices == 1 || tile != second) return;
+        store_sums<kRows>(own_stored, sum);
+        for_each_vector<kRows>(sum, [](float (&s)[4], int) { s[0] = s[1] = s[2] = s[3] = 0.0f; });
+      },
       [&](uint32_t (&to)[4], int stage, int m, int k) {
         ldmatrix(to, stages.rows(stage) + m * 16 * S::kInner + (rows_at ^ 16 * k));
       },
@@ -152,22 +183,16 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
         ldmatrix(to, stages.weights(stage) + n * 16 * S::kInner + (weights_at ^ 16 * k));
       });
 
-  if (splits > 1) {  // [blocks, splits, kVectors, kThreads] vectors of four
-    float4* stored =
-        reinterpret_cast<float4*>(p.workspace) + blockIdx.x * p.splits * S::kVectors * kThreads + threadIdx.x;
-    float4* own = stored + blockIdx.y * int64_t(S::kVectors) * kThreads;
-#pragma unroll
-    for (int i = 0; i < S::kVectors; ++i) {
-      constexpr int kColumns = S::kWarpFeatures / 8;
-      const float (&s)[4] = sum[i / kColumns][i % kColumns];
-      own[i * kThreads] = make_float4(s[0], s[1], s[2], s[3]);
-    }
+  if (S::kSlices > 1 && tiles > second)
+    for_each_vector<kRows>(sum, [&](float (&s)[4], int at) { add(s, own_stored[at]); });
+  if (blocks > 1) {
+    store_sums<kRows>(own_stored, sum);
     __syncthreads();
-    const unsigned last = unsigned(splits) - 1;
+    const unsigned last = unsigned(blocks) - 1;
     if (threadIdx.x == 0) arrived_last = count_up(p.counters + blockIdx.x, last) == last;
     __syncthreads();
     if (!arrived_last) return;
-    add_slices<S::kVectors>(sum, stored, splits);
+    add_stored<kRows>(sum, stored, blocks);
   }
   if constexpr (kGated) {
     store_gated<T, kRows>(p, part, sum);
@@ -184,7 +209,7 @@ static int64_t num_tiles(const int64_t* features, int num_weights, bool gated, i
   return tiles;
 }
 
-// No slice is empty, and there are about 256 blocks in total up to 64 rows.
+// No slice is empty.
 static int64_t num_slices(int64_t tiles, int64_t in) {
   const int64_t steps = ceil_div(in, kSteps);
   const int64_t wanted = max(int64_t(1), min(kBlocks / tiles, steps / kStepsPerSlice));
@@ -197,10 +222,10 @@ static auto with_shape(int64_t rows, F&& f) {
   return rows <= 16 ? f(Shape<16>()) : rows <= 32 ? f(Shape<32>()) : rows <= 64 ? f(Shape<64>()) : f(Shape<128>());
 }
 
-// Of all slices together; a slice has so many blocks.
 template <typename S>
-static int64_t num_blocks(S, int64_t rows, const int64_t* features, int num_weights, bool gated) {
-  return num_tiles(features, num_weights, gated, S::kFeatures) * ceil_div(rows, S::kRows);
+static dim3 grid_of(S, int64_t rows, const int64_t* features, int num_weights, bool gated, int64_t slices) {
+  const int64_t tiles = num_tiles(features, num_weights, gated, S::kFeatures) * ceil_div(rows, S::kRows);
+  return {unsigned(tiles), unsigned(ceil_div(slices, S::kSlices))};
 }
 
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
@@ -210,13 +235,13 @@ Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weight
   const int64_t tiles = num_tiles(features, num_weights, gated, kTile);
   if (!takes || tiles == 0) return {0, 0};
   const int64_t slices = num_slices(tiles, in);
-  // At most as many blocks as tiles, and one more per weight if a tile is twice as large and taken twice.
-  static_assert(kBlocks / 2 + kMaxLinearWeights <= kNumCounters, "one counter per block of a slice");
+  // Up to 16 rows there are at most kBlocks / 2 results that blocks share, with more rows kBlocks / 3 * 4 / 3.
+  static_assert(kBlocks / 2 <= kNumCounters, "one counter per result");
   return with_shape(rows, [&](auto shape) -> Workspace {
     using S = decltype(shape);
-    const int64_t blocks = num_blocks(shape, rows, features, num_weights, gated);
+    const dim3 grid = grid_of(shape, rows, features, num_weights, gated, slices);
     const int64_t floats = S::kFeatures * S::kRows;
-    return {slices, slices > 1 ? blocks * slices * floats * int64_t(sizeof(float)) : 0};
+    return {slices, slices > 1 ? int64_t(grid.x) * grid.y * floats * int64_t(sizeof(float)) : 0};
   });
 }
 
@@ -224,9 +249,9 @@ template <typename T, int kRows>
 static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
   using S = Shape<kRows>;
   static_assert(S::kBytes <= 99 * 1024 - 64, "more shared memory than every device has");
-  const int64_t blocks = num_blocks(S(), p.rows, p.features, p.num_weights, p.gated);
   return launch_overlapping(p.gated ? linear_kernel<T, kRows, true> : linear_kernel<T, kRows, false>,
-                            dim3(unsigned(blocks), unsigned(p.splits)), dim3(kThreads), S::kBytes, stream, p);
+                            grid_of(S(), p.rows, p.features, p.num_weights, p.gated, p.splits), dim3(kThreads),
+                            S::kBytes, stream, p);
 }
 
 cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream) {

@@ -8,12 +8,13 @@ namespace dflash {
 template <int kMostRows>
 struct Shape {
   static constexpr int kRows = kMostRows;
-  static constexpr int kFeatures = kRows > 64 ? 256 : 128;
+  static constexpr int kFeatures = kRows > 64 ? 192 : 128;
   static constexpr int kInner = kRows > 64 ? 32 : 64;  // of a stage
   static constexpr int kPieces = kInner / 8;           // of 16 bytes per row of a stage
   static constexpr int kWeights = kFeatures * kInner;  // elements of a stage, which ends with the rows
   static constexpr int kStageElements = kWeights + kRows * kInner;
   static constexpr int kBytes = kStages * kStageElements * 2;
+  static constexpr int kSlices = kRows > 16 ? 2 : 1;  // of the inner dimension, one after the other
   // What a warp multiplies.
   static constexpr int kRowWarps = kRows > 32 ? 2 : 1;
   static constexpr int kWarpRows = kRows / kRowWarps, kWarpFeatures = kFeatures * kRowWarps / (kThreads / 32);

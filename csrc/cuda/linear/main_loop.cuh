@@ -11,17 +11,18 @@ constexpr int kAhead = kStages - 1;
 
 // sums [kRows / 16][kFeatures / 8] of a thread, in mma's layout, += the products of `tiles` stages of kInner columns,
 // of which the first kAhead were copied and committed. copy(stage, tile) starts the copies of a tile; rows(to, stage,
-// m, k) and weights(to, stage, n, k) load 16 x 16 elements at the columns 16 k. A sum takes its products in ascending
-// order.
-template <typename T, int kInner, int kM, int kN, typename Copy, typename Rows, typename Weights>
+// m, k) and weights(to, stage, n, k) load 16 x 16 elements at the columns 16 k; before(tile) is called ahead of a
+// tile's products. A sum takes its products in ascending order.
+template <typename T, int kInner, int kM, int kN, typename Copy, typename Before, typename Rows, typename Weights>
 static __device__ __forceinline__ void multiply_tiles(float (&sum)[kM][kN][4], int tiles, const Copy& copy,
-                                                      const Rows& rows, const Weights& weights) {
+                                                      const Before& before, const Rows& rows, const Weights& weights) {
   int stage = 0, free_stage = kAhead;
   for (int tile = 0; tile < tiles; ++tile) {
     cp_async_wait<kAhead - 1>();
     __syncthreads();
     if (tile + kAhead < tiles) copy(free_stage, tile + kAhead);
     cp_async_commit();
+    before(tile);
 #pragma unroll
     for (int k = 0; k < kInner / 16; ++k) {
       uint32_t a[kM][4];
