@@ -135,4 +135,4 @@ class StaticStep:
 def static(setting: Setting) -> Run:
     """Run the static step, launched and read as ours is."""
     step = StaticStep(setting.ours, setting.pair.target, setting.compile)
-    return launches(setting, Launcher(step.place_, step.length, step.runner, step.launched, "static"))
+    return launches(setting, Launcher(step.place_, step.length, step.runner, step.launched, lambda: "static"))

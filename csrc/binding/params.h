@@ -523,8 +523,8 @@ struct LinearParams {
   DFLASH_PARAMS(x, num_weights, weights, scales, biases, features, out, rows, in, out_features, workspace, counters,
                 splits, prefetch, gated, dtype)
   // CUDA only; linear_workspace() answers for the first three.
-  float* workspace;    // [tiles, splits, 128 * rows padded to 16, 32 or 64] if splits > 1, where a tile is
-  unsigned* counters;  // [tiles], zero before and after: 128 features of a weight, 64 of two, or the rest
+  float* workspace;    // [tiles, blocks, what a block sums] if splits > 1; a block of over 16 rows takes two slices
+  unsigned* counters;  // [tiles], zero before and after
   int64_t splits;      // slices of `in`, none empty
   bool prefetch;       // no kernel ahead writes a weight: they may be read before those have ended
   bool gated;

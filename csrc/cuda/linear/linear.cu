@@ -49,7 +49,9 @@ static __device__ __forceinline__ void store_sums(float4* to, Sums<kRows>& sum) 
 // half of a pair.
 template <int kRows>
 static __device__ __forceinline__ void add_stored(Sums<kRows>& sum, const float4* stored, int count) {
-  constexpr int kAtOnce = 8, kApart = Shape<kRows>::kVectors * kThreads;  // requested before the first is used
+  constexpr int kAtOnce = 8;                        // requested before the first is used
+  constexpr int kPair = 2 / Shape<kRows>::kSlices;  // what blocks have stored of a pair
+  constexpr int kApart = Shape<kRows>::kVectors * kThreads;
   for_each_vector<kRows>(sum, [&](float (&s)[4], int at) {
     s[0] = s[1] = s[2] = s[3] = 0.0f;
     const float4* from = stored + at;
@@ -59,11 +61,10 @@ static __device__ __forceinline__ void add_stored(Sums<kRows>& sum, const float4
       for (int j = 0; j < kAtOnce; ++j)
         if (j < left) part[j] = __ldcg(from + j * kApart);
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
+      for (int j = 0; j < kAtOnce; j += kPair) {
         if (j >= left) continue;
         float pair[4] = {part[j].x, part[j].y, part[j].z, part[j].w};
-        if constexpr (Shape<kRows>::kSlices == 1)
-          if (++j < left) add(pair, part[j]);
+        if (kPair == 2 && j + 1 < left) add(pair, part[j + kPair - 1]);
         add(s, make_float4(pair[0], pair[1], pair[2], pair[3]));
       }
     }
