@@ -73,7 +73,7 @@ FAULTS = [
           ["test_rules.py::test_processors_see_what_one_token_decoding_shows_them"]),
     Fault("rows stay done after costs were measured", STEP, "        self.state.done.copy_(done)\n        return costs",
           "        return costs", [f"{TREES}::test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was"]),
-    Fault("a stop string's cut leaves the device's length", RUN, "        state.length[row] = self.length\n", "",
+    Fault("a stop string's cut leaves the device's length", RUN, "        state.length[row].fill_(self.length)", "",
           [LEFT]),
     Fault("an accepted draft is not counted", RUN, "                self.accepted += 1\n", "                pass\n",
           [f"{STREAM}::TestEvents"]),
