@@ -140,27 +140,20 @@ class Call:
             check_streamer(values["streamer"], rows)
         parts = [row[live].long() for row, live in zip(ids, mask, strict=True)]
         processors, criteria = values["logits_processor"], values["stopping_criteria"]
-        return cls(
-            ids=ids,
-            prompts=parts,
-            longest=max(map(len, parts)),
-            sampling=sampling,
-            stop_token_ids=list(stop),
-            pad_token_id=(stop or [0])[0] if (pad := target.settings.get("pad_token_id")) is None else pad,
-            rules=rules,
-            host_rules=HostRules(processors, criteria, rows) if processors or criteria else None,
-            stop_criteria=_stop_criteria(values) if values["stop_strings"] else (),
-            grammars=() if values["grammar"] is None else _grammars(values, prompts),
-            logprobs=values["logprobs"],
-            prompt_logprobs=values["prompt_logprobs"],
-            max_new_tokens=values["max_new_tokens"],
-            stop_strings=values["stop_strings"],
-            tokenizer=values["tokenizer"],
-            streamer=values["streamer"],
-            acceptance=values["acceptance"],
-            denoise_steps=values["denoise_steps"],
-            tree=values["tree"],
-        )
+        kept = {name: values[name] for name in cls.__dataclass_fields__ if name in SETTINGS}
+        own: dict[str, Any] = {
+            "ids": ids,
+            "prompts": parts,
+            "longest": max(map(len, parts)),
+            "sampling": sampling,
+            "stop_token_ids": list(stop),
+            "pad_token_id": (stop or [0])[0] if (pad := target.settings.get("pad_token_id")) is None else pad,
+            "rules": rules,
+            "host_rules": HostRules(processors, criteria, rows) if processors or criteria else None,
+            "stop_criteria": _stop_criteria(values) if values["stop_strings"] else (),
+            "grammars": () if values["grammar"] is None else _grammars(values, prompts),
+        }
+        return cls(**kept | own)
 
     def stated(self) -> dict[str, Any]:
         """Return the settings that a receipt states, by name: those that decide the text, without the seed."""
