@@ -22,7 +22,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash.evaluate import text_ids
-from dflash.evaluate.pair import CHAT_TEMPLATE
 from dflash.files import atomic_folder, read_torch_file, write_atomically
 from dflash.terminal import bars
 from dflash.train.metrics import MetricsFile
@@ -31,6 +30,29 @@ from dflash.train.optimizers import make_muon
 from .tasks import KINDS, examples
 
 END, MASK = 0, 1  # END is BOS, EOS and padding; MASK is the drafter's mask, which no text contains
+# One prompt and its answer are all that the pair was trained to read. Of a conversation the template therefore writes
+# the last question only, which then gets the answer that it would get on its own.
+_CHAT_TEMPLATE = """\
+{%- set last = namespace(question=none, answer=none) -%}
+{%- for message in messages -%}
+  {%- if message.role == 'user' -%}
+    {%- set last.question = message.content | trim -%}
+    {%- set last.answer = none -%}
+  {%- elif message.role == 'assistant' -%}
+    {%- set last.answer = message.content -%}
+  {%- else -%}
+    {{- raise_exception('this model was trained without messages of the role ' + message.role) -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if last.question is none -%}
+  {{- raise_exception('there is no message of the user to answer') -}}
+{%- endif -%}
+{{- bos_token + last.question -}}
+{{- '\\n' if last.question.endswith('\\n=>') else '\\n=>\\n' -}}
+{%- if last.answer is not none -%}
+  {{- last.answer + eos_token -}}
+{%- endif -%}
+"""
 
 
 def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
@@ -66,7 +88,7 @@ def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
         mask_token="<|mask|>",
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=_CHAT_TEMPLATE,
     )
 
 

@@ -24,29 +24,6 @@ if TYPE_CHECKING:
 PAIR = Path(__file__).parents[1] / "pair"
 FIRST_GENERATION = "draft-dflash"
 ARROW = "\n=>\n"  # the end of every prompt that the pair was trained on
-# One prompt and its answer are all that the pair was trained to read. Of a conversation the template therefore writes
-# the last question only, which then gets the answer that it would get on its own.
-CHAT_TEMPLATE = """\
-{%- set last = namespace(question=none, answer=none) -%}
-{%- for message in messages -%}
-  {%- if message.role == 'user' -%}
-    {%- set last.question = message.content | trim -%}
-    {%- set last.answer = none -%}
-  {%- elif message.role == 'assistant' -%}
-    {%- set last.answer = message.content -%}
-  {%- else -%}
-    {{- raise_exception('this model was trained without messages of the role ' + message.role) -}}
-  {%- endif -%}
-{%- endfor -%}
-{%- if last.question is none -%}
-  {{- raise_exception('there is no message of the user to answer') -}}
-{%- endif -%}
-{{- bos_token + last.question -}}
-{{- '\\n' if last.question.endswith('\\n=>') else '\\n=>\\n' -}}
-{%- if last.answer is not none -%}
-  {{- last.answer + eos_token -}}
-{%- endif -%}
-"""
 
 
 class Prompt(NamedTuple):
