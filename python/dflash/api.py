@@ -17,15 +17,7 @@ from .ops import WeightStorage
 from .options import GeneratorOptions, checked_block_size
 from .outputs import GenerateOutput, StreamEvent
 from .settings import BlockSize
-from .targets import (
-    Fingerprint,
-    check_int8,
-    check_target,
-    forget_trials,
-    max_positions,
-    structural_copy,
-    unwrap,
-)
+from .targets import Fingerprint, check_int8, check_target, forget_trials, max_positions, structural_copy, unwrap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, ParamSpec, SupportsIndex, T
 import torch
 from torch import Tensor, nn
 
-from .call import (
-    Call,
-    GenerateArguments,
-    TargetDefaults,
-    check_drafts,
-    check_room,
-    check_stream_arguments,
-    tree_rows,
-)
+from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_room, check_stream_arguments, tree_rows
 from .drafter import quantized_draft
 from .engine import Direct, Engine, Replay, step
 from .engine.graphs import compiled_per_kind, compiled_per_shape

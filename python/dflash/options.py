@@ -11,14 +11,7 @@ from .call import check_combination, check_tree
 from .drafter import DraftConfig, Drafter, check_draft_weights, load_draft
 from .ops import WeightStorage
 from .settings import BlockSize, TreeSize, checked, integer_from
-from .targets import (
-    Target,
-    embedding_table,
-    max_positions,
-    ranks_in,
-    refusal_of_weights,
-    text_config,
-)
+from .targets import Target, embedding_table, max_positions, ranks_in, refusal_of_weights, text_config
 
 
 @dataclass(frozen=True)
