@@ -22,7 +22,6 @@ from .targets import Fingerprint, check_int8, check_target, forget_trials, max_p
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["PairOptions", "generate", "generate_call", "release", "stream"]
 
 _CAPACITY_STEP = 256
 

@@ -13,8 +13,6 @@ from .shell import run, set_debug
 from .text import chat, generate, verify
 from .training import export, regenerate, train
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 for command in (generate, chat, serve, verify, train, regenerate, export, demo, benchmark, doctor):
     app.command()(command)

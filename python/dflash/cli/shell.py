@@ -11,8 +11,6 @@ import typer
 from ..files import check_writable
 from ..terminal import printable
 
-__all__ = ["check_new_file", "print_error", "require_output", "run", "set_debug"]
-
 _state = {"debug": False, "is_output_closed": False}
 
 

@@ -3,5 +3,3 @@
 from .answers import Pair, Prompts, find_prompts
 from .diagnosis import Diagnosis, Effort, Finding, diagnose
 from .wiring import FAMILIES, Wiring
-
-__all__ = ["FAMILIES", "Diagnosis", "Effort", "Finding", "Pair", "Prompts", "Wiring", "diagnose", "find_prompts"]

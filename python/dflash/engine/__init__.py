@@ -5,5 +5,3 @@ from .graphs import Replay
 from .prefill import Prefill
 from .run import Direct
 from .step import Engine, step
-
-__all__ = ["Direct", "Engine", "Prefill", "Replay", "context_bucket", "step"]

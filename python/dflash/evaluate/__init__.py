@@ -4,9 +4,3 @@ from .compare import Decoding, GeneratorRunner, add_up, mean_acceptance
 from .pair import ARROW, FIRST_GENERATION, PAIR, demo_pair, demo_prompts, draft_folder, encode, load_target
 from .pretrained import Pretrained
 from .prompts import check_text, prompt_ids, render_chat, text_ids
-
-__all__ = [
-    "ARROW", "FIRST_GENERATION", "PAIR", "Decoding", "GeneratorRunner", "Pretrained", "add_up",
-    "check_text", "demo_pair", "demo_prompts", "draft_folder", "encode", "load_target", "mean_acceptance",
-    "prompt_ids", "render_chat", "text_ids",
-]  # fmt: skip

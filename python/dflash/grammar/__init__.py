@@ -2,5 +2,3 @@
 
 from .grammar import Grammar
 from .masks import GrammarMasks, Matcher, first_banned
-
-__all__ = ["Grammar", "GrammarMasks", "Matcher", "first_banned"]

@@ -2,5 +2,3 @@
 
 from .chain import ChainProposer, LinkedPredictions, PaddingProposer, Predictions, chain_widths
 from .tree import TreeProposer
-
-__all__ = ["ChainProposer", "LinkedPredictions", "PaddingProposer", "Predictions", "TreeProposer", "chain_widths"]

@@ -2,17 +2,3 @@
 
 from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings, Recorder
 from .verification import CheckedAnswer, Mismatch, Verification, Verifier, lines_of, verify
-
-__all__ = [
-    "CheckedAnswer",
-    "Fingerprints",
-    "Mismatch",
-    "Receipt",
-    "RecordedAnswer",
-    "RecordedSettings",
-    "Recorder",
-    "Verification",
-    "Verifier",
-    "lines_of",
-    "verify",
-]

@@ -2,13 +2,3 @@
 
 from .acceptance import RejectionAcceptance
 from .sampling import HostRules, KeyedAcceptance, LogitRules, Sampling, SamplingArguments, fold
-
-__all__ = [
-    "HostRules",
-    "KeyedAcceptance",
-    "LogitRules",
-    "RejectionAcceptance",
-    "Sampling",
-    "SamplingArguments",
-    "fold",
-]

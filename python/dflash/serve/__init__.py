@@ -1,5 +1,3 @@
 """Serving many requests with one generator."""
 
 from .scheduler import QueueFullError, Scheduler, Ticket
-
-__all__ = ["QueueFullError", "Scheduler", "Ticket"]

@@ -9,9 +9,3 @@ from .initial_drafter import choose_mask_id, draft_config, new_drafter
 from .loss import block_loss
 from .model import TrainableDrafter, add_dflash2, check_trainable
 from .trainer import Trainer
-
-__all__ = [
-    "CheckpointError", "TargetFeatures", "TrainConfig", "TrainableDrafter", "Trainer", "add_dflash2", "block_loss",
-    "check_trainable", "choose_mask_id", "draft_config", "make_blocks", "new_drafter", "published_config",
-    "sample_anchors", "save_draft",
-]  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-__all__ = ["TrainConfig"]
-
 
 @dataclass(frozen=True)
 class TrainConfig:
