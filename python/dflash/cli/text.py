@@ -7,7 +7,6 @@ import dataclasses
 import io
 import itertools
 import json
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import typer
 from rich.console import Console
 
 from ..api import stream
-from ..evaluate import PAIR, check_text, prompt_ids
+from ..evaluate import PAIR, check_text, mean_acceptance, prompt_ids
 from ..generator import Generator
 from ..receipts import Receipt, Recorder, lines_of
 from ..receipts import verify as verify_receipt
@@ -134,7 +133,7 @@ def _chat_ids(tokenizer: Any, system: str | None, messages: list[dict[str, str]]
 
 
 # Of the statistics, as they are.
-_REPORTED = ("seconds", "time_to_first_token", "tokens_per_second", "acceptance_length", "histogram", "block_size")
+_REPORTED = ("seconds", "time_to_first_token", "tokens_per_second", "histogram", "block_size", "weights")
 
 
 class _StreamedAnswer:
@@ -169,9 +168,7 @@ class _StreamedAnswer:
         report = {"text": self.text, "finish_reason": self.last.finish_reasons[0]}
         report |= {name: getattr(statistics, name)[0] for name in ("num_prefilled_tokens", "num_new_tokens")}
         report |= {name: getattr(statistics, name) for name in _REPORTED}
-        if math.isnan(report["acceptance_length"]):  # no step ran
-            report["acceptance_length"] = None
-        return report | {"tree": self._tree, "weights": statistics.weights}
+        return report | {"acceptance_length": mean_acceptance(statistics), "tree": self._tree}
 
 
 # ---------------------------------------------------------------------------------------------- chat
