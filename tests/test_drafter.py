@@ -200,15 +200,6 @@ def test_moves_copies_and_loads_keep_parameters_packed():
     assert_packed(back)
 
 
-def test_a_copy_that_shares_its_tensors_keeps_sharing():
-    draft = random_drafter()
-    memo = {id(tensor): tensor for tensor in (*draft.parameters(), *draft.buffers())}
-    twin = copy.deepcopy(draft, memo)
-    assert_packed(twin)
-    assert twin.qkv_weight is draft.qkv_weight
-    assert twin.layers[0].self_attn.q_proj.weight is draft.layers[0].self_attn.q_proj.weight
-
-
 def test_replaced_parameters_and_storages_are_read_after_a_refresh():
     draft = random_drafter()
     context, block = inputs(draft.config, 1)

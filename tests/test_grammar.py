@@ -11,16 +11,12 @@ from families import cheat, make_draft, make_target
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from tiny_pair import save_pair
-from tiny_tokenizers import byte_fallback, byte_level, spoken, word_pieces
+from tiny_tokenizers import byte_level, spoken, word_pieces
 from transformers import TopKLogitsWarper
-from trees import random_shapes
 
 import dflash
-from dflash.call import Call, TargetDefaults
-from dflash.grammar import Matcher, first_banned
 from dflash.proposers import ChainProposer
 from dflash.sampling import fold
-from dflash.session import Session
 
 NEW, EOS = 24, 0
 LENGTHS = [1, 7, 30]
@@ -149,15 +145,6 @@ def test_widths_are_chosen_and_a_compiled_generator_runs(target, draft, prompts)
         check_answers(generator.generate(p[None], **arguments), len(p), [expected])
 
 
-def test_a_stream_gives_the_same_text(target, draft, prompts):
-    p = prompts[1][None]
-    arguments = call(GRAMMARS["regex"], temperature=1.0, seed=3)
-    answer = dflash.generate(target, draft, p, **arguments)[0, p.shape[1] :].tolist()
-    events = list(dflash.stream(target, draft, p, **arguments))
-    assert [token for event in events for token in event.ids[0]] == answer
-    assert "".join(event.text[0] for event in events) == TOKENIZER.decode(answer)
-
-
 def test_a_generator_forgets_the_grammar_of_its_last_call(target, draft, prompts):
     generator, p = dflash.Generator(target, draft, max_length=80), prompts[1][None]
     plain = generator.generate(p, max_new_tokens=NEW)
@@ -182,38 +169,6 @@ def test_a_step_that_failed_leaves_nothing_to_the_next_call(target, prompts):
     with pytest.raises(MemoryError):
         generator.generate(p[None], **arguments)
     check_answers(generator.generate(p[None], **arguments), len(p), [oracle(target, GRAMMARS["regex"], p)])
-
-
-def test_a_token_that_its_grammar_does_not_take_ends_its_row_only(target, draft, prompts, monkeypatch):
-    """Llguidance may reach a limit at any token."""
-    consume, arguments = Matcher.consume, call([GRAMMARS["forced"], GRAMMARS["free"]])
-
-    def limited(matcher, ids):
-        if matcher.grammar == GRAMMARS["free"]:
-            raise ValueError("too complex")
-        consume(matcher, ids)
-
-    monkeypatch.setattr(Matcher, "consume", limited)
-    for drafter in (None, draft):
-        of, seen, errors = Session(dflash.Generator(target, drafter, max_length=80, batch_size=2)), {}, {}
-        for grammar in arguments["grammar"]:
-            row = of.admit(of.resolve(prompts[1][None], **arguments | {"grammar": grammar}))
-            seen[row] = []
-        while of.is_busy:
-            for row, event, error in of.step():
-                seen[row] += event.ids[0]
-                if error:
-                    errors[row] = error
-                    of.retire(row)
-        assert seen[0] == oracle(target, GRAMMARS["forced"], prompts[1]).tolist()
-        assert errors == {1: f"the grammar of row 1 cannot go on at position {len(prompts[1])}: too complex"}
-
-
-def test_only_steps_with_a_grammar_are_kept_from_graphs(target, draft, prompts):
-    generator, defaults = dflash.Generator(target, draft, max_length=80), TargetDefaults.of(target)
-    plain, masked = (Call.resolve(defaults, prompts[1][None], call(g)) for g in (None, GRAMMARS["regex"]))
-    assert generator.engine.graph_obstacle(plain, "") == ""
-    assert generator.engine.graph_obstacle(masked, "") == "a grammar's masks are made on the host"
 
 
 # ---------------------------------------------------------------------------------------------- its end
@@ -287,49 +242,6 @@ def test_rules_that_ban_everything_allowed_are_an_error(target, draft, prompts):
 
 
 # ---------------------------------------------------------------------------------------------- masks
-
-
-def bits(mask: torch.Tensor, vocab: int) -> list[bool]:
-    return [bool(mask[token // 32].item() >> token % 32 & 1) for token in range(vocab)]
-
-
-@pytest.mark.parametrize("make", [byte_level, byte_fallback])
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_masks_of_a_block_are_those_of_each_prefix(make, shape):
-    tokenizer, grammar = make(), Grammar.regex("( ?[a-c]{1,3}é?)*[.h]")
-    vocab, allowed = len(tokenizer), Allowed(grammar, tokenizer, (tokenizer.eos_token_id,))
-    matcher = grammar.begin(tokenizer, [tokenizer.eos_token_id])
-    generator = torch.Generator().manual_seed(0)
-    good = [token for token in range(vocab) if re.fullmatch("[ a-ché.]+", tokenizer.decode([token]))]
-    reached = 0
-    for seed in range(12):
-        parents = list(range(-1, 11)) if shape == "chain" else random_shapes(12, seed=seed).parents[0].tolist()
-        picks = torch.randint(len(good), (12,), generator=generator).tolist()
-        ids = [-1, *(good[pick] for pick in picks[1:])]
-        masks = torch.full((12, matcher.words), -1, dtype=torch.int32)
-        matcher.fill_(masks, ids, None if shape == "chain" else parents)
-        for row in range(12):
-            path = [row]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
-            prefix = [ids[step] for step in path[1:]]
-            if row and parents[row] < 0:
-                continue
-            expected = allowed.mask(prefix)
-            if expected is not None:
-                reached += row > 0
-                assert bits(masks[row], vocab) == expected[:vocab].tolist(), (prefix, row)
-    assert reached > 12
-
-
-def test_the_first_banned_draft_is_found():
-    matcher = Grammar.regex("ab{2}|cé").begin(TOKENIZER, [EOS])
-    a, b, c = (TOKENIZER.encode(letter)[0] for letter in "abc")
-    places = {(a, b, b, EOS, c): None, (a, b, b, b): 3, (a, b, c): 2, (a, EOS): 1, (a, b, -1, c): None, (b,): 0}
-    for drafts, place in (places | {(a, 5000): 1, (a, b, b, c, EOS): 3}).items():
-        masks = torch.full((len(drafts) + 1, matcher.words), -1, dtype=torch.int32)
-        matcher.fill_(masks, [-1, *drafts])
-        assert first_banned(masks, drafts) == place, drafts
 
 
 def test_drafts_keep_to_the_grammar(target, draft, prompts, monkeypatch):

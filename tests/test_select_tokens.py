@@ -1,6 +1,5 @@
 import math
 
-import numpy as np
 import pytest
 import scipy.stats
 import torch
@@ -123,17 +122,13 @@ def slow_select(logits, position, seed, temperature, top_k, top_p, min_p, sharpn
 
 def test_philox_known_answers():
     """The vectors that Random123 ships (kat_vectors, philox4x32 10)."""
-    zero, ones = torch.tensor(0), torch.tensor(MASK)
     pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0]
     for (*counter, k0, k1), wanted in (
-        ([zero] * 6, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ([ones] * 6, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ([torch.tensor(word) for word in pi], "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        ([0] * 6, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([MASK] * 6, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (pi, "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ):
-        words = reference._philox((k0, k1), counter)
-        assert " ".join(f"{int(word):08x}" for word in words) == wanted
-        slow = slow_philox([int(c) for c in counter], (int(k0), int(k1)))
-        assert " ".join(f"{word:08x}" for word in slow) == wanted
+        assert " ".join(f"{word:08x}" for word in slow_philox(counter, (k0, k1))) == wanted
 
 
 def test_against_the_definition(implementation):
@@ -221,31 +216,6 @@ def test_probabilities_have_the_bits_of_the_twin(kernels):
 
 
 # ---- the noise
-
-
-def test_log_and_exponential_are_accurate():
-    x = torch.rand(20000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for samples in (x, 1 - x * 1e-9, x * 23, 1 + x * 1e-9, x * 1e-9):
-        exact = np.log(samples.numpy().astype(np.longdouble))
-        assert (abs(reference._log64(samples).numpy() - exact) <= 1e-15 * abs(exact)).all()
-    d = (-86 * x).float()
-    exact = d.double().exp()
-    assert ((reference._shared_exp(d).double() - exact).abs() <= 2e-7 * exact).all()
-    edges = torch.tensor([0.0, -0.0, -86.1, -1e30, -math.inf])
-    assert reference._shared_exp(edges).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
-
-
-def test_noise_is_standard_gumbel_and_bounded():
-    noise = reference.gumbel_noise(torch.tensor([3, -4]), torch.tensor([[5, 2**35], [0, -1]]), 250001)
-    assert noise.shape == (2, 2, 250001)
-    assert noise.dtype == torch.float32
-    flat = noise.double().flatten()
-    deviation = math.pi / math.sqrt(6)
-    assert abs(flat.mean() - 0.5772156649) < 4 * deviation / 1000
-    assert abs(flat.std() - deviation) < 4 * deviation * 1.05 / 1000  # sqrt((kurtosis - 1) / 4) = 1.05
-    assert flat.min() > -math.log(33 * math.log(2)) - 1e-6
-    assert flat.max() < 33 * math.log(2)
-    assert scipy.stats.kstest(flat[::25].numpy(), "gumbel_r").pvalue > 1e-3
 
 
 def test_noise_is_a_function_of_seed_position_and_token():

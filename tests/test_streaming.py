@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import random
-import threading
 import weakref
 
 import pytest
@@ -12,7 +11,6 @@ from baseline import greedy, left_padded, prompt, sampled
 from families import cheat, make_draft, make_target
 from recorded import record
 from tiny_tokenizers import byte_fallback, byte_level
-from transformers import TextIteratorStreamer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import dflash
@@ -279,16 +277,6 @@ class TestStreamers:
         assert max(map(len, recorder.puts[1:])) > 2
         assert recorder.ends == 1
 
-    def test_text_iterator_streamer_gives_the_text(self, target, draft, tokenizer):
-        p = prompt(7)
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        call = {"max_new_tokens": NEW, "streamer": streamer}
-        thread = threading.Thread(target=dflash.generate, args=(target, draft, p[None]), kwargs=call)
-        thread.start()
-        text = "".join(streamer)
-        thread.join()
-        assert text == tokenizer.decode(greedy(target, p, NEW))
-
     def test_the_consumer_is_told_of_an_error(self, draft):
         broken = make_target("qwen3")
         with torch.no_grad():
@@ -448,21 +436,6 @@ class TestConversation:
         assert output.sequences[0, 12:].tolist() == answer.tolist()
 
 
-def interrupt(generator: dflash.Generator, at: int) -> None:
-    """Raise Ctrl-C once, in the middle of the ``at``-th step, with its state half written."""
-    run, left = generator.step, [at]
-
-    def step() -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            generator.engine.target.forward(generator.state.block, generator.state.length, generator.state.target_cache)
-            generator.state.context.fill_(NAN)
-            raise KeyboardInterrupt
-        run()
-
-    generator.step = step
-
-
 class Interrupting(Recorder):
     """Stands for a user who presses Ctrl-C at the first new token."""
 
@@ -485,16 +458,6 @@ class TestLeaving:
             assert got == answer[: len(got)].tolist()
             ids = torch.cat([p, answer[: len(got)], prompt(3, seed=5)])
             compare_caches(generator, dflash.Generator(target, draft, max_length=160), ids, prefilled=3 if ahead else 4)
-
-    def test_an_interrupt_in_the_middle_of_a_step_leaves_a_usable_generator(self, target, draft):
-        p = prompt(14, seed=4)
-        generator = dflash.Generator(target, draft, max_length=80)
-        interrupt(generator, at=3)
-        with pytest.raises(KeyboardInterrupt):
-            generator.generate(p[None], max_new_tokens=NEW)
-        output = generator.generate(p[None], max_new_tokens=NEW, return_dict_in_generate=True)
-        assert output.sequences[0, 14:].tolist() == greedy(target, p, NEW).tolist()
-        assert output.statistics.num_prefilled_tokens == [14]
 
     def test_a_stream_ends_when_its_generator_starts_another_call(self, target, draft):
         generator = dflash.Generator(target, draft, max_length=80)
@@ -544,15 +507,3 @@ class TestLeaving:
             gc.enable()
         output = dflash.generate(target, draft, p[None], max_new_tokens=4)
         assert output[0, 5:].tolist() == greedy(target, p, 4).tolist()
-
-    def test_a_finished_stream_keeps_them_and_release_ends_a_running_one_safely(self, kept):
-        target = make_target("qwen3")
-        draft = make_draft(target)
-        p = prompt(5)
-        events = dflash.stream(target, draft, p[None], max_new_tokens=8)
-        first = next(events)
-        dflash.release()
-        rest = list(events)  # the stream holds what it needs until it ends
-        assert joined([first, *rest], 1)[0] == greedy(target, p, 8).tolist()
-        list(dflash.stream(target, draft, p[None], max_new_tokens=8))
-        assert kept() is not None
