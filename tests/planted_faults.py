@@ -29,7 +29,7 @@ class Fault(NamedTuple):
     tests: list[str]
 
 
-GENERATE, STREAM, TREES, SESSION = "test_generate.py", "test_streaming.py", "test_trees.py", "test_session.py"
+GENERATE, STREAM, TREES = "test_generate.py", "test_streaming.py", "test_trees.py"
 SAMPLING, DENOISE = "test_sampling.py", "test_denoise.py"
 STOPS = "test_losslessness.py::test_stop_tokens_end_a_row_in_the_middle_of_a_block"
 SAMPLED = "test_losslessness.py::test_sampled_output_equals_the_independent_baseline"

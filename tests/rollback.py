@@ -88,14 +88,3 @@ def run_prompts(target: Target, cache: RecurrentCache, prompts: list[Tensor], ch
 def standing(cache: RecurrentCache) -> list[Tensor]:
     """Return copies of the states and of the inputs in front of them, of all layers."""
     return [tensor.clone() for _, layer in sorted(cache.recurrent.items()) for tensor in layer.held_values]
-
-
-def keep_rejected_rows(monkeypatch) -> None:
-    """Switch rollback off: a block moves the states by all of its rows, and only the length is lowered later."""
-    begin = RecurrentCache.begin_pass_
-
-    def begin_pass_(self, lengths: Tensor, keep: Tensor | None) -> None:
-        begin(self, lengths, torch.full_like(lengths, self.block_size) if keep is None else keep)
-
-    monkeypatch.setattr(RecurrentCache, "begin_pass_", begin_pass_)
-    monkeypatch.setattr(RecurrentCache, "commit_", lambda *_: None)  # would say where the states should stand

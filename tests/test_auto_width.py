@@ -21,7 +21,6 @@ from dflash.sampling import fold
 from dflash.state import RowReport
 
 NEW = 40
-NAN = float("nan")
 WIDTHS = (4, 8, 12, 16)
 STEEP = {4: 1.0, 8: 1.4, 12: 1.9, 16: 2.4}  # every row takes its own time
 FLAT = dict.fromkeys(WIDTHS, 1.0)  # reading the weights takes all of it

@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from baseline import prompt
-from draft_variants import random_drafter
-from families import draft_config, make_target
 from tiny_pair import save_pair
 
 import dflash
@@ -84,19 +81,6 @@ def test_steps_on_cpu_are_timed_beside_the_reference_package(bench):
         assert floor > 0
         # The time of a step is the difference of two runs, which next to other work may be below zero.
         assert all(math.isfinite(value) for value in (ours, share, reference, token))
-
-
-@pytest.mark.usefixtures("reference_package")
-@pytest.mark.parametrize("variant", ["Qwen3-4B", "DFlash2"])
-def test_the_reference_package_answers_with_drafters_of_both_generations(variant, monkeypatch):
-    monkeypatch.syspath_prepend(BENCH)
-    target, ids = make_target("qwen3"), prompt(9)[None]
-    config = draft_config(target, variant)
-    weights = random_drafter(config).state_dict()
-    answer = importlib.import_module("peers").reference_loop(config, weights, target, 0.0, 12)
-    out, lengths = answer(ids)
-    assert torch.equal(out, target.generate(ids, do_sample=False, max_new_tokens=12))
-    assert sum(lengths) == 11, "the first token comes from the prompt"
 
 
 def test_trees_are_measured_next_to_the_chain(bench, tmp_path):
@@ -193,14 +177,16 @@ def test_every_op_and_a_step_are_compared_with_another_release(against_itself):
     assert all(float(row[-1].removesuffix("x")) > 0 for row in rows)
 
 
-def test_steps_on_cpu_are_compared_with_another_release(against_itself):
-    rows = against_itself("bench_step_cpu.py", "--hidden", 64, "--repeats", 1, "--new", 2)
-    assert [(row[2], row[-1]) for row in rows] == [("float32", "1/1"), ("bfloat16", "1/1")]
-
-
-def test_generations_are_compared_with_another_release(against_itself):
-    rows = against_itself("bench_generate.py", "--prompts", 2, "--new", 8, "--rounds", 1)
-    assert [(row[0], row[-1]) for row in rows] == [("one-token", "2/2"), ("dflash", "2/2"), ("dflash-first", "2/2")]
+@pytest.mark.parametrize(
+    ("command", "column", "rows"),
+    [
+        (["bench_step_cpu.py", "--hidden", 64, "--repeats", 1, "--new", 2], 2, ["float32 1/1", "bfloat16 1/1"]),
+        (["bench_generate.py", "--prompts", 2, "--new", 8, "--rounds", 1], 0,
+         ["one-token 2/2", "dflash 2/2", "dflash-first 2/2"]),
+    ],
+)  # fmt: skip
+def test_steps_and_generations_are_compared_with_another_release(against_itself, command, column, rows):
+    assert [f"{row[column]} {row[-1]}" for row in against_itself(*command)] == rows
 
 
 def test_each_release_has_its_own_process_and_what_one_lacks_is_left_out_by_name(tmp_path):
@@ -260,19 +246,6 @@ class TestSteps:
             assert row["floor_4300_ms"] == pytest.approx(row["floor_ms"] * ceiling / 4300)
         for runner in ("graph", "fused"):
             assert written["tables"][runner]["ops"]
-
-    def test_a_row_is_written_before_the_next_runner_is_made(self, step, bench, tmp_path, monkeypatch):
-        def stop(_setting):
-            raise KeyboardInterrupt
-
-        monkeypatch.setitem(step.runners.RUNNERS, "compiled", stop)
-        rows_file = tmp_path / "rows.json"
-        sizes = ["--model", "tiny", "--contexts", 40, "--accepted", 6, "--rounds", 2, "--steps", 1]
-        with pytest.raises(KeyboardInterrupt):
-            bench("step", "--device", "cpu", *sizes, "--runners", "eager", "compiled", "--json", rows_file)
-        rows = json.loads(rows_file.read_text())["rows"]
-        assert [(row["runner"], row["rounds"]) for row in rows] == [("eager", 1)]
-        assert not list(tmp_path.glob("*.partial"))
 
     @pytest.mark.parametrize("batch", [1, 2])
     def test_the_static_peer_takes_the_same_step(self, step, batch):

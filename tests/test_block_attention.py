@@ -4,9 +4,8 @@ import pytest
 import torch
 from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 
-from dflash import _C, ops
-from dflash.ops import reference, switches
-from dflash.ops.registry import CpuLauncher
+from dflash import ops
+from dflash.ops import reference
 
 pytestmark = pytest.mark.op
 
@@ -209,17 +208,6 @@ def test_emulated_blocks_take_several_chunks_where_there_are_many_tiles(emulatio
     assert torch.equal(kernels.block_attention(*case, 0.3, True), want)
 
 
-@pytest.mark.parametrize(
-    "capacity", [1, 128, 129, 256, 1024, 1025, 1152, 1153, 2048, 2049, 2304, 4096, 32768, 40960, 40961]
-)
-def test_emulated_chunks_cover_the_cache(capacity, emulation):
-    edges = [*range(0, 1024, 128), *((1024 + 128 * i) << octave for octave in range(8) for i in range(8))]
-    bfloat16, (batch, rows, heads, head_dim) = _C.DTYPES["bfloat16"], (1, 16, 1, 64)
-    shapes = (batch, rows, heads, heads, head_dim, head_dim, capacity)
-    chunks, _ = emulation.block_attention_workspace(bfloat16, None, None, *shapes)
-    assert chunks == sum(edge < capacity for edge in edges)
-
-
 def test_strided_queries(dtype, kernels):
     q, k_cache, v_cache, lengths = draw((4, 2, 40, 40), [0, 33], 16, dtype)
     transposed = q.transpose(1, 2).contiguous().transpose(1, 2)
@@ -331,28 +319,3 @@ def test_emulated_attention_is_caught_when_it_reads_new_keys_early(fault, emulat
     kernels = Emulated(emulation)
     with pytest.raises(RuntimeError, match="before its wait"), kernels.overlapping():
         _, _alive = append_and_attend(kernels, **TOO_FRESH[fault])
-
-
-def test_emulated_attention_reads_nothing_early_if_that_is_off(emulation, monkeypatch):
-    kernels = Emulated(emulation)
-    monkeypatch.setattr(switches, "PREFETCH", False)
-    want, _ = append_and_attend(kernels, -1, 40)
-    with kernels.overlapping():
-        out, _alive = append_and_attend(kernels, 0, 40)
-    assert torch.equal(out, want)
-
-
-@pytest.mark.parametrize("copied", [None, 1, 2, 3])
-def test_nothing_is_read_early_of_what_is_copied_first(copied):
-    """The copy is what the kernel ahead writes."""
-    passed = []
-
-    class Recorder(CpuLauncher):
-        def __call__(self, kernel, scope):
-            passed.append(scope.fresh)
-
-    arguments = list(draw((2, 1, 64, 64), [20, 30], 4, torch.float32))
-    if copied is not None:
-        arguments[copied] = torch.stack([arguments[copied]] * 2, -1)[..., 0]
-    ops.block_attention.op.run(Recorder(), *arguments, 0.125, True, 0, 0.0, None, None, 7)
-    assert passed == [7 if copied is None else -1]

@@ -10,7 +10,6 @@ from torch.nn.functional import normalize
 from dflash import ops
 from dflash.ops import reference
 
-NAN = float("nan")
 # key_heads, heads, key_dim, value_dim, decay per key channel, beta: copies of 16 bytes, and of 4
 SHAPES = {
     "delta": (2, 6, 36, 40, False, True),

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_variants import dspark_dict, random_drafter
 from examples import is_long
 from families import draft_config, make_draft, make_target
 from planted_pairs import (
@@ -202,26 +201,6 @@ def test_drafting_again_accepts_what_decoding_accepts_in_other_families(family):
     emitted, replayed = decode(random_pair(family, 8), [5, 3, 7, 1, 4])
     expect_equal_steps(emitted, replayed)
     assert max(emitted) > 1, "of eight tokens a random drafter guesses some"
-
-
-def test_drafting_again_accepts_what_decoding_accepts_of_a_dspark_drafter():
-    target = make_target("qwen3", vocab_size=8, seed=6)
-    config = dspark_dict(vocab_size=8, num_target_layers=4, mask_token_id=1, target_layer_ids=[1, 3])
-    emitted, replayed = decode(Pair(target, random_drafter(config), config), [5, 3, 7, 1, 4])
-    expect_equal_steps(emitted, replayed)
-    assert max(emitted) == 8, "with this seed the target repeats a token that the drafter guesses"
-
-
-@pytest.mark.parametrize("family", ["nemotron_h", "gemma3"])
-def test_states_are_recorded_without_padding_as_the_model_returns_them(family):
-    target = make_target(family)
-    sequences = [Answered(list(range(5, 5 + length)), 3) for length in (30, 8)]
-    for one, recording in zip(sequences, record(target, sequences, range(4)), strict=True):
-        with torch.no_grad():
-            states = target(torch.tensor([one.ids]), output_hidden_states=True).hidden_states[1:]
-        assert recording.prompt_length == 3
-        for layer, expected in enumerate(states):
-            torch.testing.assert_close(recording.states[layer], expected[0])
 
 
 def test_every_wiring_is_tried_on_a_target_whose_config_does_not_list_its_layers():

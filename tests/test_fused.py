@@ -6,7 +6,7 @@ import pytest
 import torch
 from baseline import greedy, prompt
 from families import make_draft, make_target
-from op_checks import DTYPES, Emulated, OpByOp, assert_as_exact_as_torch
+from op_checks import Emulated, OpByOp, assert_as_exact_as_torch
 from recorded import no_host_reads, record
 
 import dflash
@@ -62,16 +62,6 @@ def test_ragged_blocks_are_as_exact_as_the_models_own(family, kernels, dtype, mo
 
 
 @torch.no_grad()
-def test_a_row_without_a_token_runs_as_token_0(kernels, dtype, monkeypatch):
-    model = make_target("qwen3", dtype=dtype, num_hidden_layers=2)
-    (layers, cache), ids = on_ops(model, 20, batch=2), torch.stack([prompt(16, seed) for seed in (1, 2)])
-    run_op_by_op(monkeypatch, kernels)
-    ids[0, 3], ids[1, 7:], lengths = -1, -1, torch.tensor([0, 0])
-    missing, _ = layers.forward(ids, lengths, cache, 0)
-    assert torch.equal(missing, layers.forward(ids.clamp(min=0), lengths, cache, 0)[0])
-
-
-@torch.no_grad()
 def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, monkeypatch):
     """This is why bf16 output equals one-token decoding bit for bit."""
     model = make_target("qwen3", dtype=dtype, num_hidden_layers=2)
@@ -82,31 +72,6 @@ def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, mon
     late, late_taps = layers.forward(ids[:, 20:36], torch.tensor([20]), cache, 0)
     assert torch.equal(early[:, 4:], late[:, :12])
     assert torch.equal(early_taps[:, 4:], late_taps[:, :12])
-
-
-@torch.no_grad()
-def check_written_taps(dtype: torch.dtype, taps: tuple[int, ...]) -> None:
-    model = make_target("qwen3", dtype=dtype, num_hidden_layers=2)
-    layers, cache, ids = fuse(structural_copy(model), taps)[0], KVCache(2, 20), torch.stack([prompt(16)] * 2)
-    layers.prepare_(cache)
-    lengths = torch.zeros(2, dtype=torch.int64)
-    _, tapped = layers.forward(ids, lengths, cache, 0)
-    kept = torch.full_like(tapped, float("nan"))
-    _, same = layers.forward(ids, lengths, cache, 0, None, kept)
-    assert same is kept
-    assert torch.equal(kept, tapped)
-    assert kept.isfinite().all()
-
-
-@pytest.mark.parametrize("taps", [(0,), (1, 0)])  # the last layer's is read after the final norm
-def test_taps_may_be_written_where_a_step_keeps_them(taps, kernels, dtype, monkeypatch):
-    run_op_by_op(monkeypatch, kernels)
-    check_written_taps(dtype, taps)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_taps_of_all_layers_in_one_op_may_be_written_there_too(dtype):
-    check_written_taps(dtype, (1, 0))
 
 
 @torch.no_grad()
@@ -222,14 +187,6 @@ def test_other_numbers_are_seen_by_the_trial_run(change):
     assert not target.is_fused
 
 
-def test_recurrent_layers_use_the_models_own_tensors():
-    model = make_recurrent_target("qwen3_5")
-    stack, delta = fuse(structural_copy(model), TAPS)[0].stack, delta_net(model)
-    assert stack.layers[0].conv is delta.conv1d.weight
-    assert stack.layers[0].a_log is delta.A_log
-    assert stack.layers[3].q is model.model.layers[3].self_attn.q_proj.weight
-
-
 @pytest.fixture(scope="module")
 def target():
     return make_target("qwen3", num_hidden_layers=2)
@@ -307,14 +264,6 @@ class TestArgument:
         assert auto.fused_reason.startswith(reason)
         assert Target(model, fused=True).is_fused
         assert not Target(model, fused=False).is_fused
-
-    def test_auto_writes_the_text_where_the_kernels_do_not_run(self, target, monkeypatch):
-        monkeypatch.setattr(FusedTarget, "device", torch.device("cuda", 0))
-        monkeypatch.setattr(ops, "cuda_status", lambda _: "this build has no CUDA kernels")
-        generator, ids = dflash.Generator(target, make_draft(target), max_length=80), prompt(20)
-        assert generator.fused_reason == "our kernels for cuda do not multiply in torch.float32"
-        out = generator.generate(ids[None], max_new_tokens=30, temperature=0.0)
-        assert torch.equal(out[0, 20:], greedy(target, ids, 30))
 
     @pytest.mark.parametrize(
         ("family", "asked", "reason"),

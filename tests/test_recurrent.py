@@ -7,10 +7,11 @@ import sys
 import weakref
 from pathlib import Path
 
+import families
 import pytest
 import torch
 from baseline import greedy, left_padded, prompt
-from families import RECURRENT, Cheat, make_draft, make_target
+from families import RECURRENT, make_draft, make_target
 from recorded import no_host_reads, record
 from rollback import BLOCK, play, run_prompts, standing
 from torch import nn
@@ -25,17 +26,11 @@ from dflash.targets import Target, UnsupportedTargetError, refusal
 NEW = 24
 LENGTHS = (1, 17, 60)
 KINDS = ["qwen3_5", "kimi_linear", "nemotron_h (dt under its limit)", "lfm2"]  # one per mixer
-DENSE = {"kimi_linear": {"mlp_layer_types": ["dense"] * 4}}  # torch's experts round by how many rows they have
 NAN = float("nan")
 
 
-def cheat(target, prompts, answers, spoil=5, **options) -> Cheat:
-    """Return a generator that drafts ``answers`` with every ``spoil``-th token wrong."""
-    generator = Cheat(target, make_draft(target), **{"max_length": 160, "batch_size": len(prompts)} | options)
-    generator.script, generator.spoil = torch.zeros(len(prompts), 200, dtype=torch.int64), spoil
-    for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
-        generator.script[row, : len(p) + len(answer)] = torch.cat([p, answer])
-    return generator
+def cheat(target, prompts, answers, spoil=5, **options) -> families.Cheat:
+    return families.cheat(target, make_draft(target), prompts, answers, spoil, **options)
 
 
 def answer_rows(target, prompts, spoil=5, new=NEW, **options) -> list[list[int]]:
@@ -163,15 +158,6 @@ def test_a_step_neither_waits_nor_breaks_the_graph(family):
         logits, _ = compiled(block, lengths, cache)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     assert [buffer.data_ptr() for buffer in cache.buffers] == addresses
-
-
-def test_the_compiled_step_writes_the_same_tokens():
-    torch._dynamo.reset()
-    target = make_target("qwen3_5", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    prompts = [prompt(3), prompt(20)]
-    assert answer_rows(target, prompts, compile=True, max_length=80) == [
-        greedy(target, p, NEW).tolist() for p in prompts
-    ]
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -343,22 +329,6 @@ except dflash.UnsupportedTargetError as error:
     done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "fails on its own in a trial run, without dflash: NotImplementedError: needs a GPU" in done.stdout
-
-
-def test_two_convolutions_with_one_state_are_refused():
-    model = make_target("lfm2")
-    module = sys.modules[type(model).__module__]
-    kind = type(model.model.layers[0].conv)
-    space = {"kind": kind, "causal_conv1d_fn": module.causal_conv1d_fn}
-    exec(
-        "class Twice(kind):\n"
-        "    def forward(self, x, past_key_values=None, **kwargs):\n"
-        "        past_key_values.update_conv_state(x, self.layer_idx)\n"
-        "        return causal_conv1d_fn(causal_conv1d_fn(x, self.conv.weight), self.conv.weight)\n",
-        space,
-    )
-    model.model.layers[0].conv.__class__ = space["Twice"]
-    assert "Twice keeps a state by functions" in refusal(model)
 
 
 def test_a_replaced_function_of_the_states_is_refused(monkeypatch):

@@ -103,41 +103,20 @@ def test_a_file_of_another_run_is_refused_and_not_changed(target, prompts, tmp_p
     regenerate(few, writer, out, made)
     before = out.read_bytes()
     other_prompt = [{"line": 1, "prompt": "w30"}, few[1]]
+    other_template = spoken("<user> {{ messages[0].content }}")
     refused = [
-        (few, writer, RegenerateConfig(max_new_tokens=4, seed=4), "was written with seed"),
-        (
-            few,
-            writer,
-            RegenerateConfig((1.0,), max_new_tokens=4, seed=3),
-            r"was written with temperature 0\.0, now it is 1\.0",
-        ),
-        (few, writer, RegenerateConfig(max_new_tokens=4, seed=3, top_k=5), "was written with top_k None, now it is 5"),
-        (few, writer, RegenerateConfig(max_new_tokens=5, seed=3), "was written with max_new_tokens 4, now it is 5"),
-        (few, LocalWriter(target, spoken(), name="big"), made, "was written with model 'tiny', now it is 'big'"),
-        (
-            few,
-            LocalWriter(target, spoken(), name="tiny", raw=True),
-            made,
-            "was written with raw None, now it is True",
-        ),
-        (
-            few,
-            LocalWriter(target, spoken(), name="tiny", template={"thinking": False}),
-            made,
-            "was written with template None, now it is {'thinking': False}",
-        ),
-        (
-            few,
-            LocalWriter(target, spoken("<user> {{ messages[0].content }}"), name="tiny"),
-            made,
-            r"was asked with other tokens than line \d's",
-        ),
-        (other_prompt, writer, made, "answers another prompt than line 1's"),
-        (few[:1], writer, made, "no response to any of these prompts"),
+        ({"settings": RegenerateConfig(max_new_tokens=4, seed=4)}, "was written with seed"),
+        ({"settings": RegenerateConfig((1.0,), max_new_tokens=4, seed=3)}, r"with temperature 0\.0, now it is 1\.0"),
+        ({"settings": RegenerateConfig(max_new_tokens=4, seed=3, top_k=5)}, "with top_k None, now it is 5"),
+        ({"writer": LocalWriter(target, spoken(), name="big")}, "was written with model 'tiny', now it is 'big'"),
+        ({"writer": LocalWriter(target, other_template, name="tiny")}, r"asked with other tokens than line \d's"),
+        ({"prompts": other_prompt}, "answers another prompt than line 1's"),
+        ({"prompts": few[:1]}, "no response to any of these prompts"),
     ]
-    for prompts_, writer_, settings, message in refused:
+    for change, message in refused:
+        call = {"prompts": few, "writer": writer, "out": out, "settings": made, **change}
         with pytest.raises(ValueError, match=message):
-            regenerate(prompts_, writer_, out, settings)
+            regenerate(*call.values())
         assert out.read_bytes() == before
     out.write_bytes(b"oops\n" + before)
     with pytest.raises(ValueError, match=r"out\.jsonl, line 1: not a row of dflash regenerate"):

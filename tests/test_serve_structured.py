@@ -18,7 +18,7 @@ from dflash.serve.answers import CallText
 from dflash.serve.prompts import EncodedPrompt, ToolForm, answer_grammar, find_form, read_tools
 from dflash.serve.protocol import ChatRequest
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
 RECORD = "ini to json:\n[item]\nname=oak\nsize=12\ncolor=amber\nport=8080"
 # Tools and calls as Qwen's template writes them, the rest as the pair's own.
 HERMES = r"""

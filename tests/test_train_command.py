@@ -22,7 +22,6 @@ import dflash.cli.training
 from dflash import DraftConfig
 
 MASK = 2
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
