@@ -1,7 +1,6 @@
 """Test ``block_size="auto"``: the widths that it chooses, and that the text never changes."""
 
 import functools
-import importlib
 import itertools
 import math
 
@@ -14,7 +13,6 @@ from recorded import no_host_reads, record
 from torch import Tensor
 
 import dflash
-from dflash.engine import context_bucket
 from dflash.engine.budget import WidthBudget
 from dflash.proposers import chain_widths
 from dflash.sampling import fold
@@ -73,29 +71,6 @@ class TestBudget:
         assert fed(STEEP, *[(16, 6)] * 20).choose() == 8
         assert fed(STEEP, *[(16, 2)] * 20).choose() == 4
 
-    def test_where_rows_cost_nothing_the_smallest_of_equal_widths_is_taken(self):
-        assert fed(FLAT, *[(16, 16)] * 20).choose() == 16
-        assert fed(FLAT, *[(16, 2)] * 100).choose() == 4
-
-    def test_a_width_grows_again_when_drafts_get_better(self):
-        budget = fed(STEEP, *[(16, 2)] * 50)
-        assert budget.choose() == 4
-        length, steps = 100, 0
-        while (rows := budget.choose()) < 16:
-            length, steps = length + rows, steps + 1
-            budget.observe(rows, [rows], [report(length)])
-        assert steps < 50
-
-    def test_a_length_begins_as_its_neighbour_and_then_decides_for_itself(self):
-        budget = fed(STEEP, *[(16, 2)] * 60, length=100)
-        budget.observe(4, [2], [report(260)])
-        assert budget.choose() == 4
-        for step in range(56):
-            budget.observe(16, [16], [report(290 + 3 * step)])
-        assert budget.choose() == 16
-        budget.observe(16, [2], [report(200)])  # a shorter row's length remembers
-        assert budget.choose() == 4
-
     def test_the_rows_of_a_batch_decide_together_and_ended_rows_do_not_count(self):
         for done, width in ((0, 4), (1, 16)):
             budget = WidthBudget({4: 1.0, 16: 3.0}, 16)
@@ -103,16 +78,6 @@ class TestBudget:
                 lengths = [report(16 * step), *[report(300 + 2 * step, done)] * 3]
                 budget.observe(16, [16, 2, 2, 2], lengths)
             assert budget.choose() == width
-
-    def test_lengths_are_told_apart_by_powers_of_two(self):
-        lengths = (0, 255, 256, 511, 512, 1023, 1024, 40000)
-        assert list(map(context_bucket, lengths)) == [0, 0, 256, 256, 512, 512, 1024, 32768]
-
-    def test_widths_are_quarters_of_the_drafters_block(self):
-        found = {block: chain_widths(block) for block in (16, 10, 8, 7, 4, 3, 2)}
-        assert found == {
-            16: (4, 8, 12, 16), 10: (3, 5, 8, 10), 8: (2, 4, 6, 8), 7: (2, 4, 6, 7), 4: (2, 3, 4), 3: (2, 3), 2: (2,),
-        }  # fmt: skip
 
 
 def test_the_width_falls_where_drafts_get_worse_with_length(target, draft):
@@ -263,9 +228,6 @@ def test_the_compiled_step_follows_the_width(monkeypatch):
         assert written(events, row) == sampled(target, p, NEW, fold(2, row), 1.0).tolist()
 
 
-# ---------------------------------------------------------------------------------------------- windows
-
-
 # ---------------------------------------------------------------------------------------------- costs
 
 
@@ -280,32 +242,6 @@ def test_costs_are_measured_once_per_length_and_leave_the_text_as_it_was(target,
         assert min(costs.values()) > 0
 
 
-def test_each_way_to_draft_has_costs_of_its_own(target, draft, prompts, monkeypatch):
-    found = iter([{16: 1.0}, {4: 1.0}])
-    step = importlib.import_module("dflash.engine.step")
-    monkeypatch.setattr(step, "measured_costs", lambda *_: next(found))
-    generator = dflash.Generator(target, draft, max_length=100, block_size="auto")
-    sampled = {"temperature": 1.0, "seed": 3}
-    for way, width in (
-        ({}, 16), ({"denoise_steps": 2}, 4), ({}, 16), ({**sampled, "draft_sharpness": 2.0}, 16),
-    ):  # fmt: skip
-        output = generator.generate(prompts[1][None], max_new_tokens=4, return_dict_in_generate=True, **way)
-        assert set(output.statistics.rows) == {width}
-
-
-# ---------------------------------------------------------------------------------------------- errors
-
-
-def test_a_generator_names_what_it_cannot_do(target, draft, prompts):
+def test_it_needs_a_drafter_of_blocks(target):
     with pytest.raises(ValueError, match=r"block_size=.auto. needs a drafter of blocks .* got draft="):
         dflash.Generator(target, None, max_length=40, block_size="auto")
-    with pytest.raises(ValueError, match="block_size='auto' cannot be combined with tree='auto'"):
-        dflash.Generator(target, draft, max_length=40, block_size="auto", tree="auto")
-    generator = dflash.Generator(target, draft, max_length=100, block_size="auto")
-    assert generator.block_size == 16
-    for call, message in (
-        ({"acceptance": "rejection"}, "block_size='auto' cannot be combined with acceptance="),
-        ({"tree": 16}, "block_size='auto' cannot be combined with tree=16"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            generator.generate(prompts[0][None], max_new_tokens=4, **call)

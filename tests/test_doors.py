@@ -212,17 +212,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"(cache|past_key_values) that holds tokens, 3 here"):
             ours(target, draft, p, past_key_values=cache)
 
-    def test_a_streamer_with_a_batch_is_refused(self, target, draft):
-        class Quiet:
-            def put(self, value):
-                pass
-
-            def end(self):
-                pass
-
-        with pytest.raises(ValueError, match="a streamer takes a batch of one row, got 2 rows"):
-            ours(target, draft, prompt(5)[None].repeat(2, 1), streamer=Quiet())
-
     def test_a_call_from_outside_transformers_is_refused(self, target, draft):
         with pytest.raises(TypeError, match="custom_generate is called by transformers"):
             dflash.custom_generate(target, prompt(5)[None], draft=draft)

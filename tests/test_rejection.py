@@ -1,4 +1,4 @@
-"""Test acceptance="rejection": the target's exact joint distribution, and detection of planted faults."""
+"""Test acceptance="rejection": the tokens have the target's exact joint distribution."""
 
 import itertools
 
@@ -90,24 +90,6 @@ def once(logits: torch.Tensor):
     return propose
 
 
-def twice(logits: torch.Tensor, shift: torch.Tensor):
-    """Return a function that draws drafts in two passes, and gives them with each one's last distribution.
-
-    The more probable token of the first pass stays. The other is drawn again, from logits that depend on the first.
-    """
-
-    def propose(sampling: Sampling, positions: torch.Tensor):
-        drafts, q = once(logits)(sampling, positions)
-        confidence = q.gather(-1, drafts[..., None])[..., 0]
-        keeps = confidence == confidence.amax(-1, keepdim=True)
-        moved = logits + shift[drafts.flip(1)]
-        q = torch.where(keeps[..., None], q, rejection.probabilities(moved, sampling))
-        fresh = rejection.propose(q, positions, sampling.seeds + 2**40)  # not shared
-        return torch.where(keeps, drafts, fresh), q
-
-    return propose
-
-
 def distance(tokens: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
     """Return the p-value of a chi-squared test of the joint counts, and the total variation."""
     counts = torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB**2).double()
@@ -125,33 +107,6 @@ def test_the_joint_distribution_of_two_positions_is_the_targets(settings):
     tokens = emit(target, once(draft), **settings)
     p_value, variation = distance(tokens, exact(target, **settings))
     assert p_value > 1e-3, variation
-
-
-FAULTS = {
-    "draft and residual share a stream": ("RESIDUAL", "DRAFT"),
-    "draft and coin share a stream": ("COIN", "DRAFT"),
-    "coin and residual share a stream": ("RESIDUAL", "COIN"),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_shared_noise_stream_is_detected(fault, monkeypatch):
-    name, other = FAULTS[fault]
-    monkeypatch.setattr(rejection, name, getattr(rejection, other))
-    target, draft = case(0)
-    p_value, variation = distance(emit(target, once(draft)), exact(target))
-    print(f"{fault}: total variation {variation:.4f}")
-    assert p_value < 1e-6
-
-
-@pytest.mark.long
-def test_drafts_of_several_passes_are_detected():
-    target, draft = case(0)
-    shift = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(9)) * 2
-    p_value, variation = distance(emit(target, twice(draft, shift)), exact(target))
-    print(f"two passes: total variation {variation:.4f}")
-    assert p_value < 1e-6
 
 
 class TestAccept:
@@ -282,26 +237,10 @@ class TestGenerate:
         for row in range(3):
             assert torch.equal(dflash.generate(target, draft, ids[:1], seed=fold(4, row), **call)[0], batch[row])
 
-    def test_stop_tokens_and_limits_hold(self):
-        target = make_target("qwen3")
-        draft, ids = make_draft(target), prompt(5)[None]
-        call = {"temperature": 1.0, "acceptance": "rejection", "seed": 1}
-        full = dflash.generate(target, draft, ids, max_new_tokens=30, **call)[0, 5:].tolist()
-        stop = full[9]
-        output = dflash.generate(
-            target, draft, ids, max_new_tokens=30, stop_token_ids=[stop], return_dict_in_generate=True, **call
-        )
-        assert output.sequences[0, 5:].tolist() == full[: full.index(stop) + 1]
-        assert output.finish_reasons == ["stop"]
-
     def test_unsupported_combinations_are_refused(self):
         target = make_target("qwen3")
         draft, ids = make_draft(target), prompt(5)[None]
         call = {"max_new_tokens": 4, "temperature": 1.0}
-        with pytest.raises(ValueError, match="needs drafts to reject, got draft=None or block_size=1"):
-            dflash.generate(target, None, ids, acceptance="rejection", **call)
-        with pytest.raises(ValueError, match="needs denoise_steps=1, got 2"):
-            dflash.generate(target, draft, ids, acceptance="rejection", denoise_steps=2, **call)
         with pytest.raises(ValueError, match="draft_sharpness must be 1 there"):
             dflash.generate(target, draft, ids, acceptance="rejection", draft_sharpness=2.0, **call)
         generator = dflash.Generator(target, draft, max_length=32, denoise_steps=2)
