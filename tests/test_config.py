@@ -27,27 +27,12 @@ def with_dflash(**more) -> dict:
 def test_every_field_is_read():
     config = parse(attention_bias=True, output_multiplier=0.5, input_embedding_scale=4, final_logit_softcapping=30)
     assert config == DraftConfig(
-        hidden_size=64,
-        intermediate_size=88,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        block_size=16,
-        mask_token_id=100,
-        target_layer_ids=(1, 9, 17, 25, 33),
-        causal=(False, False, False),
-        window=(0, 0, 0),
-        rope=Rope(theta=1e6),
-        rms_norm_eps=1e-6,
-        attention_bias=True,
-        input_embedding_scale=4.0,
-        output_multiplier=0.5,
-        final_logit_softcapping=30.0,
-        vocab_size=101,
-        num_target_layers=36,
+        hidden_size=64, intermediate_size=88, num_hidden_layers=3, num_attention_heads=4, num_kv_heads=2, head_dim=16,
+        block_size=16, mask_token_id=100, target_layer_ids=(1, 9, 17, 25, 33), causal=(False, False, False),
+        window=(0, 0, 0), rope=Rope(theta=1e6), rms_norm_eps=1e-6, attention_bias=True, input_embedding_scale=4.0,
+        output_multiplier=0.5, final_logit_softcapping=30.0, vocab_size=101, num_target_layers=36,
         max_position_embeddings=4096,
-    )
+    )  # fmt: skip
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.block_size = 8
     assert isinstance(hash(config), int)
@@ -85,12 +70,7 @@ def test_missing_keys_have_defaults():
 
 @pytest.mark.parametrize(
     ("target", "draft", "taps"),
-    [
-        (36, 5, (1, 9, 17, 25, 33)),
-        (24, 5, (1, 6, 11, 16, 21)),
-        (36, 1, (18,)),
-        (2, 1, (1,)),
-    ],
+    [(36, 5, (1, 9, 17, 25, 33)), (24, 5, (1, 6, 11, 16, 21)), (36, 1, (18,)), (2, 1, (1,))],
 )
 def test_missing_taps_are_interpolated(target, draft, taps):
     assert build_target_layer_ids(target, draft) == taps

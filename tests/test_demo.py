@@ -171,26 +171,6 @@ def test_the_packages_pair_has_drafters_of_both_generations(tiny):
     assert both[0] == both[1], "a pair with one drafter"
 
 
-def test_each_goes_first_in_turn_after_a_warm_up_at_both_lengths(tiny, monkeypatch):
-    target, draft, tokenizer = dflash.demo_pair(tiny)
-    asked, generate, theirs = [], dflash.Generator.generate, target.generate
-
-    def ours(self, ids, **arguments):
-        asked.append(("one-token" if self.draft is None else "dflash", ids.shape[1]))
-        return generate(self, ids, **arguments)
-
-    def transformers(ids, **arguments):
-        asked.append(("transformers", ids.shape[1]))
-        return theirs(ids, **arguments)
-
-    monkeypatch.setattr(dflash.Generator, "generate", ours)
-    monkeypatch.setattr(target, "generate", transformers)
-    demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny), Decoding(4))
-    runners = {name for name, _ in asked}
-    assert set(asked[:6]) == {(name, length) for name in runners for length in (3, 4)}
-    assert {name for name, _ in asked[6::3]} == runners
-
-
 class Clock:
     """A clock that only the test advances."""
 

@@ -13,7 +13,6 @@ from recipes.demo_pair.evaluate import (
     evaluate_sums,
     held_out_examples,
     held_out_sums,
-    prompt_lookup_length,
     sum_kind,
     sums_report,
 )
@@ -103,19 +102,6 @@ def test_a_batch_of_the_target_holds_every_kind_and_its_answers():
             assert not held_out(prompt)
     with pytest.raises(ValueError, match="batch must be a multiple of 3, got 7"):
         next(batches(tokenizer, 4, 7))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "answer", "steps"),
-    [
-        ([1, 2, 3], [9], []),  # the prompt's own pass writes the first token
-        ([1, 2, 3], [7, 8, 9], [1, 1]),  # nothing to look up
-        ([1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 9], [4]),  # 2 was seen: 3 4 5 match, and one more
-        ([1, 2, 3, 4, 5, 6], [2, 3, 9, 9], [2, 1]),  # cut at the end of the answer
-    ],
-)
-def test_prompt_lookup_counts_accepted_tokens_and_one(prompt, answer, steps):
-    assert prompt_lookup_length(prompt, answer, block_size=16) == steps
 
 
 def test_sums_are_evaluated_by_length():

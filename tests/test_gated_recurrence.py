@@ -207,17 +207,6 @@ def test_rows_that_are_not_kept_may_hold_anything(kind, bad, implementation):
     assert torch.equal(ours["state"], theirs["state"])
 
 
-@pytest.mark.parametrize("kind", ["kda", "mamba-2"])
-def test_counts_that_do_not_fit_are_the_nearest_that_do(kind, implementation):
-    huge = [-(2**63), -1, 7, 2**40, 2**63 - 1]
-    call = draw(kind, (1, 2, 8, 6), batch=5, rows=5, block=6)
-    nearest = {"pending": counts([0, 0, 6, 6, 6], 5), "keep": counts([0, 0, 5, 5, 5], 5)}
-    want, written = run(implementation, call | nearest)
-    out, others = run(implementation, call | {"pending": counts(huge, 5), "keep": counts(huge, 5)})
-    assert torch.equal(out, want)
-    assert all(torch.equal(others[name], written[name]) for name in WRITTEN)
-
-
 @pytest.mark.parametrize(("rows", "block"), [(0, 4), (3, 0), (9, 4), (4, 4), (1, 6)])
 def test_only_the_first_rows_of_a_pass_are_saved(rows, block, implementation):
     call = draw("kda", (1, 2, 8, 6), rows=rows, block=block, pending=[0, block], keep=rows)

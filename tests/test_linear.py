@@ -3,7 +3,7 @@ import torch
 from op_checks import DTYPES, Emulated, assert_as_exact_as_torch, let_rows_meet
 from process import python
 
-from dflash import _C, ops
+from dflash import ops
 from dflash.ops import reference, switches
 
 pytestmark = pytest.mark.op
@@ -63,15 +63,6 @@ def test_however_many_rows_there_are_they_are_summed_in_one_order(out, width, dt
     alone = torch.cat([ops.linear(row[None], weight) for row in x])
     for rows in range(2, 65):
         assert torch.equal(ops.linear(x[:rows], weight), alone[:rows])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("out", "width"), [(1, 1), (7, 33), (25, 257), (40, 129), (65, 1023)])
-def test_rows_of_odd_widths_have_the_bits_that_they_have_alone(out, width, dtype):
-    x, weight, bias = operands(64, out, width, dtype)
-    alone = torch.cat([ops.linear(row[None], weight, bias) for row in x])
-    for rows in range(2, 65):
-        assert torch.equal(ops.linear(x[:rows], weight, bias), alone[:rows])
 
 
 def test_nothing_past_the_end_of_an_operand_is_read():
@@ -218,19 +209,3 @@ def test_a_width_of_zero_gives_the_bias(dtype):
     x, weight, bias = operands(3, 5, 0, dtype)
     assert torch.equal(ops.linear(x, weight, bias), bias.expand(3, 5))
     assert torch.equal(ops.linear(x, weight), torch.zeros(3, 5, dtype=dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_adjacent_weights_of_many_rows_are_one_product(dtype, monkeypatch):
-    packed, bias = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
-    x, sizes = torch.randn(520, 64).to(dtype), [48, 32, 16]
-    weights, biases = packed.split(sizes), bias.split(sizes)
-    products, product = [], torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: products.append(a[1].shape[0]) or product(*a))
-    assert torch.equal(ops.linears(x, weights, biases), product(x, packed, bias))
-    assert products == [96]
-    apart = [weight.clone() for weight in weights]
-    assert_as_exact_as_torch(
-        ops.linears(x, apart, biases), product(x, packed, bias), product(x.double(), packed.double(), bias.double())
-    )
-    assert products[1:] == sizes

@@ -2,9 +2,7 @@ import pytest
 import torch
 from op_checks import Emulated, assert_as_exact_as_torch
 
-from dflash import ops
-from dflash.ops import reference, switches
-from dflash.ops.registry import CpuLauncher
+from dflash.ops import reference
 
 pytestmark = pytest.mark.op
 
@@ -115,18 +113,6 @@ def test_the_twin_computes_in_float64():
         torch.testing.assert_close(t, e, rtol=1e-13, atol=1e-13, equal_nan=True)
 
 
-def test_rows_outside_the_cache_append_nothing(implementation):
-    args = draw(SHAPES[0], 4, 20, 16, torch.float32)
-    args[4:6] = [x.nan_to_num(0.5) for x in args[4:6]]
-    args[1], args[2] = torch.tensor([-20, CAPACITY + 4, CAPACITY - 3, 2]), torch.tensor([4, 4, 1, 4])
-    before = args[10:12]
-    _, *caches = run(implementation.qkv_norm_rope_append_, args)
-    for cache, old in zip(caches, before, strict=True):
-        assert torch.equal(cache[:2].nan_to_num(7), old[:2].nan_to_num(7))
-        assert cache[2, 0, :, 0].isnan().tolist() == [slot < CAPACITY - 4 for slot in range(CAPACITY)]
-        assert cache[3, 0, :, 0].isnan().tolist() == [slot >= 2 + 16 for slot in range(CAPACITY)]
-
-
 def test_positions_outside_the_table_take_the_nearest_angles(dtype, kernels):
     args = draw(SHAPES[0], 2, 4, 4, dtype)
     args[1], args[4:6] = torch.tensor([-2, 8]), [x[:10].nan_to_num(0.5) for x in args[4:6]]
@@ -189,21 +175,3 @@ def test_emulated_rows_are_caught_when_they_read_early_what_is_written(written, 
     kernels = Emulated(emulation)
     with pytest.raises(RuntimeError, match="before its wait"), kernels.overlapping():
         _, _alive = run_behind(kernels, draw(SHAPES[0], 2, 20, 16, torch.float32), written, True)
-
-
-@pytest.mark.parametrize("switch", [True, False])
-@pytest.mark.parametrize("copied", [None, 1, 2, 3, 4, 5, 6, 7])
-def test_nothing_is_read_early_of_what_is_copied_first(copied, switch, monkeypatch):
-    """The copy is what the kernel ahead writes."""
-    passed = []
-
-    class Recorder(CpuLauncher):
-        def __call__(self, kernel, scope):
-            passed.append(scope.prefetch)
-
-    monkeypatch.setattr(switches, "PREFETCH", switch)
-    arguments = draw(SHAPES[0], 2, 20, 16, torch.float32, tree=True)
-    if copied is not None:
-        arguments[copied] = torch.stack([arguments[copied]] * 2, -1)[..., 0]
-    ops.qkv_norm_rope_append_.op.run(Recorder(), *arguments[:12], False, False, True)
-    assert passed == [copied is None and switch]

@@ -226,17 +226,3 @@ def test_any_bits_are_safe(dtype, kernels):
     assert none[0].eq(0).all()
     assert none[1].ne(0).any(-1).all()
     assert none[1].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_tree_waits_for_the_kernels_ahead(dtype, gpu):
-    q, k_cache, v_cache, lengths = draw((2, 1, 64, 64), [300], 16, dtype)
-    ancestors = random_shapes(16).ancestors
-    want = gpu.block_attention(q, k_cache, v_cache, lengths, 0.125, True, ancestors=ancestors)
-    positions = lengths[:, None] + torch.arange(16)
-    key, value = k_cache[:, :, 300:316].clone(), v_cache[:, :, 300:316].clone()
-    k_cache[:, :, 300:316] = v_cache[:, :, 300:316] = NAN
-    with gpu.overlapping():
-        gpu.append_kv_(key, value, positions, k_cache, v_cache)
-        out = [gpu.block_attention(q, k_cache, v_cache, lengths, 0.125, True, ancestors=ancestors) for _ in range(2)]
-    assert all(torch.equal(x, want) for x in out)

@@ -154,14 +154,6 @@ def test_infinite_logits_share_the_probability(implementation):
     assert (scores[1::2, :, :2].exp().sum(-1) - 1).abs().max() < 1e-6
 
 
-def test_temperatures_below_zero_and_nan_count_as_zero(implementation):
-    logits, positions, seeds, _ = draw_case(12, 90, 3)
-    odd = implementation.tree_candidates(logits, positions, seeds, torch.tensor([0.0, -2.0, math.nan]), 8)
-    zero = implementation.tree_candidates(logits, positions, seeds, torch.zeros(3), 8)
-    for have, want in zip(odd, zero, strict=True):
-        assert torch.equal(have, want)
-
-
 def test_a_row_does_not_depend_on_its_place(kernels):
     case = draw_case(13, 700)
     ids, scores = kernels.tree_candidates(*case, 16)

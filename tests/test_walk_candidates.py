@@ -2,7 +2,6 @@ import itertools
 import math
 
 import pytest
-import scipy.stats
 import torch
 from test_select_tokens import draw_case as draw_rows
 from test_select_tokens import parameters
@@ -104,80 +103,6 @@ def test_a_greedy_path_is_the_reference_package_s(reference_package, kernels):
     assert torch.equal(path, want)
     alone = kernels.walk_candidates(projected * 0, *codebooks, anchor, ids, values, *settings)[0]
     assert not torch.equal(alone, want)  # the codebooks matter
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_with_codebooks_of_zeros_noisy_candidates_give_what_select_tokens_gives(temperature, kernels):
-    g = torch.Generator().manual_seed(3)
-    logits, positions, seeds = torch.randn(9, 5, 300, generator=g) * 3, torch.arange(45).view(9, 5), torch.arange(9)
-    settings = parameters(9, seeds, temperature, sharpness=torch.tensor([INFINITY, 2.0, 1.0]).repeat(3))
-    ids, values = kernels.top_candidates(logits, positions, *settings[:2], settings[-1], 6)
-    zeros = torch.zeros(300, 4)
-    path, _ = kernels.walk_candidates(torch.randn(9, 5, 4), zeros, zeros, seeds, ids, values, positions, *settings)
-    assert torch.equal(path, ops.select_tokens(logits, positions, *settings))
-
-
-def test_plain_paths_follow_the_selector_s_markov_chain(kernels, request):
-    """At sharpness 1: every path of two tokens is as frequent as the product of its softmaxes."""
-    batch = 2000 if "emulated" in request.node.name else 40000
-    g = torch.Generator().manual_seed(5)
-    hidden, codebooks = torch.randn(1, 2, 3, generator=g), torch.randn(2, 6, 3, generator=g) * 0.8
-    logits = torch.randn(1, 2, 6, generator=g)
-    one = parameters(1, 0, 0.8)
-    plain = torch.full((1,), INFINITY)
-    ids, values = ops.top_candidates(logits, torch.zeros(1, 2, dtype=torch.int64), *one[:2], plain, 4)
-
-    # 1. The chain
-    def law(slot, previous):
-        pairs = (codebooks[0, previous] * hidden[0, slot] * codebooks[1, ids[0, slot]]).sum(-1)
-        return torch.softmax((values[0, slot] + pairs).double() / 0.8, -1)
-
-    paths = [*itertools.product(range(4), range(4))]
-    first = law(0, 2)
-    want = torch.stack([first[a] * law(1, ids[0, 0, a])[b] for a, b in paths])
-
-    # 2. What is drawn
-    settings = parameters(batch, torch.arange(batch) * 7919, 0.8)
-    many = [x.expand(batch, *x.shape[1:]).contiguous() for x in (hidden, ids, values, torch.tensor([[10, 11]]))]
-    anchor = torch.full((batch,), 2)
-    path, scores = kernels.walk_candidates(many[0], *codebooks, anchor, *many[1:], *settings)
-    drawn = torch.stack([(path == torch.stack([ids[0, 0, a], ids[0, 1, b]])).all(-1) for a, b in paths])
-    assert scipy.stats.chisquare(drawn.sum(-1).numpy(), (want * batch).numpy()).pvalue > 1e-3
-    assert torch.allclose(torch.softmax(scores[0, 0], -1).double(), first, atol=1e-6)
-
-    # 3. The test can fail: logits without the pairs have another law
-    wrong = torch.softmax(values[0].double() / 0.8, -1)
-    wrong = torch.stack([wrong[0, a] * wrong[1, b] for a, b in paths])
-    assert scipy.stats.chisquare(drawn.sum(-1).numpy(), (wrong * batch).numpy()).pvalue < 1e-6
-
-
-def test_filters_keep_what_they_keep_of_the_candidates(implementation):
-    case = draw_case(2, 2, 9)
-    case[8], case[12] = torch.full((6,), 0.7), torch.ones(6)
-    case[9], case[10], case[11] = (
-        torch.tensor(x) for x in ([3, 0, 0, 2, 0, 1], [1.0, 0.6, 1, 0.5, 1, 1], [0, 0, 0.2, 0, 0, 0])
-    )
-    filtered = implementation.walk_candidates(*case)[1][:, 0]
-    case[9:12] = torch.zeros(6, dtype=torch.int64), torch.ones(6), torch.zeros(6)
-    free = implementation.walk_candidates(*case)[1][:, 0]
-    best, kept = free.amax(-1, keepdim=True), filtered > -INFINITY
-    assert torch.equal(filtered, torch.where(kept, free, -INFINITY))
-    p = torch.softmax(free, -1)
-    assert kept[0].sum() == 3
-    assert p[1][kept[1]].sum() >= 0.6 > p[1][kept[1]].sum() - p[1][kept[1]].min()
-    assert torch.equal(kept[2], (free[2] - best[2]).exp() >= 0.2)
-    assert torch.equal(kept[4], free[4] > -INFINITY)
-    assert torch.equal(kept[5], free[5] == best[5])
-
-
-def test_temperature_zero_and_infinite_sharpness_take_the_best_score(implementation):
-    case = draw_case(3, 4, 6)
-    case[8], case[12] = torch.tensor([0.0, -1.0, math.nan, 9.0, 5.0, 0.0]), torch.tensor([1.0] * 3 + [INFINITY] * 3)
-    path, scores = implementation.walk_candidates(*case)
-    at_best = torch.where(scores == scores.amax(-1, keepdim=True), case[4], 10**9).amin(-1)
-    assert torch.equal(path, at_best)
-    case[12] = torch.ones(6)
-    assert not torch.equal(implementation.walk_candidates(*case)[0][3:5], path[3:5])
 
 
 def test_a_path_ends_where_there_is_no_candidate_or_nan(implementation):

@@ -246,15 +246,6 @@ def test_weights_spoiled_after_their_handle_was_made_are_refused_by_name():
             assert flat or (name == "sinks" and kind in ("double", "half")), attempt
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 5])
-def test_sinks_that_do_not_fit_the_heads_are_refused_by_name(size):
-    layers, norm = make_layers()
-    layers[1] = layers[1]._replace(sinks=torch.zeros(size))
-    packed = pack(layers, norm)
-    with pytest.raises(ValueError, match=r"layers\[1\]\.sinks must be \[num_heads\] = \[4\]"):
-        ops.decoder_layers(**CALLS["decoder_layers"](), layers=packed.handle)
-
-
 # ---- written tensors
 
 
