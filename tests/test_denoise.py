@@ -1,6 +1,5 @@
 """Test denoise_steps: the schedule, the input of later passes, and that the text never changes."""
 
-import itertools
 import math
 
 import pytest
@@ -9,22 +8,10 @@ from baseline import greedy, left_padded, prompt, sampled
 from families import make_draft, make_target
 
 import dflash
-from dflash.proposers.chain import keep_schedule, most_confident
+from dflash.proposers.chain import most_confident
 from dflash.sampling import fold
 
 NEW = 20
-
-
-def test_the_schedule_grows_and_leaves_something_for_the_last_pass():
-    assert keep_schedule(15, 1) == ()
-    assert keep_schedule(15, 2) == (7,)
-    assert keep_schedule(15, 4) == (3, 7, 11)
-    assert keep_schedule(3, 9) == (1, 2)
-    for drafts in range(1, 20):
-        for steps in range(1, 25):
-            kept = (0, *keep_schedule(drafts, steps), drafts)
-            assert all(later > earlier for earlier, later in itertools.pairwise(kept))
-            assert len(kept) == min(steps, drafts) + 1
 
 
 def test_the_most_confident_tokens_are_fixed():
@@ -121,16 +108,6 @@ def test_later_passes_leave_the_draft_cache_as_one_pass_would():
     assert torch.equal(caches[0][0], caches[1][0])
     for one, many in zip(caches[0][1], caches[1][1], strict=True):
         torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-6)
-
-
-def test_one_shot_calls_share_a_generator_whatever_their_steps():
-    target = make_target("qwen3")
-    draft = make_draft(target)
-    texts = [dflash.generate(target, draft, prompt(4)[None], max_new_tokens=9, denoise_steps=n) for n in (3, 1, 3)]
-    assert torch.equal(texts[0], texts[1])
-    assert torch.equal(texts[0], texts[2])
-    generator = dflash.Generator(target, None, max_length=32, block_size=4, denoise_steps=3)
-    assert torch.equal(generator.generate(prompt(4)[None], max_new_tokens=9), texts[0])
 
 
 def test_a_call_may_ask_for_its_own_number_of_passes():

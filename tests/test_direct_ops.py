@@ -45,29 +45,6 @@ def test_products_of_plain_tensors_are_those_of_checked_calls(dtype):
         assert torch.equal(out, getattr(ops, name).op.run(CpuLauncher(), *arguments))
 
 
-def test_scales_of_another_length_or_none_are_left_to_the_function_of_the_op():
-    for name, arguments in products(torch.float32):
-        for scales in (None, arguments[4][1:].clone()) if arguments[4] is not None else ():
-            assert directly(name, [*arguments[:4], scales]) is NotImplemented
-
-
-def test_rows_that_torch_multiplies_faster_are_left_to_the_function_of_the_op():
-    for rows, is_left in ((64, False), (65, True)):
-        _, arguments = products(torch.bfloat16)[0]
-        arguments[0] = random(rows, WIDTH, dtype=torch.bfloat16)
-        assert (directly("linear", arguments) is NotImplemented) == is_left
-
-
-def test_more_dimensions_than_are_kept_are_left_to_the_function_of_the_op():
-    assert directly("silu_mul", [random(1, 1, 1, 1, 1, 1, 2, 4)]) is not NotImplemented
-    assert directly("silu_mul", [random(1, 1, 1, 1, 1, 1, 1, 2, 4)]) is NotImplemented
-
-
-def test_no_scales_at_all_are_still_scales():
-    with pytest.raises(TypeError, match=r"weight must be torch\.int8 exactly where scales are given"):
-        ops.linear(torch.ones(2, WIDTH), torch.empty(0, WIDTH), scales=torch.empty(0))
-
-
 def test_weights_live_as_long_as_the_call():
     weights = [random(OUT, WIDTH)]
     expected, x = ops.linears(random(ROWS, WIDTH), weights), random(ROWS, WIDTH)

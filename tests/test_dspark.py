@@ -143,14 +143,6 @@ def test_rejection_and_trees(target, tmp_path):
     assert torch.equal(ids, dflash.generate(target, None, prompt(9)[None], max_new_tokens=12))
 
 
-def test_a_drafter_is_copied_with_its_head(tmp_path):
-    draft = dflash.load_draft(save(tmp_path, reduced=True))
-    hidden, other = random(1, 7, 64), copy.deepcopy(draft)
-    for weights in (draft.selector.pair_weights(hidden), other.selector.pair_weights(hidden)):
-        assert torch.equal(weights.successors[KNOWN], draft.markov_head.markov_w2.weight)
-        assert weights.successors.count_nonzero(1).gt(0).sum() == len(KNOWN)
-
-
 # ---------------------------------------------------------------------------------------------- elsewhere
 
 

@@ -145,15 +145,6 @@ def test_widths_are_chosen_and_a_compiled_generator_runs(target, draft, prompts)
         check_answers(generator.generate(p[None], **arguments), len(p), [expected])
 
 
-def test_a_generator_forgets_the_grammar_of_its_last_call(target, draft, prompts):
-    generator, p = dflash.Generator(target, draft, max_length=80), prompts[1][None]
-    plain = generator.generate(p, max_new_tokens=NEW)
-    constrained = generator.generate(p, **call(GRAMMARS["regex"]))
-    assert torch.equal(generator.generate(p, max_new_tokens=NEW), plain)
-    assert generator.engine.grammar_masks is None
-    assert torch.equal(generator.generate(p, **call(GRAMMARS["regex"])), constrained)
-
-
 def test_a_step_that_failed_leaves_nothing_to_the_next_call(target, prompts):
     """The masks of its block were asked for, and its target raised."""
     generator, p, arguments = dflash.Generator(target, None, max_length=80), prompts[1], call(GRAMMARS["regex"])

@@ -124,16 +124,6 @@ def test_a_snapshot_that_is_no_prefix_is_not_used(target):
     assert turn(generator, target, p)[1] == [60]
 
 
-def test_less_is_reused_if_the_longest_row_would_not_fit_after_it(target):
-    prompts = [prompt(70, seed=1), prompt(5, seed=1)]
-    generator = dflash.Generator(
-        target, make_draft(target), max_length=94, batch_size=2, block_size=4, prefill_chunk=16
-    )
-    turn(generator, target, *prompts)
-    assert turn(generator, target, prompts[0], prompts[1])[1] == [6, 5]
-    assert turn(generator, target, prompts[0], prompt(60, seed=2))[1] == [70, 60]  # 64 + 60 are more than 98
-
-
 def test_nothing_is_reused_after_a_reset_or_with_other_weights():
     target, p = make_target("qwen3_5"), prompt(20)
     generator = dflash.Generator(target, make_draft(target), max_length=80, prefill_chunk=16)

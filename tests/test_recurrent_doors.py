@@ -1,8 +1,6 @@
 """Every door on a recurrent target: a tiny Qwen3.5, as the text class saves it and as a multimodal checkpoint."""
 
-import io
 import json
-import sys
 
 import pytest
 import torch
@@ -44,7 +42,6 @@ CHAT_TEMPLATE = (
     "{% if m.role == 'user' %}a{{ m.content }}\n{% else %}b{{ m.content.split('e')[-1] }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}be{% endif %}"
 )
-KEEPS_REASONING = CHAT_TEMPLATE.replace(".split('e')[-1]", "").replace("be{%", "b{%")
 
 
 def save_text_class(folder):
@@ -143,50 +140,6 @@ def questions(tmp_path_factory):
 
 
 # ---------------------------------------------------------------------------------------------- generate, chat
-
-
-def chat(shell, monkeypatch, models, messages):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(messages)))
-    done = shell("chat", *models, "--max-new-tokens", NEW, "--json")
-    assert done.code == 0, done.err
-    return [json.loads(line) for line in done.out.splitlines()]
-
-
-def check_answers(target, tokenizer, messages, answers, template):
-    """Compare answers with those of the whole conversation, and return the lengths of its prompts."""
-    said, lengths = [], []
-    for message, answer in zip(messages, answers, strict=True):
-        ids = asked(tokenizer, *said, message, template=template)
-        assert answer["text"] == own_text(target, tokenizer, ids)
-        said += [message, answer["text"]]
-        lengths.append(len(ids))
-    return lengths
-
-
-def test_a_conversation_that_continues_runs_only_what_is_new(shell, monkeypatch, models, target, tokenizer, root):
-    folder = root / models[1].rpartition("/")[2]
-    plain = (folder / "chat_template.jinja").read_text()
-    (folder / "chat_template.jinja").write_text(KEEPS_REASONING)
-    messages = ["abc def " * 75, "face", "a bad idea"]
-    try:
-        answers = chat(shell, monkeypatch, models, messages)
-    finally:
-        (folder / "chat_template.jinja").write_text(plain)
-    lengths = check_answers(target, tokenizer, messages, answers, KEEPS_REASONING)
-    first, *later = [answer["num_prefilled_tokens"] for answer in answers]
-    assert first == lengths[0] > 600
-    for prefilled, message in zip(later, messages[1:], strict=True):
-        new = len(f"\na{message}\nb")
-        assert prefilled in (new, new + 1)  # unless it was drafted, the answer's last token was never run
-
-
-def test_a_template_that_drops_reasoning_resumes_before_the_last_chunk(shell, monkeypatch, models, target, tokenizer):
-    messages = ["abc def " * 75, "face", "a bad idea"]
-    answers = chat(shell, monkeypatch, models, messages)
-    lengths = check_answers(target, tokenizer, messages, answers, CHAT_TEMPLATE)
-    # Each prompt leaves the one before it where that asked for reasoning. Chunks have 512 tokens.
-    assert lengths[0] > 600
-    assert [answer["num_prefilled_tokens"] for answer in answers] == [lengths[0], *(n - 512 for n in lengths[1:])]
 
 
 # ---------------------------------------------------------------------------------------------- from Python

@@ -73,21 +73,6 @@ def test_drafts_of_a_walk_through_plain_candidates_leave_the_target_s_law(settin
     assert p_value > 1e-3, variation
 
 
-FAULTS = {
-    "candidates taken by the noise of the draw": lambda draft: walking(draft, noisy=True, stream=0),
-    "q without the drafted predecessor": lambda draft: walking(draft, after_anchor=True),
-    "a search for the best path": best_path,
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_seen(fault):
-    target, draft = case(0)
-    p_value, variation = distance(emit(target, FAULTS[fault](draft), FEWER), exact(target))
-    assert p_value < 1e-6, variation
-    assert variation > 0.005
-
-
 def test_a_slot_without_a_draft_has_no_probabilities():
     path, ids = torch.tensor([[2, -1]]), torch.tensor([[[2, 0, -1], [-1, -1, -1]]])
     scores = torch.tensor([[[1.0, 0.0, -math.inf], [-math.inf] * 3]])

@@ -78,16 +78,6 @@ def test_a_cancelled_request_gives_up_its_place_before_the_next_step(scheduler):
     assert [len(written(ticket)) for ticket in tickets] == [NEW] * 4 + [0, NEW]
 
 
-def test_each_step_is_timed_once(scheduler):
-    gate, times = Gate(scheduler), []
-    scheduler.on_step = times.append
-    tickets = [submit(scheduler, prompt(4 + n)) for n in range(2)]
-    gate.open()
-    steps = [[*ticket][-1].statistics.step_seconds for ticket in tickets]
-    assert max(map(len, steps)) <= len(times) < sum(map(len, steps))
-    assert {seconds for row in steps for seconds in row} == set(times)
-
-
 def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(scheduler):
     propose = scheduler.generator.engine.chain.propose
 

@@ -203,19 +203,6 @@ def test_nan_logits_end_one_request_and_leave_the_others():
     assert seen[good] == greedy(target, prompt(9), NEW).tolist()
 
 
-def test_lengths_past_every_text_leave_the_other_requests():
-    target, _ = pair()
-    stop = greedy(target, prompt(6), NEW).tolist()[2]
-    of = session()
-    good, ngrams = admit(of, prompt(9)), admit(of, prompt(5), no_repeat_ngram_size=2**70)
-    endless = admit(of, prompt(6), min_new_tokens=2**70, stop_token_ids=[stop])
-    found = finish(of)
-    assert found[good][0] == greedy(target, prompt(9), NEW).tolist()
-    assert found[ngrams][0] == greedy(target, prompt(5), NEW).tolist()
-    assert len(found[endless][0]) == NEW
-    assert stop not in found[endless][0]
-
-
 def test_only_steps_beside_a_grammar_wait_for_masks():
     of = session(replays=True)
     runner = of.generator.runner

@@ -149,21 +149,6 @@ def test_a_block_sees_only_the_context_before_its_anchor_and_itself(attention):
     torch.testing.assert_close(after[1], before[1])
 
 
-def test_training_keeps_the_packed_weights_that_inference_reads():
-    drafter = random_drafter()
-    model = TrainableDrafter(drafter)
-    context, embeds = inputs(drafter.config)
-    optimizer = torch.optim.SGD(drafter.parameters(), lr=0.1)
-    model(context, embeds, ANCHORS).square().mean().backward()
-    optimizer.step()
-    with torch.no_grad():
-        got = model(context, embeds, ANCHORS)[0, 1]
-        count = torch.tensor([7])
-        features = drafter.fuse(context[:1, :7].contiguous(), count)
-        wanted = drafter(features, count, embeds[:1, 1], count, drafter.new_cache(1, 32))
-    torch.testing.assert_close(got, wanted[0], rtol=1e-4, atol=1e-4)
-
-
 def test_an_unknown_attention_is_refused():
     with pytest.raises(ValueError, match="attention must be one of flex, matmul or None, got 'eager'"):
         TrainableDrafter(random_drafter(), attention="eager")

@@ -142,27 +142,3 @@ def test_no_default_changes_a_text_or_a_tensor(tmp_path):
     lines = [line.split("|") for line in done.stdout.splitlines()]
     assert len(lines) > 100
     assert not [line for line in lines if line[2] != "same"]
-
-
-DRAWS = """
-import torch
-
-from dflash.train.batches import add_noise
-from dflash.train.batches import sample_anchors
-
-for default in (torch.float32, torch.float64, torch.bfloat16, torch.float16, "meta"):
-    seed = torch.Generator().manual_seed(3)
-    (torch.set_default_device if default == "meta" else torch.set_default_dtype)(default)
-    mask = torch.ones(2, 40, dtype=torch.int64, device="cpu")
-    anchors, valid = sample_anchors(mask, 5, seed)
-    noisy = add_noise(mask.float()[..., None], 1, 0.1, seed)
-    print(anchors.tolist(), valid.tolist(), noisy.dtype, noisy.flatten().tolist())
-    torch.set_default_dtype(torch.float32)
-"""
-
-
-def test_training_draws_the_same_numbers_under_any_default():
-    done = process.python(DRAWS)
-    assert done.returncode == 0, done.stderr
-    plain, *others = done.stdout.splitlines()
-    assert others == [plain] * 4

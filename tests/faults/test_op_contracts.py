@@ -141,6 +141,14 @@ def test_any_other_tensor_does_not_reach_the_kernel_and_nothing_is_written(name)
                 assert torch.equal(tensor, same), (argument, misfit)
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_a_tensor_on_another_device_is_named(name):
+    """A kernel would read its address on the wrong one."""
+    for _, call in replaced(CALLS[name](), lambda x: x.to("meta")):
+        with pytest.raises(ValueError, match=rf"^{name}: all tensors must be on (cpu|meta) as the first is, got"):
+            run(name, call)
+
+
 i64 = torch.int64
 RULES = [
     ("rms_norm", {"x": torch.ones(BATCH * ROWS, HIDDEN)}, "counts must be .batch. = .1., got .2."),

@@ -177,17 +177,3 @@ class TestOneShot:
         assert answer(output, OUTER) == expected[0]
         assert inside.got
         assert all(got == expected[1] for got in inside.got)
-
-    def test_a_whole_stream_inside_a_call_gives_the_right_text(self, target, draft, expected):
-        def act() -> list[int]:
-            events = dflash.stream(target, draft, INNER[None], max_new_tokens=NEW)
-            return [token for event in events for token in event.ids[0]]
-
-        for place in PLACES:
-            dflash.release()  # hooks that a drafter gets later are not seen
-            inside = Inside(act)
-            with from_inside(place, inside, target, draft) as arguments:
-                output = dflash.generate(target, draft, OUTER[None], max_new_tokens=NEW, **arguments)
-            assert answer(output, OUTER) == expected[0]
-            assert inside.got
-            assert all(got == expected[1] for got in inside.got)

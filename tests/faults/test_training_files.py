@@ -1,6 +1,5 @@
 """Files that training reads (rows, checkpoints, metrics, features) are checked: errors name them, and no code runs."""
 
-import json
 import os
 import pickle
 import shutil
@@ -105,28 +104,6 @@ def test_a_damaged_checkpoint_is_named_and_runs_no_code(kind, trained, target, r
     assert len(str(refused.value)) < 600
     assert run.step == 0
     assert not (tmp_path / "code-ran").exists()
-
-
-def test_a_checkpoint_of_another_run_is_told_in_a_line(trained, target, rows, tmp_path):
-    shutil.copytree(trained, tmp_path / "run")
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
-    progress = json.loads((checkpoint / "trainer.json").read_text())
-    progress["fingerprint"]["seed"] = "\x1b[2J" * 10_000
-    (checkpoint / "trainer.json").write_text(json.dumps(progress))
-    with pytest.raises(ValueError, match="belongs to another run: its seed is") as refused:
-        trainer(target, rows, tmp_path / "run").resume()
-    assert str(refused.value).isprintable()
-    assert len(str(refused.value)) < 600
-
-
-def test_metrics_that_are_not_ours_are_dropped(trained, target, rows, tmp_path):
-    shutil.copytree(trained, tmp_path / "run")
-    path = tmp_path / "run" / "metrics.jsonl"
-    ours = path.read_bytes()
-    more = [b"[1]", b"{}", b'{"step": null}', b"\xff\xfe", b'{"step": 9}', b'{"st']
-    path.write_bytes(b"\n".join(more[:2]) + b"\n" + ours + b"\n".join(more[2:]))
-    assert trainer(target, rows, tmp_path / "run").resume()
-    assert path.read_bytes() == ours
 
 
 # ---------------------------------------------------------------------------------------------- features, exports

@@ -103,7 +103,7 @@ class Double(nn.Module):
         return weight * 2
 
 
-@pytest.mark.parametrize("make", [parametrizations.weight_norm, parametrizations.spectral_norm, "registered"])
+@pytest.mark.parametrize("make", [parametrizations.weight_norm, parametrizations.spectral_norm, "registered", "old"])
 def test_parametrized_weights_give_the_same_text(make):
     model = make_target("llama", num_hidden_layers=2)
     before = expected(model)
@@ -111,6 +111,11 @@ def test_parametrized_weights_give_the_same_text(make):
         linear = layer.mlp.up_proj
         if make == "registered":
             parametrize.register_parametrization(linear, "weight", Double())
+        elif make == "old":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.nn.utils.weight_norm(linear)
+            linear.weight_g.data *= 3
         else:
             make(linear)
     if make == "registered":
