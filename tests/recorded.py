@@ -1,6 +1,6 @@
 """A GPU's behavior on CPU: steps are recorded once and replayed, reports arrive one step late, no host reads.
 
-``Recorded`` is `dflash.engine.Replay` with its device calls replaced. A capture runs the step once under a dispatch
+``Recorded`` stands for the GPU of `dflash.engine.Replay`. A capture runs the step once under a dispatch
 mode, records every torch call with its exact tensors, and restores what the step wrote. A replay repeats the calls. As
 with a CUDA graph, a replay runs no Python of the step, so a moved tensor or a changed branch gives a wrong answer.
 """
@@ -15,10 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dflash
-from dflash.engine.graphs import Replay
+from dflash.engine.graphs import Device, Replay
 from dflash.ops.registry import dispatched
-
-LATE = -7  # content of a report until it has arrived
 
 # Calls that make the host wait for a GPU, by torch's names below and above autograd.
 _WAITING = {
@@ -150,48 +148,37 @@ def no_peeking(generator: dflash.Generator) -> Iterator[None]:
         yield
 
 
-class Recorded(Replay):
-    """A `Replay` without a GPU.
+class Recorded(Device):
+    """A `Device` without a GPU.
 
     Attributes:
-        steps: number of steps launched so far, under ``"eager"`` and ``"replayed"``.
-        most_ahead: largest number of launched but unread steps at any launch.
-        reads_late: False while every step is waited for, to time it.
+        steps: number of steps that ran before their capture, ``"eager"``, and that were ``"replayed"``.
+        captures: number of captures.
+        most_ahead: largest number of reports that were on their way.
+        waits: where `watch` says that a step waits for the device.
         broken: exception that the next captures raise, as if the step could not be captured.
     """
 
-    def _open(self) -> None:
-        self._slots = [torch.full_like(self.report, LATE) for _ in range(2)]
-        self._underway: list[Tensor | None] = [None, None]
+    def __init__(self, report: Tensor) -> None:
+        self.report, self.underway = report, [None, None]
+        self.slots = [torch.empty_like(report) for _ in range(2)]  # these are the host's
         self.steps = {"eager": 0, "replayed": 0}
-        self.most_ahead = self.captures = 0
-        self.broken: Exception | None = None
-        self.reads_late = True
-        self.waits = ""
+        self.captures = self.most_ahead = 0
+        self.waits, self.broken = "", None
 
-    def launch(self, step, kind, obstacle="") -> None:
-        def counted() -> None:
-            self.steps["eager"] += not self._capturing
-            step()
-
-        self._capturing = False
-        super().launch(counted, kind, obstacle)
-        self.most_ahead = max(self.most_ahead, self._launched - self._read)
-
-    def _warm_up(self, step) -> None:
+    def warm_up(self, step) -> None:
+        self.steps["eager"] += 1
         step()
 
-    def _watch(self, step) -> str:
-        step()
+    def watch(self, step) -> str:
+        self.warm_up(step)
         return self.waits
 
-    def _capture(self, step):
+    def capture(self, step):
         if self.broken is not None:
             raise self.broken
         self.captures += 1
-        self._capturing = True
         tape = Tape(step)
-        self._capturing = False
 
         def replay() -> None:
             self.steps["replayed"] += 1
@@ -199,16 +186,13 @@ class Recorded(Replay):
 
         return replay
 
-    def _send(self, slot: int) -> None:
-        self._slots[slot].fill_(LATE)
-        self._underway[slot] = self.report.clone()
+    def send(self, slot: int) -> None:
+        self.underway[slot] = self.report.clone()
+        self.most_ahead = max(self.most_ahead, sum(report is not None for report in self.underway))
 
-    def _receive(self, slot: int) -> list:
-        if self.reads_late and not self.reason.startswith("logits_processor"):
-            assert self._launched == self._read + 1, "a report is read when the next step has been launched"
-        self._slots[slot].copy_(self._underway[slot])
-        self._underway[slot] = None
-        return self._slots[slot].tolist()
+    def receive(self, slot: int) -> list:
+        report, self.underway[slot] = self.underway[slot], None
+        return self.slots[slot].copy_(report).tolist()
 
     def drain(self) -> None:
         pass
@@ -217,7 +201,12 @@ class Recorded(Replay):
         pass
 
 
+def recorder(report: Tensor) -> Replay:
+    """Return what launches recorded steps; in the place of `dflash.engine.Direct`."""
+    return Replay(report, Recorded(report))
+
+
 def record(generator: dflash.Generator) -> dflash.Generator:
     """Return ``generator``, with its steps recorded and read late."""
-    generator.runner = Recorded(generator.state.report.tensor)
+    generator.runner = recorder(generator.state.report.tensor)
     return generator

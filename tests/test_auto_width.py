@@ -212,7 +212,7 @@ def test_steps_are_captured_once_per_width(target, draft, prompts, plain):
         for row, answer in enumerate(plain):
             assert written(events, row) == answer.tolist()
     assert generator.runner.graphs == 2
-    assert generator.runner.steps["replayed"] > 0
+    assert generator.runner.device.steps["replayed"] > 0
 
 
 def test_the_compiled_step_follows_the_width(monkeypatch):

@@ -90,10 +90,6 @@ def test_the_sanitizers_see_an_access_past_the_end(emulation, name):
     assert "self_test.cu" in done.stderr
 
 
-NO_FENCE = r"reads what thread \d+ of block \d has stored: no fence, atomic and fence stand between"
-EARLY = "reads before its wait what launch -1, which may still run, stores"
-
-
 def test_blocks_that_share_a_sum_need_their_fences(emulation):
     if not emulation.watched():
         pytest.skip("accesses are not watched in this build")

@@ -62,8 +62,8 @@ def test_every_kind_of_step_is_captured_and_writes_the_same(target, draft, batch
         expected = eager.generate(ids, return_dict_in_generate=True, **call)
         same(late.generate(ids, return_dict_in_generate=True, **call), expected)
         eager.reset(), late.reset()
-    assert (late.runner.captures, late.graph_reason) == (1, "")
-    assert late.runner.steps["replayed"] > 4
+    assert (late.runner.device.captures, late.graph_reason) == (1, "")
+    assert late.runner.device.steps["replayed"] > 4
 
 
 @pytest.mark.parametrize("draft", ["reduced vocabulary"], indirect=True)

@@ -200,4 +200,4 @@ def test_a_recorded_step_writes_the_greedy_text():
     output = generator.generate(ids, attention_mask=mask, max_new_tokens=24)
     assert [row[60:].tolist() for row in output] == [answer.tolist() for answer in answers]
     assert generator.graph_reason == ""
-    assert generator.runner.steps["replayed"] > 2
+    assert generator.runner.device.steps["replayed"] > 2

@@ -226,7 +226,7 @@ def test_the_recorded_step_writes_the_greedy_text(target, batch, drafts, monkeyp
     for row, ids in zip(out, prompts, strict=True):
         assert torch.equal(row[20:], greedy(target, ids, 40))
     assert generator.graph_reason == ""
-    assert generator.runner.steps["replayed"] > 4
+    assert generator.runner.device.steps["replayed"] > 4
     with no_host_reads():
         generator.step()
 

@@ -171,7 +171,7 @@ def test_a_recorded_step_writes_the_same_tokens(family):
         generator.spoil = spoil
         output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW)
         assert [row[60:].tolist() for row in output] == [answer.tolist() for answer in answers]
-    assert generator.runner.steps["replayed"] > 5
+    assert generator.runner.device.steps["replayed"] > 5
 
 
 # ---------------------------------------------------------------------------------------------- the user's model

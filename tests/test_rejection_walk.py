@@ -1,4 +1,4 @@
-"""Test rejection sampling of paths through candidates: the target's exact law, and detection of planted faults."""
+"""Test rejection sampling of paths through candidates: the target's exact law."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 from test_rejection import DRAWS, VOCAB, case, distance, emit, exact
 
 from dflash import ops
-from dflash.ops import reference
 from dflash.sampling import Sampling
 from dflash.sampling import acceptance as rejection
 
@@ -21,46 +20,19 @@ def selector(seed):
     return torch.randn(1, 2, 3, generator=g), *torch.randn(2, VOCAB + 1, 3, generator=g)
 
 
-def walking(draft, noisy=False, stream=rejection.DRAFT, after_anchor=False):
-    """Return a function that drafts two tokens by a walk, as the step does; each argument plants a fault."""
+def walking(draft):
+    """Return a function that drafts two tokens by a walk, as the step does."""
     hidden, predecessors, successors = selector(0)
 
     def propose(sampling: Sampling, positions: torch.Tensor):
         batch, s = len(positions), sampling
         logits, anchor = draft.expand(batch, -1, -1).contiguous(), torch.full((batch,), VOCAB)
-        sharpness = torch.full((batch,), 1.0 if noisy else math.inf)
+        sharpness = torch.full((batch,), math.inf)
         ids, values = ops.top_candidates(logits, positions, s.seeds, s.temperature, sharpness, COUNT)
         settings = positions, s.seeds, s.temperature, s.top_k, s.top_p, s.min_p, torch.ones(batch)
         parts = hidden.expand(batch, -1, -1), predecessors, successors, anchor, ids, values
-        path, scores = ops.walk_candidates(*parts, *settings, stream)
-        if after_anchor:
-            first = [x.clone() for x in parts]
-            first[0][:, 0] = first[0][:, 1]
-            first[4][:, 0], first[5][:, 0] = ids[:, 1], values[:, 1]
-            scores[:, 1] = ops.walk_candidates(*first, *settings, stream)[1][:, 0]
+        path, scores = ops.walk_candidates(*parts, *settings, rejection.DRAFT)
         return path, rejection.walk_probabilities(path, ids, scores, VOCAB)
-
-    return propose
-
-
-def best_path(draft):
-    """Return a function that drafts the pair of tokens with the best sum of noisy scores."""
-    hidden, predecessors, successors = selector(0)
-    ids = draft.topk(COUNT, -1).indices  # [2, COUNT]
-
-    def scores(slot, before):
-        return draft[slot, ids[slot]] + (predecessors[before] * hidden[0, slot] * successors[ids[slot]]).sum(-1)
-
-    first, second = scores(0, VOCAB), torch.stack([scores(1, before) for before in ids[0]])
-
-    def propose(sampling: Sampling, positions: torch.Tensor):
-        batch = len(positions)
-        noise = reference.gumbel_noise_of(ids.expand(batch, -1, -1), sampling.seeds, positions, rejection.DRAFT)
-        sums = (first + noise[:, 0])[:, :, None] + second + noise[:, 1, None]
-        best = sums.flatten(1).argmax(-1)
-        path = torch.stack([ids[0][best // COUNT], ids[1][best % COUNT]], 1)
-        drawn = torch.stack([first.expand(batch, -1), second[best // COUNT]], 1)
-        return path, rejection.walk_probabilities(path, ids.expand(batch, -1, -1), drawn, VOCAB)
 
     return propose
 

@@ -3,21 +3,19 @@
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import families
 import pytest
 import torch
 from baseline import greedy, left_padded, prompt
 from families import make_draft, make_target
-from recorded import HostRead, Recorded, no_host_reads, no_peeking, record
+from recorded import HostRead, Recorded, no_host_reads, no_peeking, record, recorder
 from tiny_tokenizers import byte_level
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import dflash
 from dflash import generator as generator_module
 from dflash.engine import graphs
-from dflash.ops import registry
 
 NEW = 40
 
@@ -78,16 +76,16 @@ def test_every_kind_of_step_is_captured_and_writes_the_same(target, draft, batch
     for limit in (NEW, NEW - 3, 7):  # the first captures, the others only replay
         call = {"attention_mask": mask, "max_new_tokens": limit, "stop_token_ids": stop, **CALLS[name]}
         expected = eager.generate(ids, return_dict_in_generate=True, **call)
-        launched = late.runner.steps.copy()
+        launched = late.runner.device.steps.copy()
         same(late.generate(ids, return_dict_in_generate=True, **call), expected)
         steps = max(map(len, expected.statistics.acceptance_lengths))
-        launches = sum(late.runner.steps.values()) - sum(launched.values())
+        launches = sum(late.runner.device.steps.values()) - sum(launched.values())
         assert launches <= steps + 1, "more than one surplus step"
         eager.reset(), late.reset()
-    assert late.runner.captures == 1
-    assert late.runner.steps["eager"] == 2
-    assert late.runner.steps["replayed"] > 4
-    assert late.runner.most_ahead == 2
+    assert late.runner.device.captures == 1
+    assert late.runner.device.steps["eager"] == 2
+    assert late.runner.device.steps["replayed"] > 4
+    assert late.runner.device.most_ahead == 2
     assert late.graph_reason == ""
 
 
@@ -103,21 +101,11 @@ def test_a_target_with_its_own_forward_and_several_passes_is_captured(batch):
         expected = make().generate(ids, return_dict_in_generate=True, temperature=1.0, seed=2, **call)
         same(late.generate(ids, return_dict_in_generate=True, temperature=1.0, seed=2, **call), expected)
         assert late.graph_reason == ""
-        assert late.runner.steps["replayed"] > 4
+        assert late.runner.device.steps["replayed"] > 4
     one = record(dflash.Generator(target, None, max_length=90, batch_size=3, block_size=4))
     assert torch.equal(
         one.generate(ids, **call), dflash.Generator(target, max_length=90, batch_size=3).generate(ids, **call)
     )
-
-
-def test_neither_streams_nor_captures_share_counters(monkeypatch):
-    launch, places = registry.CudaLauncher(SimpleNamespace(NUM_COUNTERS=4)), {}
-    monkeypatch.setattr(registry, "_stream_and_capture", lambda _: place)
-    for place in ((1, 0), (2, 0), (1, 7), (2, 7), (1, 0), (1, 7), (1, 8), (1, 0)):
-        counters = launch.counters(torch.device("cpu"))
-        assert places.setdefault(place, counters) is counters, "a stream and a capture keep theirs"
-        assert not counters.any()
-    assert len({counters.data_ptr() for counters in places.values()}) == 5
 
 
 class TestHostReads:
@@ -175,7 +163,7 @@ class TestGraphContents:
                 late.generate(ids, return_dict_in_generate=True, **call),
                 eager.generate(ids, return_dict_in_generate=True, **call),
             )
-        assert late.runner.captures == 2
+        assert late.runner.device.captures == 2
 
     def test_replaced_drafter_weights_are_captured_again(self, target):
         draft = make_draft(target)
@@ -185,7 +173,7 @@ class TestGraphContents:
         output = late.generate(p[None], max_new_tokens=NEW, return_dict_in_generate=True)
         assert torch.equal(output.sequences, first)
         assert set(output.statistics.acceptance_lengths[0]) == {1}, "the old weights were used"
-        assert late.runner.captures == 2
+        assert late.runner.device.captures == 2
 
     def test_only_the_most_recent_graphs_stay(self, target, draft, batch, monkeypatch):
         monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
@@ -196,14 +184,14 @@ class TestGraphContents:
             expected = cheat(target, draft, batch).generate(ids, **call)
             assert torch.equal(late.generate(ids, **call), expected)
             assert late.runner.graphs <= 2
-        assert late.runner.captures == 4
+        assert late.runner.device.captures == 4
 
     def test_one_shot_calls_keep_a_graph_until_they_grow_or_the_target_changes(self, monkeypatch, kept):
-        monkeypatch.setattr(generator_module, "Direct", Recorded)
+        monkeypatch.setattr(generator_module, "Direct", recorder)
         target = make_target("qwen3", num_hidden_layers=2)
         draft = make_draft(target)
 
-        def check(length: int, new: int = NEW) -> Recorded:
+        def check(length: int, new: int = NEW) -> graphs.Replay:
             p = prompt(length)
             assert dflash.generate(target, draft, p[None], max_new_tokens=new)[0, length:].tolist() == (
                 greedy(target, p, new).tolist()
@@ -212,22 +200,22 @@ class TestGraphContents:
 
         runner = check(5)
         assert check(9) is runner
-        assert (runner.captures, runner.reason) == (1, "")
+        assert (runner.device.captures, runner.reason) == (1, "")
         handle = target.model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
         assert check(9).reason == "a graph would not call the target's hook on model.layers.1"
         handle.remove()
         again = check(9)
-        assert (again.captures, again.reason) == (1, "")
+        assert (again.device.captures, again.reason) == (1, "")
         longer = check(300, 8)
         assert longer is not again
         assert check(310, 20) is longer
-        assert longer.captures == 1
+        assert longer.device.captures == 1
         dflash.release()
 
 
 def test_a_capture_that_ran_the_step_does_not_loop_forever(target, monkeypatch):
     """A capture on another device's stream gives an empty graph: the step has run, and replays do nothing."""
-    monkeypatch.setattr(Recorded, "_capture", lambda self, step: lambda: None)
+    monkeypatch.setattr(Recorded, "capture", lambda self, step: lambda: None)
     generator = record(dflash.Generator(target, None, max_length=60))
     with pytest.raises(RuntimeError, match="did nothing for row 0, which is running"):
         generator.generate(prompt(5)[None], max_new_tokens=NEW)
@@ -239,7 +227,7 @@ def test_a_capture_that_ran_the_step_does_not_loop_forever(target, monkeypatch):
 
 def test_memory_is_freed_after_the_surplus_step(target, monkeypatch):
     alive = []
-    monkeypatch.setattr(generator_module, "Direct", Recorded)
+    monkeypatch.setattr(generator_module, "Direct", recorder)
     monkeypatch.setattr(Recorded, "drain", lambda self: alive.append(state() is not None))
     generator = dflash.Generator(target, None, max_length=60)
     generator.generate(prompt(5)[None], max_new_tokens=3)  # too short for a capture; a graph would hold the state
@@ -248,29 +236,6 @@ def test_memory_is_freed_after_the_surplus_step(target, monkeypatch):
     del generator
     gc.collect()
     assert alive == [True], "waited once, while the state still existed"
-
-
-def test_work_queued_on_two_streams_stays_in_order(target, monkeypatch):
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name, self.after = name, []
-
-        def wait_stream(self, other: "Stream") -> None:
-            self.after.append(other.name)
-
-    streams = [Stream("first"), Stream("second")]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[0])
-    monkeypatch.setattr(Recorded, "follow", graphs.Replay.follow)
-    generator = record(dflash.Generator(target, None, max_length=60))
-    events = generator.stream(prompt(5)[None], max_new_tokens=9)
-    next(events), next(events)
-    assert not streams[0].after
-    streams.reverse()
-    next(events), next(events)
-    assert (streams[0].after, streams[1].after) == (["first"], [])
-    streams.reverse()
-    generator.generate(prompt(7)[None], max_new_tokens=3)  # a new call follows the one before
-    assert (streams[0].after, streams[1].after) == (["second"], ["first"])
 
 
 class TestFallbacks:
@@ -283,7 +248,7 @@ class TestFallbacks:
             generator.reset()
         assert reason in generator.graph_reason
         assert generator.runner.graphs == 0
-        assert generator.runner.steps["replayed"] == 0
+        assert generator.runner.device.steps["replayed"] == 0
 
     @pytest.mark.parametrize(
         ("name", "value", "reason"),
@@ -294,14 +259,14 @@ class TestFallbacks:
     )
     def test_a_step_that_cannot_be_captured_runs_eagerly(self, target, draft, batch, name, value, reason):
         generator = record(cheat(target, draft, batch))
-        setattr(generator.runner, name, value)
+        setattr(generator.runner.device, name, value)
         self.expect(generator, batch, reason)
 
     def test_python_rules_run_eagerly(self, target, draft, batch):
         generator, asked = record(cheat(target, draft, batch)), []
         processor = lambda ids, scores: asked.append(ids.shape[1]) or scores  # noqa: E731
         self.expect(generator, batch, "run on the host", logits_processor=[processor])
-        assert generator.runner.most_ahead == 1
+        assert generator.runner.device.most_ahead == 1
         # Each of the two calls asks once per token, and never after the last.
         assert len(asked) == 2 * 3 * NEW
 
@@ -322,7 +287,7 @@ class TestFallbacks:
         processor = RepetitionPenaltyLogitsProcessor(1.5)
         with pytest.raises(ValueError, match=r"graph=True cannot be followed: logits_processor .* run on the host"):
             generator.generate(logits_processor=[processor], **call)
-        generator.runner.waits = "file.py:1"
+        generator.runner.device.waits = "file.py:1"
         with pytest.raises(RuntimeError, match=r"graph=True cannot be followed: the step waits for the device"):
             generator.generate(**call)
 

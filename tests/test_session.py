@@ -209,7 +209,7 @@ def test_only_steps_beside_a_grammar_wait_for_masks():
     admit(of, prompt(5), max_new_tokens=60, stop_token_ids=[])
     for _ in range(4):
         of.step()
-    replayed = runner.steps["replayed"]
+    replayed = runner.device.steps["replayed"]
     assert replayed
     masked = admit(of, prompt(6), **MASKED)
     of.step()
@@ -218,10 +218,10 @@ def test_only_steps_beside_a_grammar_wait_for_masks():
             assert runner.reason == "a grammar's masks are made on the host"
             if row == masked and event.finish_reasons[0]:
                 of.retire(row)
-    assert runner.steps["replayed"] == replayed
+    assert runner.device.steps["replayed"] == replayed
     of.step()
     assert runner.reason == ""
-    assert runner.steps["replayed"] == replayed + 1
+    assert runner.device.steps["replayed"] == replayed + 1
 
 
 def test_grammars_of_two_tokenizers_cannot_run_at_the_same_time():
@@ -261,5 +261,5 @@ def test_one_captured_step_serves_requests_that_come_and_go():
         if not of.idle:
             finish(of)
     finish(of)
-    assert of.generator.runner.captures == 1
-    assert of.generator.runner.steps["replayed"] > 5
+    assert of.generator.runner.device.captures == 1
+    assert of.generator.runner.device.steps["replayed"] > 5

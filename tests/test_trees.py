@@ -325,7 +325,7 @@ def test_replayed_steps_write_the_same_at_every_size(target, draft, prompts, pla
         output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, tree=size)
         check_answers(output, ids.shape[1], plain)
     assert generator.runner.graphs == 3
-    assert generator.runner.steps["replayed"] > generator.runner.steps["eager"]
+    assert generator.runner.device.steps["replayed"] > generator.runner.device.steps["eager"]
 
 
 def test_the_compiled_step_writes_the_same_tokens():

@@ -1,9 +1,6 @@
 """Runs that are killed or find the disk full, and continue. This is a program of its own, which forks for each run."""
 
-import contextlib
-import ctypes
 import functools
-import io
 import json
 import mmap
 import os
@@ -11,7 +8,6 @@ import random
 import resource
 import shutil
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +18,6 @@ import torch
 from families import VOCAB, make_draft, make_target
 from tiny_tokenizers import spoken
 
-from dflash import cli
 from dflash.train import TrainConfig, Trainer, draft_config, new_drafter
 from dflash.train.checkpoint import save_draft
 from dflash.train.export import export
@@ -119,12 +114,6 @@ def _say(folder: Path, whole: dict[str, object], what: str) -> None:
     shutil.rmtree(folder)
 
 
-def _drop_rights() -> None:
-    """Give up root's right to write where the mode of a folder forbids it; others never had it."""
-    header = struct.pack("II", 0x20080522, 0)  # version 3 of Linux's capabilities, this process
-    assert ctypes.CDLL(None).capset(header, bytes(24)) == 0
-
-
 def _is_refusal(said: str | None, folder: Path) -> bool:
     return said is not None and said.startswith("OSError: ") and str(folder) in said and "\n" not in said
 
@@ -180,38 +169,7 @@ def attempts(kind: str, root: Path, count: int) -> None:
             _say(folder, whole, f"{name}, {what}")
 
 
-def read_only(root: Path) -> None:
-    """Print a line per run into a folder that must not be written: ``refused`` if it is named and stays empty."""
-    commands = {
-        "train": ["--data", "none.jsonl", "--output"],
-        "regenerate": ["none.jsonl", "--out"],
-        "export": ["--draft", "none/none", "--format", "published", "--out"],
-    }
-    folder = root / "locked"
-    folder.mkdir(mode=0o555)
-
-    def run_command(arguments: list[str]) -> Callable[[Path], None]:
-        def run(_: Path) -> None:
-            sys.argv = ["dflash", *arguments]
-            with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
-                cli.main()
-            raise OSError(said.getvalue().removeprefix("dflash: ").strip())
-
-        return run
-
-    for name, work in WORKS.items():
-        model = ["--model", "none/none"] * (name != "export")
-        # The model of the command does not exist: the folder comes first.
-        for run in (work, run_command([name, *commands[name], str(folder / "x"), *model])):
-            said = _fork(run, folder, _drop_rights)
-            is_refused = _is_refusal(said, folder) and not list(folder.iterdir())
-            print("refused" if is_refused else f"{name}: {said}", flush=True)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     save_draft(make_draft(TARGET), DRAFT)
-    if sys.argv[1] == "read-only":
-        read_only(Path(sys.argv[2]))
-    else:
-        attempts(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    attempts(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

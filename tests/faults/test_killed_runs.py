@@ -24,12 +24,6 @@ def test_a_run_that_continues_after_a_fault_writes_the_same_files(fault, tmp_pat
     assert done.stdout.splitlines() == ["the same"] * (WORKS * count)
 
 
-def test_a_folder_that_must_not_be_written_is_named_before_any_work(tmp_path):
-    done = process.python(PROGRAM, "read-only", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["refused"] * (2 * WORKS)
-
-
 def test_an_output_that_is_not_a_regular_file_is_refused_and_stays(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/null")

@@ -38,4 +38,4 @@ def test_values_of_rules_are_freed_and_come_back_with_the_right_text(target, dra
         assert torch.equal(generator.generate(ids, **call), alone.generate(ids, **call))
     if replays:
         assert generator.runner.graphs <= len(SIZES)
-        assert generator.runner.steps["replayed"] > 0
+        assert generator.runner.device.steps["replayed"] > 0

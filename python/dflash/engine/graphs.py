@@ -127,6 +127,82 @@ def _compiled(function: Callable, kind: Callable[..., Hashable], **options: Any)
     return run
 
 
+class Device:
+    """What `Replay` needs of a GPU: warm-ups and captures, and two pinned reports, used in turn, with an event each.
+
+    Args:
+        report: see `Replay`.
+    """
+
+    def __init__(self, report: Tensor) -> None:
+        pinned = {"dtype": report.dtype, "device": "cpu", "pin_memory": True}
+        self._report, self._slots = report, [torch.empty(report.shape, **pinned) for _ in range(2)]
+        self._events = [torch.cuda.Event() for _ in range(2)]
+        self._side, self._pool = torch.cuda.Stream(report.device), torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None
+
+    def warm_up(self, step: Callable[[], None]) -> None:
+        """Run ``step`` on a side stream, as torch requires before a capture."""
+        current = torch.cuda.current_stream()
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            step()
+        current.wait_stream(self._side)
+
+    def watch(self, step: Callable[[], None]) -> str:
+        """Run ``step``; return where in it the host waited for the device, empty if nowhere."""
+        thread, places = threading.get_ident(), []
+        with _CAPTURING, warnings.catch_warnings():
+            mode, show = torch.cuda.get_sync_debug_mode(), warnings.showwarning
+
+            def note(message, category, filename, lineno, *rest) -> None:
+                text = str(message)
+                if "called a synchronizing CUDA operation" not in text:
+                    if "debug mode is a prototype" not in text:  # what switching it on says
+                        show(message, category, filename, lineno, *rest)
+                elif threading.get_ident() == thread:
+                    places.append(f"{Path(filename).name}:{lineno}")
+
+            warnings.simplefilter("always")
+            warnings.showwarning = note
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                self.warm_up(step)
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        return places[0] if places else ""
+
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Capture ``step`` without running it; return a function that launches it."""
+        try:
+            return _captured(step, self._pool, self._side)
+        except BaseException:
+            # A failed capture may leave the old ones half open.
+            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._report.device)
+            raise
+
+    def send(self, slot: int) -> None:
+        """Queue the copy of the report to one of two places."""
+        self._slots[slot].copy_(self._report, non_blocking=True)
+        self._events[slot].record()
+
+    def receive(self, slot: int) -> list:
+        """Wait for the report that was sent to a place, and return it."""
+        self._events[slot].synchronize()
+        return self._slots[slot].tolist()
+
+    def drain(self) -> None:
+        """Wait until nothing that was launched is running; the memory of the steps may then be freed."""
+        for event in self._events:
+            event.synchronize()
+
+    def follow(self) -> None:
+        """Order the current stream after all that this call, or the one before it, queued on another stream."""
+        last, self._stream = self._stream, torch.cuda.current_stream()
+        if last is not None and last != self._stream:
+            self._stream.wait_stream(last)
+
+
 class Replay:
     """Runs a kind of step twice as it is, then captures it, and from then on replays it.
 
@@ -138,21 +214,22 @@ class Replay:
 
     Args:
         report: ``[batch, n]`` int64 on the GPU, which every step writes for the host; always the same tensor.
+        device: another device than the report's own.
 
     Attributes:
+        device: the GPU; tests have one that records torch's calls.
         reason: why the last step ran kernel by kernel; empty if it was replayed or will soon be captured.
     """
 
     ahead, warm_ups, clock = 1, _WARM_UPS + 1, staticmethod(time.perf_counter)
 
-    def __init__(self, report: Tensor) -> None:
-        self.report, self.reason = report, ""
+    def __init__(self, report: Tensor, device: Device | None = None) -> None:
+        self.device, self.reason = device or Device(report), ""
+        self.drain = self.device.drain
         self._graphs: OrderedDict[Hashable, Callable[[], None]] = OrderedDict()
         self._seen: dict[Hashable, int] = {}
         self._refused: dict[Hashable, str] = {}
         self._launched = self._read = 0
-        self._stream: torch.cuda.Stream | None = None
-        self._open()
 
     @property
     def graphs(self) -> int:
@@ -161,7 +238,7 @@ class Replay:
 
     def start(self) -> None:
         """Begin a call."""
-        self.follow()
+        self.device.follow()
         self._launched = self._read = 0
 
     def clear(self) -> None:
@@ -181,7 +258,7 @@ class Replay:
                 the step uses; what is kept for a kind goes when that is freed.
             obstacle: why this step must not be captured; empty if it may.
         """
-        self.follow()
+        self.device.follow()
         kind = kind_of_step()
         self.reason = obstacle or self._refused.get(kind, "")
         if self.reason:
@@ -191,14 +268,14 @@ class Replay:
             self._graphs[kind]()
         else:
             self._prepare(step, kind)
-        self._send(self._launched % 2)
+        self.device.send(self._launched % 2)
         self._launched += 1
 
     def read(self) -> list:
         """Return the oldest unread report; waits for its step and for no later one."""
         slot = self._read % 2
         self._read += 1
-        return self._receive(slot)
+        return self.device.receive(slot)
 
     def _prepare(self, step: Callable[[], None], kind: Hashable) -> None:
         """Run a step of a kind that has no graph yet; capture it once it has warmed up."""
@@ -206,14 +283,14 @@ class Replay:
             self._forget_dead()
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         if seen < _WARM_UPS:
-            self._warm_up(step)
+            self.device.warm_up(step)
             return
         if seen == _WARM_UPS:
-            if where := self._watch(step):
+            if where := self.device.watch(step):
                 self._refused[kind] = self.reason = f"the step waits for the device ({where})"
             return
         try:
-            graph = self._capture(step)
+            graph = self.device.capture(step)
         except Exception as error:  # nothing of the step was run
             self._refused[kind] = self.reason = f"the step could not be captured: {_first_line(error)}"
             step()
@@ -230,71 +307,3 @@ class Replay:
             self.drain()
         for made in (self._graphs, self._seen, self._refused):
             _drop_dead(made)
-
-    # ------------------------------------------------------------------------------------------ the device
-
-    def _open(self) -> None:
-        """Make what every step uses: two pinned reports, used in turn, with an event each."""
-        pinned = {"dtype": self.report.dtype, "device": "cpu", "pin_memory": True}
-        self._slots = [torch.empty(self.report.shape, **pinned) for _ in range(2)]
-        self._events = [torch.cuda.Event() for _ in range(2)]
-        self._side = torch.cuda.Stream(self.report.device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def _warm_up(self, step: Callable[[], None]) -> None:
-        """Run ``step`` on a side stream, as torch requires before a capture."""
-        current = torch.cuda.current_stream()
-        self._side.wait_stream(current)
-        with torch.cuda.stream(self._side):
-            step()
-        current.wait_stream(self._side)
-
-    def _watch(self, step: Callable[[], None]) -> str:
-        """Run ``step``; return where in it the host waited for the device, empty if nowhere."""
-        thread, places = threading.get_ident(), []
-        with _CAPTURING, warnings.catch_warnings():
-            mode, show = torch.cuda.get_sync_debug_mode(), warnings.showwarning
-
-            def note(message, category, filename, lineno, *rest) -> None:
-                text = str(message)
-                if "called a synchronizing CUDA operation" not in text:
-                    if "debug mode is a prototype" not in text:  # what switching it on says
-                        show(message, category, filename, lineno, *rest)
-                elif threading.get_ident() == thread:
-                    places.append(f"{Path(filename).name}:{lineno}")
-
-            warnings.simplefilter("always")
-            warnings.showwarning = note
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                self._warm_up(step)
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-        return places[0] if places else ""
-
-    def _capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        try:
-            return _captured(step, self._pool, self._side)
-        except BaseException:
-            # A failed capture may leave the old ones half open.
-            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.report.device)
-            raise
-
-    def _send(self, slot: int) -> None:
-        self._slots[slot].copy_(self.report, non_blocking=True)
-        self._events[slot].record()
-
-    def _receive(self, slot: int) -> list:
-        self._events[slot].synchronize()
-        return self._slots[slot].tolist()
-
-    def drain(self) -> None:
-        """Wait until nothing that was launched is running; the memory of the steps may then be freed."""
-        for event in self._events:
-            event.synchronize()
-
-    def follow(self) -> None:
-        """Order the current stream after all that this call, or the one before it, queued on another stream."""
-        last, self._stream = self._stream, torch.cuda.current_stream()
-        if last is not None and last != self._stream:
-            self._stream.wait_stream(last)
