@@ -117,32 +117,6 @@ def run(accept, choices, path_rows=8, ids=IDS, parents=PARENTS, **options):
     return tokens[tokens != STALE].tolist()[1:], path.tolist()[: num_context.item()], done.item()
 
 
-def test_a_tree_of_eight_rows_is_walked_as_by_hand(implementation):
-    accept = implementation.accept_path_
-    # the spine, a sibling, a sibling's child, a miss at once, a leaf
-    assert run(accept, [1, 3, 0, 6, 0, 0, 0, 8]) == ([1, 3, 6, 8], [0, 1, 3, 7], RUNNING)
-    assert run(accept, [2, 0, 5, 0, 0, 0, 7, 0]) == ([2, 5, 7], [0, 2, 6], RUNNING)
-    assert run(accept, [2, 0, 3, 6, 6, 0, 0, 0]) == ([2, 3, 6], [0, 2, 4], RUNNING)
-    assert run(accept, [8, 3, 3, 6, 6, 0, 0, 0]) == ([8], [0], RUNNING)
-    # at most path_rows rows are visited
-    assert run(accept, [1, 3, 0, 6, 0, 0, 0, 8], path_rows=2) == ([1, 3], [0, 1], RUNNING)
-    # a stop token on the path, at its end, and on a sibling branch
-    assert run(accept, [1, 3, 0, 6, 0, 0, 0, 8], stops=[3]) == ([1, 3], [0, 1], STOP)
-    assert run(accept, [1, 3, 0, 6, 0, 0, 0, 8], stops=[8]) == ([1, 3, 6, 8], [0, 1, 3, 7], STOP)
-    assert run(accept, [2, 3, 5, 6, 0, 0, 7, 8], stops=[1, 3, 4, 6, 8]) == ([2, 5, 7], [0, 2, 6], RUNNING)
-    # a limit in mid-path, one that is reached by the last token, one with no room
-    assert run(accept, [2, 0, 5, 0, 0, 0, 7, 0], limits=6) == ([2, 5], [0, 2], LIMIT)
-    assert run(accept, [2, 0, 5, 0, 0, 0, 7, 0], limits=7) == ([2, 5, 7], [0, 2, 6], LIMIT)
-    assert run(accept, [2, 0, 5, 0, 0, 0, 7, 0], limits=4) == ([], [], LIMIT)
-    assert run(accept, [2, 0, 5, 0, 0, 0, 7, 0], capacity=6) == ([2, 5], [0, 2], LIMIT)
-    # NaN at the root, on the path, beside it, behind a stop token, behind a limit
-    assert run(accept, [-1, 3, 5, 6, 0, 0, 7, 0]) == ([], [], INVALID)
-    assert run(accept, [2, 0, -1, 0, 0, 0, 7, 0]) == ([2], [0], INVALID)
-    assert run(accept, [2, -1, 5, -1, -1, -1, 7, -1]) == ([2, 5, 7], [0, 2, 6], RUNNING)
-    assert run(accept, [2, 0, 5, 0, 0, 0, -1, 0], stops=[5]) == ([2, 5], [0, 2], STOP)
-    assert run(accept, [2, 0, 5, 0, 0, 0, -1, 0], limits=6) == ([2, 5], [0, 2], LIMIT)
-
-
 def test_missing_rows_are_never_accepted(implementation):
     accept = implementation.accept_path_
     missing = {"ids": [9, 1, -1, -1], "parents": [-1, 0, -1, -1], "path_rows": 4}

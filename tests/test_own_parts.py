@@ -1,7 +1,6 @@
 """Test drafters that bring parts which others share with the target: head, embedding, mask embedding, vocabulary."""
 
 import copy
-import functools
 import math
 import os
 
@@ -182,20 +181,6 @@ def test_a_selectors_candidates_are_of_the_reduced_vocabulary(target, save):
         ids = generator.generate(prompt(9)[None], max_new_tokens=20, **call)
         assert set(generator.state.block[:, 1:].unique().tolist()) <= set(KNOWN.tolist())
         assert torch.equal(ids, answers(target, None, **call))
-
-
-def test_a_step_with_own_parts_is_one_graph(target, save, monkeypatch):
-    """``fullgraph=True`` raises where dynamo would break the graph; what a backend makes of it is tested elsewhere."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    tensors = reduced() | {"mask_embedding": own(64), "embed_tokens.weight": own(VOCAB, 64, seed=8)}
-    head = {"markov_head.markov_w1.weight": own(VOCAB, 8), "markov_head.markov_w2.weight": own(len(KNOWN), 8)}
-    for name, more, changes in (("plain", {}, {}), ("dspark", head, {"markov_rank": 8, "sample_from_anchor": True})):
-        settings = {"draft_vocab_size": len(KNOWN), "attention_value_scale": 0.7} | changes
-        draft = dflash.load_draft(save(tensors | more, name, **settings))
-        generator = dflash.Generator(target, draft, max_length=40, block_size=4, compile=True)
-        ids = generator.generate(prompt(9)[None], max_new_tokens=20)
-        assert torch.equal(ids, answers(target, None))
-        assert set(generator.state.block[:, 1:].unique().tolist()) <= set(KNOWN.tolist())
 
 
 # ---------------------------------------------------------------------------------------------- mask embeddings

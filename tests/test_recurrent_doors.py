@@ -174,16 +174,6 @@ def test_images_are_refused_by_name(wrapper, draft):
 # ---------------------------------------------------------------------------------------------- measure, write, train
 
 
-def test_regenerated_answers_are_those_of_generate(shell, models, questions, target, tokenizer, tmp_path):
-    out = tmp_path / "answers.jsonl"
-    done = shell("regenerate", questions, *models, "--out", out, "--max-new-tokens", NEW, "--batch-size", 3)
-    assert done.code == 0, done.err
-    rows = sorted(map(json.loads, out.read_text().splitlines()), key=lambda row: row["line"])
-    assert [row["response"] for row in rows] == [
-        own_text(target, tokenizer, asked(tokenizer, text)) for text in PROMPTS
-    ]
-
-
 @pytest.fixture
 def train(shell, models, questions, tmp_path):
     """Return a function that runs ``dflash train`` on the target's own answers."""

@@ -1,7 +1,5 @@
 """Test that every logit rule equals transformers' own processor, in blocks, batches and full generations."""
 
-import functools
-import inspect
 import math
 from typing import NamedTuple
 
@@ -469,21 +467,6 @@ def test_the_step_is_one_graph_with_every_rule():
     rule |= {"forced_eos_token_id": [9, 11], "suppress_tokens": [5, 6, 7], "min_new_tokens": 2}
     assert torch.equal(generator.generate(ids, **call, **rule), eager.generate(ids, **call, **rule))
     assert len(graphs) == compiled, "new values of the same rules need no new graph"
-
-
-@pytest.mark.skipif(
-    "recompile_limit" not in inspect.signature(torch.compile).parameters, reason="this torch stops at 8 graphs"
-)
-def test_a_compiled_generator_takes_more_sets_of_rules_than_torch_takes_graphs(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    target = make_target("qwen3", num_hidden_layers=1)
-    p = prompt(5)
-    for _ in range(2):
-        generator = dflash.Generator(target, None, max_length=32, compile=True)
-        for size in range(torch._dynamo.config.recompile_limit + 2):
-            output = generator.generate(p[None], max_new_tokens=6, no_repeat_ngram_size=size)
-            check_answers(output, 5, [by_transformers(target, p, {"no_repeat_ngram_size": size}, new=6)])
 
 
 CONTRADICTIONS = [

@@ -355,12 +355,6 @@ def test_two_positions_follow_the_exact_softmax_jointly(settings):
 # ---- the op
 
 
-def test_rows_of_any_strides_are_taken(kernels):
-    logits, positions, *rest = draw_case(0, 300, rows=4)
-    strided = logits.transpose(1, 2).contiguous().transpose(1, 2), positions.t().contiguous().t()
-    assert torch.equal(kernels.select_tokens(*strided, *rest), kernels.select_tokens(logits, positions, *rest))
-
-
 def test_a_filtered_token_is_not_chosen_where_all_scores_are_too_low_for_a_float(implementation):
     settings = parameters(1, 0, temperature=1e-30, min_p=0.5, sharpness=3e38)
     logits = torch.tensor([[[-3.0, -1.0, -2.0]]])

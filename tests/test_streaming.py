@@ -140,23 +140,6 @@ class TestText:
         assert decoder.push([vocabulary["ab"]]) == ""
         assert decoder.finish() == "ab"
 
-    def test_only_the_end_of_a_long_text_is_decoded_again(self):
-        tokenizer, lengths = byte_level(), []
-
-        class Counting:
-            clean_up_tokenization_spaces = False
-            get_vocab = staticmethod(tokenizer.get_vocab)
-
-            def decode(self, ids, **options):
-                lengths.append(len(ids))
-                return tokenizer.decode(ids, **options)
-
-        decoder = TextDecoder(Counting())
-        ids = [2 + index % 11 for index in range(2000)]
-        text = "".join(decoder.push(ids[start : start + 8]) for start in range(0, 2000, 8))
-        assert max(lengths) < 200
-        assert text + decoder.finish() == tokenizer.decode(ids)
-
 
 class TestStopStrings:
     @pytest.mark.parametrize(("block_size", "ahead"), [(1, False), (2, True), (16, False), (16, True)])

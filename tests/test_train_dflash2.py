@@ -232,27 +232,6 @@ def test_the_selector_learns(trained):
         fresh = new_drafter(trained.drafter.config).state_dict()
         name = next(n for n, p in trained.drafter.named_parameters() if p is factor)
         assert not torch.equal(fresh[name], factor), name
-    with_pairs = selector_loss(trained)
-    codebook = selector.successor_codebook.detach().clone()
-    with torch.no_grad():
-        selector.successor_codebook.zero_()
-        without = selector_loss(trained)
-        selector.successor_codebook.copy_(codebook)
-    assert with_pairs < 0.95 * without
-
-
-@torch.no_grad()
-def selector_loss(trained) -> float:
-    """Return the selector's mean loss on the training rows, at fixed anchors."""
-    features = TargetFeatures(trained.target, trained.drafter.config.target_layer_ids)
-    ids = torch.tensor([row["input_ids"] for row in trained.rows])
-    anchors = torch.arange(6, 30, 3).expand(len(ids), -1)
-    loss_mask = torch.tensor([row["loss_mask"] for row in trained.rows])
-    blocks = make_blocks(ids, loss_mask, anchors, torch.ones_like(anchors).bool(), BLOCK, MASK, 3.0)
-    embeds = torch.nn.functional.embedding(blocks.ids, features.embedding_weight)
-    hidden = TrainableDrafter(trained.drafter)(features(ids)[0], embeds, anchors)
-    out = block_loss(hidden, blocks, features.head, selector=trained.drafter.candidate_selector)
-    return float(out.selector_loss / out.weight)
 
 
 @torch.no_grad()
@@ -285,33 +264,6 @@ def test_the_written_drafter_drafts_what_the_training_pass_says(trained):
         assert previous.tolist() == [int(block[slot]) for _, block in steps]
         differ |= bool((previous != logits.argmax(1)).any())
     assert differ, "the selector should change some tokens"
-
-
-@torch.no_grad()
-def test_the_reference_package_reads_it_and_drafts_the_same_paths(trained, reference_package):
-    ours = dflash.load_draft(trained.folder)
-    theirs = reference_package.DFlash2DraftModel.from_pretrained(trained.folder).eval()
-    generator, length = torch.Generator().manual_seed(0), 17
-    context = torch.randn(1, length, 2 * ours.config.hidden_size, generator=generator)
-    features = TargetFeatures(trained.target, (0, 2))
-    for anchor in range(5, 15):
-        ids = torch.tensor([[anchor] + [MASK] * (BLOCK - 1)])
-        embeds = torch.nn.functional.embedding(ids, features.embedding_weight)
-        count = torch.tensor([length])
-        states = ours(ours.fuse(context, count), count, embeds, count, ours.new_cache(1, 32))
-        expected = theirs(
-            target_hidden=context, noise_embedding=embeds, position_ids=torch.arange(length + BLOCK)[None]
-        )
-        torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
-        path = theirs.propose(expected[:, 1:], ids[:, 0], trained.target.lm_head, 0.0)[0]
-        rows = states[0, 1:]
-        logits, previous, walked = ours.logits(rows, features.head), ids[0, :1], []
-        for slot in range(BLOCK - 1):
-            row, candidates = slice(slot, slot + 1), logits[slot : slot + 1].topk(TOP_K).indices
-            scores = candidate_scores(ours.candidate_selector, rows[row], logits[row], previous, candidates)
-            previous = candidates[:, int(scores.argmax())]
-            walked.append(int(previous))
-        assert walked == path[0].tolist()
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from baseline import prompt
 from examples import examples
 from families import make_target
@@ -149,6 +150,17 @@ def test_a_text_that_would_steer_the_terminal_is_escaped(shell, tmp_path, conten
         message = refused(shell, tmp_path / "receipt.json", json.dumps(changed(content, path, 1)))
         assert r"\x1b[31m" in message
         assert "\x1b" not in message
+
+
+def test_a_machine_that_is_too_small_is_not_called_a_wrong_token(shell, tmp_path, content, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("out of memory: tried to allocate 5 TiB")
+
+    monkeypatch.setattr("dflash.cli.text.verify_receipt", fail)
+    (tmp_path / "receipt.json").write_text(json.dumps(content))
+    done = shell("verify", tmp_path / "receipt.json")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "dflash: the receipt cannot be checked here: out of memory: tried to allocate 5 TiB\n"
 
 
 def test_the_largest_rules_that_are_taken_can_be_checked(target, content):
