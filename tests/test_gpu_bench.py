@@ -8,14 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench" / "gpu"
-FACTS = {
-    "machine": "a GPU",
-    "driver": "580.1",
-    "cuda": "13.0",
-    "torch": "2.11.0",
-    "transformers": "5.17.0",
-    "commit": "abc",
-}
+FACTS = {"machine": "a GPU", "driver": "580.1", "cuda": "13.0", "torch": "2.11.0", "transformers": "5.17.0"}
+FACTS |= {"commit": "abc"}
 ROW = {
     "runner": "fused", "context": 1024, "batch": 1, "accepted": 6, "rounds": 3, "step_ms": 5.0, "floor_share": 0.87,
     "floor_4300_share": 0.9, "host_us": None, "kernels": None,

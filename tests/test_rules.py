@@ -284,10 +284,9 @@ def test_rows_with_different_rules_keep_every_bit_of_their_own(shape):
 
 
 def test_logits_may_be_narrower_than_the_embeddings():
-    rule = {key: BLOCK_RULES["most"][key] for key in BLOCK_RULES["most"]}
     tokens, length, block = torch.randint(0, 11, (2, 30)), torch.tensor([7, 20]), torch.randint(0, 11, (2, 4))
     block[:, 2] = 10
-    rules = Rules(rule, torch.tensor([3, 5]), torch.tensor([16, 24]), 11)
+    rules = Rules(BLOCK_RULES["most"], torch.tensor([3, 5]), torch.tensor([16, 24]), 11)
     logits = torch.randn(2, 4, 11)
     wide = rules.apply(logits, tokens, length, block)
     assert torch.equal(rules.apply(logits[..., :8], tokens, length, block), wide[..., :8])
