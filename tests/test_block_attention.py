@@ -5,7 +5,8 @@ import torch
 from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 
 from dflash import ops
-from dflash.ops import reference
+from dflash.ops import reference, switches
+from dflash.ops.registry import CpuLauncher
 
 pytestmark = pytest.mark.op
 
@@ -309,3 +310,28 @@ def test_emulated_attention_is_caught_when_it_reads_new_keys_early(fault, emulat
     kernels = Emulated(emulation)
     with pytest.raises(RuntimeError, match="before its wait"), kernels.overlapping():
         _, _alive = append_and_attend(kernels, **TOO_FRESH[fault])
+
+
+def test_emulated_attention_reads_nothing_early_if_that_is_off(emulation, monkeypatch):
+    kernels = Emulated(emulation)
+    monkeypatch.setattr(switches, "PREFETCH", False)
+    want, _ = append_and_attend(kernels, -1, 40)
+    with kernels.overlapping():
+        out, _alive = append_and_attend(kernels, 0, 40)
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("copied", [None, 1, 2, 3])
+def test_nothing_is_read_early_of_what_is_copied_first(copied):
+    """The copy is what the kernel ahead writes."""
+    passed = []
+
+    class Recorder(CpuLauncher):
+        def __call__(self, kernel, scope):
+            passed.append(scope.fresh)
+
+    arguments = list(draw((2, 1, 64, 64), [20, 30], 4, torch.float32))
+    if copied is not None:
+        arguments[copied] = torch.stack([arguments[copied]] * 2, -1)[..., 0]
+    ops.block_attention.op.run(Recorder(), *arguments, 0.125, True, 0, 0.0, None, None, 7)
+    assert passed == [7 if copied is None else -1]

@@ -105,6 +105,17 @@ def test_blocks_that_share_a_sum_need_their_fences(emulation):
     assert torch.equal(kernels.linear(x, weight), want)
 
 
+def test_the_last_block_sees_what_the_others_stored(emulation):
+    x, partial, counter, out = torch.arange(1.0, 5), torch.zeros(4), torch.zeros(1, dtype=torch.int32), torch.zeros(64)
+    for fault in (False, True):
+        for repeat in range(3):
+            out.fill_(-7)
+            emulation.last_block(fault, x.data_ptr(), partial.data_ptr(), counter.data_ptr(), out.data_ptr())
+            emulation.synchronize()
+            # A counter that is not put back shows on the second launch.
+            assert out.eq(10).all() == (not fault or repeat == 0)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_tensor_core_layouts(emulation, dtype, transposed):

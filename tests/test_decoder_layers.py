@@ -373,6 +373,18 @@ def test_one_op_has_the_bits_of_op_by_op(options, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_at_a_time_gives_the_same_bits(dtype):
+    call = make_call(dtype, context_rows=0, causal=[1] * LAYERS)
+    whole, single = changed(call, torch.clone), changed(call, torch.clone)
+    out, tapped = whole.run()
+    for row in range(16):
+        step = replace(single, hidden=call.hidden[:, row : row + 1], lengths=call.lengths + row)
+        one, tap = step.run()
+        assert torch.equal(one[:, 0], out[:, row])
+        assert torch.equal(tap[:, 0], tapped[:, row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_context_is_appended_without_a_block(dtype):
     call = make_call(dtype, rows=0)
     ours, twin = changed(call, torch.clone), changed(call, torch.clone)
@@ -383,6 +395,24 @@ def test_context_is_appended_without_a_block(dtype):
     for a, b in zip(ours.caches, twin.caches, strict=True):
         assert not a[2, :, 54:70].isnan().any(), "the live context rows were not appended"
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", RECURRENT)
+def test_rows_of_recurrent_layers_have_the_same_bits_however_they_are_cut(options, dtype):
+    call = make_call(dtype, **options | {"rows": 12})
+    call.keep.fill_(12)
+    whole, parts = changed(call, torch.clone), changed(call, torch.clone)
+    wanted, _ = whole.run()
+    first = 0
+    for rows in (1, 4, 7):
+        step = replace(parts, hidden=call.hidden[:, first : first + rows], lengths=call.lengths + first)
+        step = replace(step, keep=torch.full_like(call.keep, rows))
+        assert torch.equal(step.run()[0], wanted[:, first : first + rows])
+        parts.pending.zero_()  # every row was kept
+        first += rows
+    for a, b in zip(parts.states, whole.states, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -403,6 +433,19 @@ def test_accepted_rows_move_recurrent_layers_as_if_no_other_had_run(options, dty
         assert torch.equal(a, b)
     for a, b in zip(after.states, wanted.states, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_stack_compiles_whole():
+    call = make_call(torch.float32, context_rows=3)
+    stack = DecoderStack(call.layers, call.norm, eps=call.eps, scale=call.scale, taps=call.taps)
+
+    def run(call, forward):
+        return (*forward(call.hidden, call.lengths, Cache(call), call.context, call.num_context), *call.caches)
+
+    compiled = torch.compile(stack.__call__, backend="aot_eager", fullgraph=True)
+    wanted, got = run(changed(call, torch.clone), stack), run(changed(call, torch.clone), compiled)
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
 @pytest.mark.parametrize(
@@ -434,3 +477,12 @@ def test_a_bad_layer_is_named(change, message):
     call.layers[1] = call.layers[1]._replace(**change)
     with pytest.raises(ValueError, match=message):
         call.run()
+
+
+def test_a_handle_without_layers_is_named():
+    call = make_call(torch.float32)
+    packed = call.packed()
+    handle = packed.handle
+    del packed
+    with pytest.raises(ValueError, match=r"layers must be the handle of living PackedLayers, got 'layers \d+'"):
+        ops.decoder_layers(*call.varying, handle)

@@ -258,6 +258,26 @@ class TestOneShot:
         assert weight() is None, "a cycle keeps the weights"
         assert kept() is None
 
+    def test_hooks_that_come_and_go_are_noticed(self):
+        target = make_target("qwen3")
+        draft = make_draft(target)
+        before = dflash.generate(target, draft, ids(), max_new_tokens=12)
+        handle = target.model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
+        hooked = dflash.generate(target, draft, ids(), max_new_tokens=12)
+        assert hooked[0, 5:].tolist() == greedy(target, ids()[0], 12).tolist()
+        assert not torch.equal(hooked, before)
+        handle.remove()
+        assert torch.equal(dflash.generate(target, draft, ids(), max_new_tokens=12), before)
+
+    def test_a_changed_attribute_counts_after_release(self):
+        target = make_target("qwen3")
+        before = dflash.generate(target, None, ids(), max_new_tokens=12)
+        target.model.layers[0].self_attn.scaling *= 3
+        dflash.release()
+        scaled = dflash.generate(target, None, ids(), max_new_tokens=12)
+        assert scaled[0, 5:].tolist() == greedy(target, ids()[0], 12).tolist()
+        assert not torch.equal(scaled, before)
+
     def test_calls_inside_and_outside_of_inference_mode_and_autocast(self):
         target = make_target("qwen3")
         draft = make_draft(target)

@@ -1,6 +1,7 @@
 """What ``bench/gpu`` makes of the results of a GPU machine: the page."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -67,6 +68,48 @@ def test_the_page_names_the_tests_that_failed_and_counts_those_that_did_not_run(
     assert "1 passed, 1 failed, 1 skipped, 2 did not run" in page
     assert "- `tests/a.py::wrong`: CUDA error: misaligned address" in page
     assert "- `tests/b.py`: 2 did not run" in page
+
+
+def test_lines_survive_a_test_that_hangs_and_one_that_breaks_the_gpu(tmp_path):
+    (tmp_path / "test_it.py").write_text(FAULTY_TESTS)
+    lines = tmp_path / "lines.jsonl"
+    plugin = ["-p", "bench.gpu.pytest_lines", "--lines", lines, "--test-seconds", "3", "-n", "1"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, "--rootdir", tmp_path, tmp_path]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+    names, *ended = map(json.loads, lines.read_text().splitlines())
+    assert [name.split("::")[1] for name in names["tests"]] == ["test_breaks", "test_after", "test_hangs", "test_last"]
+    outcomes = {(line["test"].split("::")[1], line["outcome"]) for line in ended}
+    expected = {("test_breaks", "failed"), ("test_after", "passed"), ("test_hangs", "failed"), ("test_last", "passed")}
+    assert outcomes == expected, done.stdout
+    assert "the kernel is wrong" in ended[0]["why"]
+
+
+FAULTY_TESTS = """
+import sys, time, types
+
+def synchronize():
+    if is_broken:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+is_broken = False
+sys.modules["torch"] = types.SimpleNamespace(
+    cuda=types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+)
+
+def test_breaks():
+    global is_broken
+    is_broken = True
+    raise AssertionError("the kernel is wrong")
+
+def test_after():
+    synchronize()
+
+def test_hangs():
+    time.sleep(600)
+
+def test_last():
+    pass
+"""
 
 
 # In the place of every command that run.sh calls on a GPU machine: writes the call down.

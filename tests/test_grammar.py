@@ -15,6 +15,7 @@ from tiny_tokenizers import byte_level, spoken, word_pieces
 from transformers import TopKLogitsWarper
 
 import dflash
+from dflash.call import Call, TargetDefaults
 from dflash.proposers import ChainProposer
 from dflash.sampling import fold
 
@@ -160,6 +161,13 @@ def test_a_step_that_failed_leaves_nothing_to_the_next_call(target, prompts):
     with pytest.raises(MemoryError):
         generator.generate(p[None], **arguments)
     check_answers(generator.generate(p[None], **arguments), len(p), [oracle(target, GRAMMARS["regex"], p)])
+
+
+def test_only_steps_with_a_grammar_are_kept_from_graphs(target, draft, prompts):
+    generator, defaults = dflash.Generator(target, draft, max_length=80), TargetDefaults.of(target)
+    plain, masked = (Call.resolve(defaults, prompts[1][None], call(g)) for g in (None, GRAMMARS["regex"]))
+    assert generator.engine.graph_obstacle(plain, "") == ""
+    assert generator.engine.graph_obstacle(masked, "") == "a grammar's masks are made on the host"
 
 
 # ---------------------------------------------------------------------------------------------- its end

@@ -65,6 +65,15 @@ def test_however_many_rows_there_are_they_are_summed_in_one_order(out, width, dt
         assert torch.equal(ops.linear(x[:rows], weight), alone[:rows])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out", "width"), [(1, 1), (7, 33), (25, 257), (40, 129), (65, 1023)])
+def test_rows_of_odd_widths_have_the_bits_that_they_have_alone(out, width, dtype):
+    x, weight, bias = operands(64, out, width, dtype)
+    alone = torch.cat([ops.linear(row[None], weight, bias) for row in x])
+    for rows in range(2, 65):
+        assert torch.equal(ops.linear(x[:rows], weight, bias), alone[:rows])
+
+
 def test_nothing_past_the_end_of_an_operand_is_read():
     """Each ends where a page ends that may not be followed: a read past it is a crash."""
     done = python("""

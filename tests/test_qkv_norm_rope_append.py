@@ -2,7 +2,9 @@ import pytest
 import torch
 from op_checks import Emulated, assert_as_exact_as_torch
 
-from dflash.ops import reference
+from dflash import ops
+from dflash.ops import reference, switches
+from dflash.ops.registry import CpuLauncher
 
 pytestmark = pytest.mark.op
 
@@ -166,3 +168,21 @@ def test_emulated_rows_are_caught_when_they_read_early_what_is_written(written, 
     kernels = Emulated(emulation)
     with pytest.raises(RuntimeError, match="before its wait"), kernels.overlapping():
         _, _alive = run_behind(kernels, draw(SHAPES[0], 2, 20, 16, torch.float32), written, True)
+
+
+@pytest.mark.parametrize("switch", [True, False])
+@pytest.mark.parametrize("copied", [None, 1, 2, 3, 4, 5, 6, 7])
+def test_nothing_is_read_early_of_what_is_copied_first(copied, switch, monkeypatch):
+    """The copy is what the kernel ahead writes."""
+    passed = []
+
+    class Recorder(CpuLauncher):
+        def __call__(self, kernel, scope):
+            passed.append(scope.prefetch)
+
+    monkeypatch.setattr(switches, "PREFETCH", switch)
+    arguments = draw(SHAPES[0], 2, 20, 16, torch.float32, tree=True)
+    if copied is not None:
+        arguments[copied] = torch.stack([arguments[copied]] * 2, -1)[..., 0]
+    ops.qkv_norm_rope_append_.op.run(Recorder(), *arguments[:12], False, False, True)
+    assert passed == [copied is None and switch]

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForCausalLM
 
 import dflash
-from dflash.receipts import Fingerprints
+from dflash.receipts import Fingerprints, verification
 from dflash.targets import weights_digest
 
 NEW = 24
@@ -78,6 +78,10 @@ class TestAnswersThatFollow:
     def test_the_callers_modes_of_torch_do_not_matter(self, receipt, target):
         with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
             assert dflash.verify(receipt, target).is_exact
+
+    def test_many_tokens_are_checked_answer_by_answer(self, receipt, target, monkeypatch):
+        monkeypatch.setattr(verification, "_TOKENS_AT_ONCE", 100)
+        assert dflash.verify(receipt, target).is_exact
 
     @pytest.mark.parametrize(
         "rules",
@@ -426,6 +430,15 @@ class TestCommand:
         assert done.err.startswith(
             "dflash: the receipt cannot be checked with this target: vocab_size is 97 in the receipt"
         )
+
+    def test_a_near_tie_counts_as_asked(self, shell, folder, written, monkeypatch):
+        self.edit(written, 11)
+        monkeypatch.setattr("dflash.receipts.verification._ROUNDING", {torch.float32: math.inf})
+        done = shell("verify", written, "--model", folder / "target")
+        assert done.code == 0
+        assert done.out.startswith("near-tie in float32: token 12 is ")
+        assert done.out.endswith("12 tokens, 1 of them by a near-tie\n")
+        assert shell("verify", written, "--model", folder / "target", "--exact").code == 1
 
     @pytest.mark.parametrize(("path", "words"), [(".", "is a folder"), ("missing/receipt.json", "there is no folder")])
     def test_a_receipt_that_cannot_be_written_is_said_before_the_models_are_loaded(

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import families
 import pytest
@@ -16,6 +17,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 import dflash
 from dflash import generator as generator_module
 from dflash.engine import graphs
+from dflash.ops import registry
 
 NEW = 40
 
@@ -106,6 +108,16 @@ def test_a_target_with_its_own_forward_and_several_passes_is_captured(batch):
     assert torch.equal(
         one.generate(ids, **call), dflash.Generator(target, max_length=90, batch_size=3).generate(ids, **call)
     )
+
+
+def test_neither_streams_nor_captures_share_counters(monkeypatch):
+    launch, places = registry.CudaLauncher(SimpleNamespace(NUM_COUNTERS=4)), {}
+    monkeypatch.setattr(registry, "_stream_and_capture", lambda _: place)
+    for place in ((1, 0), (2, 0), (1, 7), (2, 7), (1, 0), (1, 7), (1, 8), (1, 0)):
+        counters = launch.counters(torch.device("cpu"))
+        assert places.setdefault(place, counters) is counters, "a stream and a capture keep theirs"
+        assert not counters.any()
+    assert len({counters.data_ptr() for counters in places.values()}) == 5
 
 
 class TestHostReads:
@@ -236,6 +248,29 @@ def test_memory_is_freed_after_the_surplus_step(target, monkeypatch):
     del generator
     gc.collect()
     assert alive == [True], "waited once, while the state still existed"
+
+
+def test_work_queued_on_two_streams_stays_in_order(target, monkeypatch):
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name, self.after = name, []
+
+        def wait_stream(self, other: "Stream") -> None:
+            self.after.append(other.name)
+
+    streams = [Stream("first"), Stream("second")]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[0])
+    monkeypatch.setattr(Recorded, "follow", graphs.Device.follow)
+    generator = record(dflash.Generator(target, None, max_length=60))
+    events = generator.stream(prompt(5)[None], max_new_tokens=9)
+    next(events), next(events)
+    assert not streams[0].after
+    streams.reverse()
+    next(events), next(events)
+    assert (streams[0].after, streams[1].after) == (["first"], [])
+    streams.reverse()
+    generator.generate(prompt(7)[None], max_new_tokens=3)  # a new call follows the one before
+    assert (streams[0].after, streams[1].after) == (["second"], ["first"])
 
 
 class TestFallbacks:
@@ -391,6 +426,23 @@ class TestOnAGPU:
         before = allocations()
         for _ in events:
             assert allocations() == before, "a replayed step asked the allocator for memory"
+
+    def test_python_rules_and_experts_run_too(self, on_gpu):
+        target, draft, batch = on_gpu(torch.float32)
+        ids, mask, *_ = batch
+        call = {"attention_mask": mask, "max_new_tokens": 12}
+        generator = dflash.Generator(target, draft, max_length=90, batch_size=3)
+        by_rule = generator.generate(ids, repetition_penalty=1.5, **call)
+        processor = RepetitionPenaltyLogitsProcessor(1.5)
+        assert torch.equal(generator.generate(ids, logits_processor=[processor], **call), by_rule)
+        assert "run on the host" in generator.graph_reason
+        experts = make_target("qwen3_moe")
+        draft = make_draft(experts).cuda()
+        experts.cuda()
+        p = prompt(9).cuda()
+        generator = dflash.Generator(experts, draft, max_length=90)
+        for _ in range(2):  # in a graph or not: transformers may wait for the experts' counts
+            assert generator.generate(p[None], max_new_tokens=NEW)[0, 9:].tolist() == greedy(experts, p, NEW).tolist()
 
     def test_generators_capture_in_two_threads(self, on_gpu):
         target, draft, batch = on_gpu(torch.float32)

@@ -215,6 +215,19 @@ def test_probabilities_have_the_bits_of_the_twin(kernels):
     assert_flips_at_the_same_bits(kernels, batch, 1e-6, 0.9999999, arguments, noisiest)
 
 
+def test_noise_is_standard_gumbel_and_bounded():
+    noise = reference.gumbel_noise(torch.tensor([3, -4]), torch.tensor([[5, 2**35], [0, -1]]), 250001)
+    assert noise.shape == (2, 2, 250001)
+    assert noise.dtype == torch.float32
+    flat = noise.double().flatten()
+    deviation = math.pi / math.sqrt(6)
+    assert abs(flat.mean() - 0.5772156649) < 4 * deviation / 1000
+    assert abs(flat.std() - deviation) < 4 * deviation * 1.05 / 1000  # sqrt((kurtosis - 1) / 4) = 1.05
+    assert flat.min() > -math.log(33 * math.log(2)) - 1e-6
+    assert flat.max() < 33 * math.log(2)
+    assert scipy.stats.kstest(flat[::25].numpy(), "gumbel_r").pvalue > 1e-3
+
+
 # ---- the noise
 
 

@@ -11,6 +11,7 @@ PACKAGE = ROOT / "python" / "dflash"
 AROUND = {"hf", "grammar", "receipts", "serve", "evaluate", "doctor", "train", "cli"}
 ORACLE = PACKAGE / "ops" / "reference.py"  # the tests' plain-torch twins of the ops
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -186,6 +186,14 @@ class TestTrialOfTrees:
         )
 
 
+class CountsPasses(LlamaForCausalLM):
+    passes = 0
+
+    def forward(self, *arguments, **options):
+        CountsPasses.passes += 1
+        return super().forward(*arguments, **options)
+
+
 class TestTrial:
     """Every target is tried on a few tokens before it is run, once per model."""
 
@@ -195,6 +203,22 @@ class TestTrial:
         target = Target(make_target(family, dtype=dtype))
         assert target.tree_obstacle == ""
         assert target.is_fused == (family.partition(" ")[0] in FUSED)
+
+    def test_a_model_is_tried_once_until_its_weights_change(self):
+        model = llama_of(CountsPasses)
+
+        def passes() -> int:
+            before = CountsPasses.passes
+            dflash.Generator(model, max_length=40)
+            return CountsPasses.passes - before
+
+        assert 0 < passes() <= 10
+        assert passes() == 0
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.5)
+        assert passes() > 0
+        dflash.release()
+        assert passes() > 0
 
     def test_logits_that_are_not_finite_say_nothing(self):
         model = make_target("llama")

@@ -15,7 +15,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash import load_draft
+from dflash import DraftConfig, load_draft
 
 HUGE = 10**400
 YARN_SCALING = {**YARN, "original_max_position_embeddings": 512}
@@ -80,6 +80,11 @@ def test_hostile_configs_are_refused_by_key_within_a_second_and_50_mb(tmp_path):
         assert (kind, name in message) == ("ValueError", True), (name, kind, message)
         assert len(message) < 1000
         assert seconds < SECONDS, (name, seconds)
+
+
+@pytest.mark.parametrize("layout", [published, speculators])
+def test_the_configs_that_the_tests_change_load(tmp_path, layout):
+    assert load_draft(save_drafter(tmp_path, layout())).config == DraftConfig.from_config(published())
 
 
 # ---------------------------------------------------------------------------------------------- random changes

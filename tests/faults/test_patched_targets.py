@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import AttentionInterface, PreTrainedModel, activations
 from transformers.integrations import sdpa_attention
+from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 
 import dflash
@@ -365,6 +366,19 @@ class TestLayers:
         assert one_shot(model) == expected(model)
         model.model.layers[2].self_attn.sliding_window = 50
         with pytest.raises(UnsupportedTargetError, match="attends over a window of 50 in layer 2, its model's config"):
+            one_shot(model)
+
+    def test_masks_that_cannot_be_made_past_the_window_are_refused(self, monkeypatch):
+        model, own = make_target("gemma3"), modeling_gemma3.create_sliding_window_causal_mask
+
+        def short_only(*arguments, **options):
+            if int(options["position_ids"].max()) > 23:
+                raise IndexError("too long")
+            return own(*arguments, **options)
+
+        monkeypatch.setattr(modeling_gemma3, "create_sliding_window_causal_mask", short_only)
+        message = "gemma3_text fails on its own past its window in a trial run, without dflash: IndexError: too long"
+        with pytest.raises(UnsupportedTargetError, match=message):
             one_shot(model)
 
     def test_attention_that_is_not_causal_is_refused(self):

@@ -74,6 +74,53 @@ def test_one_shot_calls_resets_and_releases_of_many_threads_do_not_mix(target, d
     assert all(in_threads(6, work))
 
 
+def test_threads_whose_calls_call_back_do_not_wait_for_each_other_forever():
+    done = process.python(CROSSED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 4
+
+
+CROSSED = """
+import threading
+
+from baseline import greedy, prompt
+from families import make_draft, make_target
+
+import dflash
+
+target = make_target("qwen3")
+draft = make_draft(target)
+outer, inner = prompt(9), prompt(5)
+expected = [greedy(target, p, 8).tolist() for p in (outer, inner)]
+right = []
+
+
+def one_shot(p, **arguments):
+    return dflash.generate(target, draft, p[None], max_new_tokens=8, **arguments)[0, len(p) :].tolist()
+
+
+def processor(ids, scores):
+    # Inside a step of the stream, once the other thread is about to wait for the generator that runs it.
+    if not calls:
+        calls.append(ids)
+        other.start()
+        started.wait(5)
+        threading.Event().wait(0.3)
+        right.append(one_shot(inner) == expected[1])
+    return scores
+
+
+calls, started = [], threading.Event()
+other = threading.Thread(target=lambda: (started.set(), right.append(one_shot(outer) == expected[0])))
+events = dflash.stream(target, draft, outer[None], max_new_tokens=8, logits_processor=[processor])
+first = next(events).ids[0]
+other.join()
+right.append(first == expected[0][:1])
+right.append(one_shot(inner) == expected[1])
+print(*right)
+"""
+
+
 @pytest.mark.parametrize("how", ["dropped", "closed", "closed by another thread", "left open"])
 def test_streams_that_are_left_do_not_touch_later_calls(target, draft, expected, how):
     generator, left = dflash.Generator(target, draft, max_length=48), []

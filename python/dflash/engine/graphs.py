@@ -134,12 +134,13 @@ class Device:
         report: see `Replay`.
     """
 
+    _stream: torch.cuda.Stream | None = None
+
     def __init__(self, report: Tensor) -> None:
         pinned = {"dtype": report.dtype, "device": "cpu", "pin_memory": True}
         self._report, self._slots = report, [torch.empty(report.shape, **pinned) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)]
         self._side, self._pool = torch.cuda.Stream(report.device), torch.cuda.graph_pool_handle()
-        self._stream: torch.cuda.Stream | None = None
 
     def warm_up(self, step: Callable[[], None]) -> None:
         """Run ``step`` on a side stream, as torch requires before a capture."""
