@@ -102,6 +102,10 @@ FAULTS = [
           "self.top_p[:] = arguments.top_p", [SAMPLING]),
     Fault("a tiny temperature is not greedy", CHOICE, "0.0 if is_greedy else arguments.temperature",
           "arguments.temperature", [SAMPLING]),
+    *(Fault(f"{one} and {other} of rejection share their noise", "sampling/acceptance.py",
+            "DRAFT, COIN, RESIDUAL = 1, 2, 3", f"DRAFT, COIN, RESIDUAL = {streams}", ["test_rejection.py"])
+      for one, other, streams in (
+          ("drafts", "coins", "1, 1, 3"), ("drafts", "residuals", "1, 2, 1"), ("coins", "residuals", "1, 2, 2"))),
     Fault("rows share a drawn seed", CHOICE, "list(map(functools.partial(fold, seed), range(rows)))", "[seed] * rows",
           [SAMPLING]),
     Fault("a negative min_p passes", "settings.py", "lambda x: 0 <= x <= 1)", "lambda x: x <= 1)", [SAMPLING]),

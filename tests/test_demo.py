@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 
 import pytest
 import torch
@@ -139,29 +138,6 @@ def test_a_wrong_answer_is_not_called_identical(tiny, monkeypatch, drafted, temp
     monkeypatch.setattr(compare, "Generator", Wrong)
     found = run_json(tiny, "--temperature", temperature, "--max-new-tokens", 8, "--prompts", 1, code=1)
     assert found["identical"] is False
-
-
-def test_accepted_and_bonus_tokens_have_two_styles(pair_dir):
-    target, draft, tokenizer = dflash.demo_pair(pair_dir)
-    prompt = demo.demo_prompts(pair_dir)[0].text
-    expected = {"accepted": "", "bonus": ""}
-    for event in dflash.stream(target, draft, demo.encode(tokenizer, prompt), max_new_tokens=40, temperature=0.0):
-        new, accepted = event.ids[0], event.accepted[0]
-        expected["accepted"] += tokenizer.decode(new[:accepted], skip_special_tokens=True)
-        expected["bonus"] += tokenizer.decode(new[accepted:], skip_special_tokens=True)
-    for colors, (accepted, bonus) in {True: ("32", "1;4;33"), False: ("", "1;4")}.items():
-        file = io.StringIO()
-        console = Console(file=file, force_terminal=True, color_system="standard", no_color=not colors)
-        demo.run_demo(Decoding(40), folder=pair_dir, prompts=1, console=console)
-        answer = file.getvalue().split("=>", 1)[1].split("tokens: 1 from the prompt")[0]
-
-        def styled(code, answer=answer):
-            return "".join(re.findall(rf"\x1b\[{code}m([^\x1b]*)\x1b\[0m", answer))
-
-        # rich writes a styled line break outside of the style.
-        assert styled(bonus) == expected["bonus"].replace("\n", "")
-        if colors:
-            assert styled(accepted) == expected["accepted"].replace("\n", "")
 
 
 def test_the_packages_pair_has_drafters_of_both_generations(tiny):

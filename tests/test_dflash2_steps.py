@@ -91,21 +91,6 @@ def test_steps_compile_into_one_graph_of_each_kind(target, draft, batch, monkeyp
 SAMPLED = {"temperature": 0.9, "top_p": 0.95}
 
 
-def test_a_reduced_vocabulary_keeps_the_text_and_drafts_its_tokens_only(target, draft, batch):
-    ids, mask, texts = batch
-    generator = hinted(target, draft, texts)
-    known = set(KNOWN.tolist()) if draft.config.draft_vocab_size else set(range(VOCAB))
-    for passes in (1, 3):
-        output = generator.generate(
-            ids, attention_mask=mask, max_new_tokens=NEW, denoise_steps=passes, return_dict_in_generate=True
-        )
-        assert all(
-            row[-NEW:].tolist() == text[-NEW:].tolist() for row, text in zip(output.sequences, texts, strict=True)
-        )
-        assert set(generator.state.block[:, 1:].flatten().tolist()) <= known
-        assert output.statistics.acceptance_length > 1.5, "some drafts should have been right"
-
-
 RECURRENT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 

@@ -231,42 +231,6 @@ def test_two_processes_train_what_one_does_on_the_same_global_batch(run, argumen
     assert outputs[1] == ("", ""), "only the first process prints"
 
 
-KILLED = """
-import os, signal, torch
-from dflash import cli
-save = torch.save
-def killed(state, file):
-    save(state, file)
-    if "00000004" in str(file.name):
-        os.kill(os.getpid(), signal.SIGKILL)
-torch.save = killed
-cli.main()
-"""
-
-
-def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(run, arguments, tmp_path):
-    """The run is killed while it writes a checkpoint; that checkpoint must not exist."""
-    options = arguments(steps=5)
-    command = [sys.executable, "-c", KILLED, "train", *options]
-    killed = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, check=False)
-    assert killed.returncode == -9, killed.stderr
-    folder = tmp_path / "out"
-    found = dflash.train.checkpoint.checkpoints(folder / "checkpoints")
-    assert [path.name for path in found] == ["step-00000002"]
-    assert metrics(folder)[-1]["step"] == 4
-    done = run(*options)
-    assert done.code == 2
-    assert "is not empty: name another folder, or --resume the run in it" in done.err
-    done = run(*options, "--resume")
-    assert done.code == 0, done.err
-    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4, 5]
-    assert not list((folder / "checkpoints").glob(".unfinished-*"))
-    whole = run(*arguments(steps=5, output=tmp_path / "whole"))
-    assert whole.code == 0
-    ours, theirs = trained(folder, 5), trained(tmp_path / "whole", 5)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
 # ---------------------------------------------------------------------------------------------- mistakes
 
 

@@ -111,13 +111,6 @@ def test_a_length_without_room_emits_nothing(limit, implementation):
         assert (around != -7).nonzero().tolist() == [[BATCH + 1, 4], [BATCH + 1, 5]]
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 4}, {"window": 2**62, "causal": False}])
-def test_attention_at_lengths_outside_the_cache_is_its_twin(options, kernels):
-    for length in HOSTILE_LENGTHS:
-        call = CALLS["block_attention"]() | options | {"lengths": torch.tensor([length, 4])}
-        assert_same(run("block_attention", call, kernels), run_twin("block_attention", call), 1e-3, 1e-3)
-
-
 @pytest.mark.parametrize("length", HOSTILE_LENGTHS)
 @pytest.mark.parametrize("num_context", [-(2**63), -1, 0, 5, 2**63 - 1])
 def test_decoder_layers_at_lengths_outside_the_cache_are_their_twin(length, num_context):
@@ -137,27 +130,6 @@ def test_positions_outside_the_cache_append_nothing(op, kernels):
         if first == CAPACITY - 1:
             call["positions"][0, 0] = 2**40
         assert_same(run(op, copied(call), kernels), run_twin(op, copied(call)), 1e-3, 1e-3)
-
-
-@pytest.mark.parametrize("length", [*HOSTILE_LENGTHS, -1, 2**40])
-def test_heads_at_lengths_outside_the_cache_are_their_twin(length, kernels):
-    call = CALLS["qkv_norm_rope_append_"]() | {"lengths": torch.tensor([length, 6])}
-    assert_same(run("qkv_norm_rope_append_", copied(call), kernels), run_twin("qkv_norm_rope_append_", copied(call)))
-
-
-@pytest.mark.parametrize("count", [-(2**63), -1, 0, 2, 2**63 - 1])
-@pytest.mark.parametrize(
-    ("op", "counts"),
-    [
-        ("rms_norm", "counts"),
-        ("fuse_features", "num_context"),
-        ("qkv_norm_rope_append_", "num_context"),
-        *((op, counts) for op in ("gated_recurrence_", "causal_conv_") for counts in ("pending", "keep")),
-    ],
-)
-def test_counts_outside_the_rows_are_the_nearest(count, op, counts, kernels):
-    call = CALLS[op]() | {counts: torch.tensor([count, 1])}
-    assert_same(run(op, copied(call), kernels), run_twin(op, copied(call)), 1e-3, 1e-3)
 
 
 # ---- weights behind a handle
