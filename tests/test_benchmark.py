@@ -11,11 +11,7 @@ from tiny_pair import CHAT_TEMPLATE, save_pair, word_tokenizer
 
 import dflash
 from dflash.evaluate import compare, report
-from dflash.evaluate.benchmark import (
-    BenchmarkConfig,
-    answer_conversation,
-    summarize,
-)
+from dflash.evaluate.benchmark import BenchmarkConfig, answer_conversation, summarize
 from dflash.evaluate.prompts import Conversation, load_conversations
 
 

@@ -158,10 +158,7 @@ def test_the_original_length_is_read_at_the_top_level():
 # ---------------------------------------------------------------------------------------------- what is refused
 
 BAD_ROPES = [
-    (
-        {"rope_type": "dynamic", "factor": 2.0},
-        "RoPE type 'dynamic' is not supported: default, linear, llama3, yarn",
-    ),
+    ({"rope_type": "dynamic", "factor": 2.0}, "RoPE type 'dynamic' is not supported: default, linear, llama3, yarn"),
     ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
     ({FULL: {"rope_type": "default"}, SLIDING: {"rope_type": "default"}}, "per layer type is not supported"),
     ({"rope_type": "linear"}, "rope_parameters of type linear needs factor"),
@@ -225,10 +222,7 @@ BAD_ROPES = [
         (sliding("sfs", 5) | {"use_sliding_window": False}, "but use_sliding_window is false"),
         ({"dflash_config": with_dflash(use_swa=True)}, "sliding_window must be an integer >= 1, got None"),
         *(({"rope_parameters": rope}, message) for rope, message in BAD_ROPES),
-        (
-            {"rope_scaling": YARN, "max_position_embeddings": None},
-            "of type yarn needs original_max_position",
-        ),
+        ({"rope_scaling": YARN, "max_position_embeddings": None}, "of type yarn needs original_max_position"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps must be > 0, got 0.0"),
         ({"output_multiplier": float("nan")}, "output_multiplier must be a finite number, got nan"),
     ],

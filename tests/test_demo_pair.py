@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from recipes.demo_pair import pretrain
-from recipes.demo_pair.evaluate import (
-    evaluate_sums,
-    held_out_examples,
-    held_out_sums,
-    sum_kind,
-    sums_report,
-)
+from recipes.demo_pair.evaluate import evaluate_sums, held_out_examples, held_out_sums, sum_kind, sums_report
 from recipes.demo_pair.pretrain import batches, build_tokenizer
 from recipes.demo_pair.tasks import FIELDS, KINDS, NOTATIONS, Example, examples, held_out, is_right
 from transformers import AutoTokenizer

@@ -23,17 +23,11 @@ def test_the_most_confident_tokens_are_fixed():
     once = most_confident(logits, drafts, None, 1)
     assert torch.equal(most_confident(logits, drafts, known, 1), once)
     assert once.tolist() == [[False, True, False, False], [False, False, False, True]]
-    assert most_confident(logits, drafts, once, 2).tolist() == [
-        [False, True, False, True],
-        [True, False, False, True],
-    ]
+    assert most_confident(logits, drafts, once, 2).tolist() == [[False, True, False, True], [True, False, False, True]]
     assert most_confident(logits, drafts, once, 3).sum(1).tolist() == [3, 3]
     assert not most_confident(logits, drafts, known, 3)[1, 2], "NaN is fixed last"
     low = torch.tensor([[True, False, False, False]] * 2)
-    assert most_confident(logits, drafts, low, 2).tolist() == [
-        [True, True, False, False],
-        [True, False, False, True],
-    ]
+    assert most_confident(logits, drafts, low, 2).tolist() == [[True, True, False, False], [True, False, False, True]]
 
 
 @pytest.mark.parametrize("variant", ["Qwen3-4B", "Qwen3.6-27B"])

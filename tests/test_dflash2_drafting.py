@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from baseline import left_padded, prompt
-from families import make_draft, make_target
+from families import make_draft
 
 import dflash
 from dflash import ops
@@ -113,11 +113,6 @@ def test_rejection_remembers_the_distribution_given_the_draft_before():
 
 
 # ---------------------------------------------------------------------------------------------- whole calls
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
 
 
 def watched(generator: dflash.Generator) -> list[torch.Tensor]:

@@ -5,14 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from draft_variants import (
-    VARIANTS,
-    config_dict,
-    random_drafter,
-    random_tensors,
-    save_checkpoint,
-    tensor_shapes,
-)
+from draft_variants import VARIANTS, config_dict, random_drafter, random_tensors, save_checkpoint, tensor_shapes
 from op_checks import OpByOp, assert_as_exact_as_torch
 from safetensors.torch import load_file, save_file
 

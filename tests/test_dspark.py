@@ -9,7 +9,7 @@ import pytest
 import torch
 from baseline import prompt
 from draft_variants import config_dict, dflash2_dict, dspark_dict, random_tensors, save_checkpoint
-from families import VOCAB, make_target
+from families import VOCAB
 from safetensors.torch import load_file
 
 import dflash
@@ -20,11 +20,6 @@ from dflash.train.export import export, vllm_command
 
 KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocabulary holds
 CONFIDENCE = {"confidence_head.proj.weight": torch.ones(1, 72), "confidence_head.proj.bias": torch.zeros(1)}
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
 
 
 def random(*shape: int) -> torch.Tensor:

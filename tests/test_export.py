@@ -5,14 +5,7 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from draft_variants import (
-    DFLASH2_VARIANTS,
-    VARIANTS,
-    config_dict,
-    random_tensors,
-    save_checkpoint,
-    sliding,
-)
+from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, random_tensors, save_checkpoint, sliding
 
 import dflash
 from dflash import DraftConfig

@@ -20,11 +20,6 @@ KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocab
 OFFSETS = KNOWN - torch.arange(len(KNOWN))
 
 
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
-
-
 def own(*shape: int, seed: int = 7) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 

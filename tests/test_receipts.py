@@ -161,10 +161,7 @@ class TestChangesAreFound:
         fingerprints = dataclasses.replace(receipt.fingerprints, torch="1.0", config="0")
         found = dflash.verify(dataclasses.replace(receipt, fingerprints=fingerprints), target)
         assert found.is_exact
-        assert found.differences == {
-            "torch": ("1.0", torch.__version__),
-            "config": ("0", receipt.fingerprints.config),
-        }
+        assert found.differences == {"torch": ("1.0", torch.__version__), "config": ("0", receipt.fingerprints.config)}
 
     def test_a_large_bias_makes_no_token_a_near_tie(self, target):
         """It is added to logits that have been rounded, so it does not make their rounding larger."""

@@ -8,13 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from draft_variants import (
-    DFLASH2_VARIANTS,
-    VARIANTS,
-    random_drafter,
-    random_tensors,
-    save_checkpoint,
-)
+from draft_variants import DFLASH2_VARIANTS, VARIANTS, random_drafter, random_tensors, save_checkpoint
 from op_checks import assert_as_exact_as_torch
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm

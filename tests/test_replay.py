@@ -46,11 +46,6 @@ def target():
 
 
 @pytest.fixture(scope="module")
-def draft(target):
-    return make_draft(target)
-
-
-@pytest.fixture(scope="module")
 def batch(target):
     """Return prompts, their mask, greedy answers, and a stop token that two rows reach at different steps."""
     prompts = [prompt(length) for length in (3, 9, 30)]

@@ -81,12 +81,7 @@ def test_integers_and_extreme_numbers_are_accepted():
         ("min_p", -0.01, ValueError, r"min_p must lie in \[0, 1\] .*got -0.01"),
         ("min_p", math.nan, ValueError, r"min_p must lie in .*got nan"),
         ("draft_sharpness", -1.0, ValueError, r"draft_sharpness must be a number of at least 0 .*got -1.0"),
-        (
-            "draft_sharpness",
-            "auto",
-            TypeError,
-            r"draft_sharpness must be a number .* got 'auto'",
-        ),
+        ("draft_sharpness", "auto", TypeError, r"draft_sharpness must be a number .* got 'auto'"),
         ("repetition_penalty", 0, ValueError, r"repetition_penalty must be a finite number of more than 0 .*, got 0"),
         ("presence_penalty", math.inf, ValueError, r"presence_penalty must lie in -1e30 .. 1e30, got inf"),
         ("frequency_penalty", [1.0], TypeError, r"frequency_penalty must lie in .* got \[1.0\]"),

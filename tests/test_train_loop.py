@@ -43,11 +43,6 @@ def another_run():
 
 
 @pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
 def rows(target) -> datasets.Dataset:
     """Return ten prompts with the target's own greedy answers, without the mask token."""
     found, generator = [], torch.Generator().manual_seed(0)

@@ -103,12 +103,7 @@ WORDS = [
     "\u202e",
 ]
 EDGES = [None, True, False, math.nan, math.inf, -math.inf, [], {}, *BOUNDARIES, *WORDS]
-LEAVES = st.one_of(
-    st.sampled_from(EDGES),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=20),
-)
+LEAVES = st.one_of(st.sampled_from(EDGES), st.integers(), st.floats(), st.text(max_size=20))
 VALUES = st.recursive(
     LEAVES,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),

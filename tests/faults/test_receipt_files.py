@@ -8,7 +8,6 @@ import pytest
 import torch
 from baseline import prompt
 from examples import examples
-from families import make_target
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level
@@ -17,11 +16,6 @@ import dflash
 from dflash.receipts.receipt import MAX_BYTES
 
 DEEP = "[" * 100_000 + "]" * 100_000
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
 
 
 @pytest.fixture(scope="module")

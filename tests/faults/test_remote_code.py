@@ -151,11 +151,7 @@ def test_a_drafter_never_brings_code(strange, asked, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"attn_implementation": "someone/kernel@main:function"},
-        {"_attn_implementation": "someone/kernel"},
-    ],
+    "change", [{"attn_implementation": "someone/kernel@main:function"}, {"_attn_implementation": "someone/kernel"}]
 )
 def test_a_kernel_from_the_hub_is_refused(change, strange, asked):
     folder = strange(change, {})

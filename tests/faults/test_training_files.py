@@ -123,11 +123,7 @@ def test_a_damaged_feature_cache_is_named(target, rows, tmp_path):
         FeatureCache(folder).features([0])
 
 
-@pytest.mark.parametrize(
-    "config",
-    [NESTED, "[]", '{"architectures": 5}', ""],
-    ids=lambda config: config[:24],
-)
+@pytest.mark.parametrize("config", [NESTED, "[]", '{"architectures": 5}', ""], ids=lambda config: config[:24])
 def test_an_export_names_a_targets_config_that_cannot_be_read(config, pair_dir, tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text(config)

@@ -8,7 +8,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for the models that other tes
 import pytest
 import safetensors.torch
 import torch
-from families import VOCAB, make_target
+from families import VOCAB
 from transformers import Qwen3Config
 
 import dflash
@@ -32,11 +32,6 @@ TYPES = {
     "dflash2": (DFlash2SpeculatorConfig, DFlash2DraftModel, {"selector_rank": 8, "selector_top_k": 5}),
     "dspark": (DSparkSpeculatorConfig, DSparkDraftModel, {"markov_rank": 8}),
 }
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
 
 
 def make(target, kind: str = "dflash", *, reduced: bool = False, **changes) -> DFlashDraftModel:
