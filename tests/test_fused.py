@@ -14,6 +14,7 @@ from dflash import decoder, ops
 from dflash.state import KVCache, RecurrentCache
 from dflash.targets import Target, UnsupportedTargetError, structural_copy
 from dflash.targets import target as targets
+from dflash.targets.fused import kernel_obstacle
 from dflash.targets.target import FusedTarget, fuse
 
 TAPS = (1, 0)  # the last layer's tap is read after the norm
@@ -256,7 +257,8 @@ class TestArgument:
         ],
     )
     def test_auto_on_a_gpu_means_the_ops_where_their_kernels_run(self, status, options, reason, monkeypatch):
-        monkeypatch.setattr(FusedTarget, "device", torch.device("cuda", 0))
+        gpu = torch.device("cuda", 0)
+        monkeypatch.setattr(targets, "kernel_obstacle", lambda device, *rest: kernel_obstacle(gpu, *rest))
         monkeypatch.setattr(ops, "cuda_status", lambda _: status)
         model = make_target("qwen3", **{"dtype": torch.bfloat16, "num_hidden_layers": 2, **options})
         auto = Target(model)
