@@ -3,7 +3,7 @@ import torch
 from op_checks import DTYPES, Emulated, assert_as_exact_as_torch, let_rows_meet
 from process import python
 
-from dflash import ops
+from dflash import _C, ops
 from dflash.ops import reference, switches
 
 pytestmark = pytest.mark.op
