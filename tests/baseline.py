@@ -18,17 +18,9 @@ def greedy(target, prompt: torch.Tensor, new: int, stop: tuple[int, ...] = ()) -
 
 @torch.no_grad()
 def sampled(
-    target,
-    prompt: torch.Tensor,
-    new: int,
-    seed: int,
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    stop: tuple[int, ...] = (),
-    process=lambda tokens, logits: logits,
-) -> torch.Tensor:
+    target, prompt: torch.Tensor, new: int, seed: int, temperature: float, top_k: int = 0, top_p: float = 1.0,
+    min_p: float = 0.0, stop: tuple[int, ...] = (), process=lambda tokens, logits: logits,
+) -> torch.Tensor:  # fmt: skip
     """Return new tokens by the oracle's sampling rule: keyed noise on the target's logits.
 
     ``process(tokens, logits [1, 1, vocab])`` sees the new tokens so far, and changes the logits of the next.
@@ -45,15 +37,9 @@ def sampled(
         cache = output.past_key_values
         position = torch.tensor([[len(prompt) + index]])
         ids = reference.select_tokens(
-            process(tokens, output.logits[:, -1:]),
-            position,
-            one(seed, torch.int64),
-            one(temperature),
-            one(top_k, torch.int64),
-            one(top_p),
-            one(min_p),
-            one(1.0),
-        )
+            process(tokens, output.logits[:, -1:]), position, one(seed, torch.int64), one(temperature),
+            one(top_k, torch.int64), one(top_p), one(min_p), one(1.0),
+        )  # fmt: skip
         tokens.append(int(ids))
         if tokens[-1] in stop:
             break

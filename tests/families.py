@@ -84,13 +84,11 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 }  # fmt: skip
 # Families with recurrent layers.
 RECURRENT: dict[str, tuple[str, dict]] = {
-    "qwen3_5": ("qwen3_5_text", _GDN),
-    "qwen3_5 (multimodal)": ("qwen3_5", _GDN),
+    "qwen3_5": ("qwen3_5_text", _GDN), "qwen3_5 (multimodal)": ("qwen3_5", _GDN),
     "qwen3_5_moe": ("qwen3_5_moe_text", {**_GDN, **_MOE}),
     "qwen3_next": ("qwen3_next", {**_GDN, **_MOE, "decoder_sparse_step": 1}),
     "olmo_hybrid": ("olmo_hybrid", {**_GDN, **_LINEAR, "linear_num_key_heads": 4}),
-    "kimi_linear": ("kimi_linear", _KDA),
-    "bailing_hybrid": ("bailing_hybrid", {**_KDA, "head_dim": 16}),
+    "kimi_linear": ("kimi_linear", _KDA), "bailing_hybrid": ("bailing_hybrid", {**_KDA, "head_dim": 16}),
     "nemotron_h": ("nemotron_h", _NEMOTRON_H),
     "nemotron_h (dt under its limit)": ("nemotron_h", {**_NEMOTRON_H, "time_step_min": 1.2}),
     "granitemoehybrid": (

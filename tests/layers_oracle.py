@@ -15,29 +15,13 @@ def _product(x: Tensor, weight: Tensor | tuple[Tensor, Tensor], bias: Tensor | N
 
 
 def decoder_layers(
-    hidden: Tensor,
-    context: Tensor | None,
-    num_context: Tensor | None,
-    lengths: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_caches: list[Tensor],
-    v_caches: list[Tensor],
-    layers: list | tuple,
-    norm: Tensor,
-    eps: float,
-    scale: float,
-    taps: list[int] | tuple[int, ...],
-    windows: list[Tensor] | tuple = (),
-    states: list[Tensor] | tuple = (),
-    saved_k: list[Tensor] | tuple = (),
-    saved_d: list[Tensor] | tuple = (),
-    saved_a: list[Tensor] | tuple = (),
-    pending: Tensor | None = None,
-    keep: Tensor | None = None,
-    ancestors: Tensor | None = None,
+    hidden: Tensor, context: Tensor | None, num_context: Tensor | None, lengths: Tensor, cos: Tensor, sin: Tensor,
+    k_caches: list[Tensor], v_caches: list[Tensor], layers: list | tuple, norm: Tensor, eps: float, scale: float,
+    taps: list[int] | tuple[int, ...], windows: list[Tensor] | tuple = (), states: list[Tensor] | tuple = (),
+    saved_k: list[Tensor] | tuple = (), saved_d: list[Tensor] | tuple = (), saved_a: list[Tensor] | tuple = (),
+    pending: Tensor | None = None, keep: Tensor | None = None, ancestors: Tensor | None = None,
     zero_centered: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Pre-norm decoder layers (``DecoderLayer`` and ``DeltaNetLayer`` of weights.py) and the final norm."""
     batch, rows, _ = hidden.shape
     capacity, head_dim = k_caches[0].shape[2:]
@@ -91,17 +75,9 @@ def _convolve_output(x: Tensor, conv: object, kernels: Tensor | None) -> Tensor:
 
 
 def _delta_net(
-    x: Tensor,
-    layer: object,
-    eps: float,
-    window: Tensor,
-    state: Tensor,
-    saved_k: Tensor,
-    saved_d: Tensor,
-    saved_a: Tensor,
-    pending: Tensor,
-    keep: Tensor,
-) -> Tensor:
+    x: Tensor, layer: object, eps: float, window: Tensor, state: Tensor, saved_k: Tensor, saved_d: Tensor,
+    saved_a: Tensor, pending: Tensor, keep: Tensor,
+) -> Tensor:  # fmt: skip
     """A Gated DeltaNet (``DeltaNetLayer`` of weights.py)."""
     key_heads, key_dim = saved_k.shape[2:]
     qkv, z, b, a = layer.split(torch.cat([_product(x, weight) for weight in layer.projections], -1))

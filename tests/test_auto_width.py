@@ -80,32 +80,6 @@ class TestBudget:
             assert budget.choose() == width
 
 
-def test_the_width_falls_where_drafts_get_worse_with_length(target, draft):
-    """From position 200 on every third draft is wrong, so a step writes three tokens whatever its width."""
-    p, new = prompt(40, seed=31), 260
-    answer = greedy(target, p, new)
-    generator = cheat(target, draft, [p], [answer], costs=STEEP, max_length=300)
-    generator.engine.chain.spoil, generator.engine.chain.spoil_from = 3, 200
-    output = generator.generate(p[None], max_new_tokens=new, return_dict_in_generate=True)
-    check_answers(output.sequences, 40, [answer])
-    statistics, at = output.statistics, 40
-    rows = {True: [], False: []}
-    for width, count in zip(statistics.rows, statistics.acceptance_lengths[0], strict=True):
-        rows[at < 200].append(width)
-        at += count
-    assert set(rows[True]) == {16}
-    assert set(rows[False][20:]) == {4}
-    assert len(rows[False]) > 30
-    # By count of rows, which stand for time here, this beats every fixed width.
-    fixed = []
-    for width in WIDTHS:
-        at_costs(generator, {width: 1.0})
-        steps = generator.generate(p[None], max_new_tokens=new, return_dict_in_generate=True).statistics.rows
-        assert set(steps) == {width}
-        fixed.append(STEEP[width] * len(steps))
-    assert sum(map(STEEP.get, statistics.rows)) < min(fixed)
-
-
 # ---------------------------------------------------------------------------------------------- the text
 
 

@@ -266,13 +266,6 @@ class TestSteps:
         ours(), theirs.step()
         assert torch.equal(ours.report[:, 2 : 2 + step.forced.BLOCK], theirs.report[:, 1 : 1 + step.forced.BLOCK])
 
-    def test_the_floor_is_the_roofline(self, step):
-        target, drafter, _ = step.pair.named_pair("qwen3-8b", torch.bfloat16, torch.device("meta"))
-        assert drafter.config.target_layer_ids == (1, 9, 17, 25, 33)
-        for context, milliseconds in ((1024, 4.34), (8192, 4.62), (32768, 5.58)):
-            got = 1000 * step.pair.floor_bytes(target, drafter, context, 1) / step.pair.PUBLISHED
-            assert got == pytest.approx(milliseconds, abs=0.006)
-
 
 @pytest.fixture
 def engine_script(bench, monkeypatch) -> Callable[..., list[str]]:
@@ -305,16 +298,6 @@ def test_an_engine_gives_equal_text_and_steps(engine_script):
     )
     assert lines[1] == "equal text:  1 of 1 prompts"
     assert re.fullmatch(r"equal steps: 1 of 1 prompts, (\d+) of \1 steps", lines[2])
-
-
-def test_an_engines_difference_is_named(monkeypatch):
-    monkeypatch.syspath_prepend(BENCH / "engines")
-    comparison = importlib.import_module("comparison")
-    ours = comparison.Answer([5, 6, 7, 8, 0, 9], [2, 3]).cut([0], 128)
-    assert ours == comparison.Answer([5, 6, 7, 8, 0], [2, 2])
-    lines = list(comparison.table([ours], [comparison.Answer([5, 6, 7, 8, 0], [1, 3])]))
-    assert lines[0] == "prompt 0: step 0 differs: [2] here, [1] there"
-    assert lines[1:3] == ["equal text:  1 of 1 prompts", "equal steps: 0 of 1 prompts, 0 of 2 steps"]
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])

@@ -153,12 +153,8 @@ def test_the_summary_equals_a_slow_count():
     def record(lengths, new, identical, ngrams):
         times = {"seconds": 2.0, "one_token_seconds": 5.0}
         return {"new_tokens": new, "one_token_new_tokens": new, "acceptance_lengths": lengths} | {
-            "identical": identical,
-            "ngrams": ngrams,
-            "by_context": {},
-            "one_token_by_context": {},
-            **times,
-        }
+            "identical": identical, "ngrams": ngrams, "by_context": {}, "one_token_by_context": {}, **times,
+        }  # fmt: skip
 
     found = summarize([[record([4, 1], 6, True, [3, 4])], [record([2, 4, 2], 9, False, [6, 8])]], 4, 3)
     lengths = [4, 1, 2, 4, 2]

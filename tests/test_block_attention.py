@@ -13,14 +13,10 @@ pytestmark = pytest.mark.op
 NAN = float("nan")
 HEADS = [(3, 1, 64, 64), (4, 2, 192, 128), (5, 1, 20, 12), (2, 2, 7, 3), (80, 1, 8, 8)]  # heads, kv heads, dims of k, v
 MODES = {
-    "full": {"causal": False},
-    "causal": {"causal": True},
-    "window": {"causal": True, "window": 37},
-    "window full": {"causal": False, "window": 5},
-    "softcap": {"causal": True, "softcap": 3.0},
-    "sinks": {"causal": True, "sinks": True},
-    "all": {"causal": False, "window": 130, "softcap": 20.0, "sinks": True},
-}
+    "full": {"causal": False}, "causal": {"causal": True}, "window": {"causal": True, "window": 37},
+    "window full": {"causal": False, "window": 5}, "softcap": {"causal": True, "softcap": 3.0},
+    "sinks": {"causal": True, "sinks": True}, "all": {"causal": False, "window": 130, "softcap": 20.0, "sinks": True},
+}  # fmt: skip
 
 
 def draw(heads, lengths, rows, dtype, capacity=None, seed=0):
@@ -149,13 +145,9 @@ def test_bits_do_not_depend_on_batch_head_count_or_threads(causal, dtype, kernel
             assert torch.equal(kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, causal), whole)
             for b, h in ((0, 1), (1, 0), (2, 1), *(((0, 0), (1, 1), (2, 0)) if kernels is ops else ())):
                 alone = kernels.block_attention(
-                    q[b : b + 1, :, 3 * h : 3 * h + 3],
-                    k_cache[b : b + 1, h : h + 1],
-                    v_cache[b : b + 1, h : h + 1],
-                    lengths[b : b + 1],
-                    0.125,
-                    causal,
-                )
+                    q[b : b + 1, :, 3 * h : 3 * h + 3], k_cache[b : b + 1, h : h + 1], v_cache[b : b + 1, h : h + 1],
+                    lengths[b : b + 1], 0.125, causal,
+                )  # fmt: skip
                 assert torch.equal(alone, whole[b : b + 1, :, 3 * h : 3 * h + 3])
     finally:
         torch.set_num_threads(threads)

@@ -16,25 +16,20 @@ SEEDS = range(8)
 REVERSED = torch.arange(1.0, 65).flip(0)
 LANES = torch.arange(64).view(2, 32)
 WANTED = {
-    "missing_barrier": REVERSED,
-    "missing_second_barrier": REVERSED,
+    "missing_barrier": REVERSED, "missing_second_barrier": REVERSED,
     "missing_syncwarp": torch.arange(1.0, 65)[LANES.flip(1)].flatten(),
     "copy_without_wait": torch.arange(1.0, 129).view(2, 64).flip(1).flatten(),
     "copy_without_barrier": torch.arange(1.0, 129).view(2, 64).flip(1).flatten(),
     "copy_of_a_later_group": torch.arange(1.0, 129).view(2, 64).flip(1).flatten(),
     "copy_of_a_changing_source": torch.arange(1.0, 65),
-    "unwritten_shared": torch.arange(1.0, 65) * (torch.arange(64) % 8 != 0),
-    "early_read": torch.arange(3.0, 67),
-    "early_read_of_stores": torch.arange(3.0, 67),
-    "early_read_of_atomics": torch.arange(3.0, 67),
-    "early_store": torch.full((64,), 5.0),
-    "early_end": torch.arange(3.0, 67),
-    "read_two_kernels_ahead": torch.arange(3.0, 67),
-    "overwritten_slot": torch.tensor([-5.0, *range(2, 64), 0.0]),
+    "unwritten_shared": torch.arange(1.0, 65) * (torch.arange(64) % 8 != 0), "early_read": torch.arange(3.0, 67),
+    "early_read_of_stores": torch.arange(3.0, 67), "early_read_of_atomics": torch.arange(3.0, 67),
+    "early_store": torch.full((64,), 5.0), "early_end": torch.arange(3.0, 67),
+    "read_two_kernels_ahead": torch.arange(3.0, 67), "overwritten_slot": torch.tensor([-5.0, *range(2, 64), 0.0]),
     "no_atomic": torch.tensor([*range(1, 61), 1830, 62, 63, 0.0]),
     "no_fence_ahead": torch.tensor([*range(1, 61), 1830, 62, 63, 0.0]),
     "no_fence_after": torch.tensor([*range(1, 61), 1830, 62, 63, 0.0]),
-}
+}  # fmt: skip
 # No order of blocks on a CPU makes the answer wrong
 UNSEEN_BY_SANITIZERS = ["no_fence_ahead", "no_fence_after", "early_read_of_stores", "early_read_of_atomics"]
 SHOWN = [

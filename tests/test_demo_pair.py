@@ -11,7 +11,7 @@ import torch
 from recipes.demo_pair import pretrain
 from recipes.demo_pair.evaluate import evaluate_sums, held_out_examples, held_out_sums, sum_kind, sums_report
 from recipes.demo_pair.pretrain import batches, build_tokenizer
-from recipes.demo_pair.tasks import FIELDS, KINDS, NOTATIONS, Example, examples, held_out, is_right
+from recipes.demo_pair.tasks import KINDS, Example, examples, held_out, is_right
 from transformers import AutoTokenizer
 
 from dflash.evaluate import ARROW, PAIR
@@ -48,35 +48,6 @@ def test_a_held_out_prompt_is_not_trained_in_another_spelling():
     facts = ["city Ostby", "morning 8", "noon 21", "sky fog", "wind west"]
     orders = [f"weather: {'; '.join(order)}{ARROW}" for order in itertools.permutations(facts)]
     assert len(set(map(held_out, orders))) == 1
-
-
-def test_records_say_the_same_in_both_notations():
-    def fields(text: str) -> list[tuple[str, str]]:
-        return re.findall(rf"\b({'|'.join(key for key, _ in FIELDS)})\b\W+(\w+)", re.sub(r"</\w+>", "", text))
-
-    pairs = set()
-    for example in (e for e in drawn(1, False, 3000) if e.kind == "records"):
-        source, wanted, body = re.fullmatch(r"(\w+) to (\w+):\n(.*)\n=>\n", example.prompt, re.DOTALL).groups()
-        found = fields(body)
-        assert 9 <= len(found) <= 12
-        assert fields(example.answer) == found
-        assert source != wanted
-        pairs.add((source, wanted))
-    assert len(pairs) == len(NOTATIONS) * (len(NOTATIONS) - 1)
-
-
-def test_a_changed_answer_is_wrong_unless_a_letter_chooses_other_words():
-    for example in drawn(2, True, 200):
-        assert is_right(example, example.answer)
-        assert not is_right(example, example.answer + " ")
-        if number := re.search(r"\d+", example.answer):
-            assert not is_right(example, example.answer.replace(number[0], str(int(number[0]) + 1), 1))
-    letter = next(e for e in drawn(3, False, 500) if e.prompt.startswith("hotel"))
-    chosen = re.search(r"our (small|old|quiet) house", letter.answer)[1]
-    for word, right in (({"small": "old"}.get(chosen, "small"), True), ("grand", False)):
-        assert is_right(letter, letter.answer.replace(f"our {chosen} house", f"our {word} house")) == right
-    guest = re.search(r"Dear (\w+)", letter.answer)[1]
-    assert not is_right(letter, letter.answer.replace(guest, guest + "o"))
 
 
 def test_a_batch_of_the_target_holds_every_kind_and_its_answers():

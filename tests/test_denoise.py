@@ -81,29 +81,6 @@ def test_each_pass_sees_the_fixed_tokens_and_injects_nothing_twice():
             assert torch.equal(drafts[fresh], choice[fresh]), "new tokens are the previous pass's choice"
 
 
-def test_later_passes_leave_the_draft_cache_as_one_pass_would():
-    """Slots after the anchor do not matter. Before it, the context must equal that of a single pass."""
-    target = make_target("qwen3")
-    caches = []
-    for steps in (1, 3):
-        generator = dflash.Generator(target, make_draft(target), max_length=64, denoise_steps=steps)
-        generator.generate(prompt(7)[None], max_new_tokens=1)
-        generator.state.done.zero_()
-        generator.state.limits.fill_(60)
-        length = int(generator.state.length)
-        generator.step()
-        first = generator.state.tokens[0, : length + 2].clone()
-        generator.state.num_context.fill_(1)  # only the bonus token, so the context is the same for any acceptance
-        generator.state.length.fill_(length + 1)
-        generator.step()
-        caches.append(
-            (first, [cache[:, :, : length + 1].clone() for cache in generator.state.draft_cache.keys.values()])
-        )
-    assert torch.equal(caches[0][0], caches[1][0])
-    for one, many in zip(caches[0][1], caches[1][1], strict=True):
-        torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-6)
-
-
 def test_a_call_may_ask_for_its_own_number_of_passes():
     target = make_target("qwen3")
     draft = make_draft(target)

@@ -336,16 +336,6 @@ def test_quantized_tensors_are_refused(checkpoint):
         load_draft(checkpoint.folder)
 
 
-def test_truncated_and_corrupt_files_are_named(checkpoint):
-    shard(checkpoint.folder, checkpoint.tensors)
-    path = sorted(checkpoint.folder.glob("*.safetensors"))[0]
-    whole = path.read_bytes()
-    for content in (whole[:-100], whole[:6], b"", b"\xff" * 200, whole[:8] + b"x" + whole[9:]):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{path.name}: not a complete safetensors file \(truncated or corr"):
-            load_draft(checkpoint.folder)
-
-
 def test_missing_files_are_named(checkpoint):
     shard(checkpoint.folder, checkpoint.tensors)
     (checkpoint.folder / "model-00002-of-00003.safetensors").unlink()

@@ -46,30 +46,6 @@ def test_the_page_has_the_newest_row_and_what_was_left_out(page_module, tmp_path
     assert "| a GPU | 580.1 | 13.0 | 2.11.0 | 5.17.0 | abc | 2 |" in page
 
 
-def test_the_page_names_the_tests_that_failed_and_counts_those_that_did_not_run(page_module, tmp_path):
-    def line(test, outcome, why=""):
-        return {"test": f"tests/{test}", "outcome": outcome, "why": why}
-
-    lines = [
-        {
-            "tests": [
-                f"tests/{name}" for name in ("a.py::right", "a.py::wrong", "a.py::left_out", "b.py::one", "b.py::two")
-            ]
-        },
-        line("a.py::right", "passed"),
-        line("a.py::wrong", "failed", "    def wrong():\nE   CUDA error: misaligned address\n\na.py:7: RuntimeError"),
-        line("a.py::wrong", "failed", "worker 'gw0' crashed"),
-        line("a.py::left_out", "skipped"),
-    ]
-    half = '\n{"test": "tests/b.py::one", "out'  # written when the machine went
-    (tmp_path / "tests-20261101-120000.jsonl").write_text("\n".join(map(json.dumps, lines)) + half)
-    page_module.main(tmp_path)
-    page = (tmp_path / "README.md").read_text()
-    assert "1 passed, 1 failed, 1 skipped, 2 did not run" in page
-    assert "- `tests/a.py::wrong`: CUDA error: misaligned address" in page
-    assert "- `tests/b.py`: 2 did not run" in page
-
-
 def test_lines_survive_a_test_that_hangs_and_one_that_breaks_the_gpu(tmp_path):
     (tmp_path / "test_it.py").write_text(FAULTY_TESTS)
     lines = tmp_path / "lines.jsonl"

@@ -18,13 +18,9 @@ from dflash.ops import Int8Weight, reference
 from dflash.targets import Target, UnsupportedTargetError, check_int8
 
 FAMILIES = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"tie_word_embeddings": True},
-    "qwen3 (windowed)": {},
-    "qwen3_5": {},
+    "llama": {}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}, "qwen3 (windowed)": {}, "qwen3_5": {},
     "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3]},
-}
+}  # fmt: skip
 BLOCK = 16
 LONG = 300  # tokens of a prompt that bfloat16 runs in passes of more rows than a kernel of ours takes
 

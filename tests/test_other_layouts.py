@@ -15,19 +15,10 @@ from dflash.train import TrainableDrafter
 from dflash.train.export import export
 
 MUSE = {
-    "architectures": ["MuseGlimmerAssistantModel"],
-    "model_type": "muse_glimmer_assistant",
-    "hidden_size": 64,
-    "intermediate_size": 88,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "sliding_window": 12,
-    "block_size": 5,
-    "mask_token_id": 1,
-    "target_layer_ids": [1, 3],
-}
+    "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant", "hidden_size": 64,
+    "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "sliding_window": 12, "block_size": 5, "mask_token_id": 1, "target_layer_ids": [1, 3],
+}  # fmt: skip
 
 
 def save_muse(folder):

@@ -236,15 +236,10 @@ def test_a_server_answers(server, prompts, tmp_path):
     assert len(by_seed) == 15
     for row in rows.values():
         assert by_seed[row["seed"] % 2**31] == {
-            "model": "served",
-            "messages": [{"role": "user", "content": row["prompt"]}],
-            "max_tokens": 12,
-            "temperature": row["temperature"],
-            "top_p": 1.0,
-            "min_p": 0.1,
-            "chat_template_kwargs": {"enable_thinking": False},
-            "seed": row["seed"] % 2**31,
-        }
+            "model": "served", "messages": [{"role": "user", "content": row["prompt"]}], "max_tokens": 12,
+            "temperature": row["temperature"], "top_p": 1.0, "min_p": 0.1,
+            "chat_template_kwargs": {"enable_thinking": False}, "seed": row["seed"] % 2**31,
+        }  # fmt: skip
     assert {(path, key) for path, _, key in server.requests} == {("/v1/chat/completions", "Bearer secret")}
 
 

@@ -27,17 +27,11 @@ CALLS = {
     "filtered": {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 4, "draft_sharpness": 2.0},
     "rejection": {"temperature": 1.0, "seed": 5, "acceptance": "rejection"},
     "rules": {
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.2,
-        "no_repeat_ngram_size": 3,
-        "bad_words_ids": [[5], [6, 7]],
-        "logit_bias": {9: 1.0},
-        "suppress_tokens": [11],
-        "begin_suppress_tokens": [12],
-        "min_new_tokens": 4,
+        "repetition_penalty": 1.3, "presence_penalty": 0.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[5], [6, 7]],
+        "logit_bias": {9: 1.0}, "suppress_tokens": [11], "begin_suppress_tokens": [12], "min_new_tokens": 4,
         "forced_eos_token_id": 13,
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -122,32 +122,16 @@ def plain(target, prompts):
 
 
 BLOCK_RULES = {
-    "repetition": {"repetition_penalty": 1.3},
-    "repetition reward": {"repetition_penalty": 0.8},
-    "presence": {"presence_penalty": 0.7},
-    "frequency": {"frequency_penalty": -0.4},
-    "both": {"presence_penalty": 1.5, "frequency_penalty": 0.25},
-    "unigrams": {"no_repeat_ngram_size": 1},
-    "bigrams": {"no_repeat_ngram_size": 2},
-    "trigrams": {"no_repeat_ngram_size": 3},
-    "5-grams": {"no_repeat_ngram_size": 5},
-    "40-grams": {"no_repeat_ngram_size": 40},
-    "70-grams": {"no_repeat_ngram_size": 70},
-    "bias": {"logit_bias": {0: 2.5, 3: -INF, 10: -1.0}},
-    "sequence bias": {
-        "logit_bias": {
-            (0, 1): 2.5,
-            3: -1.0,
-            (1, 1, 1, 1): -INF,
-            (2, 0): 0.3,
-            (0, 0): 0.1,
-            (1, 0): 0.7,
-            (2, 1, 0): 0.9,
-            (0,): 0.2,
-            (0, 1, 0, 1, 9): 4.0,
-            (9, 9, 9, 9, 9, 9, 9): 1.0,
-        }
-    },
+    "repetition": {"repetition_penalty": 1.3}, "repetition reward": {"repetition_penalty": 0.8},
+    "presence": {"presence_penalty": 0.7}, "frequency": {"frequency_penalty": -0.4},
+    "both": {"presence_penalty": 1.5, "frequency_penalty": 0.25}, "unigrams": {"no_repeat_ngram_size": 1},
+    "bigrams": {"no_repeat_ngram_size": 2}, "trigrams": {"no_repeat_ngram_size": 3},
+    "5-grams": {"no_repeat_ngram_size": 5}, "40-grams": {"no_repeat_ngram_size": 40},
+    "70-grams": {"no_repeat_ngram_size": 70}, "bias": {"logit_bias": {0: 2.5, 3: -INF, 10: -1.0}},
+    "sequence bias": {"logit_bias": {
+        (0, 1): 2.5, 3: -1.0, (1, 1, 1, 1): -INF, (2, 0): 0.3, (0, 0): 0.1, (1, 0): 0.7, (2, 1, 0): 0.9, (0,): 0.2,
+        (0, 1, 0, 1, 9): 4.0, (9, 9, 9, 9, 9, 9, 9): 1.0,
+    }},
     "bad words": {"bad_words_ids": [[2], [0, 1], [1, 0], [2, 1, 0], [1, 1, 1, 1], [0, 1, 0, 1, 3], [4]]},
     "suppress": {"suppress_tokens": [0, 6]},
     "begin": {"begin_suppress_tokens": [1, 2]},
@@ -158,19 +142,12 @@ BLOCK_RULES = {
     "min_length": {"min_length": 12},
     "min_new_tokens": {"min_new_tokens": 9},
     "most": {
-        "logit_bias": {1: 3.0, 2: -2.0, (0, 1): -0.5, (2, 2, 10): 1.5},
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.1,
-        "no_repeat_ngram_size": 4,
-        "bad_words_ids": [[0, 1, 0], [5]],
-        "min_new_tokens": 12,
-        "suppress_tokens": [6],
-        "begin_suppress_tokens": [0],
-        "forced_bos_token_id": 1,
-        "forced_eos_token_id": 4,
+        "logit_bias": {1: 3.0, 2: -2.0, (0, 1): -0.5, (2, 2, 10): 1.5}, "repetition_penalty": 1.2,
+        "presence_penalty": 0.3, "frequency_penalty": 0.1, "no_repeat_ngram_size": 4, "min_new_tokens": 12,
+        "bad_words_ids": [[0, 1, 0], [5]], "suppress_tokens": [6], "begin_suppress_tokens": [0],
+        "forced_bos_token_id": 1, "forced_eos_token_id": 4,
     },
-}
+}  # fmt: skip
 
 
 class Text(NamedTuple):
@@ -313,14 +290,6 @@ def test_no_row_of_a_block_gets_a_copy_of_the_text(name, shape):
     assert 0 < largest.bytes < batch * rows * capacity * 8 // 4
 
 
-def test_bfloat16_logits_are_processed_in_float32():
-    rule = {"repetition_penalty": 1.3, "frequency_penalty": 0.1}
-    tokens, length, block = torch.randint(0, 9, (1, 20)), torch.tensor([7]), torch.randint(0, 9, (1, 4))
-    logits = torch.randn(1, 4, 9).bfloat16()
-    rules = Rules(rule, torch.tensor([3]), torch.tensor([16]), 9, ())
-    assert torch.equal(rules.apply(logits, tokens, length, block), rules.apply(logits.float(), tokens, length, block))
-
-
 def test_logits_may_be_narrower_than_the_embeddings():
     tokens, length, block = torch.randint(0, 11, (2, 30)), torch.tensor([7, 20]), torch.randint(0, 11, (2, 4))
     block[:, 2] = 10
@@ -356,13 +325,9 @@ def biting(plain: list[torch.Tensor]) -> dict[str, dict]:
             "logit_bias": {tuple(ids): -6.0 for ids in pairs} | {tuple(ids): -INF for ids in triples} | {40: 0.5}
         },
         "together": {
-            "logit_bias": {40: 2.0, text[0]: -1.0, tuple(triples[1]): -5.0},
-            "repetition_penalty": 1.2,
-            "no_repeat_ngram_size": 3,
-            "bad_words_ids": [[text[2]], *pairs],
-            "suppress_tokens": [text[4]],
-            "begin_suppress_tokens": [int(answer[0]) for answer in plain],
-            "forced_bos_token_id": 50,
+            "logit_bias": {40: 2.0, text[0]: -1.0, tuple(triples[1]): -5.0}, "repetition_penalty": 1.2,
+            "no_repeat_ngram_size": 3, "bad_words_ids": [[text[2]], *pairs], "suppress_tokens": [text[4]],
+            "begin_suppress_tokens": [int(answer[0]) for answer in plain], "forced_bos_token_id": 50,
             "forced_eos_token_id": 7,
         },
     }  # fmt: skip

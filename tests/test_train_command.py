@@ -57,19 +57,9 @@ def data(tmp_path_factory) -> Path:
 
 
 SMALL = {
-    "--layers": 1,
-    "--block-size": 4,
-    "--taps": "0,2",
-    "--mask-token-id": MASK,
-    "--steps": 4,
-    "--batch-tokens": 80,
-    "--anchors": 5,
-    "--mixed-precision": "no",
-    "--eval-rows": 0,
-    "--log-every": 1,
-    "--save-every": 2,
-    "--device": "cpu",
-}
+    "--layers": 1, "--block-size": 4, "--taps": "0,2", "--mask-token-id": MASK, "--steps": 4, "--batch-tokens": 80,
+    "--anchors": 5, "--mixed-precision": "no", "--eval-rows": 0, "--log-every": 1, "--save-every": 2, "--device": "cpu",
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -23,15 +23,9 @@ from dflash.train.optimizers import learning_rate
 
 MASK, BLOCK, TAPS = 1, 8, (0, 2)
 FEW = TrainConfig(
-    steps=6,
-    batch_tokens=200,
-    anchors=6,
-    learning_rate=1e-3,
-    mixed_precision="no",
-    eval_rows=0,
-    log_every=1,
+    steps=6, batch_tokens=200, anchors=6, learning_rate=1e-3, mixed_precision="no", eval_rows=0, log_every=1,
     save_every=2,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

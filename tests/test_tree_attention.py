@@ -12,13 +12,9 @@ from dflash.ops import reference
 pytestmark = pytest.mark.op
 
 MODES = {
-    "causal": {},
-    "window": {"window": 37},
-    "narrow window": {"window": 3},
-    "softcap": {"softcap": 3.0},
-    "sinks": {"sinks": True},
-    "all": {"window": 130, "softcap": 20.0, "sinks": True},
-}
+    "causal": {}, "window": {"window": 37}, "narrow window": {"window": 3}, "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": True}, "all": {"window": 130, "softcap": 20.0, "sinks": True},
+}  # fmt: skip
 
 
 def options(mode, num_heads):

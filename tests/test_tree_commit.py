@@ -30,18 +30,9 @@ def draw(seed):
     features, context = torch.randn(BATCH, ROWS, WIDTH, generator=g), torch.zeros(BATCH, PATH_ROWS, WIDTH)
     told, limits = [zeros(BATCH, PATH_ROWS) for _ in range(3)], torch.full((BATCH,), CAPACITY)
     call = [
-        tree.ids,
-        tree.parents,
-        choices,
-        torch.full((BATCH, 1), 999),
-        limits,
-        state,
-        told,
-        first,
-        caches,
-        features,
+        tree.ids, tree.parents, choices, torch.full((BATCH, 1), 999), limits, state, told, first, caches, features,
         context,
-    ]
+    ]  # fmt: skip
     return call, paths
 
 

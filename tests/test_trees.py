@@ -14,7 +14,7 @@ from tiny_tokenizers import byte_level
 from torch import Tensor
 
 import dflash
-from dflash.engine.budget import TreeBudget, measured_costs
+from dflash.engine.budget import TreeBudget
 from dflash.proposers import TreeProposer
 from dflash.sampling import fold
 from dflash.state import TREE_SIZES, KVCache, RowReport
@@ -370,37 +370,6 @@ class TestBudget:
             for _ in range(20):
                 budget.observe(16, [12, 12, 12, 3], [other, other, other, steep])
             assert budget.choose() == best
-
-
-class Machine:
-    """A clock, and steps that move it.
-
-    Args:
-        seconds: by rows, how long a step takes on an idle machine.
-        is_busy: says by the time whether other work doubles it.
-    """
-
-    def __init__(self, seconds: dict[int, float], is_busy=lambda now: False) -> None:
-        self.seconds, self.is_busy, self.now, self.steps = seconds, is_busy, 0.0, []
-
-    def time_step(self, rows: int) -> float:
-        self.steps.append(rows)
-        warms_up, began = self.steps.count(rows) == 1, self.now
-        self.now += self.seconds[rows] * (2 if self.is_busy(self.now) else 1) + (0.3 if warms_up else 0)
-        return self.now - began
-
-
-class TestCosts:
-    def test_they_are_those_of_an_idle_machine(self):
-        seconds = {16: 0.010, 32: 0.014, 64: 0.016, 128: 0.025}
-        is_busy = {
-            "at first": lambda now: now < 0.7,
-            "later": lambda now: 0.64 < now < 1.1,
-            "now and then": lambda now: 1000 * now % 11 < 5,
-        }
-        for name, busy in is_busy.items():
-            costs = measured_costs(Machine(seconds, busy).time_step, 1)
-            assert costs == pytest.approx({16: 0.010, 32: 0.014, 64: 0.016}), name
 
 
 def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):

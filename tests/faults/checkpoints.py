@@ -29,14 +29,10 @@ def speculators(**changes) -> dict:
         if name not in ("dflash_config", "block_size", "architectures")
     }
     config = {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
-        "aux_hidden_state_layer_ids": [tap + 1 for tap in TAPS],
-        "block_size": 16,
-        "draft_vocab_size": 101,
-        "mask_token_id": 100,
-        "transformer_layer_config": layer | {"num_target_layers": 36},
-    }
+        "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash",
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in TAPS], "block_size": 16, "draft_vocab_size": 101,
+        "mask_token_id": 100, "transformer_layer_config": layer | {"num_target_layers": 36},
+    }  # fmt: skip
     return _changed(config, changes)
 
 

@@ -39,18 +39,14 @@ python_rules = {
     "stopping_criteria": [lambda ids, scores: ids[0, -1] == 40],
 }
 calls = {
-    "greedy": {},
-    "filters": {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.01, "seed": 3},
+    "greedy": {}, "filters": {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.01, "seed": 3},
     "fixed sharpness": {"temperature": 0.9, "seed": 4, "draft_sharpness": 1.0},
     "rejection": {"temperature": 0.8, "seed": 5, "acceptance": "rejection", "top_p": 0.9},
-    "denoising": {"denoise_steps": 3, "temperature": 0.7, "seed": 2},
-    "rules": rules,
-    "sampled rules": {**rules, "temperature": 1.0, "seed": 8},
-    "forced first token": {"forced_bos_token_id": 4},
+    "denoising": {"denoise_steps": 3, "temperature": 0.7, "seed": 2}, "rules": rules,
+    "sampled rules": {**rules, "temperature": 1.0, "seed": 8}, "forced first token": {"forced_bos_token_id": 4},
     "Python rules": {**python_rules, "temperature": 0.6, "seed": 1},
     "stop strings": {"stop_strings": ["ab", "j"], "tokenizer": tokenizer},
-    "several answers": {"num_return_sequences": 2, "temperature": 1.0, "seed": 6},
-    "no seed": {"temperature": 1.0},
+    "several answers": {"num_return_sequences": 2, "temperature": 1.0, "seed": 6}, "no seed": {"temperature": 1.0},
 }
 
 

@@ -166,24 +166,13 @@ AFTER = """
         x.copy_(values)
 
     kinds = {
-        "transposed": lambda x: x.t_(),
-        "transposed data": data(torch.Tensor.t),
-        "smaller": data(lambda x: x[:-1]),
-        "empty": data(lambda x: x[:0]),
-        "flat": data(torch.Tensor.flatten),
-        "double": data(torch.Tensor.double),
-        "half": data(torch.Tensor.half),
-        "strided": data(lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]]),
-        "expanded": data(lambda x: x[:1].expand(x.shape)),
-        "freed": lambda x: x.untyped_storage().resize_(0),
-        "cut": lambda x: x.untyped_storage().resize_(8),
-        "freed twice": freed_twice,
-        "emptied": lambda x: x.resize_(0),
-        "set": lambda x: x.set_(torch.zeros(2)),
-        "meta": data(lambda x: x.to("meta")),
-        "sparse": data(torch.Tensor.to_sparse),
-        "replaced": data(lambda x: x * 2),
-        "in place": lambda x: x.mul_(0.5),
+        "transposed": lambda x: x.t_(), "transposed data": data(torch.Tensor.t), "smaller": data(lambda x: x[:-1]),
+        "empty": data(lambda x: x[:0]), "flat": data(torch.Tensor.flatten), "double": data(torch.Tensor.double),
+        "half": data(torch.Tensor.half), "strided": data(lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]]),
+        "expanded": data(lambda x: x[:1].expand(x.shape)), "freed": lambda x: x.untyped_storage().resize_(0),
+        "cut": lambda x: x.untyped_storage().resize_(8), "freed twice": freed_twice, "emptied": lambda x: x.resize_(0),
+        "set": lambda x: x.set_(torch.zeros(2)), "meta": data(lambda x: x.to("meta")),
+        "sparse": data(torch.Tensor.to_sparse), "replaced": data(lambda x: x * 2), "in place": lambda x: x.mul_(0.5),
         "moved": moved,
     }
     for kind, change in kinds.items():

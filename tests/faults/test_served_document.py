@@ -13,15 +13,10 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance  # ranges and the context are checked later
 
 PATHS = {
-    "/v1/chat/completions": "POST",
-    "/v1/completions": "POST",
-    "/v1/receipts/{completion}": "GET",
-    "/v1/receipts/{completion}/verify": "POST",
-    "/v1/models": "GET",
-    "/v1/models/{name}": "GET",
-    "/health": "GET",
+    "/v1/chat/completions": "POST", "/v1/completions": "POST", "/v1/receipts/{completion}": "GET",
+    "/v1/receipts/{completion}/verify": "POST", "/v1/models": "GET", "/v1/models/{name}": "GET", "/health": "GET",
     "/metrics": "GET",
-}
+}  # fmt: skip
 CASES = [(path, GenerationMode.POSITIVE) for path in PATHS]
 CASES += [(path, GenerationMode.NEGATIVE) for path in ("/v1/chat/completions", "/v1/completions")]
 LONGEST = 8  # tokens of an answer

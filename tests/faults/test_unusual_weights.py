@@ -217,13 +217,9 @@ WITHOUT_MEMORY = """
 from torch._subclasses import FakeTensorMode
 fake = FakeTensorMode(allow_non_fake_inputs=True)
 makers = {
-    "sparse": lambda w: w.to_sparse(),
-    "csr": lambda w: w.to_sparse_csr(),
-    "mkldnn": lambda w: w.to_mkldnn(),
-    "meta": lambda w: w.to("meta"),
-    "fake": lambda w: fake.from_tensor(w),
-    "quantized": lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8),
-    "empty": lambda w: w.new_empty(0),
+    "sparse": lambda w: w.to_sparse(), "csr": lambda w: w.to_sparse_csr(), "mkldnn": lambda w: w.to_mkldnn(),
+    "meta": lambda w: w.to("meta"), "fake": lambda w: fake.from_tensor(w),
+    "quantized": lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8), "empty": lambda w: w.new_empty(0),
 }
 for kind, make in makers.items():
     for name in ("model.layers.1.mlp.up_proj", "lm_head", "model.embed_tokens"):

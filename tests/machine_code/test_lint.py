@@ -14,15 +14,11 @@ FAULTS = {
     "reads_early": "touches memory before the wait: LDG",
     "block_attention_kernel_hits_l1": "touches memory before the wait: LDG.E.64",
     "qkv_norm_rope_append_kernel_early": "lets the next kernel start before its own wait",
-    "writes_early": "touches memory before the wait: STG",
-    "copies_early": "touches memory before the wait: LDGSTS",
-    "waits_on_one_path": "touches memory before the wait: LDG",
-    "ends_early": "may end before the wait",
-    "never_waits": "never waits",
-    "uses_local_memory": "local memory: LDL",
-    "loads_stale": "may be stale",
+    "writes_early": "touches memory before the wait: STG", "copies_early": "touches memory before the wait: LDGSTS",
+    "waits_on_one_path": "touches memory before the wait: LDG", "ends_early": "may end before the wait",
+    "never_waits": "never waits", "uses_local_memory": "local memory: LDL", "loads_stale": "may be stale",
     "copies_four_bytes": "less than 16 bytes",
-}
+}  # fmt: skip
 SOUND = ["sound_plain", "sound_with_branches", "linear_kernel_copies"]
 SOUND += ["block_attention_kernel_reads", "qkv_norm_rope_append_kernel_late"]
 
