@@ -121,18 +121,14 @@ def test_a_transformers_config_reads_the_same(name):
 
 OLD = {"original_max_position_embeddings": 512}
 ROPES = [
-    {"rope_type": "default", "rope_theta": 1e7},
-    {"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5},
+    {"rope_type": "default", "rope_theta": 1e7}, {"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5},
     LLAMA3 | OLD | {"rope_theta": 5e5},
     LLAMA3 | {"rope_theta": 5e5, "high_freq_factor": 3, "factor": 32, "original_max_position_embeddings": 8192},
-    YARN | OLD,
-    YARN | OLD | {"truncate": True, "rope_theta": 150000.0},
-    YARN | OLD | {"attention_factor": 0.7},
-    YARN | OLD | {"mscale": 1.0, "mscale_all_dim": 0.8},
-    YARN | OLD | {"beta_fast": None, "beta_slow": None},
+    YARN | OLD, YARN | OLD | {"truncate": True, "rope_theta": 150000.0}, YARN | OLD | {"attention_factor": 0.7},
+    YARN | OLD | {"mscale": 1.0, "mscale_all_dim": 0.8}, YARN | OLD | {"beta_fast": None, "beta_slow": None},
     YARN | {"factor": None, "original_max_position_embeddings": 100},
     YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("head_dim", [16, 128])

@@ -31,13 +31,9 @@ def only(source, tokenizer, max_length=32, **options) -> tuple[list[int], list[i
 def test_prompts_are_found_under_the_names_that_sources_use(jsonl, tmp_path):
     chat = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]
     path = jsonl(
-        {"prompt": "def f():", "task_id": "x/0"},
-        "",
-        {"question": "how many?", "answer": "3"},
-        {"turns": ["first", "second"]},
-        {"messages": chat},
-        {"prompt": [*chat, {"role": "user", "content": "w9"}]},
-    )
+        {"prompt": "def f():", "task_id": "x/0"}, "", {"question": "how many?", "answer": "3"},
+        {"turns": ["first", "second"]}, {"messages": chat}, {"prompt": [*chat, {"role": "user", "content": "w9"}]},
+    )  # fmt: skip
     wanted = [
         {"line": 1, "prompt": "def f():"},
         {"line": 3, "prompt": "how many?"},
