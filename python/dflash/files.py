@@ -1,18 +1,15 @@
-"""Read JSON, JSONL, safetensors and torch files that others wrote; write files atomically."""
+"""Read JSON, safetensors and torch files that others wrote; write files atomically."""
 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import os
 import pickle
 import re
 import shutil
 import socket
-import tempfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from .terminal import named, printable, shortened
 
 MAX_JSON_BYTES = 2**26  # of one file. Python objects take up to thirty times the bytes of the JSON they are read from.
-_UNFINISHED = ".unfinished-"
+UNFINISHED = ".unfinished-"
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -90,44 +87,6 @@ def read_architectures(config: Mapping[str, Any], where: object) -> list[str]:
     return list(names)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Read the lines of a UTF-8 text file, gzipped if its name ends in ``.gz``, with their numbers from 1.
-
-    Raises:
-        ValueError: a line is not UTF-8, and is named; or the file is cut short, and the last good line is named.
-    """
-    opened = gzip.open if path.suffix == ".gz" else open
-    number = 0
-    try:
-        with opened(path, "rb") as file:  # as text, a wrong byte would be found with its whole buffer, lines too early
-            for number, line in enumerate(file, 1):
-                yield number, line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        what = f"the byte {error.object[error.start]:#x}"
-        raise ValueError(f"{path}, line {number}: not UTF-8 text: {what}") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}: not a whole gzip file after line {number}: {error}") from error
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Read the objects of a JSONL file; empty lines are skipped.
-
-    Yields:
-        The place for error messages, the line's number, the object.
-
-    Raises:
-        ValueError: as `read_lines`, and for a line that is not a JSON object.
-    """
-    for number, content in read_lines(path):
-        if not content.strip():
-            continue
-        where = f"{path}, line {number}"
-        row = parse_json(content, where)
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
-        yield where, number, row
-
-
 # ---------------------------------------------------------------------------------------------- weights
 
 
@@ -182,27 +141,7 @@ def read_torch_file(path: Path) -> Any:
         raise ValueError(f"{path.name} holds other things than tensors and numbers") from error
 
 
-def save_tensors(tensors: Mapping[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file with the usual file mode; safetensors makes it readable only by its owner."""
-    from safetensors.torch import save_file
-
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata=metadata)
-    path.chmod(mode)
-    fsync(path)
-
-
 # ---------------------------------------------------------------------------------------------- writing
-
-
-def check_writable(path: Path) -> None:
-    """Raise ``OSError`` unless a file can be made in ``path``, or next to it if it is missing. Leaves nothing there."""
-    folder = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise OSError(f"{printable(folder)} cannot be written to: {error.strerror or error}") from error
 
 
 def fsync(path: Path) -> None:
@@ -214,26 +153,21 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _unfinished(path: Path) -> Path:
+def unfinished_path(path: Path) -> Path:
     """Return the name under which ``path`` is written, without what a killed run of this host left there."""
-    unfinished = path.with_name(f"{_UNFINISHED}{socket.gethostname()}-{path.name}")
-    _remove(unfinished)
+    unfinished = path.with_name(f"{UNFINISHED}{socket.gethostname()}-{path.name}")
+    remove(unfinished)
     return unfinished
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what killed runs left in ``folder``. Nothing may be writing there."""
-    for left in folder.glob(f"{_UNFINISHED}*"):
-        _remove(left)
-
-
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file or a folder; do nothing if it is missing."""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Have ``write`` make a file under another name, then rename it: ``path`` is never half a file."""
-    unfinished = _unfinished(path)
+    unfinished = unfinished_path(path)
     try:
         write(unfinished)
         fsync(unfinished)
@@ -241,39 +175,3 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to fill. When the block ends without an error, it replaces ``path``."""
-    unfinished = _unfinished(path)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        if path.is_dir():
-            shutil.rmtree(path)
-        os.replace(unfinished, path)
-        fsync(path.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def one_line_errors(what: str, kind: type[OSError] = OSError) -> Iterator[None]:
-    """Turn an error of the block into a ``kind`` that says in one line ``what`` failed and the system's reason."""
-    try:
-        yield
-    except Exception as error:
-        errors: list[BaseException] = [error]
-        while errors[-1].__context__ is not None:
-            errors.append(errors[-1].__context__)
-        # "disk full", not what torch makes of it
-        cause = next((one for one in errors if isinstance(one, OSError)), error)
-        reason = printable(" ".join(str(cause).split()))[:400] or type(error).__name__
-        raise kind(f"{printable(what)}: {reason}") from error
-
-
-def write_json(content: Any, path: Path) -> None:
-    """Write indented JSON with sorted keys."""
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    fsync(path)

@@ -1,11 +1,10 @@
-"""Make text of unknown origin safe and short enough to show on a terminal; progress bars."""
+"""Make text of unknown origin safe and short enough to show on a terminal."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection
 from itertools import islice
 from typing import Any
 
@@ -48,27 +47,3 @@ def listed(names: Collection[object]) -> str:
     """Return the first few of ``names``, as by `named`, and how many more there are."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(map(named, islice(names, _LISTED))) + more
-
-
-@contextlib.contextmanager
-def bars(names: Iterable[str], *, shown: bool = True) -> Iterator[Callable[..., None]]:
-    """Show a progress bar per name on standard error, if that is a terminal.
-
-    Yields:
-        ``show(name, done, total, text)``, which writes ``text`` next to the bar.
-    """
-    from rich import progress
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    # Names and texts may come from files, so neither rich's markup nor control characters in them do anything.
-    name, text = (progress.TextColumn(part, markup=False) for part in ("{task.description}", "{task.fields[text]}"))
-    times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
-    columns = (name, progress.BarColumn(), progress.MofNCompleteColumn(), text, *times)
-    with progress.Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as running:
-        tasks = {name: running.add_task(printable(name), total=None, text="") for name in names}
-
-        def show(name: str, done: int, total: int, text: str = "") -> None:
-            running.update(tasks[name], completed=done, total=total, text=printable(text))
-
-        yield show

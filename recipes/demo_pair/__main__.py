@@ -24,11 +24,12 @@ import typer
 
 from dflash.drafter import DFlash2Config, load_draft
 from dflash.evaluate import FIRST_GENERATION, load_target
-from dflash.files import write_atomically, write_json
-from dflash.terminal import bars
+from dflash.evaluate.progress import bars
+from dflash.files import write_atomically
 from dflash.train.checkpoint import save_draft
 from dflash.train.config import TrainConfig
 from dflash.train.data import load_prompts, load_rows
+from dflash.train.files import write_json
 from dflash.train.initial_drafter import draft_config, new_drafter
 from dflash.train.regenerate import LocalWriter, RegenerateConfig, regenerate
 from dflash.train.trainer import Trainer

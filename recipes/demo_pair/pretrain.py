@@ -22,8 +22,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dflash.evaluate import text_ids
-from dflash.files import atomic_folder, read_torch_file, write_atomically
-from dflash.terminal import bars
+from dflash.evaluate.progress import bars
+from dflash.files import read_torch_file, write_atomically
+from dflash.train.files import atomic_folder
 from dflash.train.metrics import MetricsFile
 from dflash.train.optimizers import make_muon
 

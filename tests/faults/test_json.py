@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from dflash.files import parse_json, read_jsonl
+from dflash.evaluate.lines import read_jsonl
+from dflash.files import parse_json
 
 
 @pytest.mark.parametrize(

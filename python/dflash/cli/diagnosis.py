@@ -24,10 +24,11 @@ from .. import ops
 from ..doctor import Diagnosis, Effort, Pair, Prompts, diagnose, find_prompts
 from ..drafter import DraftConfig, draft_folder
 from ..engine import graphs
+from ..evaluate.progress import bars
 from ..files import read_json
 from ..options import check_config
 from ..targets import check_target, version_of
-from ..terminal import bars, printable
+from ..terminal import printable
 from . import options
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import typer
 
-from ..files import check_writable
 from ..terminal import printable
+from ..train.files import check_writable
 
 _state = {"debug": False, "is_output_closed": False}
 

@@ -16,14 +16,15 @@ import torch
 import typer
 
 from ..drafter import DFlash2Config, load_draft
-from ..files import check_writable
+from ..evaluate.progress import bars
 from ..options import check_config
 from ..targets import check_target, text_config
-from ..terminal import bars, printable
+from ..terminal import printable
 from ..train import TrainConfig, add_dflash2, check_trainable, choose_mask_id, draft_config, new_drafter
 from ..train.data import load_prompts, load_rows
 from ..train.export import export as export_draft
 from ..train.features import FeatureCache, cache_features, cache_size
+from ..train.files import check_writable
 from ..train.regenerate import LocalWriter, RegenerateConfig, Summary, Writer, check_out
 from ..train.regenerate import regenerate as write_responses
 from ..train.server import ServerWriter

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..drafter import Drafter
 from ..evaluate import Decoding, GeneratorRunner, add_up, mean_acceptance
+from ..evaluate.lines import read_jsonl
 from ..evaluate.prompts import first_prompt, prompt_ids
-from ..files import read_jsonl
 from ..generator import Generator
 from ..outputs import Statistics
 from ..proposers import ChainProposer

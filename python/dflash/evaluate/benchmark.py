@@ -20,8 +20,8 @@ from ..ops import WeightStorage
 from ..options import check_block_size
 from ..outputs import Statistics
 from ..targets import max_positions
-from ..terminal import bars
 from .compare import Answer, Comparison, Decoding, describe, mean_acceptance, pair_runners
+from .progress import bars
 from .prompts import Conversation, prompt_ids
 
 _NGRAM = 8

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..drafter import Drafter, load_draft
-from ..files import read_jsonl
+from .lines import read_jsonl
 from .pretrained import Pretrained
 from .prompts import text_ids
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import read_jsonl, read_lines
 from ..terminal import shortened
+from .lines import read_jsonl, read_lines
 
 _TURNS = ("turns", "prompt", "question")
 PROMPT_FIELDS = "prompt, messages, question or turns"

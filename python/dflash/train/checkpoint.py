@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..drafter import Drafter
-from ..files import atomic_folder, fsync, one_line_errors, remove_unfinished, save_tensors, write_atomically, write_json
+from ..files import fsync, write_atomically
 from ..targets import describe_config, sample_digest
 from ..terminal import named, printable
 from .export import published_config
+from .files import atomic_folder, one_line_errors, remove_unfinished, save_tensors, write_json
 
 if TYPE_CHECKING:
     from .trainer import Trainer

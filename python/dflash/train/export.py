@@ -18,16 +18,9 @@ import torch
 
 from ..drafter import MASK_EMBEDDING_FILE, DraftConfig, Drafter, draft_folder, load_draft
 from ..drafter.config import FULL, KEYS, LAYER, ROPE_TYPES, SLIDING, from_speculators, is_speculators
-from ..files import (
-    atomic_folder,
-    check_writable,
-    one_line_errors,
-    read_architectures,
-    read_json,
-    save_tensors,
-    write_json,
-)
+from ..files import read_architectures, read_json
 from ..terminal import listed
+from .files import atomic_folder, check_writable, one_line_errors, save_tensors, write_json
 
 FORMATS = ("published", "speculators", "transformers")
 _SCALES = ("attention_value_scale", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")

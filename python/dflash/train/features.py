@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..files import one_line_errors, save_tensors, write_atomically
+from ..files import write_atomically
 from ..targets import check_target, describe_config, find_layers, structural_copy, tapped_modules, text_config, unwrap
 from ..targets.recurrent import has_recurrent_layers
 from .batches import group_by_length, pad
+from .files import one_line_errors, save_tensors
 
 _INDEX = "features.json"
 _DTYPES = ("bfloat16", "float16", "float32")

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..files import one_line_errors, write_atomically
-from ..terminal import bars
+from ..evaluate.progress import bars
+from ..files import write_atomically
 from .checkpoint import CheckpointError
+from .files import one_line_errors
 from .loss import BlockLoss
 
 

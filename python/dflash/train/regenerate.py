@@ -21,12 +21,12 @@ from torch import nn
 
 from ..drafter import Drafter
 from ..evaluate.prompts import prompt_ids
-from ..files import check_writable
 from ..generator import Generator
 from ..sampling import fold
 from ..settings import checked
 from ..targets import max_positions
 from .batches import pad
+from .files import check_writable
 
 _PREFILL_ROWS = 16384  # tokens per forward pass, over all rows of a batch
 _OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # settings that rows name only if they are on

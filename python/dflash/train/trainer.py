@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from ..drafter import Drafter
 from ..evaluate import Decoding, GeneratorRunner
-from ..files import check_writable, remove_unfinished
 from ..generator import Generator
 from ..options import check_config
 from ..targets import Target, check_target, max_positions, text_config
@@ -31,6 +30,7 @@ from .config import TrainConfig
 from .data import MeasuredRows, hold_out
 from .export import engine_warnings
 from .features import TargetFeatures
+from .files import check_writable, remove_unfinished
 from .loss import BlockLoss, block_loss
 from .metrics import MetricsFile, StepTotals, progress
 from .model import TrainableDrafter
