@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import dflash
 from dflash.engine.graphs import Device, Replay
-from dflash.ops.registry import dispatched
+from dflash.ops import registry
 
 # Calls that make the host wait for a GPU, by torch's names below and above autograd.
 _WAITING = {
@@ -56,6 +56,16 @@ def _refuse(func, args) -> None:
     )
     if name in _WAITING or overload in _WAITING or masked:
         raise HostRead(f"{overload} waits for the device")
+
+
+@contextlib.contextmanager
+def dispatched() -> Iterator[None]:
+    """Let CPU ops go through torch's dispatcher too, where its modes see them."""
+    registry.dispatches_all = True
+    try:
+        yield
+    finally:
+        registry.dispatches_all = False
 
 
 class Tape:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.generation.stopping_criteria import STOP_STRING_EMBEDDING_CACHE
 
 import dflash
-from dflash.ops.registry import dispatched
+from dflash.ops import registry
 
 INF = float("inf")
 target, tokenizer = make_target("qwen3"), byte_level()
@@ -95,8 +95,12 @@ def attempts():
 
 def run(attempt):
     torch.manual_seed(0)
-    with dispatched(), Trace() as trace:
-        return json.dumps(attempt()), trace.made
+    registry.dispatches_all = True  # where the mode sees ops
+    try:
+        with Trace() as trace:
+            return json.dumps(attempt()), trace.made
+    finally:
+        registry.dispatches_all = False
 
 
 states = {"plain": None, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16, "meta": "meta"}

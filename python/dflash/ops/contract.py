@@ -24,7 +24,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import NoneType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -39,14 +39,7 @@ _OPERATIONS = (  # as in contract.h
     "ndim", "size", "stride", "row_stride", "itemsize", "is_float32", "is_int8",
     "Add", "Sub", "Mult", "FloorDiv", "Mod", "min", "max", "Eq", "NotEq", "Lt", "LtE", "And", "Or",
 )  # fmt: skip
-_ARGUMENTS = {  # annotation -> its letter in contract.h, what an argument may be, in words
-    Tensor: ("t", Tensor, "a tensor"),
-    Tensor | None: ("t", (Tensor, NoneType), "a tensor or None"),
-    float: ("f", (float, int), "a number"),
-    int: ("i", int, "an integer in 64 bits"),
-    bool: ("b", int, "True or False"),
-    str: ("o", str, "a string"),
-}
+_LETTERS = {float: "f", int: "i", bool: "b", str: "o"}  # as in contract.h; all others are tensors, "t"
 
 
 class Scope(SimpleNamespace):
@@ -151,7 +144,7 @@ class Contract:
         names = [*self.parameters]
         arguments = []
         for name, p in self.parameters.items():
-            letter = "c" if p.annotation is str and self.choices else _ARGUMENTS.get(p.annotation, ("t",))[0]
+            letter = "c" if p.annotation is str and self.choices else _LETTERS.get(p.annotation, "t")
             arguments.append((letter, self.slots[name] if letter in "ibc" else -1))
         sources = {spec.name: ("t", i) for i, spec in enumerate(self.tensors)}
         sources |= {name: ("f", i) for i, name in enumerate(names) if arguments[i][0] == "f"}
@@ -345,13 +338,8 @@ class Contract:
     def allocate(self, scope: Scope) -> list[Tensor]:
         """Make the results, uninitialized, and put them into the scope."""
         env, made = _FUNCTIONS | vars(scope), []
-        leading = ()
-        for spec in self.tensors:
-            if spec.leading and (first := getattr(scope, spec.name)) is not None:
-                leading = first.shape[: first.dim() - len(spec.sizes)]
-                break
-        like = next(getattr(scope, s.name) for s in self.tensors if getattr(scope, s.name) is not None and not s.count)
-        like = next((getattr(scope, s.name) for s in self.tensors if s.dtype is None and not s.count), like)
+        like = getattr(scope, self.storage or self.tensors[0].name)
+        leading = like.shape[: like.dim() - len(self.tensors[0].sizes)]
         for spec in self.outputs:
             shape = [*(leading if spec.leading else ()), *(self._size(dim, env) for dim in spec.sizes)]
             out = like.new_empty(shape, dtype=_DTYPES.get(spec.dtype, like.dtype))
@@ -373,24 +361,6 @@ class Contract:
                         f"{self.op}: {name} is written in place and must not share memory with {other_name}. Pass a "
                         "copy of one of them"
                     )
-
-    def explain_failure(self, arguments: Sequence[object]) -> None:
-        """Raise for an argument of a wrong type, or a negative view that cannot be written, after a call has failed."""
-        for p, argument in zip(self.parameters.values(), arguments, strict=True):
-            _, kinds, words = _ARGUMENTS.get(p.annotation, ("t", (list, tuple), "a list of tensors"))
-            fits = isinstance(argument, kinds)
-            if fits and words == "a list of tensors":
-                fits = all(isinstance(x, Tensor) for x in argument)
-            if fits and p.annotation is int:
-                fits = -(2**63) <= argument < 2**63
-            if not fits:
-                found = argument if isinstance(argument, (int, str, NoneType)) else type(argument).__name__
-                raise TypeError(f"{self.op}: {p.name} must be {words}, got {found!r}") from None
-        for spec, name, tensor in self._tensors(arguments):
-            if spec.is_written and tensor.is_neg():
-                raise ValueError(
-                    f"{self.op}: {name} is written in place and must not be a negative view. Pass {name}.resolve_neg()"
-                ) from None
 
 
 def _plain(dim: str) -> bool:

@@ -6,18 +6,17 @@ to the kernel; all others through torch's dispatcher, a check in Python and a la
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .. import _C
 from . import reference
-from .contract import Contract, Scope, expect_strided
+from .contract import Contract, Scope
 
 _LIBRARY = torch.library.Library("dflash", "DEF")
 _C.use_torch(Tensor, torch.nn.Parameter)
@@ -53,17 +52,19 @@ def cuda_status(device: int = 0) -> str:
 
 
 class Launcher:
-    """Runs kernels by name. The fields of a kernel's params are the names of a scope, or as they are initialized."""
+    """Runs kernels by name. The fields of a kernel's params are the names of a scope, or as they are initialized.
 
-    is_cpu = is_fake = False
+    This one runs none: an op then only checks its arguments and allocates its results.
+    """
+
+    is_cpu, is_fake = False, True
 
     def __call__(self, kernel: str, scope: Scope) -> None:
         """Run a kernel."""
-        raise NotImplementedError
 
     def dtype(self, op: str, name: str, tensor: Tensor) -> int:
         """Return the kernels' code of a tensor's dtype."""
-        raise NotImplementedError
+        return 0
 
     def workspace(self, kernel: str, device: torch.device, *shapes: object) -> tuple[int, Tensor | None]:
         """Return ``(splits, workspace)`` as the kernel's file answers for these shapes."""
@@ -85,7 +86,7 @@ class Launcher:
 class CpuLauncher(Launcher):
     """Runs the CPU kernels."""
 
-    is_cpu = True
+    is_cpu, is_fake = True, False
 
     def __call__(self, kernel: str, scope: Scope) -> None:
         _C.run(kernel, vars(scope), torch.get_num_threads())
@@ -103,6 +104,8 @@ class CudaLauncher(Launcher):
     Args:
         kernels: the module that has them; the tests' emulation is another.
     """
+
+    is_fake = False
 
     def __init__(self, kernels: object = _C) -> None:
         self.kernels = kernels
@@ -155,41 +158,15 @@ def _stream_and_capture(device: torch.device) -> tuple[int, int]:
     return stream, _C.capture_id(stream)
 
 
-class FakeLauncher(Launcher):
-    """Launches nothing: an op then only checks its arguments and allocates its results."""
-
-    is_fake = True
-
-    def __call__(self, kernel: str, scope: Scope) -> None:
-        pass
-
-    def dtype(self, op: str, name: str, tensor: Tensor) -> int:
-        return 0
-
-
-_CPU, _CUDA, _FAKE = CpuLauncher(), CudaLauncher(), FakeLauncher()
+_CPU, _CUDA, _FAKE = CpuLauncher(), CudaLauncher(), Launcher()
 
 # ---------------------------------------------------------------------------------------------- registration
 
 OPS: dict[str, Callable] = {}
 """Every op by its name."""
 
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_UNSUPPORTED = [
-    f"{kind}{device}" for kind in ("Sparse", "SparseCsr", "Quantized", "NestedTensor") for device in ("CPU", "CUDA")
-] + ["MkldnnCPU", "AutogradNestedTensor"]
-_dispatches_all = False
-
-
-@contextlib.contextmanager
-def dispatched() -> Iterator[None]:
-    """Let CPU ops go through torch's dispatcher too, where its modes see them."""
-    global _dispatches_all
-    _dispatches_all = True
-    try:
-        yield
-    finally:
-        _dispatches_all = False
+dispatches_all = False
+"""Set it to True to let CPU ops go through torch's dispatcher too, where its modes see them."""
 
 
 class Op:
@@ -266,15 +243,6 @@ class Op:
         """Check a call of tensors without memory and allocate its results."""
         return self.run(_FAKE, *self._completed(arguments))
 
-    def refuse(self, *arguments: object) -> object:
-        """Raise for tensors that are not plain dense memory."""
-        for x in arguments:
-            for tensor in x if isinstance(x, (list, tuple)) else [x]:
-                if isinstance(tensor, Tensor):
-                    name = next(name for name, y in zip(self.contract.parameters, arguments, strict=False) if y is x)
-                    expect_strided(self.contract.op, name, tensor)
-        raise TypeError(f"{self.contract.op}: tensors must be dense (torch.strided)")
-
     def _completed(self, arguments: tuple) -> tuple:
         """Return all arguments: torch leaves out those at the end that are as their defaults."""
         missing = [*self.contract.parameters.values()][len(arguments) :]
@@ -305,10 +273,10 @@ def op(
         run_kernel = "" if body else kernel or name.rstrip("_")
         parsed = Contract(name, parameters, tensors, returns, kernel=run_kernel, **contract)
         made = Op(parsed, body, prepare, twin or getattr(reference, name))
-        _LIBRARY.define(name + _schema(parameters, signature.return_annotation, parsed.writes), tags=_TAGS)
-        kernels = {"CPU": made.on_cpu, "CUDA": made.on_cuda, **dict.fromkeys(_UNSUPPORTED, made.refuse)}
-        for key, function_of_key in kernels.items():
-            _LIBRARY.impl(name, function_of_key, key)
+        schema = _schema(parameters, signature.return_annotation, parsed.writes)
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, made.on_cpu, "CPU")
+        _LIBRARY.impl(name, made.on_cuda, "CUDA")
         torch.library.register_fake(f"dflash::{name}", made.on_fake, lib=_LIBRARY)
         OPS[name] = _callable(function, made, signature)
         return OPS[name]
@@ -337,28 +305,18 @@ def _callable(function: Callable, made: Op, signature: inspect.Signature) -> Cal
     name, names = function.__name__, ", ".join(signature.parameters)
     source = (
         f"def {name}({names}):\n"
-        f"    if is_tracing() or is_exporting() or registry._dispatches_all:\n"
+        f"    if is_tracing() or is_exporting() or registry.dispatches_all:\n"
         f"        return dispatch({names})\n"
         f"    if (result := direct({names})) is not NotImplemented:\n"
         f"        return result\n"
-        f"    return explained({names})\n"
+        f"    return dispatch({names})\n"
     )
-    dispatch = getattr(torch.ops.dflash, name).default
-
-    def explained(*arguments: object) -> object:
-        try:
-            return dispatch(*arguments)
-        except (AttributeError, RuntimeError, TypeError):
-            made.contract.explain_failure(arguments)
-            raise
-
     scope = {
         "is_tracing": torch.compiler.is_dynamo_compiling,  # with the next half the time of torch.compiler.is_compiling
         "is_exporting": torch.compiler.is_exporting,
         "registry": sys.modules[__name__],
         "direct": made.direct,
-        "dispatch": dispatch,
-        "explained": explained,
+        "dispatch": getattr(torch.ops.dflash, name).default,
     }
     exec(compile(source, f"<dflash.ops.{name}>", "exec"), scope)
     call = functools.update_wrapper(scope[name], function)

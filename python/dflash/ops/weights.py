@@ -189,8 +189,9 @@ class DeltaNetLayer(NamedTuple):
 def _contract(kind: type[NamedTuple], tensors: str, where: str, derived: str = "") -> Contract:
     numbers = {"causal": bool, "window": int, "gated": bool, "key_heads": int}
     place = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, place, annotation=numbers.get(name, Tensor | None)) for name in kind._fields]
-    return Contract(_OP, parameters, tensors, where=where, derived=derived)
+    names = ("final_norm", *kind._fields)
+    parameters = [inspect.Parameter(name, place, annotation=numbers.get(name, Tensor | None)) for name in names]
+    return Contract(_OP, parameters, "final_norm[hidden] " + tensors, where=where, derived=derived)
 
 
 _MLP = "input_norm[hidden] post_norm[hidden] gate[width, hidden]:T|i8 up[width, hidden]:T|i8 down[hidden, width]:T|i8 "
@@ -232,37 +233,27 @@ def check_layers(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor, t
     if [tap for tap in taps if not 0 <= tap < len(layers)] or len(set(taps)) != len(taps):
         raise ValueError(f"{_OP}: taps must be different layers in 0 .. {len(layers) - 1}, got {list(taps)}")
     for name, tensor in named_tensors(layers, norm):
-        if tensor.device != norm.device:
-            raise ValueError(f"{_OP}: all weights must be on {norm.device} as norm is, got {tensor.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{_OP}: {name} must be contiguous, got strides {tensor.stride()}")
     # 2. Each layer
     sizes: dict[bool, dict[str, int]] = {}
     for i, layer in enumerate(layers):
-        own = _check_weights(f"layers[{i}].", layer, norm.dtype)
+        own = _check_weights(f"layers[{i}].", layer, norm)
         for name, size in sizes.setdefault(layer.is_recurrent, own).items():
             if own[name] != size:
                 raise ValueError(f"{_OP}: layers[{i}] must have {name} = {size} as the layers before, got {own[name]}")
-        if norm.shape != (own["hidden"],):
-            raise ValueError(f"{_OP}: norm must be [hidden] = [{own['hidden']}], got {list(norm.shape)}")
         for name in ("attention_conv", "mlp_conv"):
             if (conv := getattr(layer, name)) is not None:
-                _check_weights(f"layers[{i}].{name}.", conv, norm.dtype)
+                _check_weights(f"layers[{i}].{name}.", conv, norm)
 
 
-def _check_weights(at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv, dtype: torch.dtype) -> dict[str, int]:
+def _check_weights(at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv, norm: Tensor) -> dict[str, int]:
     """Check one record of weights; return the sizes that all of its kind have in common."""
     for name, weight in weights._asdict().items():
-        is_int8 = isinstance(weight, Int8Weight)
-        values = weight.values if is_int8 else weight
-        if not isinstance(values, Tensor) or name == "sinks":
-            continue
-        if values.dtype != (torch.int8 if is_int8 else dtype):
-            raise TypeError(f"{_OP}: {at}{name} must be {torch.int8 if is_int8 else dtype}, got {values.dtype}")
-        if is_int8 and (weight.scales.shape != values.shape[:1] or weight.scales.dtype != torch.float32):
-            raise ValueError(f"{_OP}: {at}{name}.scales must be [out] float32, got {list(weight.scales.shape)}")
+        if isinstance(weight, Tensor) and weight.dtype == torch.int8:
+            raise TypeError(f"{_OP}: {at}{name} must be {norm.dtype} or an Int8Weight, got {weight.dtype}")
     plain = [x.values if isinstance(x, Int8Weight) else x for x in weights]
-    scope = vars(_CONTRACTS[type(weights)].check(plain, at))
+    scope = vars(_CONTRACTS[type(weights)].check([norm, *plain], at))
     return {name: scope[name] for name in _SHARED if name in scope}
 
 
