@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_stream_arguments, tree_rows
 from .generator import CallLock, Generator, locks_held_here
 from .ops import WeightStorage
-from .options import GeneratorOptions, checked_block_size
+from .options import GeneratorOptions
 from .outputs import GenerateOutput, StreamEvent
 from .settings import BlockSize
 from .targets import Fingerprint, check_int8, check_target, forget_trials, max_positions, structural_copy, unwrap
@@ -24,14 +24,8 @@ if TYPE_CHECKING:
 
 
 _CAPACITY_STEP = 256
-
-
-class PairOptions(NamedTuple):
-    """The options of a kept generator, which `Generator` documents."""
-
-    block_size: BlockSize = None
-    weights: WeightStorage = None
-    draft_weights: WeightStorage = None
+PairOptions = dict[str, Any]
+"""Those of a kept generator that `OneShotArguments` names."""
 
 
 class OneShotArguments(GenerateArguments, total=False):
@@ -164,7 +158,7 @@ def _free() -> None:
 def generate_call(
     target: nn.Module, draft: nn.Module | None, call: Call, options: PairOptions, *, prompt_was_put: bool = False
 ) -> GenerateOutput:
-    """Run a resolved call on the kept generator; an interrupt frees it."""
+    """Run a resolved call on the kept generator, with its ``options``; an interrupt frees it."""
     with _lock():
         generator = _generator_for(target, draft, call, options)
         try:
@@ -227,9 +221,7 @@ def _resolve(
 
     The kept target is not checked here: `_generator_for` does if it has changed.
     """
-    options = PairOptions(
-        arguments.pop("block_size", None), arguments.pop("weights", None), arguments.pop("draft_weights", None)
-    )
+    options = {name: arguments.pop(name, None) for name in ("block_size", "weights", "draft_weights")}
     cached, target = _cached, unwrap(target)
     if cached is None or not cached.fingerprints[0].is_of(target):
         target = check_target(target)
@@ -257,21 +249,18 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     if cached is not None and not is_inside and cached.serves(target, draft, options, call):
         check_drafts(call, target, cached.generator.draft, cached.generator.engine.widths)
         return cached.generator
-    # 2. Check the call against the pair.
-    options = options._replace(block_size=checked_block_size(options.block_size))
-    has_drafts = draft is not None and options.block_size != 1
-    check_drafts(call, target, draft if has_drafts else None, options.block_size)
-    # 3. Check what a new one needs before the old one is freed.
+    # 2. Check what a new one needs before the old one is freed.
     check_target(target)
     capacity = -(-(call.longest + call.max_new_tokens) // _CAPACITY_STEP) * _CAPACITY_STEP
     positions = max_positions(target)
     if positions is not None:
         capacity = min(capacity, positions)
-    sizes = GeneratorOptions(capacity, len(call.prompts), reuse_prefix=False, tree=call.tree, **options._asdict())
+    sizes = GeneratorOptions(capacity, len(call.prompts), reuse_prefix=False, tree=call.tree, **options)
     loaded, _ = sizes.check_pair(target, draft)
-    if options.weights is not None:
+    check_drafts(call, target, loaded, sizes.block_size)
+    if sizes.weights is not None:
         check_int8(target)
-    # 4. Make it.
+    # 3. Make it.
     if not is_inside:
         _free()
     own = structural_copy(loaded) if loaded is not None and loaded is draft else loaded

@@ -116,15 +116,11 @@ class DecoderStack:
         return windows, states, *saved, cache.pending, cache.keep
 
     def _op_by_op(self, hidden: Tensor, inputs: AttentionInputs, tapped: Tensor) -> Tensor:
-        size = hidden.shape[2]
-        columns = {tap: tapped[..., i * size : (i + 1) * size] for i, tap in enumerate(self.taps)}
-        hidden = self._run_layers(hidden, inputs, columns)
-        if len(self.layers) - 1 in columns:
-            columns[len(self.layers) - 1].copy_(hidden)
-        return hidden
-
-    def _run_layers(self, hidden: Tensor, inputs: AttentionInputs, taps: dict[int, Tensor]) -> Tensor:
         """Run all layers. Returns ``hidden`` after the final norm."""
+        size = hidden.shape[2]
+        taps = {tap: tapped[..., i * size : (i + 1) * size] for i, tap in enumerate(self.taps)}
+        last_tap = taps.pop(len(self.layers) - 1, None)  # read after the final norm
+        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         norm = (self.layers[0].input_norm, self.eps, None, self.zero_centered, self._front(0, inputs))
         residual, hidden = hidden, ops.rms_norm(hidden, *norm)
         for i, layer in enumerate(self.layers):
@@ -138,9 +134,10 @@ class DecoderStack:
             # 2. MLP, whose residual sum is also the tap
             hidden, kernels = _prepare(layer.mlp_conv, hidden)
             delta = _mlp(layer, hidden)
-            following, tap = self._following(i, taps)
-            norm = (following, tap, self._front(i + 1, inputs))
+            norm = (norms[i], taps.get(i), self._front(i + 1, inputs))
             hidden, residual = self._add_norm(layer.mlp_conv, delta, kernels, residual, *norm)
+        if last_tap is not None:
+            last_tap.copy_(hidden)
         return hidden
 
     def _front(self, index: int, inputs: AttentionInputs) -> Tensor | None:
@@ -159,11 +156,6 @@ class DecoderStack:
         hidden, residual = ops.conv_add_rms_norm(delta, conv.base[1], kernels[:, :, 1], *norm)
         return hidden if front is None else torch.cat([front, hidden], 1), residual
 
-    def _following(self, index: int, taps: dict[int, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return the weight of the norm after a layer, and the tap of what goes into it."""
-        last = index + 1 == len(self.layers)  # its tap is read after the norm
-        return (self.norm, None) if last else (self.layers[index + 1].input_norm, taps.get(index))
-
     def _attention(self, index: int, rows_in: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return ``[batch, rows, num_heads * head_dim]``, what the layer's o projection reads.
 
@@ -173,7 +165,8 @@ class DecoderStack:
         context_rows, head_dim = 0 if inputs.context is None else inputs.context.shape[1], keys.shape[3]
         rows = rows_in.shape[1] - context_rows
         weights, scales = split_weights(layer.q, layer.k, layer.v)
-        qkv = ops.linears(rows_in, weights, _qkv_biases(layer), True, scales)
+        biases = () if layer.q_bias is None else (layer.q_bias, layer.k_bias, layer.v_bias)
+        qkv = ops.linears(rows_in, weights, biases, True, scales)
         query = qkv.new_empty(qkv.shape[0], rows, layer.o.shape[1] // head_dim, head_dim)
         norms = (layer.q_norm, layer.k_norm, self.eps)
         ops.qkv_norm_rope_append_(
@@ -221,7 +214,3 @@ def _mlp(layer: DecoderLayer | DeltaNetLayer, hidden: Tensor) -> Tensor:
 def _product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     (values,), scales = split_weights(weight)
     return ops.linear(x, values, bias, prefetch=True, scales=scales)
-
-
-def _qkv_biases(layer: DecoderLayer) -> tuple[Tensor, ...]:
-    return () if layer.q_bias is None else (layer.q_bias, layer.k_bias, layer.v_bias)

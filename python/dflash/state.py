@@ -11,6 +11,7 @@ The invariant between steps, per row, with ``s = length``:
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from .outputs import TokenLogprobs
 from .sampling import Sampling
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from .drafter import Drafter
     from .targets import Target
 
@@ -325,6 +328,8 @@ class KVCache:
 
     def __init__(self, batch_size: int, capacity: int, rotary: tuple[Tensor, Tensor] | None = None) -> None:
         self.batch_size, self.capacity, self.rotary = batch_size, capacity, rotary
+        self._whole: Self | None = None  # the cache that this one is `_rows` of
+        self._rows = _ALL_ROWS
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -334,14 +339,16 @@ class KVCache:
         return [*self.keys.values(), *self.values.values()]
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the buffers of a layer, allocated at its first call.
+        """Return the buffers of a layer, allocated for all rows at its first call.
 
         Args:
             index: the layer.
             key: ``[batch, num_kv_heads, rows, head_dim]``; its heads, width, dtype and device are the buffer's.
             value: likewise.
         """
-        if index not in self.keys:
+        if index not in self.keys and self._whole is not None:
+            self.keys[index], self.values[index] = (x[self._rows] for x in self._whole.layer(index, key, value))
+        elif index not in self.keys:
             for buffers, like in ((self.keys, key), (self.values, value)):
                 buffers[index] = like.new_empty(self.batch_size, like.shape[1], self.capacity, like.shape[3])
         return self.keys[index], self.values[index]
@@ -355,9 +362,14 @@ class KVCache:
             self.layer(index, like, like)
         return self
 
-    def rows(self, rows: slice) -> KVCache:
+    def rows(self, rows: slice) -> Self:
         """Return a cache over some of the sequences, for one pass: it shares their memory."""
-        return self if rows.stop - rows.start == self.batch_size else _KVRows(self, rows)
+        if rows.stop - rows.start == self.batch_size:
+            return self
+        part = copy.copy(self)
+        part.batch_size, part._whole, part._rows = rows.stop - rows.start, self, rows
+        part.keys, part.values = ({i: x[rows] for i, x in buffers.items()} for buffers in (self.keys, self.values))
+        return part
 
     def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:
         """Follow a step that committed rows of its block, after the counters have advanced.
@@ -390,20 +402,6 @@ class KVCache:
 
     def keep_snapshot_(self, rows: Sequence[int]) -> None:
         """Remember the position of these rows, to resume from it later. Keys and values need nothing for it."""
-
-
-class _KVRows(KVCache):
-    """Some rows of a cache. What is allocated through it is allocated for all rows."""
-
-    def __init__(self, whole: KVCache, rows: slice) -> None:
-        KVCache.__init__(self, rows.stop - rows.start, whole.capacity, whole.rotary)
-        self._whole, self._rows = whole, rows
-        self.keys, self.values = ({i: x[rows] for i, x in buffers.items()} for buffers in (whole.keys, whole.values))
-
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if index not in self.keys:
-            self.keys[index], self.values[index] = (x[self._rows] for x in self._whole.layer(index, key, value))
-        return self.keys[index], self.values[index]
 
 
 class RecurrentLayer:
@@ -512,11 +510,19 @@ class RecurrentCache(KVCache):
     def recurrent_layer(self, index: int) -> RecurrentLayer:
         """Return the buffers of a recurrent layer."""
         if index not in self.recurrent:
-            self.recurrent[index] = RecurrentLayer(self.batch_size, self.block_size)
+            whole = None if self._whole is None else self._whole.recurrent_layer(index)
+            self.recurrent[index] = RecurrentLayer(self.batch_size, self.block_size, whole, self._rows)
         return self.recurrent[index]
 
-    def rows(self, rows: slice) -> RecurrentCache:
-        return self if rows.stop - rows.start == self.batch_size else _RecurrentRows(self, rows)
+    def rows(self, rows: slice) -> Self:
+        part = super().rows(rows)
+        if part is not self:
+            for name in ("held", "pending", "_keeps_none", "_keeps_rows"):
+                setattr(part, name, getattr(self, name)[rows])
+            part.keep, part.recurrent = part._keeps_none, {}
+            for index in self.recurrent:
+                part.recurrent_layer(index)
+        return part
 
     def begin_pass_(self, lengths: Tensor, keep: Tensor | None) -> None:
         """Set ``pending`` and ``keep`` for a pass at positions ``lengths [batch]``, of which ``keep`` rows are kept."""
@@ -565,8 +571,8 @@ class RecurrentCache(KVCache):
             self.held[rows][chosen] = at[chosen]
         # 3. Their states.
         for index, layer in self.recurrent.items():
-            for standing, copy in zip(layer.held_values, self._snapshot.get(index, ()), strict=False):
-                standing[rows][restored] = copy[rows][restored]
+            for standing, kept in zip(layer.held_values, self._snapshot.get(index, ()), strict=False):
+                standing[rows][restored] = kept[rows][restored]
             for standing in layer.held_values:
                 standing[rows].index_fill_(0, cleared, 0)
 
@@ -581,26 +587,5 @@ class RecurrentCache(KVCache):
         for row in rows:
             self._snapshot_at[row].copy_(self.held[row])
             for index, layer in self.recurrent.items():
-                for standing, copy in zip(layer.held_values, self._snapshot[index], strict=True):
-                    copy[row] = standing[row]
-
-
-class _RecurrentRows(_KVRows, RecurrentCache):
-    """Some rows of a recurrent cache."""
-
-    def __init__(self, whole: RecurrentCache, rows: slice) -> None:
-        super().__init__(whole, rows)
-        self.block_size, self.goes_on = whole.block_size, whole.goes_on
-        self.held, self.pending, self._keeps_none, self._keeps_rows = (
-            x[rows] for x in (whole.held, whole.pending, whole._keeps_none, whole._keeps_rows)
-        )
-        self.keep = self._keeps_none
-        self.recurrent = {}
-        for index in whole.recurrent:
-            self.recurrent_layer(index)
-
-    def recurrent_layer(self, index: int) -> RecurrentLayer:
-        if index not in self.recurrent:
-            whole = self._whole.recurrent_layer(index)
-            self.recurrent[index] = RecurrentLayer(self.batch_size, self.block_size, whole, self._rows)
-        return self.recurrent[index]
+                for standing, kept in zip(layer.held_values, self._snapshot[index], strict=True):
+                    kept[row] = standing[row]
