@@ -9,7 +9,6 @@ import torch
 
 from dflash import cli, ops
 from dflash.cli import diagnosis as doctor
-from dflash.engine import graphs
 from dflash.ops import switches
 
 
@@ -59,7 +58,7 @@ STATES = [
     ("CUDA kernels", {}, "ok", "running"),
     ("CUDA graphs", NONE, "ok", "no GPU"),
     ("CUDA graphs", {}, "ok", "used"),
-    ("CUDA graphs", {"graph_status": "no memory"}, "warning", "no memory"),
+    ("CUDA graphs", {"graph_error": "no memory"}, "warning", "no memory"),
     ("CUDA overlap", {}, "ok", "used: a kernel starts"),
     ("CUDA overlap", {"overlaps": False, "capability": (8, 6)}, "ok", "needs compute capability 9.0, this GPU has 8.6"),
     ("CUDA overlap", {"overlaps": False}, "warning", "compiled for older GPUs"),
@@ -71,7 +70,7 @@ STATES = [
 @pytest.mark.parametrize(("name", "machine", "status", "words"), STATES)
 def test_the_state_of_the_gpu_and_its_kernels_is_reported(monkeypatch, name, machine, status, words):
     of = {"seen": True, "present": True, "cuda": "13.0", "capability": (9, 0), "off": ()}
-    of |= {"has_cuda_kernels": True, "cuda_status": "", "overlaps": True, "graph_status": ""} | machine
+    of |= {"has_cuda_kernels": True, "cuda_status": "", "overlaps": True, "graph_error": ""} | machine
     monkeypatch.setattr(torch.cuda, "is_available", lambda: of["seen"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -83,7 +82,7 @@ def test_the_state_of_the_gpu_and_its_kernels_is_reported(monkeypatch, name, mac
         monkeypatch.setattr(ops, ask, lambda *_, ask=ask: of[ask])
     for switch in of["off"]:
         monkeypatch.setattr(ops, switch, False)
-    monkeypatch.setattr(graphs, "graph_status", lambda: of["graph_status"])
+    monkeypatch.setattr(doctor, "_graph_error", lambda: of["graph_error"])
     check = find(name)
     assert check.status == status
     assert words in check.found + check.advice

@@ -163,10 +163,9 @@ def generate_call(
         generator = _generator_for(target, draft, call, options)
         try:
             return generator.run_call(call, prompt_was_put)
-        except Exception:
-            raise
-        except BaseException:  # KeyboardInterrupt
-            _release_if(generator)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # KeyboardInterrupt
+                _release_if(generator)
             raise
 
 

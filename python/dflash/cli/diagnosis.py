@@ -23,7 +23,7 @@ from rich.table import Table
 from .. import ops
 from ..doctor import Diagnosis, Effort, Pair, Prompts, diagnose, find_prompts
 from ..drafter import DraftConfig, draft_folder
-from ..engine import graphs
+from ..engine.graphs import captured
 from ..evaluate.progress import bars
 from ..files import read_json
 from ..options import check_config
@@ -108,9 +108,20 @@ def _cuda_graphs() -> Check:
     name = "CUDA graphs"
     if not torch.cuda.is_available():
         return Check(name, "no GPU to replay them on: steps run directly")
-    if reason := graphs.graph_status():
+    if reason := _graph_error():
         return Check(name, f"cannot be used: {reason}", "warning", "steps run kernel by kernel, which is slower")
     return Check(name, "used: a step is one launch (if not, Generator.graph_reason says why)")
+
+
+def _graph_error() -> str:
+    """Capture one addition and replay it; return what went wrong."""
+    try:
+        x = torch.zeros(1, dtype=torch.float32, device="cuda")
+        replay = captured(lambda: x.add_(1), None, torch.cuda.Stream())
+        replay()
+        return "" if x.item() == 1 else "a graph was replayed and did nothing"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _overlap() -> Check:

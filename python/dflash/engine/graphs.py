@@ -39,24 +39,7 @@ def _drop_dead(made: dict[Hashable, Any]) -> None:
         del made[kind]
 
 
-def graph_status() -> str:
-    """Return why CUDA graphs cannot be used on the current device; empty if they can. Captures one addition to see."""
-    if not torch.cuda.is_available():
-        return "torch sees no GPU"
-    try:
-        x = torch.zeros(1, dtype=torch.float32, device="cuda")
-        replay = _captured(lambda: x.add_(1), None, torch.cuda.Stream())
-        replay()
-        return "" if x.item() == 1 else "a graph was replayed and did nothing"
-    except Exception as error:
-        return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _captured(step: Callable[[], object], pool: object, stream: torch.cuda.Stream) -> Callable[[], None]:
+def captured(step: Callable[[], object], pool: object, stream: torch.cuda.Stream) -> Callable[[], None]:
     """Capture ``step`` on ``stream`` without running it; return a function that launches it."""
     # By default `torch.cuda.graph` uses one stream for the whole process, on the device of its first capture: a step on
     # another device would run instead of being captured.
@@ -176,7 +159,7 @@ class Device:
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """Capture ``step`` without running it; return a function that launches it."""
         try:
-            return _captured(step, self._pool, self._side)
+            return captured(step, self._pool, self._side)
         except BaseException:
             # A failed capture may leave the old ones half open.
             self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._report.device)
@@ -293,7 +276,8 @@ class Replay:
         try:
             graph = self.device.capture(step)
         except Exception as error:  # nothing of the step was run
-            self._refused[kind] = self.reason = f"the step could not be captured: {_first_line(error)}"
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._refused[kind] = self.reason = f"the step could not be captured: {why}"
             step()
             return
         while len(self._graphs) >= MAX_GRAPHS:

@@ -110,18 +110,12 @@ def qkv_norm_rope_append_(
     """
 
 
-def _has_layers(_: Launcher, s: Scope) -> bool:
-    return s.num_layers > 0
-
-
 @op(
     "kv[num_layers, batch, rows, columns] positions[batch, rows]:i64 cos[batch, rows, half]:f32 "
     "sin[batch, rows, half]:f32 k_norm_weight[num_layers, head_dim] "
     "k_caches{num_layers}[batch, num_kv_heads, capacity, head_dim]! "
     "v_caches{num_layers}[batch, num_kv_heads, capacity, head_dim]!",
-    where="num_layers == 0 or columns == 2 * num_kv_heads * head_dim; num_layers == 0 or capacity >= 1; "
-    "num_layers == 0 or 2 * half <= head_dim",
-    prepare=_has_layers,
+    where="num_layers >= 1 and capacity >= 1; columns == 2 * num_kv_heads * head_dim; 2 * half <= head_dim",
 )
 def append_context_kv_(
     kv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_norm_weight: Tensor | None, eps: float,

@@ -245,7 +245,11 @@ class Contract:
         bound = {name for name, p in self.parameters.items() if p.annotation in (int, bool)}
         for spec in self.tensors:
             if spec.count:
-                self._bind(spec, spec.count, len(given[spec.name]), env, bound)
+                name, size = spec.count, len(given[spec.name])
+                if name in bound and env[name] != size:
+                    raise ValueError(f"{self.op}: {spec.name} must have {name} = {env[name]} tensors, got {size}")
+                env[name] = size
+                bound.add(name)
         leading = None
         for spec, name, tensor in found:
             shape, missing = tensor.shape, len(spec.sizes) - tensor.dim()
@@ -299,13 +303,6 @@ class Contract:
                 at_layer = f"{at[:-1]}: " if at else ""
                 found = ", ".join(f"{term} = {value}" for term, value in came.items())
                 raise kind(f"{self.op}: {at_layer}{words}, got {found}")
-
-    def _bind(self, spec: Spec, name: str, size: int, env: dict[str, object], bound: set[str]) -> None:
-        """Let a name stand for the length of a list; raise if it stands for another."""
-        if name in bound and env[name] != size:
-            raise ValueError(f"{self.op}: {spec.name} must have {name} = {env[name]} tensors, got {size}")
-        env[name] = size
-        bound.add(name)
 
     def _derive(self, env: dict[str, object]) -> None:
         for name, (_, code) in self.derived.items():

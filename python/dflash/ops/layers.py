@@ -63,6 +63,7 @@ class PackedLayers:
         self._check()
         self.attention = [layer for layer in self.layers if not layer.is_recurrent]
         self.recurrent = [layer for layer in self.layers if layer.is_recurrent]
+        self.takes_trees = all(x.causal and not (x.attention_conv or x.mlp_conv) for x in self.attention)
 
     def _check(self) -> None:
         check_layers(self.layers, self.norm, self.taps)
@@ -124,10 +125,10 @@ class PackedLayers:
         for name, want in wanted.items():
             if getattr(s, name) != want:
                 raise ValueError(f"{_OP}: {name} must be {want} as the layers say, got {getattr(s, name)}")
-        if s.ancestors is not None and not all(layer.causal for layer in self.attention):
-            raise ValueError(f"{_OP}: ancestors must be None unless every layer has causal attention")
-        if s.ancestors is not None and any(layer.attention_conv or layer.mlp_conv for layer in self.attention):
-            raise ValueError(f"{_OP}: ancestors must be None where layers have convolutions")
+        if s.ancestors is not None and not self.takes_trees:
+            raise ValueError(
+                f"{_OP}: ancestors must be None unless every layer has causal attention and no convolutions"
+            )
         if self._checked_heads != (s.num_kv_heads, s.head_dim):
             self._check_heads(s.num_kv_heads, s.head_dim)
 

@@ -219,20 +219,13 @@ class Op:
         arguments = self._completed(arguments)
         if (result := self.direct(*arguments)) is not NotImplemented:
             return result
-        # Errors of shape come first: a misfit may share memory because it is one.
-        scope = self.contract.check(arguments)
-        self.contract.check_memory(arguments)
-        return self.launch(_CPU, scope)
+        return self.launch(_CPU, self._checked(arguments))
 
     def on_cuda(self, *arguments: object) -> object:
         """Run a call on a GPU: its kernel, or the twin in torch."""
         arguments = self._completed(arguments)
         names = self.contract.match(*arguments)
-        if names is NotImplemented:
-            scope = self.contract.check(arguments)
-            self.contract.check_memory(arguments)
-        else:
-            scope = Scope(arguments=arguments, **names)
+        scope = self._checked(arguments) if names is NotImplemented else Scope(arguments=arguments, **names)
         first = next(x for x in arguments if isinstance(x, Tensor))
         is_known = first.dtype in _CUDA_DTYPES or not first.is_floating_point()
         if is_known and not cuda_status(first.device.index):
@@ -242,6 +235,12 @@ class Op:
     def on_fake(self, *arguments: object) -> object:
         """Check a call of tensors without memory and allocate its results."""
         return self.run(_FAKE, *self._completed(arguments))
+
+    def _checked(self, arguments: tuple) -> Scope:
+        """Check a call that is not plain, its memory too."""
+        scope = self.contract.check(arguments)  # first: a misfit may share memory because it is one
+        self.contract.check_memory(arguments)
+        return scope
 
     def _completed(self, arguments: tuple) -> tuple:
         """Return all arguments: torch leaves out those at the end that are as their defaults."""

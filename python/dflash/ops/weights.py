@@ -228,8 +228,6 @@ def check_layers(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor, t
     # 1. The stack
     if all(layer.is_recurrent for layer in layers):
         raise ValueError(f"{_OP}: layers must have at least one layer with attention, got none")
-    if any(layer.experts is not None for layer in layers):
-        raise ValueError(f"{_OP}: layers must have gate, up and down, got experts")
     if [tap for tap in taps if not 0 <= tap < len(layers)] or len(set(taps)) != len(taps):
         raise ValueError(f"{_OP}: taps must be different layers in 0 .. {len(layers) - 1}, got {list(taps)}")
     for name, tensor in named_tensors(layers, norm):

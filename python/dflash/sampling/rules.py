@@ -426,16 +426,17 @@ class BadWords(Rule):
         return _ban_(logits.clone(), self.word_ends[:, None], _ends_with(rows, self.word_prefixes))
 
 
-class BannedTokens(Rule):
-    """bad_words_ids of one token: ``bound [batch, vocab]`` float32, -inf for them."""
+class SuppressTokens(Rule):
+    """suppress_tokens, which also hold for forced tokens: ``bound [batch, vocab]`` float32, -inf for them."""
 
     for_drafts = True
     neutral: ClassVar = {"bound": math.inf}
+    setting: ClassVar = "suppress_tokens"
 
     @classmethod
     def banned(cls, settings: Settings) -> Sequence[int]:
         """Return the ids that the settings ban."""
-        return [word[0] for word in settings.get("bad_words_ids", ()) if len(word) == 1]
+        return settings.get(cls.setting, ())
 
     @classmethod
     def values(cls, settings: Settings, vocab_size: int) -> dict[str, Tensor]:
@@ -446,20 +447,18 @@ class BannedTokens(Rule):
         return torch.minimum(logits, self.bound[:, None, : logits.shape[-1]])
 
 
-class SuppressTokens(BannedTokens):
-    """suppress_tokens, which also hold for forced tokens."""
+class BannedTokens(SuppressTokens):
+    """bad_words_ids of one token."""
 
     @classmethod
     def banned(cls, settings: Settings) -> Sequence[int]:
-        return settings.get("suppress_tokens", ())
+        return [word[0] for word in settings.get("bad_words_ids", ()) if len(word) == 1]
 
 
-class BeginSuppressTokens(BannedTokens):
+class BeginSuppressTokens(SuppressTokens):
     """begin_suppress_tokens: ids that are banned as the first new token."""
 
-    @classmethod
-    def banned(cls, settings: Settings) -> Sequence[int]:
-        return settings.get("begin_suppress_tokens", ())
+    setting: ClassVar = "begin_suppress_tokens"
 
     @classmethod
     def constants(cls, settings: Settings) -> dict[str, Hashable]:
