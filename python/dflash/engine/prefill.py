@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..call import Call
 from ..state import FULL, INVALID, RUNNING, STOPPED, Block, KVCache
 from .step import Engine, walk
 
@@ -23,13 +24,12 @@ class Prefill:
 
     Args:
         engine: its state is written.
-        prompts: per row, ``[length]`` int64.
-        max_new_tokens: of each row.
-        cached: per row, how many leading tokens of its prompt both caches hold; fewer than all.
+        call: whose prompts they are.
+        cached: per row, how many leading tokens of its prompt both caches hold; fewer than all, and none where the
+            prompts' own log probabilities are kept.
         first: the row of the first prompt.
         chunk: prompt tokens per forward pass.
         snapshot: keep a position of each prompt from which a later prompt can resume if it differs from there on.
-        logprobs: keep those of the prompts' own tokens; nothing may be cached then.
 
     Attributes:
         counts: per row, how many tokens of its prompt are run in all.
@@ -37,11 +37,10 @@ class Prefill:
     """
 
     def __init__(
-        self, engine: Engine, prompts: Sequence[Tensor], max_new_tokens: int, cached: Sequence[int], *,
-        first: int = 0, chunk: int, snapshot: bool, logprobs: bool = False,
-    ) -> None:  # fmt: skip
-        self.engine, self.rows, self.chunk, self.snapshot = engine, slice(first, first + len(prompts)), chunk, snapshot
-        self.logprobs = logprobs
+        self, engine: Engine, call: Call, cached: Sequence[int], *, first: int = 0, chunk: int, snapshot: bool
+    ) -> None:
+        prompts, self.logprobs, self.snapshot = call.prompts, call.prompt_logprobs, snapshot
+        self.engine, self.rows, self.chunk = engine, slice(first, first + len(prompts)), chunk
         lengths = list(map(len, prompts))
         self.counts = list(map(operator.sub, lengths, cached))
         self._cached = list(cached)
@@ -51,14 +50,14 @@ class Prefill:
         )
         state, device, rows = engine.state, engine.state.tokens.device, self.rows
         # 1. The state of the rows
-        ids = pad_sequence(list(prompts), batch_first=True)
+        ids = pad_sequence(prompts, batch_first=True)
         state.target_cache.resume_(cached, first)
         numbers = torch.tensor([cached, lengths], dtype=torch.int64, device="cpu")
         self._held, self._lengths = numbers.to(device)
         state.tokens[rows] = 0
         state.tokens[rows, : ids.shape[1]] = ids
         state.length[rows], state.prompt_length[rows] = self._held, self._lengths
-        state.limits[rows] = self._lengths + max_new_tokens
+        state.limits[rows] = self._lengths + call.max_new_tokens
         state.num_context[rows], state.done[rows] = 0, FULL
         # 2. The rows of each chunk that end a prompt; put on the device all at once, since each transfer waits for
         # what is queued.

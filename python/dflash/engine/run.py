@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call import Call
 from ..outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from ..state import FULL, INVALID, RUNNING, STOPPED, Logprobs, RowReport, State
-from ..streaming import BatchDecoder, StopCriterion, first_stop
+from ..streaming import BatchDecoder, first_stop
 from .graphs import Replay
 from .prefill import Prefill
 from .step import Engine, host_step, step
@@ -27,11 +27,11 @@ class Answer:
     """The host's view of one row's answer. On a GPU it is one step late, so that the host never waits for the step."""
 
     row: int  # of the state
+    call: Call
     prompt_length: int
     num_prefilled_tokens: int  # tokens of the prompt that are run
     filled: int  # tokens of the prompt that the caches hold
     reads_ids: bool  # False leaves new_ids and accepted empty
-    criteria: tuple[StopCriterion, ...] = ()  # transformers' stop-string criteria
     history: list[int] = field(default_factory=list)  # prompt and answer so far, for the criteria
     length: int = 0  # the index of the last emitted token
     done: int | None = None  # RUNNING, STOPPED, FULL or INVALID; None until the prompt has been run
@@ -42,8 +42,6 @@ class Answer:
     step_seconds: list[float] = field(default_factory=list)  # per step, what passed until it was read
     time_to_first_token: float = 0.0
     has_grammar: bool = False
-    asked_logprobs: int | None = None  # probable tokens per position; None for no log probabilities
-    asks_prompt_logprobs: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of `new_ids`
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the answer's first event
     error: str = ""  # what went wrong with this row
@@ -75,23 +73,23 @@ class Answer:
             self.error = f"the target's logits are NaN{grammar} in row {self.row} for position {position}"
         if self.reads_ids:
             self.new_ids = new_ids
-            if self.criteria and new_ids:
+            if self.call.stop_criteria and new_ids:
                 self._end_at_stop_string(state)
 
     def read_logprobs(self, start: int, kept: Logprobs) -> list[TokenLogprobs]:
         """Return the log probabilities of the tokens from ``start`` to the last."""
-        return kept.read(self.row, start, self.length + 1, self.asked_logprobs or 0)
+        return kept.read(self.row, start, self.length + 1, self.call.logprobs or 0)
 
     def read_prompt_logprobs(self, kept: Logprobs) -> list[TokenLogprobs | None] | None:
         """Return the log probabilities of the prompt's tokens, None for the first; None if they are not asked for."""
-        if not self.asks_prompt_logprobs:
+        if not self.call.prompt_logprobs:
             return None
-        return [None, *kept.read(self.row, 1, self.prompt_length, self.asked_logprobs or 0)]
+        return [None, *kept.read(self.row, 1, self.prompt_length, self.call.logprobs or 0)]
 
     def _end_at_stop_string(self, state: State) -> None:
         """End the row if its new ids complete a stop string, after the token that did."""
         self.history += self.new_ids
-        count = first_stop(self.criteria, self.history, len(self.new_ids))
+        count = first_stop(self.call.stop_criteria, self.history, len(self.new_ids))
         if count is None:
             return
         # 1. The host's view
@@ -195,16 +193,13 @@ class Run:
         The engine is configured for the call, which began when ``time.perf_counter`` was ``began``.
         """
         self.consistent = False
-        prefill = Prefill(
-            self.engine, call.prompts, call.max_new_tokens, cached, first=first, chunk=chunk, snapshot=snapshot,
-            logprobs=call.prompt_logprobs,
-        )  # fmt: skip
-        criteria, answers = call.stop_criteria, []
+        prefill = Prefill(self.engine, call, cached, first=first, chunk=chunk, snapshot=snapshot)
+        follows, answers = bool(call.stop_criteria), []
         for row, (prompt, count, held) in enumerate(zip(call.prompts, prefill.counts, cached, strict=True)):
+            history, grammar = prompt.tolist() if follows else [], call.grammars[row] if call.grammars else None
             answers.append(Answer(
-                first + row, len(prompt), count, held, self.reads_ids or bool(criteria), criteria,
-                prompt.tolist() if criteria else [], has_grammar=bool(call.grammars) and call.grammars[row] is not None,
-                asked_logprobs=call.logprobs, asks_prompt_logprobs=call.prompt_logprobs,
+                first + row, call, len(prompt), count, held, self.reads_ids or follows, history,
+                has_grammar=grammar is not None,
             ))  # fmt: skip
         self.answers[prefill.rows] = answers
         self.prompts.append((prefill, began))
@@ -312,7 +307,7 @@ class Run:
             self.failed = True
             if engine.grammar_masks is not None:
                 answer.error = engine.grammar_masks.errors[answer.row] or answer.error
-        if engine.logprobs is None or answer.asked_logprobs is None or not self.reads_ids:
+        if engine.logprobs is None or answer.call.logprobs is None or not self.reads_ids:
             return
         answer.logprobs = answer.read_logprobs(answer.length + 1 - len(answer.new_ids), engine.logprobs)
         if is_first:
@@ -342,7 +337,7 @@ def event_of(engine: Engine, answers: Sequence[Answer], text: BatchDecoder | Non
     pieces = None if text is None else text.push(ids, reasons)
     return StreamEvent(
         ids, accepted, pieces, reasons, _statistics(engine, answers, began),
-        None if answers[0].asked_logprobs is None else logprobs, None if None in prompts else prompts,
+        None if answers[0].call.logprobs is None else logprobs, None if None in prompts else prompts,
     )  # fmt: skip
 
 

@@ -345,7 +345,7 @@ def _mismatches_of(
     engine.refresh()
     engine.configure(call)
     nothing = [0] * len(answers)
-    prompts = Prefill(engine, call.prompts, call.max_new_tokens, nothing, chunk=chunk, snapshot=False)
+    prompts = Prefill(engine, call, nothing, chunk=chunk, snapshot=False)
     while prompts.chunks:
         prompts.run_chunk()
         yield
