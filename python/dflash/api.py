@@ -271,13 +271,11 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
 
 
 def _released_unless_finished(generator: Generator, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
-    finished = False
     try:
         yield from events
-        finished = True
-    finally:
-        if not finished:
-            _release_if(generator)
+    except BaseException:  # closed before its end, too
+        _release_if(generator)
+        raise
 
 
 def _release_if(generator: Generator) -> None:

@@ -22,7 +22,7 @@ from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
 from .engine.run import Answer, Run, event_of, output_of
 from .ops import WeightStorage
-from .options import GeneratorOptions, check_tree_trial, checked_block_size
+from .options import GeneratorOptions, checked_block_size
 from .outputs import GenerateOutput, StreamEvent
 from .settings import checked
 from .state import State
@@ -205,7 +205,11 @@ class Generator:
         # 2. The pair: the target's copy, the drafter, and the engine with its state.
         taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
         prepared, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
-        check_tree_trial(prepared, self.tree)
+        if self.tree is not None and prepared.tree_obstacle:
+            raise ValueError(
+                f"tree={self.tree!r} needs a target that gives a row of a tree the logits of its path, this one takes "
+                f"chains only: pass tree=None ({type(prepared.model).__name__} {prepared.tree_obstacle})"
+            )
         self._weights, self.fused_reason, self._hook = Fingerprint(target), prepared.fused_reason, first_hook(target)
         self._modules = [module for module in (prepared.model, self._loaded) if module is not None]
         self.draft = None if self._loaded is None else quantized_draft(options.draft_weights, self._loaded)

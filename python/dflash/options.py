@@ -11,7 +11,7 @@ from .call import check_combination, check_tree
 from .drafter import DraftConfig, Drafter, check_draft_weights, load_draft
 from .ops import WeightStorage
 from .settings import BlockSize, TreeSize, checked, integer_from
-from .targets import Target, embedding_table, max_positions, ranks_in, refusal_of_weights, text_config
+from .targets import embedding_table, max_positions, ranks_in, refusal_of_weights, text_config
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,3 @@ def check_block_size(target: nn.Module, draft: Drafter | None, block_size: Block
     if trained is not None and size > trained:
         raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {size}")
     return size
-
-
-def check_tree_trial(target: Target, tree: TreeSize) -> None:
-    """Raise ValueError if a tree is asked for, and the target's trial run with one did not go well."""
-    if tree is not None and target.tree_obstacle:
-        raise ValueError(
-            f"tree={tree!r} needs a target that gives a row of a tree the logits of its path, this one takes chains "
-            f"only: pass tree=None ({type(target.model).__name__} {target.tree_obstacle})"
-        )

@@ -79,8 +79,10 @@ class Prefill:
         past = torch.minimum(self._held + start, self._lengths)
         live = (self._lengths - past).clamp(max=ids.shape[1])
         # 1. The target, with logits only for rows that end a prompt, unless those of all are asked for.
-        if self.snapshot:
-            self._keep_snapshot(start)
+        if self.snapshot:  # before each row's last chunk, unless that is the beginning, where states are zero
+            ending = [row for row, n in enumerate(self.counts) if start < n <= start + self.chunk]
+            kept = [self.rows.start + row for row in ending if start + self._cached[row] > 0]
+            state.target_cache.keep_snapshot_(kept)
         cache = state.target_cache.rows(self.rows)
         logits, taps = engine.target.forward(ids, past, cache, 0 if self.logprobs else keep_on_device, keep=live)
         if self.logprobs:
@@ -131,12 +133,6 @@ class Prefill:
         state.done[rows] = done.masked_fill(first[:, 0] < 0, INVALID)
         if ended:
             state.done[ended] = STOPPED
-
-    def _keep_snapshot(self, start: int) -> None:
-        # Before each row's last chunk, unless that is the beginning, where states are zero.
-        ending = [row for row, n in enumerate(self.counts) if start < n <= start + self.chunk]
-        rows = [self.rows.start + row for row in ending if start + self._cached[row] > 0]
-        self.engine.state.target_cache.keep_snapshot_(rows)
 
 
 def cached_prefix(engine: Engine, prompts: Sequence[Tensor]) -> list[int]:
