@@ -30,17 +30,9 @@ class DecoderLayers {
   Snapshot weights_;
 };
 
-bool with_cuda() {
 #if DFLASH_WITH_CUDA
-  return true;
-#else
-  return false;
-#endif
-}
-
-// Why this build's CUDA kernels cannot run on the device; empty if they can.
-std::string cuda_status([[maybe_unused]] int device) {
-#if DFLASH_WITH_CUDA
+// Why this build's kernels cannot run on the device; empty if they can.
+std::string cuda_status(int device) {
   int driver = 0, runtime = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "no CUDA driver was found";
   cudaRuntimeGetVersion(&runtime);
@@ -49,36 +41,16 @@ std::string cuda_status([[maybe_unused]] int device) {
            std::to_string(runtime / 1000);
   const cudaError_t error = probe_kernels(device);
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
-#else
-  return "this build has no CUDA kernels";
-#endif
-}
-
-// Whether kernels launched on the device may start before the one ahead has ended.
-bool kernels_overlap([[maybe_unused]] int device) {
-#if DFLASH_WITH_CUDA
-  return overlaps(device);
-#else
-  return false;
-#endif
-}
-
-void let_kernels_overlap([[maybe_unused]] bool on) {
-#if DFLASH_WITH_CUDA
-  set_overlap(on);
-#endif
 }
 
 // The number of the graph capture that the stream takes part in, 0 for none.
-unsigned long long capture_id([[maybe_unused]] uintptr_t stream) {
+unsigned long long capture_id(Address stream) {
   unsigned long long id = 0;
-#if DFLASH_WITH_CUDA
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(stream), &status, &id);
-  if (status != cudaStreamCaptureStatusActive) id = 0;
-#endif
-  return id;
+  cudaStreamGetCaptureInfo(ptr<CUstream_st>(stream), &status, &id);
+  return status == cudaStreamCaptureStatusActive ? id : 0;
 }
+#endif
 
 }  // namespace
 
@@ -95,11 +67,20 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("isa", [] { return cpu_kernels().isa; });
   m.def("isas", &cpu_isas);
-  m.def("with_cuda", &with_cuda);
+#if DFLASH_WITH_CUDA
+  bind_cuda_kernels(m);
+  m.def("with_cuda", [] { return true; });
   m.def("cuda_status", &cuda_status);
-  m.def("overlaps", &kernels_overlap);
-  m.def("set_overlap", &let_kernels_overlap);
+  m.def("overlaps", &overlaps);
+  m.def("set_overlap", &set_overlap);
   m.def("capture_id", &capture_id);
+#else
+  m.def("with_cuda", [] { return false; });
+  m.def("cuda_status", [](int) { return "this build has no CUDA kernels"; });
+  m.def("overlaps", [](int) { return false; });
+  m.def("set_overlap", [](bool) {});
+  m.def("capture_id", [](uintptr_t) { return 0; });
+#endif
   m.attr("DTYPES") = py::dict("float32"_a = int(DType::kFloat32), "bfloat16"_a = int(DType::kBFloat16),
                               "float16"_a = int(DType::kFloat16));
   m.attr("GATES") = py::dict("silu"_a = int(Gate::kSilu), "gelu_tanh"_a = int(Gate::kGeluTanh),
@@ -118,7 +99,4 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<py::list, py::list>())
       .def("data_ptr", &DecoderLayers::data_ptr)
       .def("unchanged", &DecoderLayers::unchanged);
-#if DFLASH_WITH_CUDA
-  bind_cuda_kernels(m);
-#endif
 }

@@ -62,6 +62,18 @@ DFLASH_HOST_DEVICE Words4 noise_words(uint32_t group, uint64_t position, uint32_
   return philox(group, uint32_t(position), uint32_t(position >> 32), stream, uint32_t(seed), uint32_t(seed >> 32));
 }
 
+// ((first x + next) x + next) ..., each product and sum rounded.
+template <typename... Next>
+DFLASH_HOST_DEVICE double horner(double x, double sum, Next... next) {
+  ((sum = DFLASH_ADD64(DFLASH_MUL64(sum, x), next)), ...);
+  return sum;
+}
+template <typename... Next>
+DFLASH_HOST_DEVICE float horner(float x, float sum, Next... next) {
+  ((sum = DFLASH_ADD32(DFLASH_MUL32(sum, x), next)), ...);
+  return sum;
+}
+
 // ln(x) for positive normal x, relative error below 1e-15:
 // k ln2 + 2 artanh(s), s = (m - 1) / (m + 1), x = 2^k m, m in [sqrt(1/2), sqrt(2)).
 DFLASH_HOST_DEVICE double log64(double x) {
@@ -70,16 +82,8 @@ DFLASH_HOST_DEVICE double log64(double x) {
   const double m = bit_cast<double>((bits & 0x000FFFFFFFFFFFFF) + 0x3FE6A09E667F3BCD);
   const double s = DFLASH_DIV64(DFLASH_ADD64(m, -1.0), DFLASH_ADD64(m, 1.0));
   const double square = DFLASH_MUL64(s, s);
-  double series = 1.0 / 19.0;
-  series = DFLASH_ADD64(DFLASH_MUL64(series, square), 1.0 / 17.0);
-  series = DFLASH_ADD64(DFLASH_MUL64(series, square), 1.0 / 15.0);
-  series = DFLASH_ADD64(DFLASH_MUL64(series, square), 1.0 / 13.0);
-  series = DFLASH_ADD64(DFLASH_MUL64(series, square), 1.0 / 11.0);
-  series = DFLASH_ADD64(DFLASH_MUL64(series, square), 1.0 / 9.0);
-  series = DFLASH_ADD64(DFLASH_MUL64(series, square), 1.0 / 7.0);
-  series = DFLASH_ADD64(DFLASH_MUL64(series, square), 1.0 / 5.0);
-  series = DFLASH_ADD64(DFLASH_MUL64(series, square), 1.0 / 3.0);
-  series = DFLASH_ADD64(DFLASH_MUL64(series, square), 1.0);
+  const double series = horner(square, 1.0 / 19.0, 1.0 / 17.0, 1.0 / 15.0, 1.0 / 13.0, 1.0 / 11.0, 1.0 / 9.0, 1.0 / 7.0,
+                               1.0 / 5.0, 1.0 / 3.0, 1.0);
   return DFLASH_ADD64(DFLASH_MUL64(k, 0.6931471805599453), DFLASH_MUL64(DFLASH_ADD64(s, s), series));
 }
 
@@ -96,14 +100,8 @@ DFLASH_HOST_DEVICE float shared_exp(float d) {
   d = under ? 0.0f : d;
   const float n = DFLASH_ADD32(DFLASH_ADD32(DFLASH_MUL32(d, 1.4426950216293335f), 12582912.0f), -12582912.0f);
   const float r = DFLASH_ADD32(DFLASH_ADD32(d, -DFLASH_MUL32(n, 0.693359375f)), -DFLASH_MUL32(n, -2.12194442e-4f));
-  float p = 1.9875691e-4f;
-  p = DFLASH_ADD32(DFLASH_MUL32(p, r), 1.3981999e-3f);
-  p = DFLASH_ADD32(DFLASH_MUL32(p, r), 8.3334519e-3f);
-  p = DFLASH_ADD32(DFLASH_MUL32(p, r), 4.1665796e-2f);
-  p = DFLASH_ADD32(DFLASH_MUL32(p, r), 1.6666666e-1f);
-  p = DFLASH_ADD32(DFLASH_MUL32(p, r), 0.5f);
-  p = DFLASH_ADD32(DFLASH_MUL32(p, r), 1.0f);
-  p = DFLASH_ADD32(DFLASH_MUL32(p, r), 1.0f);
+  const float p =
+      horner(r, 1.9875691e-4f, 1.3981999e-3f, 8.3334519e-3f, 4.1665796e-2f, 1.6666666e-1f, 0.5f, 1.0f, 1.0f);
   const float e = DFLASH_MUL32(p, bit_cast<float>(uint32_t(int32_t(n) + 127) << 23));
   return under ? 0.0f : e;
 }

@@ -27,8 +27,7 @@ struct Row {
 
 // As in block_attention.cpp.
 static inline int64_t length_of(const DecoderLayersParams& p, int64_t b) {
-  const int64_t most = 2 * p.capacity + p.rows, length = p.lengths[b] < most ? p.lengths[b] : most;
-  return length > -p.rows ? length : -p.rows;
+  return most(-p.rows, least(p.lengths[b], 2 * p.capacity + p.rows));
 }
 
 // Cuts arrays out of one piece of memory: once to learn its size, once to hand them out.
@@ -97,11 +96,7 @@ class Pass {
   T *mixed, *convolved, *z, *b, *a, *gated;  // [n, channels], [n, value_size], [n, delta_heads]
   float *delta_q, *delta_k, *delta_v, *log_decay, *beta, *read;  // as GatedRecurrenceParams has them
 
-  int64_t live(int64_t sequence) const {
-    if (!p.context) return 0;
-    const int64_t given = p.num_context[sequence], count = given < p.context_rows ? given : p.context_rows;
-    return count > 0 ? count : 0;
-  }
+  int64_t live(int64_t sequence) const { return p.context ? clamped(p.num_context[sequence], p.context_rows) : 0; }
 
   // The live context rows, then the block's.
   void find_rows() {
@@ -197,7 +192,7 @@ class Pass {
     void *k_cache = p.k_caches[index], *v_cache = p.v_caches[index];
     parallel_for(all, all * (q_size + 2 * kv_size), p.threads, [&](int64_t i) {
       const Row row = rows[i];
-      const int64_t angle = row.position < 0 ? 0 : row.position < p.positions ? row.position : p.positions - 1;
+      const int64_t angle = clamped(row.position, p.positions - 1);
       NormRope<T> norm_rope{
           static_cast<const T*>(w.q_norm), p.cos + angle * p.half, p.sin + angle * p.half, p.half, d, p.eps,
           norm_offset(p.zero_centered)};
@@ -211,7 +206,7 @@ class Pass {
                  static_cast<T*>(v_cache) + sequence, p.num_kv_heads, p.capacity, row.slot);
     });
     T* out = w.gated ? attended : raw_q;  // without gates it takes the place of the raw queries
-    const int64_t farthest = p.capacity + p.rows, window = w.window < farthest ? w.window : farthest;
+    const int64_t window = least(w.window, p.capacity + p.rows);
     BlockAttentionParams attention{
         q,       k_cache,  v_cache,     p.lengths,      w.sinks, out, p.rows * q_size, q_size, d,
         p.batch, p.rows,   p.num_heads, p.num_kv_heads, d,       d,   p.capacity,      window, p.scale,

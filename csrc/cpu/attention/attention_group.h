@@ -1,7 +1,6 @@
 // A group of queries of block_attention.cpp: which positions its lanes see, the keys of a tile, and the state of the
 // softmax.
 #pragma once
-#include "binding/params.h"
 #include "cpu/base/buffer.h"
 #include "cpu/tree/tree.h"
 
@@ -11,9 +10,6 @@ constexpr int64_t kTileSlots = 64;
 constexpr int64_t kChunk = 256;
 constexpr int64_t kMaxLanes = 64;
 constexpr float kInfinity = __builtin_inff();
-
-static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The length, clamped to -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity + rows,
 // and what is farther out sees the same slots.

@@ -37,11 +37,8 @@ static inline Vec max_vec(Vec a, Vec b) { return select(a > b, a, b); }
 // tanh(x): a polynomial near 0, 1 - 2 / (exp(2|x|) + 1) elsewhere.
 static inline Vec tanh_vec(Vec x) {
   const Vec z = x * x, size = max_vec(x, -x);
-  Vec p = splat(-5.70498872745e-3f);
-  p = p * z + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z - 3.33332819422e-1f;
+  const Vec p = horner(z, splat(-5.70498872745e-3f), 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+                       -3.33332819422e-1f);
   const Vec far = 1.0f - 2.0f / (exp_vec(size * 2.0f) + 1.0f);
   return select(size < 0.625f, p * z * x + x, select(x < 0.0f, -far, far));
 }

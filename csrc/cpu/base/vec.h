@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "binding/params.h"
+
 #if defined(__AVX512F__)
 #define DFLASH_WIDTH 16
 #elif defined(__AVX2__)
@@ -33,6 +35,9 @@ typedef uint32_t UVec __attribute__((vector_size(4 * DFLASH_WIDTH), aligned(4), 
 typedef uint16_t HVec __attribute__((vector_size(2 * DFLASH_WIDTH), aligned(2), may_alias));
 
 static inline constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline constexpr int64_t clamped(int64_t x, int64_t last) { return most(0, least(x, last)); }
+static inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct bf16 {
   uint16_t bits;
@@ -110,6 +115,13 @@ static inline float sum_of_squares(const T* x, int64_t n) {
   return squares.total() + tail;
 }
 
+// ((first x + next) x + next) ...
+template <typename... Next>
+static inline Vec horner(Vec x, Vec sum, Next... next) {
+  ((sum = sum * x + next), ...);
+  return sum;
+}
+
 // exp(x) for any x (0 below -87.3, saturating above 88): 2^n * p(r), |r| <= ln2 / 2, relative error < 2e-7.
 static inline Vec exp_vec(Vec x) {
   const Vec low = splat(-87.33f), high = splat(88.37f);
@@ -120,16 +132,15 @@ static inline Vec exp_vec(Vec x) {
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   Vec n = (x * 1.44269504f + magic) - magic;
   Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Vec p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
+  Vec p = horner(r, splat(1.9875691500e-4f), 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                 5.0000001201e-1f);
   p = p * (r * r) + r + 1.0f;
   IVec exponent = (__builtin_convertvector(n, IVec) + 127) << 23;
   Vec y = p * reinterpret_cast<Vec&>(exponent);
   return reinterpret_cast<Vec>(reinterpret_cast<IVec>(y) & ~under);
 }
+
+// x / (1 + exp(-x)). exp_vec saturates, but far below zero silu is 0, and NaN at -infinity.
+static inline Vec silu(Vec x) { return x < splat(-104.0f) ? x - x : x / (exp_vec(-x) + 1.0f); }
 
 DFLASH_NAMESPACE_END

@@ -5,7 +5,6 @@
 // threads. Products are those of linear.cpp, or, for transposed weights, have their features in the lanes. Neither lets
 // a row's bits depend on the other rows. What goes into the second product is rounded, and the result; all else stays
 // in float.
-#include "binding/params.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"

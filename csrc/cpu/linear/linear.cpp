@@ -35,7 +35,7 @@ struct Split {
   Split(int64_t rows, bool takes_few) : count(rows) {
     few = takes_few && rows % kWidth <= kMostFew ? rows % kWidth : 0;
     in_lanes = rows - few;
-    lanes = (in_lanes + kWidth - 1) / kWidth * kWidth;
+    lanes = ceil_div(in_lanes, kWidth) * kWidth;
   }
 };
 
@@ -189,13 +189,13 @@ static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t si
                               const Make& make, const Fn& fn) {
   int64_t tiles = 0, features = 0;
   for (int i = 0; i < num_parts; ++i) {
-    tiles += (features_of<R>(parts[i]) + size - 1) / size;
+    tiles += ceil_div(features_of<R>(parts[i]), size);
     features += features_of<R>(parts[i]);
   }
   const auto task = [&](const auto& state, int64_t tile) {
     const LinearPart* part = parts;
     for (;; ++part) {
-      const int64_t own = (features_of<R>(*part) + size - 1) / size;
+      const int64_t own = ceil_div(features_of<R>(*part), size);
       if (tile < own) break;
       tile -= own;
     }

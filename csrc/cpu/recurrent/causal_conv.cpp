@@ -2,7 +2,6 @@
 //
 // Channels are the lanes. A task takes up to 256 channels of one sequence: it transposes their weights, sets the
 // context aside, which the window's new rows may overwrite, and then goes through the rows. Threads share the tasks.
-#include "binding/params.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
@@ -11,13 +10,6 @@ DFLASH_NAMESPACE_BEGIN
 
 constexpr int64_t kChannels = 256;
 constexpr int kVecs = 4;  // side by side: a SiLU is a long chain of operations
-
-static inline int64_t clamped(int64_t x, int64_t most) { return x < 0 ? 0 : least(x, most); }
-
-static inline Vec silu(Vec x) {
-  // exp_vec saturates, but far below zero silu is 0, and NaN at -infinity.
-  return x < splat(-104.0f) ? x - x : x / (exp_vec(-x) + 1.0f);
-}
 
 // One row of up to kChannels channels. Where they do not fill the last vector, what is behind them is not read: the
 // inputs and the result then lie in padded memory.
@@ -97,7 +89,7 @@ DFLASH_NAMESPACE_END
 namespace dflash::DFLASH_ISA {
 
 void causal_conv(const CausalConvParams& p) {
-  const int64_t tiles = (p.channels + kChannels - 1) / kChannels;
+  const int64_t tiles = ceil_div(p.channels, kChannels);
   parallel_for(p.batch * tiles, p.batch * p.rows * p.channels * p.width, p.threads, [&](int64_t i) {
     const int64_t b = i / tiles, first = i % tiles * kChannels;
     p.dtype == DType::kFloat32 ? Task<float>(p, b, first).run() : Task<bf16>(p, b, first).run();

@@ -4,7 +4,6 @@
 // key_dim of 128) stays in the L1 cache while the saved rows and all rows of the pass move it. One sweep over it moves
 // it by a row and adds up both what this row reads out and what the next row's correction needs: four operations per
 // element, which is what bounds the speed. Threads share the heads, and tiles if heads are few.
-#include "binding/params.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
@@ -14,9 +13,6 @@ DFLASH_NAMESPACE_BEGIN
 constexpr int kVecs = kWidth == 16 ? 2 : 4;
 constexpr int64_t kColumns = kVecs * kWidth;
 constexpr int64_t kSum = 32;  // products in one running sum: a long one loses more precision
-
-static inline int64_t clamped(int64_t x, int64_t most) { return x < 0 ? 0 : least(x, most); }
-static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // One value per column of a tile, in registers.
 struct Columns {
@@ -113,7 +109,7 @@ struct Head {
 
   Head(const GatedRecurrenceParams& p, int64_t b, int64_t h) : p(p), b(b), h(h) {
     static thread_local Buffer<float> memory;
-    const int64_t tile_size = p.key_dim * kColumns, decays = round_up(p.rows * p.decay_dim, 16);
+    const int64_t tile_size = p.key_dim * kColumns, decays = ceil_div(p.rows * p.decay_dim, 16) * 16;
     key_head = h / (p.heads / p.key_heads);
     pending = clamped(p.pending[b], p.block), keep = clamped(p.keep[b], p.rows);
     tile = memory.reserve(tile_size + decays + p.rows * p.key_dim);
@@ -149,7 +145,7 @@ struct Head {
     if (is_last && h + 1 == p.heads) return;
     const int64_t head = b * p.heads + h, next = column + kColumns;
     const float* state = p.state + head * p.key_dim * p.value_dim + (is_last ? p.key_dim * p.value_dim : next);
-    const int64_t share = (p.key_dim + p.rows - 1) / p.rows, end = least((t + 1) * share, p.key_dim);
+    const int64_t share = ceil_div(p.key_dim, p.rows), end = least((t + 1) * share, p.key_dim);
     for (int64_t i = t * share; i < end; ++i)
       for (int64_t line = 0; line < kColumns; line += 16) __builtin_prefetch(state + i * p.value_dim + line, 0, 2);
     if (t >= p.block) return;
@@ -230,7 +226,7 @@ DFLASH_NAMESPACE_END
 namespace dflash::DFLASH_ISA {
 
 void gated_recurrence(const GatedRecurrenceParams& p) {
-  const int64_t heads = p.batch * p.heads, tiles = (p.value_dim + kColumns - 1) / kColumns;
+  const int64_t heads = p.batch * p.heads, tiles = ceil_div(p.value_dim, kColumns);
   const int64_t parts = p.threads > 1 && heads < 4 * p.threads ? tiles : 1;
   parallel_for(heads * parts, heads * p.rows * p.key_dim * p.value_dim, p.threads, [&](int64_t i) {
     const Head head(p, i / parts / p.heads, i / parts % p.heads);

@@ -6,14 +6,7 @@
 // needs the logarithm only if the bound gumbel(word) <= -ln(word / 2^32) does too. fp32 addition is monotone, so a
 // skipped token could not have won, and the result is exact. Filter thresholds are found exactly, on the blocks that
 // can hold them. Needs -ffp-contract=off.
-#include <algorithm>
-#include <cmath>
-
-#include "binding/params.h"
-#include "common/filters.h"
-#include "cpu/base/buffer.h"
-#include "cpu/base/parallel.h"
-#include "cpu/vocab/block_scan.h"
+#include "cpu/vocab/scan.h"
 
 DFLASH_NAMESPACE_BEGIN
 
@@ -30,13 +23,6 @@ struct Scratch {
   Buffer<Value> values;
 };
 
-struct Row {
-  Draw draw;
-  Filters filters;
-  int64_t vocab, blocks;
-  uint64_t position, seed;
-};
-
 // The k-th largest of `count` values. Reorders them.
 static float kth(Value* values, int64_t k, int64_t count) {
   std::nth_element(values, values + (k - 1), values + count);
@@ -45,8 +31,7 @@ static float kth(Value* values, int64_t k, int64_t count) {
 
 // The k-th largest logit.
 template <typename T>
-static float kth_largest(const T* logits, const Row& row, const float* block_max, Scratch& s) {
-  const int64_t k = row.filters.top_k;
+static float kth_largest(const T* logits, const Row& row, int64_t k, const float* block_max, Scratch& s) {
   Value* values = s.values.reserve(row.vocab);
   float at_least = -kInf;  // k blocks reach it, so at least k logits do
   if (k <= row.blocks) {
@@ -56,7 +41,7 @@ static float kth_largest(const T* logits, const Row& row, const float* block_max
   int64_t count = 0;
   for (int64_t b = 0; b < row.blocks; ++b) {
     if (block_max[b] < at_least) continue;
-    const int64_t end = row.vocab < (b + 1) * kBlock ? row.vocab : (b + 1) * kBlock;
+    const int64_t end = least(row.vocab, (b + 1) * kBlock);
     for (int64_t i = b * kBlock; i < end; ++i)
       if (to_float(logits[i]) >= at_least) values[count++] = {to_float(logits[i]), 0};
   }
@@ -71,8 +56,8 @@ static inline int bucket_of(float d) {
 // The smallest z >= floor that top-p keeps: everything strictly above it weighs less than top_p of the total. Weights
 // are summed in buckets of z; only the bucket where the sum reaches the limit is sorted.
 template <typename T>
-static float top_p_threshold(const T* logits, const Row& row, const float* block_max, float top, float floor,
-                             Scratch& s) {
+static float top_p_threshold(const T* logits, const Row& row, float top_p, const float* block_max, float top,
+                             float floor, Scratch& s) {
   int64_t weight[kBuckets] = {};
   float z[kBlock], e[kBlock];
   int64_t q[kBlock];
@@ -93,7 +78,7 @@ static float top_p_threshold(const T* logits, const Row& row, const float* block
   }
   int64_t total = 0, above = 0;
   for (int64_t w : weight) total += w;
-  const double limit = double(row.filters.top_p) * double(total);
+  const double limit = double(top_p) * double(total);
   int crossing = 0;
   while (crossing < kBuckets - 1 && double(above + weight[crossing]) < limit) above += weight[crossing++];
   Value* values = s.values.reserve(row.vocab);
@@ -101,7 +86,7 @@ static float top_p_threshold(const T* logits, const Row& row, const float* block
   for (int64_t b = 0; b < row.blocks; ++b) {
     if (block_max[b] < floor || bucket_of(below_top(block_max[b], top)) > crossing) continue;
     weigh(b);
-    const int64_t left = row.vocab - b * kBlock, count = left < kBlock ? left : kBlock;
+    const int64_t count = least(kBlock, row.vocab - b * kBlock);
     for (int i = 0; i < count; ++i)
       if (bucket[i] == crossing && z[i] >= floor) values[found++] = {z[i], q[i]};
   }
@@ -115,7 +100,7 @@ static float top_p_threshold(const T* logits, const Row& row, const float* block
 }
 
 template <typename T>
-static int64_t select_row(const T* logits, const Row& row, Scratch& s) {
+static int64_t select_row(const T* logits, const Row& row, const Filters& filters, Scratch& s) {
   float* block_max = s.maxima.reserve(row.blocks);  // of the logits, then of z
   if (!scan(logits, row.vocab, block_max)) return -1;
   int64_t first = 0;
@@ -128,33 +113,27 @@ static int64_t select_row(const T* logits, const Row& row, Scratch& s) {
   const float top = largest / row.draw.temperature;
   if (top == -kInf) return 0;
   float floor = -kInf;
-  if (row.filters.top_k > 0 && row.filters.top_k < row.vocab)
-    floor = kth_largest(logits, row, block_max, s) / row.draw.temperature;
+  if (filters.top_k > 0 && filters.top_k < row.vocab)
+    floor = kth_largest(logits, row, filters.top_k, block_max, s) / row.draw.temperature;
   for (int64_t b = 0; b < row.blocks; ++b) block_max[b] = block_max[b] / row.draw.temperature;
-  if (row.filters.top_p < 1.0f) floor = std::max(floor, top_p_threshold(logits, row, block_max, top, floor, s));
-  if (row.filters.min_p > 0.0f) {  // a lower bound for skipping; the test itself uses the exponential
-    const double bound = double(top) + std::log(double(row.filters.min_p));
+  if (filters.top_p < 1.0f)
+    floor = std::max(floor, top_p_threshold(logits, row, filters.top_p, block_max, top, floor, s));
+  if (filters.min_p > 0.0f) {  // a lower bound for skipping; the test itself uses the exponential
+    const double bound = double(top) + std::log(double(filters.min_p));
     floor = std::max(floor, std::min(top, float(bound - 1e-3 - 1e-6 * std::fabs(bound))));
   }
 
   const auto words_of = [&](int64_t id) { return noise_words(uint32_t(id >> 2), row.position, 0, row.seed); };
   float best = sharpened(row.draw, top) + gumbel(words_of(best_id).word[best_id & 3]);
 
-  float z[kBlock], a[kBlock];
-  uint32_t word[kBlock];
-  int32_t hit[kBlock];
   for (int64_t b = 0; b < row.blocks; ++b) {
     if (block_max[b] < floor || sharpened(row.draw, block_max[b]) + kLargestNoise < best) continue;
-    scaled_block(logits, row.vocab, row.draw.temperature, b, z);
-    block_words(uint32_t(b * (kBlock / 4)), row.position, row.seed, word);
-    if (!may_reach(z, word, row.draw.sharpness, best, floor, a, hit)) continue;
-    for (int i = 0; i < kBlock; ++i) {
-      const int64_t id = b * kBlock + i;
-      if (!hit[i] || id >= row.vocab) continue;
-      if (row.filters.min_p > 0.0f && z[i] != top && !(shared_exp(z[i] - top) >= row.filters.min_p)) continue;
-      const float score = a[i] + gumbel(word[i]);
+    for_reaching(logits, row, b, best, floor, [&](int64_t id, float z, float sharp, uint32_t word) {
+      if (id >= row.vocab) return;
+      if (filters.min_p > 0.0f && z != top && !(shared_exp(z - top) >= filters.min_p)) return;
+      const float score = sharp + gumbel(word);
       if (score > best || (score == best && id < best_id)) best = score, best_id = id;
-    }
+    });
   }
   return best_id;
 }
@@ -164,13 +143,10 @@ static void select_rows(const SelectTokensParams& p) {
   parallel_for(p.batch * p.rows, p.batch * p.rows * p.vocab, p.threads, [&](int64_t i) {
     static thread_local Scratch scratch;
     const int64_t b = i / p.rows;
-    const Row row{draw_of(p.temperature[b], p.sharpness[b]),
-                  {p.top_k[b], p.top_p[b], p.min_p[b]},
-                  p.vocab,
-                  (p.vocab + kBlock - 1) / kBlock,
-                  p.position(i),
+    const Row row{draw_of(p.temperature[b], p.sharpness[b]), p.vocab, ceil_div(p.vocab, kBlock), p.position(i),
                   uint64_t(p.seeds[b])};
-    p.ids[i] = select_row(static_cast<const T*>(p.logits) + i * p.vocab, row, scratch);
+    const Filters filters{p.top_k[b], p.top_p[b], p.min_p[b]};
+    p.ids[i] = select_row(static_cast<const T*>(p.logits) + i * p.vocab, row, filters, scratch);
   });
 }
 

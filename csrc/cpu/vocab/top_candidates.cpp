@@ -5,18 +5,9 @@
 // the slices' maxima, so no logit below that is among the best, and hardly more than `count` are above it. With noise,
 // a token's Philox word bounds its noise, and only tokens whose bound reaches the worst of the best so far need the
 // logarithm. fp32 addition is monotone, so a skipped token is not among the best. Needs -ffp-contract=off.
-#include "common/filters.h"
-#include "cpu/base/buffer.h"
-#include "cpu/base/parallel.h"
-#include "cpu/vocab/best.h"
+#include "cpu/vocab/scan.h"
 
 DFLASH_NAMESPACE_BEGIN
-
-struct Row {
-  Draw draw;
-  int64_t vocab, blocks;
-  uint64_t position, seed;
-};
 
 template <typename T>
 static void look_at_logits(const T* logits, const Row& row, const float* block_max, Best& best) {
@@ -24,23 +15,17 @@ static void look_at_logits(const T* logits, const Row& row, const float* block_m
                                             : reached_by_enough(logits, row.vocab, best.count);
   for (int64_t b = 0; b < row.blocks; ++b) {
     if (!(block_max[b] >= best.floor)) continue;
-    const int64_t end = std::min(row.vocab, (b + 1) * kBlock);
+    const int64_t end = least(row.vocab, (b + 1) * kBlock);
     for (int64_t id = b * kBlock; id < end; ++id) best.add(to_float(logits[id]), id);
   }
 }
 
 template <typename T>
 static void look_at_scores(const T* logits, const Row& row, const float* block_max, Best& best) {
-  float z[kBlock], a[kBlock];
-  uint32_t word[kBlock];
-  int32_t hit[kBlock];
   for (int64_t b = 0; b < row.blocks; ++b) {
     if (!(sharpened(row.draw, block_max[b] / row.draw.temperature) + kLargestNoise >= best.floor)) continue;
-    scaled_block(logits, row.vocab, row.draw.temperature, b, z);
-    block_words(uint32_t(b * (kBlock / 4)), row.position, row.seed, word);
-    if (!may_reach(z, word, row.draw.sharpness, best.floor, -kInf, a, hit)) continue;
-    for (int i = 0; i < kBlock; ++i)
-      if (hit[i]) best.add(a[i] + gumbel(word[i]), b * kBlock + i);
+    for_reaching(logits, row, b, best.floor, -kInf,
+                 [&](int64_t id, float, float score, uint32_t word) { best.add(score + gumbel(word), id); });
   }
 }
 
@@ -58,16 +43,10 @@ static int64_t best_of_row(const T* logits, const Row& row, int64_t count, int64
 
 template <typename T>
 static void top_rows(const TopCandidatesParams& p) {
-  const int64_t total = p.batch * p.rows;
-  parallel_for(total, total * p.vocab, p.threads, [&](int64_t i) {
-    const int64_t b = i / p.rows;
-    const Row row{draw_of(p.temperature[b], p.sharpness[b]), p.vocab, (p.vocab + kBlock - 1) / kBlock,
-                  uint64_t(p.positions[i]), uint64_t(p.seeds[b])};
-    int64_t* ids = p.ids + i * p.count;
-    float* out = p.candidate_logits + i * p.count;
-    const int64_t found = best_of_row(static_cast<const T*>(p.logits) + i * p.vocab, row, p.count, ids, out);
-    for (int64_t k = found; k < p.count; ++k) ids[k] = -1, out[k] = -kInf;
-  });
+  best_of_rows<T>(p, p.rows, p.sharpness, p.candidate_logits,
+                  [&](const Row& row, const T* logits, int64_t* ids, float* out) {
+                    return best_of_row(logits, row, p.count, ids, out);
+                  });
 }
 
 DFLASH_NAMESPACE_END

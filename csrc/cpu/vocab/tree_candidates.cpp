@@ -5,21 +5,12 @@
 //
 // A score lies between m = max(plain, noisy) and m + ln2. `count` blocks of 64 tokens, or tokens, reach a certain m
 // (best.h), so only tokens that may reach it get a score.
-#include "common/filters.h"
-#include "cpu/base/buffer.h"
-#include "cpu/base/parallel.h"
-#include "cpu/vocab/best.h"
+#include "cpu/vocab/scan.h"
 
 DFLASH_NAMESPACE_BEGIN
 
 constexpr float kAboveLn2 = 0.6932f;
 constexpr int kVecs = kBlock / kWidth;
-
-struct Row {
-  float temperature, noise_weight;  // noise_weight is 0 at T <= 0
-  int64_t vocab, blocks, count;
-  uint64_t position, seed;
-};
 
 // z - top; the largest logit gives 0 even if it is infinite.
 static inline Vec vec_below_top(Vec z, float top) { return z == splat(top) ? Vec{} : z - splat(top); }
@@ -94,7 +85,7 @@ static Block noisy_block(const T* logits, const Row& row, int64_t b, float top) 
   uint32_t word[kBlock];
   block_words(uint32_t(b * (kBlock / 4)), row.position, row.seed, word);
   const Block log = log_of_draws(word);
-  for (int i = 0; i < kVecs; ++i) d.v[i] = d.v[i] / splat(row.temperature) - log.v[i];
+  for (int i = 0; i < kVecs; ++i) d.v[i] = d.v[i] / splat(row.draw.temperature) - log.v[i];
   return d;
 }
 
@@ -115,12 +106,13 @@ static inline Block add_exp(const Block& a, const Block& b) {
 
 static inline float& lane_of(Block& block, int64_t i) { return reinterpret_cast<float*>(&block)[i]; }
 
-// Writes the best into ids and scores; returns how many there are.
+// Writes the best into ids and scores; returns how many there are. noise_weight is 0 at T <= 0.
 template <typename T>
-static int64_t best_of_row(const T* logits, const Row& row, int64_t* ids, float* scores) {
+static int64_t best_of_row(const T* logits, const Row& row, float noise_weight, int64_t count, int64_t* ids,
+                           float* scores) {
   // 1. The largest logits, and both sums
   static thread_local Buffer<float> scratch;
-  const bool is_noisy = row.noise_weight > 0.0f;
+  const bool is_noisy = noise_weight > 0.0f;
   float* most = scratch.reserve(row.blocks * (is_noisy ? 1 + kBlock : 1));  // of a block: the largest logit, then m
   float* noisy = most + row.blocks;
   if (!scan(logits, row.vocab, most)) return 0;
@@ -128,7 +120,7 @@ static int64_t best_of_row(const T* logits, const Row& row, int64_t* ids, float*
   for (int64_t b = 0; b < row.blocks; ++b) top = most[b] > top ? most[b] : top;
   if (top == -kInf) return 0;
   const auto plain = [&](int64_t b) { return plain_block(logits, row, b, top); };
-  const double weight = row.noise_weight;
+  const double weight = noise_weight;
   const float plain_shift = float(std::log(1.0 - weight) - std::log(sum_exp(row.blocks, plain)));
   for (int64_t b = 0; b < row.blocks; ++b) most[b] = below_top(most[b], top) + plain_shift;
   float noisy_shift = -kInf;
@@ -151,12 +143,12 @@ static int64_t best_of_row(const T* logits, const Row& row, int64_t* ids, float*
   }
 
   // 2. What `count` tokens reach: by the largest of their blocks, and of single tokens where blocks are few
-  Best best(row.count);
-  float reached = reached_by_enough(most, row.blocks, row.count);
+  Best best(count);
+  float reached = reached_by_enough(most, row.blocks, count);
   const auto raise = [&reached](float score) { reached = score > reached ? score : reached; };
-  if (row.blocks < 4 * row.count) {
-    raise(below_top(reached_by_enough(logits, row.vocab, row.count), top) + plain_shift);
-    if (is_noisy) raise(reached_by_enough(noisy, row.blocks * kBlock, row.count) + noisy_shift);
+  if (row.blocks < 4 * count) {
+    raise(below_top(reached_by_enough(logits, row.vocab, count), top) + plain_shift);
+    if (is_noisy) raise(reached_by_enough(noisy, row.blocks * kBlock, count) + noisy_shift);
   }
   best.floor = reached < 0.0f ? reached : 0.0f;
 
@@ -195,20 +187,8 @@ static int64_t best_of_row(const T* logits, const Row& row, int64_t* ids, float*
 
 template <typename T>
 static void candidates(const TreeCandidatesParams& p) {
-  parallel_for(p.batch * p.depths, p.batch * p.depths * p.vocab, p.threads, [&](int64_t i) {
-    const int64_t b = i / p.depths;
-    const float temperature = p.temperature[b];
-    const Row row{draw_of(temperature, 1.0f).temperature,
-                  temperature > 0.0f ? p.noise_weight : 0.0f,
-                  p.vocab,
-                  (p.vocab + kBlock - 1) / kBlock,
-                  p.count,
-                  uint64_t(p.positions[i]),
-                  uint64_t(p.seeds[b])};
-    int64_t* ids = p.ids + i * p.count;
-    float* scores = p.scores + i * p.count;
-    const int64_t found = best_of_row(static_cast<const T*>(p.logits) + i * p.vocab, row, ids, scores);
-    for (int64_t k = found; k < p.count; ++k) ids[k] = -1, scores[k] = -kInf;
+  best_of_rows<T>(p, p.depths, nullptr, p.scores, [&](const Row& row, const T* logits, int64_t* ids, float* scores) {
+    return best_of_row(logits, row, row.draw.temperature > 0.0f ? p.noise_weight : 0.0f, p.count, ids, scores);
   });
 }
 

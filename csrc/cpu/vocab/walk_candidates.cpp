@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "binding/params.h"
 #include "common/filters.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"

@@ -1,6 +1,7 @@
 // What the CUDA kernels and their launchers share: storage types, 16-byte accesses, warp and block sums.
 #pragma once
 #include "binding/params.h"
+#include "cuda/base/launch.h"
 #include "cuda/base/ptx.cuh"
 
 namespace dflash {
@@ -71,6 +72,14 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }
 
+__device__ __forceinline__ int64_t clamped(int64_t x, int64_t most) { return max(int64_t(0), min(x, most)); }
+
+// How a kernel starts that touches no memory before the kernels ahead have ended.
+__device__ __forceinline__ void grid_begin() {
+  grid_launch_dependents();
+  grid_dependency_wait();
+}
+
 // ---- storage: fp32 in registers, T in memory, rounded to nearest even
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -109,24 +118,6 @@ __device__ __forceinline__ void unpack(uint4 words, float (&v)[kPer16<T>]) {
   }
 }
 
-template <typename T>
-__device__ __forceinline__ uint4 pack(const float (&v)[kPer16<T>]) {
-  uint32_t word[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (std::is_same_v<T, float>) {
-      word[i] = __float_as_uint(v[i]);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      const __half2 pair = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
-      memcpy(&word[i], &pair, 4);
-    } else {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
-      memcpy(&word[i], &pair, 4);
-    }
-  }
-  return make_uint4(word[0], word[1], word[2], word[3]);
-}
-
 // Two neighbors of 16 bits, the first in the low half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
@@ -139,6 +130,19 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
     memcpy(&word, &pair, 4);
   }
   return word;
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 pack(const float (&v)[kPer16<T>]) {
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (std::is_same_v<T, float>)
+      word[i] = __float_as_uint(v[i]);
+    else
+      word[i] = pack_pair<T>(v[2 * i], v[2 * i + 1]);
+  }
+  return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
 // kWidth elements at once: kPer16<T> of them in one access, or one. Kernels are compiled for both widths, the second

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
 
 namespace dflash {
 

@@ -12,6 +12,9 @@ namespace dflash {
 
 // ---- launches and dynamic shared memory
 
+// True if launches of `kernel` may overlap on the current device (probe.cu).
+bool launches_overlap(const void* kernel);
+
 // Enqueues kernel<<<grid, block, shared, stream>>>(arguments...); more than 48 KB of shared memory is asked for. An
 // overlapping launch (programmatic dependent launch, from sm_90) may start before the kernel ahead of it on the stream
 // has ended. So each of its threads calls grid_dependency_wait(), and writes nothing before.
@@ -21,8 +24,8 @@ namespace dflash {
 // wait, any kernel ahead may still be running, and only what none of them ever writes may be read, such as weights.
 // Early reads go past the L1, which may hold older bytes: __ldcg or cp_async16.
 template <typename... Parameters>
-cudaError_t launch_with(bool overlapping, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
-                        cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
+cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
+                               std::common_type_t<Parameters>... arguments) {
   if (shared > 48 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
     if (error != cudaSuccess) return error;
@@ -36,24 +39,8 @@ cudaError_t launch_with(bool overlapping, void (*kernel)(Parameters...), dim3 gr
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = overlapping ? 1 : 0;
+  config.numAttrs = launches_overlap(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-
-template <typename... Parameters>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
-                   std::common_type_t<Parameters>... arguments) {
-  return launch_with(false, kernel, grid, block, shared, stream, arguments...);
-}
-
-// True if launches of `kernel` may overlap on the current device (probe.cu).
-bool launches_overlap(const void* kernel);
-
-template <typename... Parameters>
-cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
-                               std::common_type_t<Parameters>... arguments) {
-  const bool overlapping = launches_overlap(reinterpret_cast<const void*>(kernel));
-  return launch_with(overlapping, kernel, grid, block, shared, stream, arguments...);
 }
 
 // Waits until the kernel ahead has ended and its writes are visible; nothing in an ordinary launch.

@@ -203,8 +203,7 @@ template <typename T, int kRows, bool kTransposed, typename Row, typename Store>
 static __device__ __forceinline__ void multiply_share(const ExpertsParams& p, const void* x, const void* all,
                                                       int64_t in, int64_t out, int64_t half, Row row, Store store) {
   __shared__ int pairs[kRows];
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   Share<kRows> share(p, pairs);
   const int64_t expert = share.expert;
   if (expert < 0) return;
@@ -279,8 +278,7 @@ template <typename T>
 static __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const ExpertsParams p) {
   constexpr int kWidth = kPer16<T>;
   const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kWidth, row = i / p.hidden;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (row >= p.rows) return;
   const float* results = results_of(p) + row * p.top_k * p.hidden + i % p.hidden;
   float sums[kWidth] = {};

@@ -8,7 +8,6 @@
 // out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]. One thread per 16 bytes of the result.
 #include "common/row_place.h"
 #include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
 
 namespace dflash {
 
@@ -79,8 +78,7 @@ static __global__ void __launch_bounds__(kThreads, 1) dynamic_conv_kernel(const 
   const int channel = int(i % p.hidden);
   const auto [is_front, row] = source_of(index, p.front_rows, p.block_rows);
   T* out = static_cast<T*>(p.out) + i;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (index >= p.rows + p.sequences * p.front_rows) return;
   if (is_front) {
     copy<T, kWidth>(static_cast<const T*>(p.front) + row * p.hidden + channel, out);
@@ -121,8 +119,7 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const P
   T* out = static_cast<T*>(p.out) + blockIdx.x * p.hidden;
   T* total = static_cast<T*>(p.residual_out) + row * p.hidden;
   T* tap = static_cast<T*>(p.tap) + row * p.tap_stride;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if constexpr (!kConvolves) {
     if (source.is_front) {
       const T* front = static_cast<const T*>(p.front) + row * p.hidden;

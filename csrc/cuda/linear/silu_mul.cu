@@ -1,6 +1,5 @@
 // out = gate / (1 + exp(-gate)) * up, and out = x / (1 + exp(-gate)). One thread per 16 bytes of the result.
 #include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
 
 namespace dflash {
 
@@ -10,8 +9,7 @@ template <typename T, int kWidth>
 static __global__ void __launch_bounds__(kThreads, 1) silu_mul_kernel(const SiluMulParams p) {
   const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
   const T* gate = static_cast<const T*>(p.gate_up) + i + i / p.width * p.width;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (i >= p.rows * p.width) return;
   float g[kWidth], u[kWidth];
   load<T, kWidth>(gate, g);
@@ -37,8 +35,7 @@ static __global__ void __launch_bounds__(kThreads, 1) sigmoid_mul_kernel(const S
   const int64_t head = i / p.width, row = head / p.heads;
   const T* gate =
       static_cast<const T*>(p.gate) + row * p.gate_stride_row + head % p.heads * p.gate_stride_head + i % p.width;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (i >= p.rows * p.heads * p.width) return;
   float x[kWidth], g[kWidth];
   load<T, kWidth>(static_cast<const T*>(p.x) + i, x);

@@ -5,7 +5,6 @@
 // among the rows. Wide convolutions and odd numbers of 16-bit channels go through a plain kernel, one thread per
 // channel, with the same bits.
 #include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
 
 namespace dflash {
 
@@ -35,8 +34,6 @@ struct Channels {
     return word;
   }
 };
-
-static __device__ __forceinline__ int64_t clamped(int64_t x, int64_t most) { return max(int64_t(0), min(x, most)); }
 
 static __device__ __forceinline__ float activated(float y, bool silu) { return silu ? y / (1.0f + expf(-y)) : y; }
 
@@ -75,8 +72,7 @@ static __global__ void __launch_bounds__(kThreads, 1) causal_conv_kernel(const C
   const int64_t channel = (blockIdx.x % per_sequence * kThreads + threadIdx.x) * kWidth;
   const int missing = kTaps - int(p.width);
   const int64_t first = int64_t(blockIdx.y) * kChunk;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (channel >= p.channels) return;
   const Sequence<T> at(p, b, channel);
 
@@ -144,8 +140,7 @@ template <typename T>
 static __global__ void __launch_bounds__(kThreads, 1) plain_conv_kernel(const CausalConvParams p) {
   const int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t b = index / p.channels, channel = index % p.channels;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (b >= p.batch) return;
   const Sequence<T> at(p, b, channel);
   const T* weight = static_cast<const T*>(p.weight) + channel * p.width;

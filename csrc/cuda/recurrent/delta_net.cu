@@ -2,7 +2,6 @@
 //   q = q / |q| * key_dim^-1/2, k = k / |k|, log_decay = -exp(a_log) softplus(a + dt_bias), beta = sigmoid(b)
 //   out = x / sqrt(mean(x^2) + eps) * weight * silu(z)
 #include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
 
 namespace dflash {
 
@@ -15,8 +14,7 @@ static __global__ void __launch_bounds__(32 * kWarps, 1) delta_net_inputs_kernel
   const int64_t per_row = 2 * p.key_heads + p.heads;
   const int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32, row = unit / per_row;
   const int64_t head = unit % per_row, keys = p.key_heads * p.key_dim, values = p.heads * p.value_dim;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (row >= p.rows) return;
   const T* x = static_cast<const T*>(p.qkv) + row * (2 * keys + values);
   if (head >= 2 * p.key_heads) {
@@ -49,8 +47,7 @@ static __global__ void __launch_bounds__(32 * kWarps, 1) gated_rms_norm_kernel(c
   const T* weight = static_cast<const T*>(p.weight);
   const float* x = p.x + unit * p.width;
   T* out = static_cast<T*>(p.out) + unit * p.width;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (row >= p.rows) return;
   float squares = 0.0f;
   for (int64_t i = lane; i < p.width; i += 32) squares += x[i] * x[i];

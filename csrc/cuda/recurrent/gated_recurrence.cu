@@ -9,7 +9,6 @@
 // what it applies, while its other warps run the rows. Everything else is written by the thread's warp that reads it. A
 // row's bits depend neither on chunks nor on the number of rows.
 #include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
 
 namespace dflash {
 
@@ -32,8 +31,6 @@ static __device__ __forceinline__ float advanced(float decayed, float k, float d
 static __device__ __forceinline__ float corrected(float v, float held, float beta) {
   return __fmul_rn(beta, __fsub_rn(v, held));
 }
-
-static __device__ __forceinline__ int64_t clamped(int64_t x, int64_t most) { return max(int64_t(0), min(x, most)); }
 
 // ---- which columns
 
@@ -293,8 +290,7 @@ static __global__ void __launch_bounds__(kThreads, 1)
   const int64_t left = computes ? p.value_dim - at.column - lane_column : 0;
   const int64_t pending_chunks = ceil_div(p.block, C::kRows);
   const int64_t num_chunks = pending_chunks + ceil_div(p.rows, C::kRows);
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   const int64_t pending = clamped(p.pending[at.b], p.block), keep = clamped(p.keep[at.b], p.rows);
   const int64_t store_at = pending > 0 || keep > 0 ? keep : -1;  // else it is as it was
   float* kept = p.state + at.of_head(p, at.b, p.key_dim * p.value_dim) + at.column + lane_column;

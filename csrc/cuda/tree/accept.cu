@@ -1,7 +1,6 @@
 // A warp per sequence emits the target's choices along a path of rows, lane j on the path's rows j, j + 32, ..: a
 // ballot finds the first after which emission ends. The result is cut after the first stop token and to the room left.
 #include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
 
 namespace dflash {
 
@@ -51,8 +50,7 @@ static __device__ int64_t emit(const Params& p, int64_t b, const Choice& choice,
 
 static __global__ void __launch_bounds__(32 * kWarpsPerBlock, 1) accept_prefix_kernel(const AcceptPrefixParams p) {
   const int64_t b = int64_t(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (b >= p.batch) return;
   const int64_t *ids = p.block_ids + b * p.rows, *posterior = p.posterior + b * p.rows;
   emit(
@@ -96,8 +94,7 @@ static __global__ void __launch_bounds__(32 * kWarpsPerBlock, 1) accept_path_ker
   __shared__ int chosen[kWarpsPerBlock][kMaxTreeRows], visited[kWarpsPerBlock][kMaxTreeRows];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t b = int64_t(blockIdx.x) * kWarpsPerBlock + warp;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (b >= p.batch) return;
   walk(p, b, chosen[warp], visited[warp]);
   const int64_t *ids = p.ids + b * p.rows, *choices = p.choices + b * p.rows;

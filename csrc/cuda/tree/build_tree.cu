@@ -2,7 +2,6 @@
 // slot to its next sibling, and its first child gets a new one. Each lane looks at its slots, then reductions over the
 // warp compare the parts of the key.
 #include "common/best_first.h"
-#include "cuda/base/launch.h"
 #include "cuda/vocab/logits.cuh"
 
 namespace dflash {
@@ -40,8 +39,7 @@ static __global__ void __launch_bounds__(32, 1) build_tree_kernel(const BuildTre
   __shared__ uint64_t row_ancestors[kMaxTreeRows][kMaxTreeRows / 64];
   const int lane = threadIdx.x, words = int(ceil_div(p.rows, 64));
   const int64_t b = blockIdx.x, candidates = p.depths * p.count;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
 
   // 1. The candidates
   const int64_t* ids = p.ids + b * candidates;

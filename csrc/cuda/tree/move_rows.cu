@@ -2,7 +2,6 @@
 // lane j finds where row j comes from, then every lane carries its columns of up to 16 rows through registers, so that
 // all of their loads are in flight at once.
 #include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
 
 namespace dflash {
 
@@ -27,8 +26,7 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
   const int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32, b = unit / max(cache.heads, 1);
   const int lane = threadIdx.x % 32, step = 32 * kWidth;
   uint8_t* head = static_cast<uint8_t*>(cache.data) + unit * p.capacity * cache.row_bytes;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (unit >= p.batch * cache.heads) return;
   const int64_t count = min(p.counts[b], p.path_rows);
   for (int64_t begin = 0; begin < count; begin += kRows) {

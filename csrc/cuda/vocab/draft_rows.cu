@@ -2,7 +2,6 @@
 // per sequence for its anchor and positions.
 #include "common/row_place.h"
 #include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
 
 namespace dflash {
 

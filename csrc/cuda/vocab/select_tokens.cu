@@ -8,7 +8,6 @@
 // tokens, or in fixed-point probability). Weights are summed in 1024 buckets of z below the largest. The bucket where
 // the sum reaches the limit is then refined by 8 bits of the logit at a time. Integer sums do not depend on their
 // order, so neither does the result.
-#include "cuda/base/launch.h"
 #include "cuda/vocab/logits.cuh"
 
 namespace dflash {
@@ -132,8 +131,7 @@ static __global__ void __launch_bounds__(kScanThreads, 1) scan_slices(const Sele
   const int64_t slices = ceil_div(p.vocab, kSelectSlice), index = blockIdx.x / slices;
   const int64_t slice = blockIdx.x % slices;
   const T* logits = static_cast<const T*>(p.logits) + index * p.vocab;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   const Row row = row_of(p, index);
   Best largest = none();
   bool nan = false;
@@ -266,8 +264,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_rows(const Selec
   const int64_t slices = ceil_div(p.vocab, kSelectSlice), index = blockIdx.x;
   const T* logits = static_cast<const T*>(p.logits) + index * p.vocab;
   const uint4* partial = static_cast<const uint4*>(p.workspace) + index * slices;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   const Row row = row_of(p, index);
   Best largest = none(), best = none();
   bool nan = false;

@@ -2,7 +2,6 @@
 //
 // Stage 1, one warp per span of a row, finds the span's best score. Stage 2, one block per row: `count` spans reach the
 // count-th largest of these, so only spans that do are looked at again.
-#include "cuda/base/launch.h"
 #include "cuda/vocab/best.cuh"
 
 namespace dflash {
@@ -28,8 +27,7 @@ static __device__ __forceinline__ float score_of(const Row& row, RowNoise& noise
 template <typename T, int kWidth>
 static __global__ void __launch_bounds__(32 * kSpanWarps, 1) score_spans(const TopCandidatesParams p) {
   const Span span(p.vocab);
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (span.row >= p.batch * p.rows) return;
   const Row row = row_of(p, span.row);
   RowNoise noise(row.position, row.seed);
@@ -52,8 +50,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_tokens(const Top
   const float* scores = static_cast<const float*>(p.workspace) + index * spans.count;
   int64_t* ids = p.ids + index * p.count;
   float* out = p.candidate_logits + index * p.count;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   const Row row = row_of(p, index);
   const T* logits = static_cast<const T*>(p.logits) + index * p.vocab;
 

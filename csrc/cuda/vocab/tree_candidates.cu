@@ -5,7 +5,6 @@
 // exponentials, with d below the span's own largest logit. Stage 2, one block per row, combines them: it then knows
 // between which bounds the best score of each span lies. `count` spans reach the count-th largest lower bound, so only
 // spans and tokens that may reach it are looked at again.
-#include "cuda/base/launch.h"
 #include "cuda/vocab/best.cuh"
 
 namespace dflash {
@@ -36,8 +35,7 @@ static __device__ __forceinline__ float noise_of(uint32_t word) {
 template <typename T, int kWidth>
 static __global__ void __launch_bounds__(32 * kSpanWarps, 1) measure_spans(const TreeCandidatesParams p) {
   const Span span(p.vocab);
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (span.row >= p.batch * p.depths) return;
   const T* logits = static_cast<const T*>(p.logits) + span.row * p.vocab;
   const Row row = row_of(p, span.row);
@@ -80,8 +78,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_candidates(const
   const uint4* measured = static_cast<const uint4*>(p.workspace) + index * spans.count;
   int64_t* ids = p.ids + index * p.count;
   float* scores = p.scores + index * p.count;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   const Row row = row_of(p, index);
   const bool is_noisy = row.noise_weight > 0.0f;
 

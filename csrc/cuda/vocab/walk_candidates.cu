@@ -3,7 +3,6 @@
 // slot where all pairs would be count^2, and only the predecessor's row is known late: every row that may be needed is
 // fetched into L2 first, and the noise is drawn ahead. Choices have the bits of select_tokens given equal scores.
 #include "common/filters.h"
-#include "cuda/base/launch.h"
 #include "cuda/vocab/logits.cuh"
 
 namespace dflash {
@@ -96,8 +95,7 @@ static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandi
   const auto known = [&](int64_t id) { return id >= 0 && id < p.codes; };
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int64_t total = p.slots * p.count, ahead = kNoises / p.count;  // slots whose noise is drawn at once
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
 
   // 1. Fetch the rows of the codebooks
   constexpr int64_t kLine = 128 / int64_t(sizeof(T));
