@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 
 
 _CAPACITY_STEP = 256
-PairOptions = dict[str, Any]
-"""Those of a kept generator that `OneShotArguments` names."""
 
 
-class OneShotArguments(GenerateArguments, total=False):
+class PairOptions(TypedDict, total=False):
+    """The options of a kept generator, which `OneShotArguments` documents."""
+
+    block_size: BlockSize
+    weights: WeightStorage
+    draft_weights: WeightStorage
+
+
+class OneShotArguments(GenerateArguments, PairOptions, total=False):
     """The keyword arguments of `generate` and `stream`: those of a call, and three of the generator's options.
 
     Attributes:
@@ -41,10 +47,6 @@ class OneShotArguments(GenerateArguments, total=False):
             to what is in memory.
         draft_weights: ``"int8"`` for the drafter's; changes the speed, never the text.
     """
-
-    block_size: BlockSize
-    weights: WeightStorage
-    draft_weights: WeightStorage
 
 
 @overload
@@ -220,7 +222,10 @@ def _resolve(
 
     The kept target is not checked here: `_generator_for` does if it has changed.
     """
-    options = {name: arguments.pop(name, None) for name in ("block_size", "weights", "draft_weights")}
+    options = PairOptions(
+        block_size=arguments.pop("block_size", None), weights=arguments.pop("weights", None),
+        draft_weights=arguments.pop("draft_weights", None),
+    )  # fmt: skip
     cached, target = _cached, unwrap(target)
     if cached is None or not cached.fingerprints[0].is_of(target):
         target = check_target(target)

@@ -25,6 +25,8 @@ from .settings import (
 from .streaming import StopCriterion, Streamer, Tokenizer, check_streamer
 from .targets import embedding_table, generation_defaults, has_recurrent_layers, stop_string_criterion
 
+__all__ = ["Call", "GenerateArguments", "TargetDefaults", "check_stream_arguments"]
+
 _DEFAULT_NEW_TOKENS = 20  # as in transformers
 _SAMPLING = SamplingArguments._fields
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .api import generate_call
+from .api import PairOptions, generate_call
 from .call import Call, TargetDefaults
 from .drafter import Drafter, check_draft_weights, load_draft, quantized_draft
 from .ops import WeightStorage
@@ -222,7 +222,7 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     call = Call.resolve(dataclasses.replace(defaults, settings=settings), input_ids, given)
     call = dataclasses.replace(call, stop_criteria=tuple(strings))
     # 3. Run it.
-    options = {"block_size": block_size, "weights": weights, "draft_weights": draft_weights}
+    options = PairOptions(block_size=block_size, weights=weights, draft_weights=draft_weights)
     output = generate_call(target, draft, call, options, prompt_was_put=prompt_was_put)
     return output if config.return_dict_in_generate else output.sequences
 
