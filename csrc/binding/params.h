@@ -332,39 +332,42 @@ struct BuildTreeParams {
 
 enum RowState : int64_t { kRunning = 0, kStop = 1, kLimit = 2, kInvalid = 3 };  // the values of done
 
-// Emits the longest matching prefix and one more token: the state update of a step.
-struct AcceptPrefixParams {
-  const int64_t* block_ids;       // [batch, rows]: the anchor, then proposals; negative: none
-  const int64_t* posterior;       // [batch, rows]: the target's choices; negative: its logits held NaN
+// Where a step's tokens go.
+struct Emission {
   const int64_t* stop_token_ids;  // [batch, num_stop_tokens]
   const int64_t* limits;          // [batch]: tokens that the row may hold in all
   int64_t* tokens;                // [batch, capacity]; 0 .. length are emitted
   int64_t* length;                // [batch]; a row whose length is negative or at its limit has no room
   int64_t* num_context;           // [batch]
   int64_t* done;                  // [batch], RowState
-  int64_t batch, rows, num_stop_tokens, capacity;
+  int64_t batch, num_stop_tokens, capacity;
+
+  DFLASH_ANYWHERE bool stops(int64_t b, int64_t token) const {
+    for (int64_t i = 0; i < num_stop_tokens; ++i)
+      if (stop_token_ids[b * num_stop_tokens + i] == token) return true;
+    return false;
+  }
+};
+
+// Emits the longest matching prefix and one more token: the state update of a step.
+struct AcceptPrefixParams : Emission {
+  const int64_t* block_ids;  // [batch, rows]: the anchor, then proposals; negative: none
+  const int64_t* posterior;  // [batch, rows]: the target's choices; negative: its logits held NaN
+  int64_t rows;
   DFLASH_PARAMS(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done, batch, rows,
                 num_stop_tokens, capacity)
 };
 
 // The same on a tree: from row 0, emits the choice of a row and goes on to the row's child that proposed it.
-struct AcceptPathParams {
-  const int64_t* ids;             // [batch, rows]: the anchor, then the nodes; negative: none
-  const int64_t* parents;         // [batch, rows]: of each node a row before it; anything else: nobody's child
-  const int64_t* choices;         // [batch, rows]: the target's choices; negative: its logits held NaN
-  const int64_t* stop_token_ids;  // [batch, num_stop_tokens]
-  const int64_t* limits;          // [batch]
-  int64_t* tokens;                // [batch, capacity]
-  int64_t* length;                // [batch]
-  int64_t* num_context;           // [batch]
-  int64_t* done;                  // [batch], RowState
-  int64_t* path;                  // [batch, path_rows]: the rows of the emitted choices, then path[j] = j
-  int64_t* chain_choices;         // [batch, path_rows]: the emitted choices, then -1
-  int64_t* chain_ids;             // [batch, path_rows]: the anchor, then the drafts that equal them, then -1
-  int64_t batch;
-  int64_t rows;       // at most kMaxTreeRows
-  int64_t path_rows;  // how many may be visited: columns of path, chain_choices and chain_ids
-  int64_t num_stop_tokens, capacity;
+struct AcceptPathParams : Emission {
+  const int64_t* ids;      // [batch, rows]: the anchor, then the nodes; negative: none
+  const int64_t* parents;  // [batch, rows]: of each node a row before it; anything else: nobody's child
+  const int64_t* choices;  // [batch, rows]: the target's choices; negative: its logits held NaN
+  int64_t* path;           // [batch, path_rows]: the rows of the emitted choices, then path[j] = j
+  int64_t* chain_choices;  // [batch, path_rows]: the emitted choices, then -1
+  int64_t* chain_ids;      // [batch, path_rows]: the anchor, then the drafts that equal them, then -1
+  int64_t rows;            // at most kMaxTreeRows
+  int64_t path_rows;       // how many may be visited: columns of path, chain_choices and chain_ids
   DFLASH_PARAMS(ids, parents, choices, stop_token_ids, limits, tokens, length, num_context, done, path, chain_choices,
                 chain_ids, batch, rows, path_rows, num_stop_tokens, capacity)
 };

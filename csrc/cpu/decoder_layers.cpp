@@ -1,19 +1,14 @@
 // The pre-norm decoder layer, for every layer in turn, and the final norm:
 //   n = rms_norm(h); h += mixer(n); m = rms_norm(h); h += (silu(m W_gate) * (m W_up)) W_down
-// where the mixer is attention, which may have an output gate:
-//   q, k, v = n W; append rope(norm(k)), v; attention(rope(norm(q))) * sigmoid(gate) W_o
-// or a Gated DeltaNet (arXiv 2412.06464):
-//   q, k, v = silu(conv(n W_qkv)); rms_norm(recurrence(q / |q|, k / |k|, v)) * silu(n W_z) W_out
-// Convolutions over the block's rows may stand in front of a sublayer f (mixer or MLP) and after it:
-//   d = n P; h += conv(f(conv(n, d)), d)
+// The mixer is attention, which may have an output gate, or a Gated DeltaNet (arXiv 2412.06464). A sublayer f (mixer or
+// MLP) may have convolutions over the block's rows in front of it and after it: d = n P; h += conv(f(conv(n, d)), d)
+//
 // Composes the other kernels over buffers that stay in the cache of one core: a small model's forward pass is one call.
-// The live context rows come before the block's rows in the buffer that k and v are projected from; each layer
-// overwrites the block's rows and finds the context's as they were. Row i of a tree is appended to slot length + i and
-// rotates by position length + its depth.
+// The live context rows come before the block's in the buffer that k and v are projected from; each layer overwrites
+// the block's rows and finds the context's as they were.
 #include <algorithm>
 
 #include "cpu/attention/norm_rope.h"
-#include "cpu/base/buffer.h"
 #include "cpu/base/kernels.h"
 #include "cpu/base/parallel.h"
 #include "cpu/linear/linear.h"
@@ -193,9 +188,7 @@ class Pass {
     parallel_for(all, all * (q_size + 2 * kv_size), p.threads, [&](int64_t i) {
       const Row row = rows[i];
       const int64_t angle = clamped(row.position, p.positions - 1);
-      NormRope<T> norm_rope{
-          static_cast<const T*>(w.q_norm), p.cos + angle * p.half, p.sin + angle * p.half, p.half, d, p.eps,
-          norm_offset(p.zero_centered)};
+      NormRope<T> norm_rope(p, w.q_norm, angle, p.zero_centered);
       if (i >= context)
         for (int64_t h = 0; h < p.num_heads; ++h)
           norm_rope(raw_q + (i - context) * raw_size + h * q_stride, q + (i - context) * q_size + h * d);

@@ -14,13 +14,7 @@ static void qkv_row(const QkvNormRopeAppendParams& p, int64_t index) {
   const RowPlace place = place_of(p, b, row);
   const int64_t q_stride = p.gated ? 2 * d : d;
   const T* x = static_cast<const T*>(p.qkv) + index * (p.num_heads * q_stride + 2 * p.num_kv_heads * d);
-  NormRope<T> norm_rope{static_cast<const T*>(p.q_norm_weight),
-                        p.cos + place.angle * p.half,
-                        p.sin + place.angle * p.half,
-                        p.half,
-                        d,
-                        p.eps,
-                        norm_offset(p.zero_centered)};
+  NormRope<T> norm_rope(p, p.q_norm_weight, place.angle, p.zero_centered);
   if (q_row >= 0) {
     T* out = static_cast<T*>(p.q_out) + (b * p.q_rows + q_row) * p.num_heads * d;
     for (int64_t h = 0; h < p.num_heads; ++h) norm_rope(x + h * q_stride, out + h * d);
@@ -39,13 +33,7 @@ static void context_row(const AppendContextKvParams& p, int64_t index) {
   const int64_t position = p.positions[row];
   if (position < 0 || position >= p.capacity) return;
   const T* weight = static_cast<const T*>(p.k_norm_weight);
-  const NormRope<T> norm_rope{weight ? weight + layer * d : nullptr,
-                              p.cos + row * p.half,
-                              p.sin + row * p.half,
-                              p.half,
-                              d,
-                              p.eps,
-                              norm_offset(false)};
+  const NormRope<T> norm_rope(p, weight ? weight + layer * d : nullptr, row, false);
   const int64_t sequence = row / p.rows * p.num_kv_heads * p.capacity * d;
   const T* k = static_cast<const T*>(p.kv) + index * 2 * p.num_kv_heads * d;
   append_row(k, k + p.num_kv_heads * d, norm_rope, static_cast<T*>(p.k_caches[layer]) + sequence,

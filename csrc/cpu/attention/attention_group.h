@@ -1,7 +1,7 @@
 // A group of queries of block_attention.cpp: which positions its lanes see, the keys of a tile, and the state of the
 // softmax.
 #pragma once
-#include "cpu/base/buffer.h"
+#include "cpu/base/parallel.h"
 #include "cpu/tree/tree.h"
 
 DFLASH_NAMESPACE_BEGIN

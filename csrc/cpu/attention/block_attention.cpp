@@ -1,22 +1,17 @@
 // o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)),  p_ij = exp(s_ij - top),  s_ij = cap(scale * q_i . k_j)
 //
-// The queries that share a kv head are packed into vector lanes, one query per lane, so one load of K or V serves them
-// all. A lane's result depends neither on its place nor on the other lanes. Where there are few queries, the lanes hold
-// keys and columns instead, with the same sums (AVX-512): value_tile and value_few leave their products to the compiler
-// to fuse, and the tests hold their bits together.
+// The queries that share a kv head are packed into vector lanes, so one load of K or V serves them all. With few
+// queries the lanes hold keys and columns instead, with the same sums (AVX-512): value_tile and value_few leave their
+// products to the compiler to fuse, and the tests hold their bits together. bf16 values are multiplied in fp32: weights
+// would have to be rounded, and a pair of bf16 would tie a key to the next one in memory, which in a tree may be on
+// another path.
 //
-// bf16 queries and keys are multiplied without widening where the CPU can (attention_scores.h). Values are multiplied
-// in fp32: weights would have to be rounded, and a pair of bf16 would tie a key to the next one in memory, which in a
-// tree may be on another path.
+// Keys are processed in tiles of 64 slots with an online softmax; chunks of 256 slots are combined in ascending order.
+// Both start at multiples of their size in absolute slots, and one without a visible key changes no bit, so the result
+// does not depend on how threads share (sequence, kv head, lane group), and chunks too if there are few of those.
 //
-// Keys are processed in tiles of 64 slots with an online softmax. Tiles form chunks of 256 slots, and the chunks' (top,
-// sum, o) are combined in ascending order. Tiles and chunks start at multiples of their size in absolute slots, and one
-// without a visible key changes no bit. The result therefore does not depend on how the work is split. Threads share
-// (sequence, kv head, lane group), and chunks too if there are few of those.
-//
-// A row of a tree is a key of the tile of its position: after the slots before the block, in the order of rows, which
-// along a path is the order of positions. Between the keys of a path stand keys with weight zero, which change no bit,
-// so the sums are those of a chain.
+// A row of a tree is a key of the tile of its position, after the slots before the block, in the order of rows: along a
+// path, that of positions. Keys of other paths have weight zero and change no bit, so the sums are those of a chain.
 #include <cmath>
 #include <cstdlib>
 

@@ -8,13 +8,17 @@ DFLASH_NAMESPACE_BEGIN
 
 template <typename T>
 struct NormRope {
-  const T* weight;   // [head_dim] or null: no norm
-  const float* cos;  // [half]
-  const float* sin;  // [half]
-  int64_t half;
-  int64_t head_dim;
-  float eps;
-  float offset;  // norm_offset()
+  const T* weight;         // [head_dim] or null: no norm
+  const float *cos, *sin;  // [half]
+  int64_t half, head_dim;
+  float eps, offset;  // norm_offset()
+
+  // At row `angle` of the tables of `p`.
+  template <typename Params>
+  NormRope(const Params& p, const void* weight, int64_t angle, bool zero_centered)
+      : weight(static_cast<const T*>(weight)), half(p.half), head_dim(p.head_dim), eps(p.eps) {
+    cos = p.cos + angle * half, sin = p.sin + angle * half, offset = norm_offset(zero_centered);
+  }
 
   // x [head_dim] -> out [head_dim]
   void operator()(const T* x, T* out) const {

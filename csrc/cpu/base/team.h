@@ -1,10 +1,9 @@
 // Loops over OpenMP threads. torch loads libgomp before this module, so both share one pool.
 //
-// Many short loops follow one another in a step. The barrier that ends an OpenMP loop waits for every thread, even for
-// one that did nothing because the system ran something else in its place: on a busy machine that costs a time slice
-// per loop. Here a loop ends when its iterations have ended. A thread takes those of its own range first, as in a
-// static schedule, then what others have left; one that comes late finds nothing to do. with_team keeps one OpenMP
-// region open over all loops of a call.
+// The barrier of an OpenMP loop waits for every thread, even one that the system has put aside without work: on a busy
+// machine that costs a time slice for each of a step's many short loops. Here a loop ends when its iterations have. A
+// thread takes those of its own range first, then what others have left. with_team keeps one OpenMP region open over
+// all loops of a call.
 #pragma once
 #include <cstdint>
 

@@ -1,11 +1,8 @@
 // A mixture of experts for a few rows: out[r] = sum of scores[r, slot] * expert ids[r, slot] of x[r].
 //
-// The pairs (row, slot) are sorted by expert, and the rows of each expert that somebody chose are gathered: its weights
-// are read once, the others' never. With many such experts each is a task, else the features of one are spread over the
-// threads. Products are those of linear.cpp, or, for transposed weights, have their features in the lanes. Neither lets
-// a row's bits depend on the other rows. What goes into the second product is rounded, and the result; all else stays
-// in float.
-#include "cpu/base/buffer.h"
+// Pairs (row, slot) are sorted by expert, so its weights are read once. With many experts in use each is a task, else
+// the features of one are spread over the threads. Products are those of linear.cpp, or, for transposed weights, have
+// their features in the lanes; neither lets a row's bits depend on the other rows.
 #include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
 #include "cpu/linear/linear.h"

@@ -1,24 +1,17 @@
 // out[r][n] = sum_k x[r][k] weight[n][k] + bias[n]
 //
-// The bits of a row depend neither on its place nor on the number of rows: two kernels sum in the same order. In one
-// (linear_tile.h) a vector lane holds a row, up to 64 of them in AVX-512, and every weight is broadcast to all lanes,
-// so that the weights are never copied as a matrix. In the other (linear_few.h, AVX-512) the lanes hold weights as they
-// lie in memory; it takes the few rows that would leave lanes idle. With AMX, bf16 goes through tiles instead
-// (linear_amx.h), however many rows there are.
+// The bits of a row depend neither on its place nor on the number of rows: two kernels sum in the same order. In
+// linear_tile.h a vector lane holds a row, and every weight is broadcast to all lanes, so weights are never copied as a
+// matrix. In linear_few.h (AVX-512) lanes hold weights as they lie in memory, for the few rows that would leave lanes
+// idle. With AMX, bf16 goes through tiles (linear_amx.h). Where weights are int8, rows are too (linear_int8.h).
 //
-// Rows are in 8 bits too where weights are (linear_int8.h).
-//
-// A task is a tile of weight rows, which comes from memory once for all rows. Tiles are spread over threads. Few rows
-// are packed by every thread for itself, in its own cache; many by the calling thread for all.
+// A task is a tile of weight rows, which comes from memory once for all rows. Few rows are packed by every thread for
+// itself, in its own cache; many by the calling thread for all.
 #include "cpu/linear/linear.h"
 
-#include "cpu/base/buffer.h"
 #include "cpu/base/parallel.h"
 #include "cpu/linear/linear_few.h"
 #include "cpu/linear/linear_int8.h"
-#if DFLASH_TILES
-#include "cpu/linear/linear_int8_amx.h"
-#endif
 
 DFLASH_NAMESPACE_BEGIN
 

@@ -9,6 +9,9 @@
 // takes one operand without a sign: weights are shifted by 128, and sums start at what that adds.
 #pragma once
 #include "cpu/linear/linear_few.h"
+#if DFLASH_TILES
+#include "cpu/linear/linear_amx.h"
+#endif
 
 DFLASH_NAMESPACE_BEGIN
 
@@ -94,11 +97,9 @@ struct QuantizedRows {
   int32_t *starts, *packed_starts;
 
   QuantizedRows(int64_t rows, int64_t lanes, int64_t in)
-      : rows(rows),
-        lanes(lanes),
-        in(in),
-        groups((in + kQuantGroup - 1) / kQuantGroup),
-        stride(groups * kInt8Words + 32) {}
+      : rows(rows), lanes(lanes), in(in), groups(ceil_div(in, kQuantGroup)) {
+    stride = groups * kInt8Words + 32;
+  }
 
   // The words of memory that it takes.
   int64_t size() const { return rows * stride + lanes * groups * kInt8Words + 2 * groups * (rows + lanes); }
@@ -204,7 +205,35 @@ static void multiply_int8_in_lanes(const QuantizedRows& rows, int64_t in, const 
   }
 }
 
-#if defined(__AVX512F__) && !DFLASH_TILES
+#if DFLASH_TILES
+// The same on AMX tiles, as linear_amx.h multiplies bf16: a group's sums leave the tiles after each group, for its
+// scale.
+template <int NV, int TILE>
+static void multiply_int8_block(const QuantizedRows& rows, int64_t in, const int8_t* weight, int64_t live,
+                                float* sums) {
+  constexpr int64_t lanes = NV * kWidth;
+  alignas(64) int32_t whole[TILE * lanes];
+  std::memset(sums, 0, TILE * lanes * sizeof(float));
+  for (int64_t g = 0; g < rows.groups; ++g) {
+    zero_sums<NV, TILE>();
+    for (int64_t k = g * kQuantGroup; k < least(in, (g + 1) * kQuantGroup); k += kTileBytes) {
+      prefetch_weights<TILE>(weight, in, k, kInt8Ahead);
+      add_tile_products<int8_t, NV, TILE>(weight + k, in, live, in - k, rows.packed + k / kInt8Each * lanes);
+    }
+    store_sums<NV, TILE>(whole);
+    for (int64_t i = 0; i < TILE; ++i)
+      for (int64_t at = i * lanes, v = 0; v < NV; ++v, at += kWidth)
+        store(sums + at, load(sums + at) + __builtin_convertvector(load_ints(whole + at), Vec) *
+                                               load(rows.packed_scales + g * lanes + v * kWidth));
+  }
+}
+
+template <int NV>
+static void multiply_int8_on_tiles(const QuantizedRows& rows, int64_t in, const int8_t* weight, int64_t live,
+                                   float* sums) {
+  choose_block<NV>(live, [&](auto tile) { multiply_int8_block<NV, tile>(rows, in, weight, live, sums); });
+}
+#elif defined(__AVX512F__)
 // total + scale * (the four chains + start)
 static inline __m128 add_group(IVec chains, __m128i start, __m128 scale, __m128 total) {
   const __m512i all = (__m512i)chains;

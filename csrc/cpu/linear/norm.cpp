@@ -1,12 +1,8 @@
-// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight).
-// One row at a time, rows over threads; sums in fp32. Used for the layer norms (with residual), the final norm and,
-// with counts, for the norm after the feature projection. In conv_add_rms_norm x is convolved first.
-//
-// out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]. One row at a time, rows over threads; sums in fp32.
+// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight). In
+// conv_add_rms_norm x is convolved first: out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]. Rows over threads.
 #include <cmath>
 
 #include "common/row_place.h"
-#include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
 
@@ -110,6 +106,34 @@ static void convolve_and_norm_row(const ConvAddRmsNormParams& p, int64_t row) {
   norm_row<T>(p, row, x, static_cast<T*>(p.out) + row * p.hidden);
 }
 
+// ---- gates: out = gate / (1 + exp(-gate)) * up, and out = x / (1 + exp(-gate))
+
+template <typename T>
+static void silu_mul_row(const SiluMulParams& p, int64_t row) {
+  const int64_t n = p.width;
+  const T* gate = static_cast<const T*>(p.gate_up) + row * 2 * n;
+  const T* up = gate + n;
+  T* out = static_cast<T*>(p.out) + row * n;
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) store(out + i, silu(load(gate + i)) * load(up + i));
+  for (; i < n; ++i) {
+    const float g = to_float(gate[i]);
+    store_one(out + i, g / (std::exp(-g) + 1.0f) * to_float(up[i]));
+  }
+}
+
+template <typename T>
+static void sigmoid_mul_row(const SigmoidMulParams& p, int64_t row) {
+  for (int64_t h = 0; h < p.heads; ++h) {
+    const T* gate = static_cast<const T*>(p.gate) + row * p.gate_stride_row + h * p.gate_stride_head;
+    const T* x = static_cast<const T*>(p.x) + (row * p.heads + h) * p.width;
+    T* out = static_cast<T*>(p.out) + (row * p.heads + h) * p.width;
+    int64_t i = 0;
+    for (; i + kWidth <= p.width; i += kWidth) store(out + i, load(x + i) / (exp_vec(-load(gate + i)) + 1.0f));
+    for (; i < p.width; ++i) store_one(out + i, to_float(x[i]) / (std::exp(-to_float(gate[i])) + 1.0f));
+  }
+}
+
 DFLASH_NAMESPACE_END
 
 namespace dflash::DFLASH_ISA {
@@ -131,6 +155,18 @@ void rms_norm(const RmsNormParams& p) {
 void conv_add_rms_norm(const ConvAddRmsNormParams& p) {
   parallel_for(p.rows, p.rows * p.hidden * p.width, p.threads, [&](int64_t row) {
     p.dtype == DType::kFloat32 ? convolve_and_norm_row<float>(p, row) : convolve_and_norm_row<bf16>(p, row);
+  });
+}
+
+void silu_mul(const SiluMulParams& p) {
+  parallel_for(p.rows, p.rows * p.width, p.threads, [&](int64_t row) {
+    p.dtype == DType::kFloat32 ? silu_mul_row<float>(p, row) : silu_mul_row<bf16>(p, row);
+  });
+}
+
+void sigmoid_mul(const SigmoidMulParams& p) {
+  parallel_for(p.rows, p.rows * p.heads * p.width, p.threads, [&](int64_t row) {
+    p.dtype == DType::kFloat32 ? sigmoid_mul_row<float>(p, row) : sigmoid_mul_row<bf16>(p, row);
   });
 }
 

@@ -2,7 +2,6 @@
 //
 // Channels are the lanes. A task takes up to 256 channels of one sequence: it transposes their weights, sets the
 // context aside, which the window's new rows may overwrite, and then goes through the rows. Threads share the tasks.
-#include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
 

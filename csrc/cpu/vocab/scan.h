@@ -10,7 +10,6 @@
 #endif
 
 #include "common/filters.h"
-#include "cpu/base/buffer.h"
 #include "cpu/base/parallel.h"
 
 DFLASH_NAMESPACE_BEGIN

@@ -1,11 +1,9 @@
-// id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id. Each
-// thread takes one row at a time. A first pass finds the maximum of each block of 64 logits and checks for NaN; later
-// passes read only blocks that can matter.
+// id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id. A first
+// pass finds the maximum of each block of 64 logits and any NaN; later ones read only blocks that can matter.
 //
-// A token needs its Philox word only if its score plus the largest possible noise reaches the best score so far. It
-// needs the logarithm only if the bound gumbel(word) <= -ln(word / 2^32) does too. fp32 addition is monotone, so a
-// skipped token could not have won, and the result is exact. Filter thresholds are found exactly, on the blocks that
-// can hold them. Needs -ffp-contract=off.
+// A token needs its Philox word only if its score plus the largest possible noise reaches the best so far, and the
+// logarithm if the bound gumbel(word) <= -ln(word / 2^32) does too. fp32 addition is monotone, so a skipped token could
+// not have won. Filter thresholds are found exactly, on the blocks that can hold them. Needs -ffp-contract=off.
 #include "cpu/vocab/scan.h"
 
 DFLASH_NAMESPACE_BEGIN

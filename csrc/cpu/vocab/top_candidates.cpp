@@ -1,10 +1,7 @@
-// The best tokens of each row by score, where a score is that of select_tokens (same bits) without filters.
-//
-// The maximum of each block of 64 logits says whether the block can hold one of the best so far. Without noise the row
-// is cut into 4 * count interleaved slices: `count` of them reach the count-th largest of
-// the slices' maxima, so no logit below that is among the best, and hardly more than `count` are above it. With noise,
-// a token's Philox word bounds its noise, and only tokens whose bound reaches the worst of the best so far need the
-// logarithm. fp32 addition is monotone, so a skipped token is not among the best. Needs -ffp-contract=off.
+// The best tokens of each row by score, where a score is that of select_tokens (same bits) without filters. Block
+// maxima say which blocks can hold one. Without noise `count` of 4 * count interleaved slices reach the count-th
+// largest of the slices' maxima, so no logit below that is among the best, and hardly more than `count` are above it.
+// With noise the word bounds a token's noise, as in select_tokens. Needs -ffp-contract=off.
 #include "cpu/vocab/scan.h"
 
 DFLASH_NAMESPACE_BEGIN

@@ -1,10 +1,9 @@
 // The best tokens of each row by score. With d = z - max and the noise -ln(e), e a standard exponential draw, a score
 // is logaddexp(plain, noisy), where
 //   plain = d - ln(sum of exp(d)) + ln(1 - w), noisy = d / T - ln(e) - ln(sum of exp(d / T) / e) + ln(w).
-// At T <= 0 there is plain alone, with w = 0. No sum overflows: d <= 0 and e > 2^-33.
-//
-// A score lies between m = max(plain, noisy) and m + ln2. `count` blocks of 64 tokens, or tokens, reach a certain m
-// (best.h), so only tokens that may reach it get a score.
+// At T <= 0 there is plain alone, with w = 0. No sum overflows: d <= 0 and e > 2^-33. A score lies between m =
+// max(plain, noisy) and m + ln2. `count` blocks or tokens reach a certain m, so only tokens that may reach it get a
+// score.
 #include "cpu/vocab/scan.h"
 
 DFLASH_NAMESPACE_BEGIN

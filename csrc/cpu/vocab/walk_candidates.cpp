@@ -1,12 +1,10 @@
-// A path through the candidates of each slot (params.h has the formula). Each thread takes one sequence. Slot by slot
-// the predecessor's row is multiplied with the hidden state once, and every candidate's row with that; the rows of the
-// next slot are on their way meanwhile. Choices have the bits of select_tokens given equal scores. Needs
+// A path through the candidates of each slot (params.h has the formula). Each thread takes one sequence; the rows of
+// the next slot are on their way meanwhile. Choices have the bits of select_tokens given equal scores. Needs
 // -ffp-contract=off.
 #include <algorithm>
 #include <cmath>
 
 #include "common/filters.h"
-#include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
 

@@ -1,16 +1,13 @@
 // A mixture of experts for a step's rows: out[r] = sum of scores[r, slot] * expert ids[r, slot] of x[r]. The time is
 // bound by reading the weights of the experts that the rows have chosen, once each.
 //
-// Three kernels: gate_up and the gate, down, and the sum over slots. The first two have a block per expert and per 128
-// of its features (64 of the gate with the 64 that they gate). Nobody tells a block which rows are its own: it looks
-// through all ids for those of its expert, in ascending order, and ends if there are none. There are as many blocks as
-// there may be experts in use: one per pair (row, slot), of which the expert's first has the work, or one per expert if
-// these are fewer. Grids and addresses depend on shapes only.
+// Three kernels: gate_up and the gate, down, and the sum over slots. The first two have a block per 128 features of an
+// expert (64 of the gate with the 64 that they gate), which looks through all ids for its rows and ends if there are
+// none. There are as many blocks as experts may be in use: one per pair (row, slot), of which the expert's first has
+// the work, or one per expert if these are fewer. So grids and addresses depend on shapes only.
 //
-// Weights and rows pass through a ring of cp.async stages, 64 of the inner dimension at a time. mma.sync takes 16 or 32
-// of the expert's rows as its first factor; with more rows, the block goes through its weights again, which are then in
-// the L2 at best. Each of the eight warps has 16 features. No sum is cut, so a row's bits do not depend on the other
-// rows.
+// mma.sync takes 16 or 32 rows as its first factor; with more, the block goes through its weights again, which are then
+// in the L2 at best. No sum is cut, so a row's bits do not depend on the other rows.
 #include "cuda/linear/main_loop.cuh"
 
 namespace dflash {

@@ -1,11 +1,9 @@
-// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight).
-// One block per row, kWidth elements per thread at a time. The first kHeld of those stay in registers between the sum
-// and the scaling. They and their weights are all requested before the first is used, so the block waits for memory
-// once. kHeld is as small as a row allows, up to kMaxHeld: a kernel with few registers fits next to the blocks of a
-// product, and starts while that one runs. Rows past their sequence's count are not read; their output is zero. Rows
-// that are put in front are copied. In conv_add_rms_norm x is convolved first.
+// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight). In
+// conv_add_rms_norm x is convolved first: out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i].
 //
-// out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]. One thread per 16 bytes of the result.
+// One block per row. The first kHeld pieces of a thread stay in registers between the sum and the scaling, and all are
+// requested before the first is used, so the block waits for memory once. kHeld is as small as a row allows: a kernel
+// with few registers fits next to the blocks of a product, and starts while that one runs.
 #include "common/row_place.h"
 #include "cuda/base/device.cuh"
 
@@ -225,6 +223,64 @@ cudaError_t launch_rms_norm(const RmsNormParams& p, cudaStream_t stream) {
 
 cudaError_t launch_conv_add_rms_norm(const ConvAddRmsNormParams& p, cudaStream_t stream) {
   return launch_norm(p, stream, p.base, p.rows);
+}
+
+// ---- gates: out = gate / (1 + exp(-gate)) * up, and out = x / (1 + exp(-gate)). One thread per 16 bytes of the
+// result.
+
+constexpr int kGateThreads = 256;
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(kGateThreads, 1) silu_mul_kernel(const SiluMulParams p) {
+  const int64_t i = (int64_t(blockIdx.x) * kGateThreads + threadIdx.x) * kWidth;
+  const T* gate = static_cast<const T*>(p.gate_up) + i + i / p.width * p.width;
+  grid_begin();
+  if (i >= p.rows * p.width) return;
+  float g[kWidth], u[kWidth];
+  load<T, kWidth>(gate, g);
+  load<T, kWidth>(gate + p.width, u);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) g[e] = silu_mul(g[e], u[e]);
+  store<T, kWidth>(static_cast<T*>(p.out) + i, g);
+}
+
+cudaError_t launch_silu_mul(const SiluMulParams& p, cudaStream_t stream) {
+  return run_on_device(p, p.rows * p.width, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPer16<T>;
+    const bool wide = aligned16(p.gate_up, p.out, p.width * sizeof(T));
+    const int64_t blocks = ceil_div(p.rows * p.width, kGateThreads * (wide ? kWidth : 1));
+    return launch_flat(wide ? silu_mul_kernel<T, kWidth> : silu_mul_kernel<T, 1>, blocks, kGateThreads, stream, p);
+  });
+}
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(kGateThreads, 1) sigmoid_mul_kernel(const SigmoidMulParams p) {
+  const int64_t i = (int64_t(blockIdx.x) * kGateThreads + threadIdx.x) * kWidth;
+  const int64_t head = i / p.width, row = head / p.heads;
+  const T* gate =
+      static_cast<const T*>(p.gate) + row * p.gate_stride_row + head % p.heads * p.gate_stride_head + i % p.width;
+  grid_begin();
+  if (i >= p.rows * p.heads * p.width) return;
+  float x[kWidth], g[kWidth];
+  load<T, kWidth>(static_cast<const T*>(p.x) + i, x);
+  load<T, kWidth>(gate, g);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) x[e] = x[e] / (1.0f + expf(-g[e]));
+  store<T, kWidth>(static_cast<T*>(p.out) + i, x);
+}
+
+cudaError_t launch_sigmoid_mul(const SigmoidMulParams& p, cudaStream_t stream) {
+  const int64_t elements = p.rows * p.heads * p.width;
+  return run_on_device(p, elements, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPer16<T>;
+    const bool wide = aligned16(p.x, p.gate, p.out, p.width * sizeof(T), p.gate_stride_row * sizeof(T),
+                                p.gate_stride_head * sizeof(T));
+    const int64_t blocks = ceil_div(elements, kGateThreads * (wide ? kWidth : 1));
+    return launch_flat(wide ? sigmoid_mul_kernel<T, kWidth> : sigmoid_mul_kernel<T, 1>, blocks, kGateThreads, stream,
+                       p);
+  });
 }
 
 }  // namespace dflash

@@ -44,17 +44,13 @@ struct Sequence {
   T *window, *out;
   int64_t x_stride, channels, reach, rows, block, pending, keep;
 
-  __device__ __forceinline__ Sequence(const CausalConvParams& p, int64_t b, int64_t channel)
-      : x(static_cast<const T*>(p.x) + b * p.x_stride_batch + channel),
-        window(static_cast<T*>(p.window) + b * (p.width - 1 + p.block) * p.channels + channel),
-        out(static_cast<T*>(p.out) + b * p.rows * p.channels + channel),
-        x_stride(p.x_stride_row),
-        channels(p.channels),
-        reach(p.width - 1),
-        rows(p.rows),
-        block(p.block),
-        pending(clamped(p.pending[b], p.block)),
-        keep(clamped(p.keep[b], p.rows)) {}
+  __device__ __forceinline__ Sequence(const CausalConvParams& p, int64_t b, int64_t channel) {
+    x = static_cast<const T*>(p.x) + b * p.x_stride_batch + channel;
+    window = static_cast<T*>(p.window) + b * (p.width - 1 + p.block) * p.channels + channel;
+    out = static_cast<T*>(p.out) + b * p.rows * p.channels + channel;
+    x_stride = p.x_stride_row, channels = p.channels, reach = p.width - 1, rows = p.rows, block = p.block;
+    pending = clamped(p.pending[b], block), keep = clamped(p.keep[b], rows);
+  }
 
   __device__ __forceinline__ T* slot(int64_t i) const { return window + i * channels; }
   __device__ __forceinline__ const T* row(int64_t t) const { return x + t * x_stride; }

@@ -1,13 +1,10 @@
 // id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id. Gives the
-// same bits as the CPU kernel (noise.h).
+// same bits as the CPU kernel (noise.h). Stage 1, one block per slice of a row, finds the slice's largest logit, any
+// NaN and, without filters, its best score; stage 2, one block per row, combines them, after it has found thresholds.
 //
-// Stage 1, one block per slice of a row, finds the slice's largest logit, any NaN and, for a row without filters, its
-// best score. Stage 2, one block per row, combines the slices. A row with filters finds their thresholds first.
-//
-// The threshold of top-k or top-p is the smallest z such that everything strictly above it weighs less than a limit (in
-// tokens, or in fixed-point probability). Weights are summed in 1024 buckets of z below the largest. The bucket where
-// the sum reaches the limit is then refined by 8 bits of the logit at a time. Integer sums do not depend on their
-// order, so neither does the result.
+// A threshold of top-k or top-p is the smallest z such that everything strictly above weighs less than a limit (in
+// tokens, or fixed-point probability). Weights are summed in 1024 buckets of z below the largest, and the bucket where
+// the sum reaches the limit is refined by 8 bits of the logit at a time. Integer sums have no order.
 #include "cuda/vocab/logits.cuh"
 
 namespace dflash {
