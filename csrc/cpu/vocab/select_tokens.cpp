@@ -124,14 +124,21 @@ static int64_t select_row(const T* logits, const Row& row, const Filters& filter
   const auto words_of = [&](int64_t id) { return noise_words(uint32_t(id >> 2), row.position, 0, row.seed); };
   float best = sharpened(row.draw, top) + gumbel(words_of(best_id).word[best_id & 3]);
 
+  float z[kBlock], a[kBlock];  // not by for_reaching: a best that a callback writes is a sixth slower
+  uint32_t word[kBlock];
+  int32_t hit[kBlock];
   for (int64_t b = 0; b < row.blocks; ++b) {
     if (block_max[b] < floor || sharpened(row.draw, block_max[b]) + kLargestNoise < best) continue;
-    for_reaching(logits, row, b, best, floor, [&](int64_t id, float z, float sharp, uint32_t word) {
-      if (id >= row.vocab) return;
-      if (filters.min_p > 0.0f && z != top && !(shared_exp(z - top) >= filters.min_p)) return;
-      const float score = sharp + gumbel(word);
+    scaled_block(logits, row.vocab, row.draw.temperature, b, z);
+    block_words(uint32_t(b * (kBlock / 4)), row.position, row.seed, word);
+    if (!may_reach(z, word, row.draw.sharpness, best, floor, a, hit)) continue;
+    for (int i = 0; i < kBlock; ++i) {
+      const int64_t id = b * kBlock + i;
+      if (!hit[i] || id >= row.vocab) continue;
+      if (filters.min_p > 0.0f && z[i] != top && !(shared_exp(z[i] - top) >= filters.min_p)) continue;
+      const float score = a[i] + gumbel(word[i]);
       if (score > best || (score == best && id < best_id)) best = score, best_id = id;
-    });
+    }
   }
   return best_id;
 }
