@@ -90,6 +90,8 @@ def test_a_tensor_of_another_shape_or_dtype_is_named(name):
             with pytest.raises(kind, match=f"{contract.op}: (the rows of )?{spec.name}{message}"):
                 run(name, CALLS[name]() | {spec.name: value})
 
+        if not spec.is_optional and not spec.count and len(contract.tensors) > 1:
+            refused(lambda x: None, TypeError, " must be a tensor, got None")
         if not spec.leading:
             refused(lambda x: x[..., None, None], ValueError, r".* must be \[.*\], got \d dimensions")
         is_first = spec is next((s for s in contract.tensors if s.dtype is None), None)

@@ -325,6 +325,8 @@ class Contract:
                 found += [(spec, f"{spec.name}[{i}]", tensor) for i, tensor in enumerate(value)]
             elif value is not None:
                 found.append((spec, spec.name, value))
+            elif not spec.is_optional:
+                raise TypeError(f"{self.op}: {spec.name} must be a tensor, got None")
         return found
 
     def _size(self, dim: str, env: dict[str, object]) -> int | None:
