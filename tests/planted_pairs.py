@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash import load_draft
 from dflash.doctor import Pair, Prompts
-from dflash.doctor.answers import RAW_LAST, Answered, record
+from dflash.doctor.diagnosis import RAW_LAST, Answered, record
 from dflash.evaluate import PAIR, demo_prompts, draft_folder, load_target, prompt_ids
 
 Weights = dict[str, Tensor]

@@ -28,7 +28,7 @@ from tokenizers import processors
 
 from dflash import Generator, load_draft
 from dflash.doctor import Effort, Pair, Prompts, Wiring, diagnose, find_prompts
-from dflash.doctor.answers import Answered, Replay, answer, record
+from dflash.doctor.diagnosis import Answered, Replay, answer, record
 from dflash.doctor.wiring import Facts, variants
 from dflash.evaluate import PAIR
 

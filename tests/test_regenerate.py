@@ -13,8 +13,7 @@ from tiny_tokenizers import spoken
 
 import dflash
 from dflash.train.data import load_prompts, load_rows, prompt_ids
-from dflash.train.regenerate import LocalWriter, RegenerateConfig, jobs, regenerate
-from dflash.train.server import ServerWriter
+from dflash.train.regenerate import LocalWriter, RegenerateConfig, ServerWriter, jobs, regenerate
 
 PROMPTS = ["w7 w8", "w9 w10 w11 w12 w13 w14", "w15", "w16 w17 w18", "w19 w20 w21 w22"]
 

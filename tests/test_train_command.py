@@ -17,7 +17,6 @@ from families import VOCAB, draft_config, make_target
 from safetensors.torch import load_file
 from tiny_tokenizers import spoken
 
-import dflash.cli.shell
 import dflash.cli.training
 from dflash import DraftConfig
 

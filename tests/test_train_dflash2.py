@@ -26,7 +26,7 @@ from dflash.train import (
     make_blocks,
     new_drafter,
 )
-from dflash.train import loss as module
+from dflash.train import model as module
 from dflash.train.export import export
 from dflash.train.model import candidate_scores, convolve
 

@@ -19,7 +19,7 @@ from dflash.train import TrainConfig, Trainer, draft_config, new_drafter
 from dflash.train.batches import Batches
 from dflash.train.checkpoint import checkpoints
 from dflash.train.features import TargetFeatures, cache_features
-from dflash.train.optimizers import learning_rate
+from dflash.train.trainer import learning_rate
 
 MASK, BLOCK, TAPS = 1, 8, (0, 2)
 FEW = TrainConfig(

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from dflash.train import block_loss, make_blocks, sample_anchors
-from dflash.train import loss as module
+from dflash.train import model as module
 
 VOCAB, HIDDEN, BLOCK = 23, 6, 5
 

@@ -30,7 +30,7 @@ from dflash.train.checkpoint import save_draft
 from dflash.train.config import TrainConfig
 from dflash.train.data import load_prompts, load_rows
 from dflash.train.files import write_json
-from dflash.train.initial_drafter import draft_config, new_drafter
+from dflash.train.model import draft_config, new_drafter
 from dflash.train.regenerate import LocalWriter, RegenerateConfig, regenerate
 from dflash.train.trainer import Trainer
 

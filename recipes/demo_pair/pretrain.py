@@ -25,8 +25,7 @@ from dflash.evaluate import text_ids
 from dflash.evaluate.progress import bars
 from dflash.files import read_torch_file, write_atomically
 from dflash.train.files import atomic_folder
-from dflash.train.metrics import MetricsFile
-from dflash.train.optimizers import make_muon
+from dflash.train.trainer import MetricsFile, make_muon
 
 from .tasks import KINDS, examples
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash.evaluate.lines import read_jsonl
+from dflash.evaluate.prompts import read_jsonl
 from dflash.files import parse_json
 
 

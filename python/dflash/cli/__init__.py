@@ -8,9 +8,8 @@ import typer
 
 from .diagnosis import doctor
 from .measure import benchmark, demo
-from .serving import serve
-from .shell import run, set_debug
-from .text import chat, generate, verify
+from .options import run, set_debug
+from .text import chat, generate, serve, verify
 from .training import export, regenerate, train
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)

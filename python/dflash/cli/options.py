@@ -1,4 +1,4 @@
-"""Options shared by several commands, what they load, and the decorator that makes a function a command."""
+"""Options shared by several commands, what they load, the decorator that makes a function a command, and its run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import os
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from ..options import checked_block_size
 from ..settings import SETTINGS, GenerateArguments, TreeSize, checked
 from ..targets import max_positions
 from ..terminal import printable
+from ..train.files import check_writable
 
 # Options that several commands have; a text is the help, see `command`.
 Model = Annotated[str, "The target: a folder or a hub id."]
@@ -311,3 +314,63 @@ def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
         annotation = Annotated[kind, typer.Option(*[option_of(name)] if kind is bool else [], help=help)]
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+# ---------------------------------------------------------------------------------------------- running a command
+
+
+_state = {"debug": False, "is_output_closed": False}
+
+
+def set_debug(debug: bool) -> None:
+    """Show the traceback of an error, or only its message."""
+    _state["debug"] = debug
+
+
+def run(app: typer.Typer) -> None:
+    """Run ``app`` on the command line's arguments. A user's mistake exits with code 2, an interrupt with 130."""
+    _replace_closed_streams()
+    try:
+        app()
+    except (ValueError, TypeError, OSError) as error:
+        print_error(error)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def print_error(error: Exception) -> None:
+    """Print an error's message as one line on standard error. With ``--debug``, raise it again."""
+    if _state["debug"]:
+        raise error
+    typer.echo(f"dflash: {printable(' '.join(str(error).split()))}", err=True)
+
+
+def require_output() -> None:
+    """Raise ``ValueError`` if standard output was closed (``>&-``) and the command has nothing else to write to."""
+    if _state["is_output_closed"]:
+        raise ValueError("standard output is closed, so the text would be lost; > /dev/null discards it")
+
+
+def check_new_file(path: Path, option: str) -> None:
+    """Raise ``ValueError`` or ``OSError`` unless a file can be written there, before a large model is loaded."""
+    if path.is_dir():
+        raise ValueError(f"{option}: {printable(path)} is a folder: name a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {printable(path.absolute().parent)}")
+    check_writable(path.absolute().parent)
+
+
+def _replace_closed_streams() -> None:
+    """Open /dev/null for each standard stream that was closed. Python has None there, on which any use of it fails.
+
+    The descriptor is taken too if it is free: a file opened later would get its number, and what a library prints.
+    """
+    _state["is_output_closed"] = sys.stdout is None
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(descriptor)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115  it stays open

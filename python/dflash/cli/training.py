@@ -25,12 +25,10 @@ from ..train.data import load_prompts, load_rows
 from ..train.export import export as export_draft
 from ..train.features import FeatureCache, cache_features, cache_size
 from ..train.files import check_writable
-from ..train.regenerate import LocalWriter, RegenerateConfig, Summary, Writer, check_out
+from ..train.regenerate import LocalWriter, RegenerateConfig, ServerWriter, Summary, Writer, check_out
 from ..train.regenerate import regenerate as write_responses
-from ..train.server import ServerWriter
 from ..train.trainer import Trainer, make_accelerator
 from . import options
-from .shell import set_debug
 
 _DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _SHAPE = ("layers", "block_size", "taps", "mask_token_id", "intermediate_size", "sliding_window")
@@ -38,7 +36,7 @@ _SHAPE = ("layers", "block_size", "taps", "mask_token_id", "intermediate_size", 
 
 def _show_traceback(debug: bool) -> bool:
     if debug:
-        set_debug(True)
+        options.set_debug(True)
     return debug
 
 

@@ -1,5 +1,4 @@
 """What is wrong with a pair: faults of its wiring, found by what other wirings accept."""
 
-from .answers import Pair, Prompts, find_prompts
-from .diagnosis import Diagnosis, Effort, Finding, diagnose
+from .diagnosis import Diagnosis, Effort, Finding, Pair, Prompts, diagnose, find_prompts
 from .wiring import FAMILIES, Wiring

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..drafter import Drafter, load_draft
-from .lines import read_jsonl
 from .pretrained import Pretrained
-from .prompts import text_ids
+from .prompts import read_jsonl, text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

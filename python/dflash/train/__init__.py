@@ -5,7 +5,5 @@ from .checkpoint import CheckpointError, save_draft
 from .config import TrainConfig
 from .export import published_config
 from .features import TargetFeatures
-from .initial_drafter import choose_mask_id, draft_config, new_drafter
-from .loss import block_loss
-from .model import TrainableDrafter, add_dflash2, check_trainable
+from .model import TrainableDrafter, add_dflash2, block_loss, check_trainable, choose_mask_id, draft_config, new_drafter
 from .trainer import Trainer

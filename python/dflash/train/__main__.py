@@ -2,7 +2,7 @@
 
 import typer
 
-from ..cli.shell import run
+from ..cli.options import run
 from ..cli.training import train
 
 if __name__ == "__main__":

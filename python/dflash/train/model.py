@@ -1,15 +1,157 @@
-"""The drafter's forward pass in differentiable torch functions, for all blocks of all sequences at once."""
+"""The drafter that is trained: a new one, its forward pass for all blocks of all sequences at once, and the loss."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ..drafter import CandidateSelector, DFlash2Config, DraftConfig, Drafter, GroupedConv
-from ..drafter.config import check_dflash2
+from ..drafter.config import ROPE_TYPES, Rope, build_target_layer_ids, check_dflash2, read_rope
+from ..targets import text_config, unwrap
+from .batches import Blocks
+
+
+def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int | None = None) -> int:
+    """Return the mask token: ``mask_token_id``, else the tokenizer's, else an embedding row past the tokenizer's ids.
+
+    Raises:
+        ValueError: no mask token can be found, or ``mask_token_id`` has no embedding.
+    """
+    rows = unwrap(target).get_input_embeddings().weight.shape[0]
+    if mask_token_id is not None:
+        if not 0 <= mask_token_id < rows:
+            raise ValueError(
+                f"mask_token_id must be one of the target's embedding rows, 0 .. {rows - 1}, got {mask_token_id}"
+            )
+        return mask_token_id
+    if tokenizer is not None:
+        own, unused = getattr(tokenizer, "mask_token_id", None), max(tokenizer.get_vocab().values(), default=-1) + 1
+        for found in (own, unused):
+            if found is not None and found < rows:
+                return found
+    raise ValueError(
+        "no mask token: the tokenizer has none and every embedding row is in use; name a token that the target "
+        "never emits (--mask-token-id)"
+    )
+
+
+def _rope(config: Any) -> Rope:
+    """Return the target's RoPE if drafters support it, else default RoPE with the target's theta."""
+    given = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in given.values()):
+        given = given.get("full_attention") or next(value for value in given.values() if isinstance(value, dict))
+    theta = given.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    partial = given.get("partial_rotary_factor") not in (None, 1.0)
+    if given.get("rope_type", "default") in ROPE_TYPES.keys() - {"default"} and not partial:
+        longest = getattr(config, "max_position_embeddings", None)
+        given = {"rope_parameters": given, "rope_theta": theta, "max_position_embeddings": longest}
+        return read_rope(given, {}, 2)  # what it keeps does not depend on the width of a head
+    return Rope(theta=float(theta))
+
+
+def draft_config(
+    target: nn.Module,
+    *,
+    mask_token_id: int,
+    num_layers: int = 5,
+    block_size: int = 16,
+    target_layer_ids: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+    sliding_window: int = 0,
+) -> DraftConfig:
+    """Return the config of a drafter as wide as ``target``, with the same heads, RoPE and scales.
+
+    Args:
+        target: a causal language model of transformers.
+        mask_token_id: see `choose_mask_id`.
+        num_layers: number of draft layers.
+        block_size: tokens per block, the anchor included; at least 2.
+        target_layer_ids: tapped layers; None for the published rule (`dflash.drafter.build_target_layer_ids`).
+        intermediate_size: width of the MLP; None for the target's.
+        sliding_window: window of all layers but the last, which are then causal inside the block; 0 for none.
+
+    Raises:
+        ValueError: a number is out of range. The message names it.
+    """
+    # 1. Check the numbers
+    model = unwrap(target)
+    config = text_config(model)
+    total = config.num_hidden_layers
+    limits = [("layers", num_layers, 1), ("block size", block_size, 2), ("sliding window", sliding_window, 0)]
+    for name, value, least in [*limits, ("intermediate size", intermediate_size, 1)]:
+        if value is not None and value < least:
+            raise ValueError(f"the drafter's {name} must be at least {least}, got {value}")
+    taps = tuple(build_target_layer_ids(total, num_layers) if target_layer_ids is None else target_layer_ids)
+    if not taps or min(taps) < 0 or max(taps) >= total:
+        raise ValueError(f"target_layer_ids must be layers of the target, 0 .. {total - 1}, got {list(taps)}")
+    # 2. Copy everything else from the target
+    first = (getattr(config, "per_layer_config", None) or [config])[0]  # Gemma 4's layers have a config each
+    width = intermediate_size or getattr(first, "intermediate_size", None) or 3 * config.hidden_size
+    heads = first.num_attention_heads
+    kv_heads = getattr(first, "num_key_value_heads", None) or heads
+    # The factor on the embeddings is in the module (Gemma) or in the forward pass (Granite)
+    embedding = model.get_input_embeddings()
+    factors = (embedding, "scalar_embed_scale"), (embedding, "embed_scale"), (config, "embedding_multiplier")
+    scale, multiplier = _first_of(*factors), _first_of((config, "logit_scale"), (config, "lm_head_multiplier"))
+    if multiplier is None:
+        multiplier = 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    windowed = [sliding_window > 0 and i < num_layers - 1 for i in range(num_layers)]
+    return DraftConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=getattr(first, "head_dim", None) or config.hidden_size // heads,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=taps,
+        causal=tuple(windowed),
+        window=tuple(sliding_window if one else 0 for one in windowed),
+        rope=_rope(config),
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        input_embedding_scale=1.0 if scale is None else float(scale),
+        output_multiplier=float(multiplier),
+        final_logit_softcapping=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        vocab_size=config.vocab_size,
+        num_target_layers=total,
+        max_position_embeddings=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def _first_of(*places: tuple[Any, str]) -> Any:
+    """Return the first of these attributes that is there and not None."""
+    return next((value for owner, name in places if (value := getattr(owner, name, None)) is not None), None)
+
+
+@torch.no_grad()
+def new_drafter(config: DraftConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> Drafter:
+    """Return a float32 drafter with random weights; the same seed gives the same ones.
+
+    Norms are 1 and biases 0. Matrices are normal with deviation ``1 / sqrt(inputs)``; those that write to the residual
+    stream are smaller by ``sqrt(2 * layers)``. What DFlash 2 adds starts as in `add_dflash2`.
+    """
+    if config.dflash2 is not None:
+        first = new_drafter(dataclasses.replace(config, dflash2=None), seed=seed, device=device)
+        return add_dflash2(first, config.dflash2, seed=seed)
+    drafter = Drafter(config, dtype=torch.float32, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in drafter.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        std = parameter.shape[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= (2 * config.num_hidden_layers) ** 0.5
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu") * std)
+    return drafter
 
 
 def visible_keys(anchors: Tensor, length: int, block_size: int, causal: bool, window: int) -> Tensor:
@@ -299,3 +441,146 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rotation
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- the loss
+
+
+# Most logits held at once. More rows run in chunks, and the backward pass computes their logits again.
+CHUNK_ELEMENTS = 1 << 26
+
+
+@dataclass
+class BlockLoss:
+    """Sums over a batch, to be added up over micro-batches and processes. What was not requested is None.
+
+    Attributes:
+        loss: ``sum(weight * loss)``, with its autograd graph.
+        weight: sum of the weights.
+        cross_entropy, selector_loss: weighted sums, detached.
+        correct, counted: ``[block - 1]``, correct tokens and all tokens per slot, unweighted.
+        accepted: tokens that the correct prefixes of complete blocks would emit, bonus token included.
+        blocks: number of complete blocks: every slot has a weight.
+        found: number of labels that are among the selector's candidates.
+    """
+
+    loss: Tensor
+    weight: Tensor
+    cross_entropy: Tensor
+    selector_loss: Tensor | None = None
+    correct: Tensor | None = None
+    counted: Tensor | None = None
+    accepted: Tensor | None = None
+    blocks: Tensor | None = None
+    found: Tensor | None = None
+
+
+def block_loss(
+    hidden: Tensor,
+    blocks: Blocks,
+    logits: Callable[[Tensor], Tensor],
+    *,
+    teacher: Tensor | None = None,
+    distill: float = 0.0,
+    selector: CandidateSelector | None = None,
+    selector_weight: float = 1.0,
+    statistics: bool = False,
+) -> BlockLoss:
+    """Return the weighted sum of cross-entropy, distillation and selector loss over all slots with a weight.
+
+    ``loss = sum_k w_k ((1 - distill) CE(q_k, label_k) + distill KL(p_k || q_k) + selector_weight CE(s_k, label_k))``,
+    where q is the drafter's distribution, p the target's at the same position, and s the selector's over the
+    candidates, given the token before. A label that is no candidate takes the place of the last one.
+
+    Args:
+        hidden: ``[batch, anchors, block, hidden]``, from the drafter.
+        blocks: the blocks of the same batch.
+        logits: function from hidden states, the drafter's or the target's, to logits.
+        teacher: ``[batch, length, hidden]``, the target's final hidden states; needed for ``distill > 0``.
+        distill: weight of the distillation loss, 0 to 1.
+        selector: a DFlash 2 drafter's selector; None for a drafter of the first generation.
+        selector_weight: weight of the selector's loss.
+        statistics: count correct tokens too: those that a greedy draft has while it is correct.
+
+    Raises:
+        ValueError: ``distill`` is above 0 and there is no ``teacher``.
+    """
+    # 1. Pick the slots with a weight. Slot 0, which has none, holds the token before slot 1
+    rows = blocks.weights.flatten().nonzero().squeeze(1)
+    labels, weights = blocks.labels.flatten(), blocks.weights.flatten()[rows]
+    taught = _teacher_rows(teacher, blocks, rows) if distill else None
+    picked = (hidden.flatten(0, 2)[rows], labels[rows], labels[rows - 1], weights, taught)
+
+    def sums(hidden, labels, previous, weights, taught) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return loss, cross-entropy and selector's loss of some slots; and which are correct, and candidates."""
+        # 2. Compare the logits with the labels
+        scores = logits(hidden).float()
+        loss = entropy = torch.dot(F.cross_entropy(scores, labels, reduction="none"), weights)
+        correct = found = torch.zeros_like(labels[:0], dtype=torch.bool)
+        if statistics:
+            correct = scores.detach().argmax(-1) == labels
+        # 3. Compare them with the target's
+        if taught is not None:
+            with torch.no_grad():
+                wanted = F.log_softmax(logits(taught).float(), -1)
+            divergence = F.kl_div(F.log_softmax(scores, -1), wanted, reduction="none", log_target=True).sum(-1)
+            loss = (1 - distill) * entropy + distill * torch.dot(divergence, weights)
+        # 4. Compare the selector's scores of the candidates with the labels. Its choice is what is drafted
+        selector_loss = torch.zeros_like(entropy)
+        if selector is not None:
+            candidates, found = _candidates(scores.detach(), labels, selector.top_k)
+            place = (candidates == labels[:, None]).int().argmax(-1)
+            pairs = candidate_scores(selector, hidden, scores, previous, candidates)
+            selector_loss = torch.dot(F.cross_entropy(pairs, place, reduction="none"), weights)
+            loss = loss + selector_weight * selector_loss
+            correct = (pairs.detach().argmax(-1) == place) & found
+        return loss, entropy.detach(), selector_loss.detach(), correct, found
+
+    # 5. Do so in chunks if there are too many logits
+    width = logits(picked[0][:0]).shape[-1]
+    if selector is not None:
+        width = max(width, selector.top_k * selector.successor_codebook.shape[1])
+    size = max(1, CHUNK_ELEMENTS // width)
+    if len(rows) <= size:
+        loss, entropy, selector_loss, correct, found = sums(*picked)
+    else:
+        chunks = ([None if x is None else x[i : i + size] for x in picked] for i in range(0, len(rows), size))
+        parts = [checkpoint(sums, *chunk, use_reentrant=False) for chunk in chunks]
+        loss, entropy, selector_loss = (sum(part[i] for part in parts) for i in range(3))
+        correct, found = (torch.cat([part[i] for part in parts]) for i in (3, 4))
+    # 6. Count correct tokens
+    out = BlockLoss(loss, weights.sum(), entropy, None if selector is None else selector_loss)
+    if statistics:
+        _count(out, blocks, rows, correct)
+        out.found = None if selector is None else found.sum()
+    return out
+
+
+def _teacher_rows(teacher: Tensor | None, blocks: Blocks, rows: Tensor) -> Tensor:
+    """Return the target's final state for each slot. The state at anchor + k - 1 predicts the token at anchor + k."""
+    if teacher is None:
+        raise ValueError("distill > 0 needs the target's final hidden states")
+    batch, _, block = blocks.labels.shape
+    slot = torch.arange(block, device=rows.device)
+    before = (blocks.anchors[..., None] + slot - 1).clamp(0, teacher.shape[1] - 1)
+    before = before + torch.arange(batch, device=rows.device)[:, None, None] * teacher.shape[1]
+    return teacher.flatten(0, 1)[before.flatten()[rows]]
+
+
+def _candidates(scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return each row's best ids, the last replaced where the label is missing, ``[rows, count]``; where it is not."""
+    ids = scores.topk(count).indices
+    found = (ids == labels[:, None]).any(-1)
+    ids[:, -1] = torch.where(found, ids[:, -1], labels)
+    return ids, found
+
+
+@torch.no_grad()
+def _count(out: BlockLoss, blocks: Blocks, rows: Tensor, right: Tensor) -> None:
+    counted = blocks.weights > 0
+    correct = torch.zeros_like(counted)
+    correct.view(-1)[rows] = right
+    out.correct, out.counted = correct[..., 1:].sum((0, 1)), counted[..., 1:].sum((0, 1))
+    complete = counted[..., 1:].all(-1)
+    lengths = 1 + correct[..., 1:].long().cumprod(-1).sum(-1)
+    out.accepted, out.blocks = (lengths * complete).sum(), complete.sum()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
+import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +23,152 @@ from torch.nn import functional as F
 
 from ..drafter import Drafter
 from ..evaluate import Decoding, GeneratorRunner
+from ..evaluate.progress import bars
+from ..files import write_atomically
 from ..generator import Generator
 from ..options import check_config
 from ..targets import Target, check_target, max_positions, text_config
 from .batches import Batches, Blocks, add_noise, default_gamma, make_blocks, mix_seed, pad, sample_anchors
-from .checkpoint import resume_run, save_draft, save_run
+from .checkpoint import CheckpointError, resume_run, save_draft, save_run
 from .config import TrainConfig
 from .data import MeasuredRows, hold_out
 from .export import engine_warnings
 from .features import TargetFeatures
-from .files import check_writable, remove_unfinished
-from .loss import BlockLoss, block_loss
-from .metrics import MetricsFile, StepTotals, progress
-from .model import TrainableDrafter
-from .optimizers import drafter_optimizers, learning_rate
+from .files import check_writable, one_line_errors, remove_unfinished
+from .model import BlockLoss, TrainableDrafter, block_loss
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+_BETAS = (0.9, 0.95)
+
+
+def make_muon(
+    matrices: Sequence[nn.Parameter],
+    others: Sequence[nn.Parameter],
+    rate: float,
+    weight_decay: float = 0.0,
+    *,
+    fused: bool | None = True,
+) -> list[torch.optim.Optimizer]:
+    """Return Muon (Jordan et al., 2024) for the matrices and AdamW without decay for the others."""
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr=rate, betas=_BETAS, weight_decay=0.0, fused=fused)]
+
+
+def drafter_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that ``config`` selects. Norms, a selector's codebooks and fixed kernels do not decay."""
+    named = [(p.dim() == 2 and not name.endswith("_codebook"), p) for name, p in drafter.named_parameters()]
+    matrices, others = ([p for is_matrix, p in named if is_matrix == wanted] for wanted in (True, False))
+    if config.optimizer == "muon":
+        return make_muon(matrices, others, config.learning_rate, config.weight_decay)
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others}]
+    return [torch.optim.AdamW(groups, lr=config.learning_rate, betas=_BETAS, weight_decay=0.0, fused=True)]
+
+
+def learning_rate(step: int, steps: int, warmup: float, constant: float) -> float:
+    """Return the learning rate of a step as a fraction of the peak: linear warmup, plateau, cosine decay to 0.
+
+    ``warmup`` and ``constant`` are the fractions of ``steps`` after which warmup and plateau end.
+    """
+    rise = max(1, round(warmup * steps))
+    if step < rise:
+        return (step + 1) / rise
+    start = max(rise, round(constant * steps))
+    if step < start:
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * (step - start) / max(1, steps - start)))
+
+
+# ---------------------------------------------------------------------------------------------- metrics
+
+
+class StepTotals:
+    """Sums of `BlockLoss` over the steps between two log lines, and the tokens of these steps."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.tokens = 0
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, out: BlockLoss) -> None:
+        for name, part in vars(out).items():
+            if part is not None:
+                self.sums[name] = self.sums.get(name, 0) + part.detach().double()
+
+    def means(self, accelerator: Any) -> dict[str, Any]:
+        """Return the means over all processes. All processes must call this."""
+        sums = {name: accelerator.reduce(part.float(), reduction="sum").tolist() for name, part in self.sums.items()}
+        right, counted, blocks = (sums.get(name) for name in ("correct", "counted", "blocks"))
+        out = {
+            "loss": sums["loss"] / sums["weight"],
+            "cross_entropy": sums["cross_entropy"] / sums["weight"],
+            "accuracy": [round(c / n, 4) if n else None for c, n in zip(right, counted, strict=True)],
+            "train_acceptance": sums["accepted"] / blocks if blocks else None,
+            "tokens_per_second": self.tokens / (time.monotonic() - self.began),
+        }
+        if "selector_loss" in sums:
+            recall = sums["found"] / sum(counted) if sum(counted) else None
+            out |= {"selector_loss": sums["selector_loss"] / sums["weight"], "candidate_recall": recall}
+        return out
+
+
+class MetricsFile:
+    """``metrics.jsonl`` of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "metrics.jsonl"
+
+    def append(self, line: dict[str, Any]) -> None:
+        with one_line_errors(f"{self.path} could not be written (the checkpoints are intact)", CheckpointError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def drop_after(self, step: int) -> None:
+        """Drop lines after ``step``. A run that was killed before its next checkpoint leaves such lines."""
+        if not self.path.is_file():
+            return
+        kept = []
+        for line in self.path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, LookupError, TypeError):  # cut short by a kill
+                kept += [line + b"\n"] if json.loads(line)["step"] <= step else []
+        write_atomically(self.path, lambda unfinished: unfinished.write_bytes(b"".join(kept)))
+
+
+_SECONDS = 10  # between lines
+
+Show = Callable[[Any, dict[str, Any] | None], None]
+
+
+@contextlib.contextmanager
+def progress(steps: int, shown: bool) -> Iterator[Show]:
+    """Yield ``show(trainer, metrics or None)``, to be called after every step: a bar on a terminal, else lines."""
+    printed, text = 0.0, ""
+    with bars(["steps"], shown=shown) as show_bar:
+
+        def show(trainer: Any, metrics: dict[str, Any] | None) -> None:
+            nonlocal printed, text
+            text = text if metrics is None else _text(trainer.last)
+            show_bar("steps", trainer.step, steps, text)
+            now = time.monotonic()
+            is_due = now - printed >= _SECONDS or trainer.step >= steps
+            if shown and metrics is not None and is_due and not sys.stderr.isatty():
+                printed, left = now, (steps - trainer.step) * trainer.seconds / max(1, trainer.step)
+                line = f"step {trainer.step} of {steps}  {text}  {left / 60:.1f} min left"
+                print(line, file=sys.stderr, flush=True)
+
+        yield show
+
+
+def _text(last: dict[str, Any]) -> str:
+    parts = [f"loss {last['loss']:.3f}"]
+    for name, key in (("train", "train_acceptance"), ("held-out", "acceptance_length")):
+        if last.get(key) is not None:
+            parts.append(f"{name} acceptance {last[key]:.2f}")
+    return "  ".join([*parts, f"{last['tokens_per_second']:,.0f} tokens/s"])
+
+
+# ---------------------------------------------------------------------------------------------- the loop
 
 _TRACKERS = ("tensorboard", "trackio")
 
