@@ -160,7 +160,7 @@ def test_trees_and_blocks_of_any_width_write_the_same_text_and_are_named(generat
 def stored(monkeypatch):
     """How a command asks for the weights of its target and of its drafter, call by call."""
     found = []
-    for name in ("text:stream", "text:Generator", "serving:Generator"):
+    for name in ("text:stream", "text:Generator"):
         make = pkgutil.resolve_name(f"dflash.cli.{name}")
 
         def spy(*models, make=make, **options):

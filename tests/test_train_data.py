@@ -173,7 +173,7 @@ def test_plain_text_comes_in_pieces(jsonl, tmp_path):
 
 def test_long_prompts_are_an_error_or_left_out(jsonl):
     path = jsonl({"prompt": "w7", "response": "w8"}, {"prompt": "w7 w8 w9 w10", "response": "w8"})
-    with pytest.raises(ValueError, match=r"line 2: the prompt has 4 tokens; a row holds at most 4, response included"):
+    with pytest.raises(ValueError, match=r"line 2: the prompt has 4 tokens, a row with its response at most 4"):
         load_rows(path, spoken(None), 4)
     assert load_rows(path, spoken(None), 4, skip_long=True)["input_ids"][:] == [[7, 8, END]]
     with pytest.raises(ValueError, match="no rows"):
@@ -190,7 +190,7 @@ def test_long_prompts_are_an_error_or_left_out(jsonl):
         ('{"answer": 1}', "line 2: a row needs .* got answer"),
         ('{"prompt": "w7"}', "line 2: the prompt has no response: .*dflash regenerate"),
         ('{"prompt": "w7", "response": 3}', "line 2: response must be text, got 3"),
-        ('{"prompt": "", "response": "w8"}', "line 2: prompt must be text that is not empty"),
+        ('{"prompt": "", "response": "w8"}', "line 2: prompt must be non-empty text"),
         ('{"response": "w8"}', "line 2: a prompt needs prompt, messages, question or turns, got response"),
         ('{"messages": []}', "line 2: messages must be a list of role and content"),
         ('{"messages": [{"role": "user", "content": "w7"}]}', "line 2: messages has no assistant turn"),

@@ -129,10 +129,7 @@ class _Vocabulary:
         except (ValueError, AttributeError) as error:
             raise ValueError(f"grammars cannot be used with this {type(tokenizer).__name__}: {error}") from error
         if plain := [token for token in stop if not self.tokens.is_special_token(token)]:
-            raise ValueError(
-                f"stop_token_ids {plain} are text to this tokenizer, and a grammar decides which text may follow: "
-                "with a grammar, name special tokens such as EOS only"
-            )
+            raise ValueError(f"stop_token_ids {plain} are text to this tokenizer: with a grammar, name special ones")
         self.stop = frozenset(stop)
         self.start = functools.lru_cache(_MAX_COMPILED)(self._start)
 
@@ -140,10 +137,8 @@ class _Vocabulary:
         matcher: LLMatcher = _llguidance().LLMatcher(self.tokens, grammar.source, log_level=0)
         matcher.compute_bitmask()  # finds what only shows with a vocabulary
         if matcher.is_error():
-            raise ValueError(
-                f"no token of this tokenizer can begin a match of this {_NAMES[grammar.kind]}: "
-                f"{matcher.get_error().splitlines()[0]}"
-            )
+            kind = _NAMES[grammar.kind]
+            raise ValueError(f"no token of this tokenizer can begin a match of this {kind}: {_reason(matcher)}")
         return Matcher(grammar, matcher, self.tokens.vocab_size, self.stop)
 
 

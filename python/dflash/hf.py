@@ -363,8 +363,7 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module, *, draft_weights: We
         )
     if own := loaded.config.own_parts:
         raise ValueError(
-            f"as_assistant: transformers embeds and predicts with the target's parts, and this drafter has its own "
-            f"{', '.join(own)}. {instead}"
+            f"as_assistant uses the target's parts, and this drafter has its own {', '.join(own)}. {instead}"
         )
     check_weights("draft_weights", draft_weights)
     check_draft_weights(draft_weights, loaded)

@@ -211,7 +211,7 @@ def test_with_the_option_the_code_runs_and_nobody_is_asked(strange, tmp_path):
 def test_python_doors_refuse_code_too(strange, tmp_path, monkeypatch):
     folder = strange(*NEEDS_CODE["everything"])
     monkeypatch.setattr(sys, "stdin", io.StringIO(STDIN))
-    with pytest.raises(ValueError, match="needs Python code of its own, which dflash does not run unasked: a pair has"):
+    with pytest.raises(ValueError, match="needs Python code of its own, which is not run unasked: a pair has"):
         dflash.demo_pair(folder)
     for load in (Pretrained.load_config, Pretrained.load_empty_target, lambda files: files.load_target("auto")):
         with pytest.raises(ValueError, match="needs Python code of its own"):

@@ -177,9 +177,7 @@ class ModelOptions:
             if torch.device(found := check_device(self.dtype, self.device)).type != "cpu":
                 raise ValueError(f"{option} needs the models on the CPU, got {found}: pass --device cpu")
             if name == "draft_weights" and block_size == 1:
-                raise ValueError(
-                    f"{option} needs a drafter, and --block-size 1 runs without one: leave one of them out"
-                )
+                raise ValueError(f"{option} needs a drafter, and --block-size 1 has none: leave one of them out")
         # 3. The models.
         resolved = dataclasses.replace(self, tree=tree, block_size=block_size)
         check_pair(self.model, self.draft, "without both, the pair inside the package answers")

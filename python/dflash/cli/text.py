@@ -8,7 +8,6 @@ import importlib.util
 import io
 import itertools
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from ..receipts import Receipt, Recorder, lines_of
 from ..receipts import verify as verify_receipt
 from ..targets import versions
 from ..terminal import printable, shortened
+from ..train.files import check_writable
 from . import options
 
 # ---------------------------------------------------------------------------------------------- generate
@@ -374,7 +374,12 @@ def serve(
         name = _PACKAGED_NAME if models.model is None else _model_name(models.model)
     models = models.resolve()
     if receipts is not None:
-        _prepare_folder(receipts)
+        try:
+            receipts.mkdir(parents=True, exist_ok=True)
+            check_writable(receipts)
+        except OSError as error:
+            reason = "it is a file" if receipts.is_file() else error.strerror or error
+            raise ValueError(f"--receipts needs a folder to write to, got {printable(receipts)}: {reason}") from error
     bound = bind(host, port)
     # 2. Load the models.
     source = models.source()
@@ -395,17 +400,6 @@ def serve(
     shown = f"[{address}]" if ":" in address else address
     typer.echo(f"{printable(name)} on http://{shown}:{found}/v1", err=True)
     Server(service, api_key=api_key, grace=grace).run(sockets=[bound])
-
-
-def _prepare_folder(folder: Path) -> None:
-    """Make the folder for receipts, if it is missing; raise ValueError unless files can be written to it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        reason = "" if os.access(folder, os.W_OK) else "it may not be written to"
-    except OSError as error:
-        reason = "it is a file" if folder.is_file() else error.strerror or str(error)
-    if reason:
-        raise ValueError(f"--receipts needs a folder to write to, got {printable(folder)}: {reason}")
 
 
 def _model_name(source: str) -> str:

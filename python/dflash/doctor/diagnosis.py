@@ -104,11 +104,9 @@ class Prompts:
     def check_room(self, target: Any) -> None:
         """Raise ``ValueError`` if a prompt cannot be encoded, or is too long for the target, which may be empty."""
         longest = max(map(len, self.ids))
-        positions = max_positions(target)
-        if positions is not None and longest + 2 > positions:
-            raise ValueError(
-                f"a prompt of {longest} tokens does not fit the target's {positions} positions: shorten it"
-            )
+        most = max_positions(target)
+        if most is not None and longest + 2 > most:
+            raise ValueError(f"a prompt of {longest} tokens does not fit the target's {most} positions: shorten it")
 
 
 def find_prompts(file: str | None, model: str) -> tuple[list[dict[str, Any]], str]:

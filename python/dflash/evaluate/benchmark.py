@@ -260,13 +260,11 @@ def run_benchmark(
     config.check(tokenizer)
     # 1. Find what fits the model, and build the generators
     block_size = check_block_size(target, draft, config.block_size)
-    positions = max_positions(target)
+    positions, new = max_positions(target), config.max_new_tokens
     longest = {name: _longest(prompts, tokenizer, config, positions) for name, prompts in datasets.items()}
     for name, tokens in longest.items():
         if not tokens:
-            raise ValueError(
-                f"no prompt of {name} and {config.max_new_tokens} new tokens fit the model's {positions} positions"
-            )
+            raise ValueError(f"no prompt of {name} and {new} new tokens fit the model's {positions} positions")
     most, settings = max(longest.values()), dataclasses.asdict(config)
     generators = {name: settings[name] for name in ("block_size", "padded", "weights", "draft_weights", "compile")}
     comparison = Comparison(pair_runners(target, draft, config, max_length=most, **generators))

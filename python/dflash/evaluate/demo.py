@@ -66,11 +66,10 @@ def measure(
     # 1. Encode all prompts, and build what answers them.
     ids = [encode(tokenizer, prompt.text)[0].tolist() for prompt in prompts]
     shortest, longest = min(ids, key=len), max(ids, key=len)
-    needed, positions = len(longest) + decoding.max_new_tokens, target.config.max_position_embeddings
-    if needed > positions:
+    new, positions = decoding.max_new_tokens, target.config.max_position_embeddings
+    if (needed := len(longest) + new) > positions:
         raise ValueError(
-            f"a prompt of {len(longest)} tokens and {decoding.max_new_tokens} new tokens pass the target's "
-            f"max_position_embeddings, {positions}"
+            f"a prompt of {len(longest)} tokens and {new} new tokens pass the target's {positions} positions"
         )
     ours = pair_runners(target, draft, decoding, max_length=needed)
     comparison = Comparison({"transformers": TransformersRunner(target, decoding), **ours})

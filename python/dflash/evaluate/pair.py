@@ -85,9 +85,7 @@ def _check_folder(folder: str | Path) -> Path:
     folder = Path(folder)
     for name in ("target", "draft", "prompts.jsonl"):
         if not (folder / name).exists():
-            raise FileNotFoundError(
-                f"no pair in {folder}: there is no {name}; recipes/demo_pair of the repository makes one"
-            )
+            raise FileNotFoundError(f"no pair in {folder}: there is no {name}; recipes/demo_pair makes one")
     return folder
 
 

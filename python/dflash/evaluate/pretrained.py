@@ -71,8 +71,7 @@ class Pretrained:
         target, found = self._load(AutoModelForCausalLM, config=config, dtype=dtype, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
-                f"{printable(self.name)} has no weights for parameters of the model, {listed(missing)}: its files are "
-                "incomplete, or config.json belongs to another model"
+                f"{printable(self.name)} has no weights for {listed(missing)}: its files or config.json are wrong"
             )
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
@@ -140,9 +139,7 @@ class Pretrained:
                 if isinstance(error, OSError) or str(self.name) in str(error):
                     raise
                 raise ValueError(f"{name} cannot be loaded: {error}") from error
-            raise ValueError(
-                f"{name} needs Python code of its own, which dflash does not run unasked: {self.advice}"
-            ) from error
+            raise ValueError(f"{name} needs Python code of its own, which is not run unasked: {self.advice}") from error
         except SafetensorError as error:
             raise ValueError(f"{name}: its weights are truncated or corrupt: {error}") from error
         except Exception as error:  # of a broken file: tokenizers raises bare Exceptions, transformers KeyErrors

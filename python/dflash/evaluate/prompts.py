@@ -201,9 +201,7 @@ def parse_prompt(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any
         raise ValueError(f"{where}: a prompt needs {PROMPT_FIELDS}, got {', '.join(row) or 'no field'}")
     turns = [row[field]] if isinstance(row[field], str) else row[field]
     if not isinstance(turns, list | tuple) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError(
-            f"{where}: {field} must be text that is not empty, or a list of such, got {shortened(row[field])}"
-        )
+        raise ValueError(f"{where}: {field} must be non-empty text, or a list of such, got {shortened(row[field])}")
     return None, list(turns)
 
 
@@ -220,9 +218,7 @@ def parse_messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         raise ValueError(f"{where}: messages must be a list of role and content, got {shortened(messages)}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(
-                f"{where}: message {number} must have role and content, both text, got {shortened(message)}"
-            )
+            raise ValueError(f"{where}: message {number} must have role and content as text, got {shortened(message)}")
     return [dict(message) for message in messages]
 
 

@@ -175,9 +175,7 @@ def _parse_biases(pairs: Sequence[Any]) -> dict[tuple[int, ...], object]:
     found: dict[tuple[int, ...], object] = {}
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and _is_list_of(pair[0], lambda token: type(token) is int)):
-            raise TypeError(
-                f"logit_bias must be a list of pairs of a list of token ids and a bias, got {shortened(pair)}"
-            )
+            raise TypeError(f"logit_bias must be a list of pairs [token ids, bias], got {shortened(pair)}")
         found[tuple(pair[0])] = -math.inf if pair[1] == "-inf" else pair[1]
     if len(found) < len(pairs):
         raise ValueError("logit_bias must have each sequence of token ids once")
@@ -402,14 +400,9 @@ class Recorder:
         target = check_target(target)
         call = Call.resolve(TargetDefaults.of(target), ids, arguments)
         if call.acceptance == "rejection":
-            raise ValueError(
-                'a receipt needs acceptance="keyed", got "rejection", whose text depends on the drafter and could not '
-                "be derived again"
-            )
+            raise ValueError('a receipt needs acceptance="keyed", got "rejection", whose text depends on the drafter')
         if unstated := [name for name, value in arguments.items() if not SETTINGS[name].receipt and value is not None]:
-            raise ValueError(
-                f"a receipt cannot state {listed(unstated)}: use the rules of dflash.call.GenerateArguments"
-            )
+            raise ValueError(f"a receipt cannot state {listed(unstated)}: use rules of dflash.call.GenerateArguments")
         self._settings = RecordedSettings.of(call)
         rows = len(call.prompts)
         self._seeds = call.sampling.seeds(rows)  # drawn now if the call names none

@@ -226,8 +226,7 @@ class Verifier:
         positions = max_positions(self._model)
         if positions is not None and longest > positions:
             raise ValueError(
-                f"the receipt has an answer that ends at position {longest}, past the target's "
-                f"max_position_embeddings, {positions}: it was made with another target"
+                f"an answer ends at position {longest}, past the target's max_position_embeddings, {positions}"
             )
         weights = receipt.weights
         if weights is not None and weights not in self._targets and (obstacle := int8_obstacle(self._model)):
@@ -255,10 +254,7 @@ class Verifier:
 
 def _expect_equal(name: str, theirs: object, here: object) -> None:
     if theirs != here:
-        raise ValueError(
-            f"the receipt cannot be checked with this target: {name} is {theirs} in the receipt and {here} here; "
-            "load the target that it was made with"
-        )
+        raise ValueError(f"{name} is {theirs} in the receipt and {here} here: load the target that it was made with")
 
 
 def _shapes(receipt: Receipt, answers: Sequence[RecordedAnswer]) -> list[tuple[int, int]]:

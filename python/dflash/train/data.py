@@ -148,9 +148,7 @@ class RowEncoder:
             return [(ids[: self.max_length], mask[: self.max_length])]
         if self.skip_long:
             return []
-        raise ValueError(
-            f"{where}: the prompt has {prompt} tokens; a row holds at most {self.max_length}, response included"
-        )
+        raise ValueError(f"{where}: the prompt has {prompt} tokens, a row with its response at most {self.max_length}")
 
     def supervised(self, row: Mapping[str, Any], where: str) -> _Row:
         if "input_ids" in row:
@@ -169,9 +167,7 @@ class RowEncoder:
             return self.conversation(parse_messages(row, where))
         if any(field in row for field in ("prompt", "question", "turns")):
             raise ValueError("the prompt has no response: let the target write one with dflash regenerate")
-        raise ValueError(
-            f"a row needs a prompt and response, messages, text, or input_ids and loss_mask, got {listed(row)}"
-        )
+        raise ValueError(f"a row has prompt and response, messages, text or input_ids and loss_mask, got {listed(row)}")
 
     def ids(self, row: Mapping[str, Any], field: str) -> list[int]:
         ids = row[field]
@@ -312,8 +308,7 @@ def _check_row(name: str, ids: Sequence[int], mask: Sequence[int], config: Any, 
         raise ValueError(f"{name} has token ids outside 0 .. {config.vocab_size - 1}, the vocabulary")
     if mask_token_id in ids and any(t == mask_token_id and m for t, m in zip(ids, mask, strict=True)):
         raise ValueError(
-            f"{name} has the mask token {mask_token_id} among the tokens that the target wrote: choose a mask token "
-            "that it never writes (--mask-token-id)"
+            f"{name} has the mask token {mask_token_id} among the tokens to learn: choose another (--mask-token-id)"
         )
 
 
@@ -338,8 +333,7 @@ def hold_out(
         chosen = candidates[:count]
     if count and not chosen:
         raise ValueError(
-            f"none of {len(candidates)} different prompts can be held out (--eval-rows {count}): give more prompts, "
-            "held-out rows (--heldout), or --eval-rows 0"
+            f"none of {len(candidates)} different prompts can be held out: give more, --heldout, or --eval-rows 0"
         )
     # 2. Train on the rows of all other prompts
     held = {known.keys[row] for row in (chosen if heldout is None else heldout.keys)}

@@ -99,15 +99,9 @@ def _section_values(config: DraftConfig) -> dict[str, Any]:
 def _to_published(raw: Mapping[str, Any], read: DraftConfig, layout: str) -> dict[str, Any]:
     """Return ``raw``, of which ``read`` was read, as published: each key where engines look, and its copies equal."""
     if read.scales_like_target:
-        raise ValueError(
-            "a Muse Glimmer assistant cannot be exported: the multiplier and the softcap of its logits are the "
-            "target's, which no other layout can say"
-        )
+        raise ValueError("a Muse Glimmer assistant cannot be exported: its logits are scaled as the target's")
     if layout == "published" and read.predicts_from_anchor and read.dflash2 is not None:
-        raise ValueError(
-            "the published layout cannot say that the anchor's row of a DFlash 2 drafter predicts too, as this one's "
-            "does: keep the speculators layout"
-        )
+        raise ValueError("published DFlash 2 drafters predict nothing from the anchor: keep the speculators layout")
     config = from_speculators(raw) if is_speculators(raw) else dict(raw)
     # 1. What may have been left to defaults, or stood at the top level only, where vLLM does not look
     inner, values = dict(config.get("dflash_config") or {}), _section_values(read)
@@ -185,8 +179,7 @@ def _to_speculators(
     } | settings
     if vllm_causality(out, config.num_hidden_layers) != config.causal:
         raise ValueError(
-            "vLLM reads one rule of causality for all layers from the speculators layout, and "
-            f"{_causality(config)}: serve it in the published layout"
+            f"vLLM reads one rule of causality for all layers, and {_causality(config)}: use the published layout"
         )
     return out
 
@@ -203,10 +196,7 @@ def _expect_speculators(config: DraftConfig) -> None:
     if len(set(config.window) - {0}) > 1:
         raise ValueError(f"the speculators layout has one window, and this drafter has {list(config.window)}")
     if any(causal and not window for causal, window in zip(config.causal, config.window, strict=True)):
-        raise ValueError(
-            f"full layers of the speculators layout are never causal, and {_causality(config)}: serve it in the "
-            "published layout"
-        )
+        raise ValueError(f"full layers there are never causal, and {_causality(config)}: use the published layout")
 
 
 def _causality(config: DraftConfig) -> str:

@@ -207,9 +207,7 @@ class FeatureCache:
         index = _read_index(self.folder, expected or {})
         shards = index["shards"]
         if missing := len(_missing(self.folder, index)):
-            raise ValueError(
-                f"{self.folder} is incomplete: {missing} of {len(shards)} shards are missing; compute them first"
-            )
+            raise ValueError(f"{self.folder} is incomplete: {missing} of {len(shards)} shards are missing")
         self.fingerprint: dict[str, Any] = index["fingerprint"]
         self.lengths: list[int] = index["lengths"]
         self.target_layer_ids = tuple(self.fingerprint["target_layer_ids"])
@@ -226,11 +224,9 @@ class FeatureCache:
         """Raise ``ValueError`` unless the cache has these row lengths and these taps."""
         if list(self.lengths) != list(lengths):
             raise ValueError(f"{self.folder} holds features of other rows")
-        if self.target_layer_ids != tuple(target_layer_ids):
-            raise ValueError(
-                f"{self.folder} holds features of layers {list(self.target_layer_ids)}, the drafter taps "
-                f"{list(target_layer_ids)}"
-            )
+        have, taps = list(self.target_layer_ids), list(target_layer_ids)
+        if have != taps:
+            raise ValueError(f"{self.folder} holds features of layers {have}, the drafter taps {taps}")
 
     def _open_shard(self, number: int) -> Any:
         from safetensors import SafetensorError, safe_open

@@ -27,19 +27,14 @@ def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int 
     rows = unwrap(target).get_input_embeddings().weight.shape[0]
     if mask_token_id is not None:
         if not 0 <= mask_token_id < rows:
-            raise ValueError(
-                f"mask_token_id must be one of the target's embedding rows, 0 .. {rows - 1}, got {mask_token_id}"
-            )
+            raise ValueError(f"mask_token_id must lie in 0 .. {rows - 1}, the embedding rows, got {mask_token_id}")
         return mask_token_id
     if tokenizer is not None:
         own, unused = getattr(tokenizer, "mask_token_id", None), max(tokenizer.get_vocab().values(), default=-1) + 1
         for found in (own, unused):
             if found is not None and found < rows:
                 return found
-    raise ValueError(
-        "no mask token: the tokenizer has none and every embedding row is in use; name a token that the target "
-        "never emits (--mask-token-id)"
-    )
+    raise ValueError("no mask token: the tokenizer has none, and no embedding row is free; name one (--mask-token-id)")
 
 
 def _rope(config: Any) -> Rope:

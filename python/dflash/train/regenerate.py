@@ -489,10 +489,7 @@ class ServerWriter(Writer):
             shown = printable(body[:200].decode(errors="replace"))
             raise ValueError(f"{where}: not an answer of OpenAI's protocol: {shown}") from error
         if thoughts:
-            raise ValueError(
-                f"{where} has its thoughts outside its text, and the drafter needs the text as it was written: "
-                "start the server without a reasoning parser"
-            )
+            raise ValueError(f"{where} has its thoughts outside its text: start the server without a reasoning parser")
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise ValueError(f"{where} has finish_reason {shortened(reason)} and content {shortened(text)}")
         answer: Row = {"response": check_text(text, where), "finish_reason": reason}
