@@ -174,7 +174,7 @@ class TestChangesAreFound:
         ("changes", "name"), [({"dtype": torch.bfloat16}, "dtype"), ({"vocab_size": 96}, "vocab_size")]
     )
     def test_another_dtype_or_vocabulary_is_named(self, receipt, changes, name):
-        with pytest.raises(ValueError, match=f"with this target: {name} is "):
+        with pytest.raises(ValueError, match=f"{name} is .* in the receipt and .* here"):
             dflash.verify(receipt, make_target("qwen3", **changes))
 
     def test_a_text_longer_than_the_target_can_read(self, receipt, target):
@@ -340,7 +340,7 @@ class TestRefusals:
         ("arguments", "words"),
         [
             ({"acceptance": "rejection", "temperature": 1.0}, 'needs acceptance="keyed"'),
-            ({"logits_processor": [lambda _, scores: scores]}, "cannot state logits_processor: use the rules"),
+            ({"logits_processor": [lambda _, scores: scores]}, "cannot state logits_processor: use rules"),
             ({"no_repeat_ngram_size": 1000}, "no_repeat_ngram_size must be at most 256 in a receipt, got 1000"),
             ({"bad_words_ids": [[5, 6], [5] * 40_000]}, "must be at most 65536 in a receipt, got 80000"),
             (

@@ -187,7 +187,7 @@ def test_long_prompts_are_an_error_or_left_out(jsonl):
         ("[1]", "line 2: must be a JSON object, got list"),
         ("[" * 100_000, "line 2: not JSON"),
         (r'{"prompt": "w7 \ud83d", "response": "w8"}', "line 2: not JSON"),
-        ('{"answer": 1}', "line 2: a row needs .* got answer"),
+        ('{"answer": 1}', "line 2: a row has .* got answer"),
         ('{"prompt": "w7"}', "line 2: the prompt has no response: .*dflash regenerate"),
         ('{"prompt": "w7", "response": 3}', "line 2: response must be text, got 3"),
         ('{"prompt": "", "response": "w8"}', "line 2: prompt must be non-empty text"),

@@ -77,15 +77,6 @@ class Source(Pretrained):
     quiet: bool = False
 
 
-def _existing(name: str) -> str:
-    """Return ``name`` if it can be a folder or a hub id; a missing path raises before any download."""
-    if Path(name).is_dir():
-        return name
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ValueError(f"no folder {name!r}, and it is not a hub id (owner/name) either")
-    return name
-
-
 @contextlib.contextmanager
 def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
     """On a terminal, show a spinner while ``what`` is loaded, or the hub's bars for a download, on standard error."""
@@ -107,7 +98,11 @@ def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
 
 
 def load_tokenizer(source: Source) -> Any:
-    with _waiting("tokenizer", _existing(source.name), source.quiet):
+    """Load it; raises ValueError for a missing path, before any download."""
+    name = source.name
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
+        raise ValueError(f"no folder {name!r}, and it is not a hub id (owner/name) either")
+    with _waiting("tokenizer", name, source.quiet):
         return source.load_tokenizer()
 
 

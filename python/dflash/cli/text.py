@@ -334,7 +334,6 @@ def verify(
 
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_PACKAGED_NAME = "dflash-pair"
 
 
 @options.command(models=("tree",))
@@ -371,7 +370,9 @@ def serve(
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
         raise ValueError("--api-key must be visible ASCII characters without spaces: a header can hold no other key")
     if name is None:
-        name = _PACKAGED_NAME if models.model is None else _model_name(models.model)
+        name, source = "dflash-pair", models.model
+        if source is not None:
+            name = Path(source).resolve().name if Path(source).is_dir() else source
     models = models.resolve()
     if receipts is not None:
         try:
@@ -400,7 +401,3 @@ def serve(
     shown = f"[{address}]" if ":" in address else address
     typer.echo(f"{printable(name)} on http://{shown}:{found}/v1", err=True)
     Server(service, api_key=api_key, grace=grace).run(sockets=[bound])
-
-
-def _model_name(source: str) -> str:
-    return Path(source).resolve().name if Path(source).is_dir() else source

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import targets
 from ..drafter import Drafter
 from ..drafter.config import is_speculators
 from ..evaluate import Decoding, GeneratorRunner, add_up, mean_acceptance
@@ -21,16 +22,6 @@ from ..generator import Generator
 from ..outputs import Statistics
 from ..proposers import ChainProposer
 from ..sampling import Sampling
-from ..targets import (
-    Target,
-    check_target,
-    embedding_table,
-    find_layers,
-    max_positions,
-    structural_copy,
-    tapped_modules,
-    text_config,
-)
 from ..terminal import listed
 from .wiring import Facts, Variant, Wiring, variants
 
@@ -104,7 +95,7 @@ class Prompts:
     def check_room(self, target: Any) -> None:
         """Raise ``ValueError`` if a prompt cannot be encoded, or is too long for the target, which may be empty."""
         longest = max(map(len, self.ids))
-        most = max_positions(target)
+        most = targets.max_positions(target)
         if most is not None and longest + 2 > most:
             raise ValueError(f"a prompt of {longest} tokens does not fit the target's {most} positions: shorten it")
 
@@ -136,7 +127,7 @@ def answer(pair: Pair, prompts: Prompts, max_new_tokens: int, show: Show) -> Ans
     """Answer every prompt greedily. Raises ``ValueError`` as `Prompts.check_room`."""
     prompts.check_room(pair.target)
     room = max(map(len, prompts.ids)) + max_new_tokens
-    positions = max_positions(pair.target)
+    positions = targets.max_positions(pair.target)
     generator = Generator(pair.target, pair.drafter, max_length=min(room, positions or room))
     runner = GeneratorRunner(generator, Decoding(max_new_tokens), pair.drafter.device)
     answers, sequences = [], []
@@ -176,9 +167,9 @@ def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[
     The outputs of ``layers`` are kept; the last layer's twice, after the final norm and before it.
     """
     # 1. Hook a copy that shares the weights
-    model: Any = structural_copy(check_target(target, spread=False))
-    every = find_layers(model)
-    modules: dict[int, Any] = dict(zip(layers, tapped_modules(model, tuple(layers)), strict=True))
+    model: Any = targets.structural_copy(targets.check_target(target, spread=False))
+    every = targets.find_layers(model)
+    modules: dict[int, Any] = dict(zip(layers, targets.tapped_modules(model, tuple(layers)), strict=True))
     if len(every) - 1 in modules:
         modules[RAW_LAST] = every[-1]
     kept: dict[int, Tensor] = {}
@@ -223,7 +214,9 @@ class Replay:
         rows: ``[places]`` int64, its answer; in ascending order.
     """
 
-    def __init__(self, recordings: Sequence[Recording], target: Target, drafter: Drafter, per_prompt: int) -> None:
+    def __init__(
+        self, recordings: Sequence[Recording], target: targets.Target, drafter: Drafter, per_prompt: int
+    ) -> None:
         self.recordings, self.target, self.drafter = recordings, target, drafter
         self.last_layer = target.config.num_hidden_layers - 1
         where: list[tuple[int, int]] = []
@@ -268,7 +261,7 @@ def _accepted(drafts: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
     return ((drafts == ids[ahead.clamp(max=len(ids) - 1)]) & inside).long().cumprod(1).sum(1)
 
 
-def _draft(drafter: Drafter, target: Target, ids: Tensor, context: Tensor, anchors: Tensor) -> Tensor:
+def _draft(drafter: Drafter, target: targets.Target, ids: Tensor, context: Tensor, anchors: Tensor) -> Tensor:
     """Draft ``[places, block - 1]`` after each anchor of a sequence, as a step does; -1 where a logit is NaN.
 
     ``ids`` are ``[length]``, ``context`` has its tapped states ``[1, length, taps * hidden]``.
@@ -306,7 +299,7 @@ def _positions(anchors: Tensor, rows: int) -> Tensor:
     return anchors[:, None] + torch.arange(1, rows + 1, device=anchors.device)
 
 
-def _cast(target: Target, dtype: torch.dtype) -> Any:
+def _cast(target: targets.Target, dtype: torch.dtype) -> Any:
     """Return what a proposer reads of a target, for a drafter of another dtype."""
     return SimpleNamespace(
         config=target.config,
@@ -419,7 +412,7 @@ def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: S
     out.findings += check_weights(pair.drafter)
     out.findings += check_positions(pair.keys, max(one.prompt_length for one in answers.sequences), longest)
     # 2. Record the target's states over the answers, and look at them
-    target, reach = text_config(pair.target), range(-_REACH, _REACH + 1)
+    target, reach = targets.text_config(pair.target), range(-_REACH, _REACH + 1)
     layers = range(target.num_hidden_layers)
     taps = sorted({tap + i for tap in wiring.config.target_layer_ids for i in reach if tap + i in layers})
     recordings = record(pair.target, answers.sequences, taps)
@@ -437,7 +430,7 @@ def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: S
     else:
         facts = Facts(
             target.to_dict(), len(layers), prompts.tokenizer, is_speculators(pair.keys), longest,
-            embedding_table(pair.target).shape[0], pair.drafter.dtype,
+            targets.embedding_table(pair.target).shape[0], pair.drafter.dtype,
         )  # fmt: skip
         _search(out, replay, wiring, facts, show)
         _compare_encodings(out, pair, prompts, effort, show)

@@ -7,19 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    Json,
-    ValidationInfo,
-    WithJsonSchema,
-    create_model,
-    field_validator,
-    model_validator,
-)
+import pydantic
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..settings import SETTINGS, GenerateArguments
@@ -67,10 +56,12 @@ def _not_applied(base: type[BaseModel], **fields: tuple[Any, ...]) -> Any:
             if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
                 raise PydanticCustomError("unsupported", "this server does not apply it: leave it out")
 
-        schema = WithJsonSchema({"enum": [None, *neutral], "description": "Not applied."})
+        schema = pydantic.WithJsonSchema({"enum": [None, *neutral], "description": "Not applied."})
         return Annotated[Any, AfterValidator(check), schema], None
 
-    return create_model("_NotApplied", __base__=base, **{name: field(neutral) for name, neutral in fields.items()})
+    return pydantic.create_model(
+        "_NotApplied", __base__=base, **{name: field(neutral) for name, neutral in fields.items()}
+    )
 
 
 def _stops(value: object) -> object:
@@ -91,7 +82,7 @@ Top = Annotated[int, Field(ge=0, le=20)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(_not_applied(_Strict, include_obfuscation=())):
@@ -131,7 +122,7 @@ _PLAIN: Any = {
 }
 
 
-class GenerationRequest(create_model("_Numbers", __base__=_Strict, **_PLAIN)):
+class GenerationRequest(pydantic.create_model("_Numbers", __base__=_Strict, **_PLAIN)):
     """The fields of both chat and text completions. Extensions of OpenAI's API are named as in vLLM."""
 
     model: str | None = None
@@ -197,7 +188,7 @@ class CalledFunction(_Strict):
     """A call as chat templates read it: OpenAI's API has the arguments as JSON text, here they are parsed."""
 
     name: str
-    arguments: Json[dict[str, Any]]
+    arguments: pydantic.Json[dict[str, Any]]
 
 
 class ToolCall(_Strict):
@@ -252,9 +243,9 @@ class ChatRequest(_ChatFields):
     top_logprobs: Top | None = None
     echo: ClassVar[None] = None  # completions have it
 
-    @field_validator("top_logprobs")
+    @pydantic.field_validator("top_logprobs")
     @classmethod
-    def _check_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_logprobs(cls, value: int | None, info: pydantic.ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
             raise PydanticCustomError("pairs", "it needs logprobs=true")
         return value
