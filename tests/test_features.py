@@ -67,7 +67,7 @@ def test_an_interrupted_cache_continues(target, rows, compute, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         cache_features(target, compute, rows, TAPS, tmp_path / "cache", **SMALL, progress=killed)
-    with pytest.raises(ValueError, match=r"is incomplete: 4 of 5 shards are missing"):
+    with pytest.raises(ValueError, match=r"is incomplete: compute 4 of 5 shards"):
         FeatureCache(tmp_path / "cache")
     compute.rows = 0
     cache = cache_features(target, compute, rows, TAPS, tmp_path / "cache", **{**SMALL, "shard_bytes": 1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -147,6 +148,8 @@ def _check(run: _Run, config: TrainConfig) -> str:
         raise ValueError(f"--device must be cpu or cuda, got {device!r}")
     if _is_first_process():
         _check_output(run.output, run.resume)
+    if missing := [name for name in ("accelerate", "datasets") if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"training needs {', '.join(missing)}: pip install '.[train]'")
     if run.threads is not None:
         if run.threads < 1:
             raise ValueError(f"--threads must be at least 1, got {run.threads}")

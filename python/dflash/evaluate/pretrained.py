@@ -71,7 +71,8 @@ class Pretrained:
         target, found = self._load(AutoModelForCausalLM, config=config, dtype=dtype, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
-                f"{printable(self.name)} has no weights for {listed(missing)}: its files or config.json are wrong"
+                f"{printable(self.name)} has no weights for {listed(missing)}: its files are incomplete, or "
+                "config.json belongs to another model"
             )
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()

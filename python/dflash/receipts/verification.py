@@ -226,7 +226,7 @@ class Verifier:
         positions = max_positions(self._model)
         if positions is not None and longest > positions:
             raise ValueError(
-                f"an answer ends at position {longest}, past the target's max_position_embeddings, {positions}"
+                f"an answer ends at position {longest}, past the target's {positions}: it was made with another target"
             )
         weights = receipt.weights
         if weights is not None and weights not in self._targets and (obstacle := int8_obstacle(self._model)):

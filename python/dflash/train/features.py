@@ -207,7 +207,7 @@ class FeatureCache:
         index = _read_index(self.folder, expected or {})
         shards = index["shards"]
         if missing := len(_missing(self.folder, index)):
-            raise ValueError(f"{self.folder} is incomplete: {missing} of {len(shards)} shards are missing")
+            raise ValueError(f"{self.folder} is incomplete: compute {missing} of {len(shards)} shards")
         self.fingerprint: dict[str, Any] = index["fingerprint"]
         self.lengths: list[int] = index["lengths"]
         self.target_layer_ids = tuple(self.fingerprint["target_layer_ids"])
