@@ -107,7 +107,10 @@ build() {
 
 tests() {
   use_build || return
-  local which=(-n 12 -m cuda --continue-on-collection-errors tests) log
+  local which files log
+  # Of the others some need packages that such a machine may not have.
+  mapfile -t files < <(grep -lwE 'kernels|implementation|on_gpu|cuda' tests/test_*.py tests/faults/test_*.py)
+  which=(-n 12 -m cuda --continue-on-collection-errors "${files[@]}")
   [ "$on_cpu" ] && which=(-n 2 -m "not cuda and not slow" tests/test_silu_mul.py)
   log=$(named tests log)
   attempt tests "$(left)" python3 -m pytest -q -p no:cacheprovider -p bench.gpu.pytest_lines --lines "$(named tests jsonl)" \
