@@ -295,7 +295,7 @@ def test_what_cannot_be_examined_is_refused(doctor, arguments, words):
 
 def test_a_bad_file_of_prompts_is_refused_before_anything_is_loaded(doctor, tmp_path):
     path = tmp_path / "bad.jsonl"
-    for content, words in (("", "is empty"), ('{"prompt": "a"}\n{"prompt": 3}\n', "line 2: prompt must be text")):
+    for content, words in (("", "is empty"), ('{"prompt": "a"}\n{"prompt": 3}\n', "prompt must be non-empty text")):
         path.write_text(content)
         done = doctor("--model", "./missing", "--draft", "./missing", "--prompts", path)
         assert done.code == 2
