@@ -1,5 +1,5 @@
 // What Intel's manual says of the AMX instructions, computed in AVX-512, so that machines without AMX test
-// what uses them: cpu/linear/tiles.h includes it in builds with DFLASH_EMULATE_TILES.
+// what uses them: cpu/linear/linear_amx.h includes it in builds with DFLASH_EMULATE_TILES.
 #pragma once
 #include <immintrin.h>
 

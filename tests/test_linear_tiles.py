@@ -1,4 +1,4 @@
-"""bf16 products on AMX tiles, of a processor or emulated (`cpu/linear/tiles.h`): the bits that Intel's manual gives."""
+"""bf16 products on AMX tiles, of a processor or emulated (`linear_amx.h`): the bits that Intel's manual gives."""
 
 import pytest
 import torch

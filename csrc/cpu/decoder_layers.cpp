@@ -9,7 +9,6 @@
 #include <algorithm>
 
 #include "cpu/attention/norm_rope.h"
-#include "cpu/base/kernels.h"
 #include "cpu/base/parallel.h"
 #include "cpu/linear/linear.h"
 #include "cpu/tree/tree.h"
@@ -277,9 +276,7 @@ class Pass {
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void decoder_layers(const DecoderLayersParams& p) {
+void dflash::DFLASH_ISA::decoder_layers(const DecoderLayersParams& p) {
   if (p.batch * (p.rows + p.context_rows) == 0) return;  // context rows are appended even without a block
   const auto run = [](const void* params) {
     const DecoderLayersParams& p = *static_cast<const DecoderLayersParams*>(params);
@@ -296,5 +293,3 @@ void decoder_layers(const DecoderLayersParams& p) {
   else
     run(&p);
 }
-
-}  // namespace dflash::DFLASH_ISA

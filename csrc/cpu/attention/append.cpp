@@ -42,15 +42,13 @@ static void context_row(const AppendContextKvParams& p, int64_t index) {
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void qkv_norm_rope_append(const QkvNormRopeAppendParams& p) {
+void dflash::DFLASH_ISA::qkv_norm_rope_append(const QkvNormRopeAppendParams& p) {
   const int64_t n = p.batch * p.rows, heads = p.num_heads + 2 * p.num_kv_heads;
   parallel_for(n, n * heads * p.head_dim, p.threads,
                [&](int64_t row) { p.dtype == DType::kFloat32 ? qkv_row<float>(p, row) : qkv_row<bf16>(p, row); });
 }
 
-void append_context_kv(const AppendContextKvParams& p) {
+void dflash::DFLASH_ISA::append_context_kv(const AppendContextKvParams& p) {
   const int64_t n = p.num_layers * p.batch * p.rows;
   parallel_for(n, n * 2 * p.num_kv_heads * p.head_dim, p.threads, [&](int64_t row) {
     p.dtype == DType::kFloat32 ? context_row<float>(p, row) : context_row<bf16>(p, row);
@@ -58,7 +56,7 @@ void append_context_kv(const AppendContextKvParams& p) {
 }
 
 // cache[b, h, positions[b, r]] = new[b, h, r] for keys and values. (Sequence, row) pairs over threads.
-void append_kv(const AppendKvParams& p) {
+void dflash::DFLASH_ISA::append_kv(const AppendKvParams& p) {
   const int64_t size = p.dtype == DType::kFloat32 ? 4 : 2;
   const int64_t k_bytes = p.head_dim * size, v_bytes = p.v_head_dim * size;
   const auto append = [&](int64_t index) {
@@ -76,5 +74,3 @@ void append_kv(const AppendKvParams& p) {
   const int64_t n = p.batch * p.rows;
   parallel_for(n, n * p.num_kv_heads * (p.head_dim + p.v_head_dim), p.threads, append);
 }
-
-}  // namespace dflash::DFLASH_ISA

@@ -15,11 +15,227 @@
 #include <cmath>
 #include <cstdlib>
 
-#include "cpu/attention/attention_group.h"
-#include "cpu/attention/attention_scores.h"
 #include "cpu/base/parallel.h"
+#include "cpu/linear/linear_tile.h"
+#include "cpu/tree/tree.h"
+#if DFLASH_TILES
+#include "cpu/linear/linear_amx.h"
+#endif
 
 DFLASH_NAMESPACE_BEGIN
+
+constexpr int64_t kTileSlots = 64;
+constexpr int64_t kChunk = 256;
+constexpr int64_t kMaxLanes = 64;
+constexpr float kInfinity = __builtin_inff();
+
+// The length, clamped to -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity + rows,
+// and what is farther out sees the same slots.
+static inline int64_t length_of(const BlockAttentionParams& p, int64_t b) {
+  return most(-p.rows, least(p.lengths[b], 2 * p.capacity + p.rows));
+}
+
+// The softmax state of a group's lanes over some keys.
+struct State {
+  float* top;  // [lanes] largest score, -infinity before the first
+  float* sum;  // [lanes] sum of exp(score - top)
+  float* out;  // [v_head_dim, lanes] sum of exp(score - top) * v
+  static int64_t floats(int64_t lanes, int64_t v_head_dim) { return lanes * (v_head_dim + 2); }
+  static State at(float* data, int64_t lanes) { return {data, data + lanes, data + 2 * lanes}; }
+  void clear(int64_t lanes, int64_t v_head_dim) const {
+    for (int64_t i = 0; i < lanes; ++i) top[i] = -kInfinity;
+    std::memset(sum, 0, sizeof(float) * lanes * (v_head_dim + 1));
+  }
+};
+
+struct TreeRow {
+  int64_t slot, position;
+  uint64_t seen_by;  // bits of a group's lanes
+};
+
+// Up to 64 of the rows * (num_heads / num_kv_heads) queries of one sequence and kv head, row-major.
+struct Group {
+  int64_t batch, kv_head, first, live, lanes;  // lanes: live ones, rounded up to full vectors
+  int32_t lo[kMaxLanes], hi[kMaxLanes];        // the lane sees positions lo .. hi - 1
+  int64_t lo_min, lo_max, hi_min, hi_max;
+  int64_t slots;            // slots 0 .. slots - 1 hold the keys of their own positions
+  TreeRow* tree = nullptr;  // [rows], the keys after these; null for a chain
+
+  Group(const BlockAttentionParams& p, int64_t index, int64_t groups, int64_t width) {
+    const int64_t heads = p.num_heads / p.num_kv_heads;
+    batch = index / (p.num_kv_heads * groups);
+    kv_head = index / groups % p.num_kv_heads;
+    first = index % groups * width;
+    live = most(0, least(width, p.rows * heads - first));
+    lanes = ceil_div(live, kWidth) * kWidth;
+    const int64_t length = length_of(p, batch), valid = most(0, least(length + p.rows, p.capacity));
+    slots = p.ancestors ? most(0, least(length, p.capacity)) : valid;
+    if (p.ancestors) find_tree(p, length);
+    lo_min = hi_min = INT32_MAX, lo_max = hi_max = 0;
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      const int64_t row = least(first + lane, first + live - 1) / heads;
+      const int64_t query = tree ? tree[row].position : length + row;
+      int64_t from = 0, to = valid;
+      if (p.causal) to = least(to, query + 1);
+      if (p.window) from = most(from, query - p.window + 1);
+      if (p.window && !p.causal) to = least(to, query + p.window);
+      if (from >= to) from = INT32_MAX, to = 0;
+      lo[lane] = int32_t(from), hi[lane] = int32_t(to);
+      lo_min = least(lo_min, from), lo_max = most(lo_max, from);
+      hi_min = least(hi_min, to), hi_max = most(hi_max, to);
+      if (tree && lane < live) mark_ancestors(p, row, lane);
+    }
+  }
+
+  // A thread has one group at a time.
+  void find_tree(const BlockAttentionParams& p, int64_t length) {
+    static thread_local Buffer<TreeRow> buffer;
+    tree = buffer.reserve(p.rows);
+    for (int64_t row = 0; row < p.rows; ++row)
+      tree[row] = {length + row, length + depth_of(p.ancestors, p.rows, batch * p.rows + row), 0};
+  }
+
+  void mark_ancestors(const BlockAttentionParams& p, int64_t row, int64_t lane) {
+    for (int64_t from = 0; from < p.rows; from += 64) {
+      uint64_t bits = ancestor_word(p.ancestors, p.rows, batch * p.rows + row, from / 64);
+      for (; bits; bits &= bits - 1) {
+        TreeRow& key = tree[from + __builtin_ctzll(bits)];
+        if (!p.window || tree[row].position - key.position < p.window) key.seen_by |= uint64_t(1) << lane;
+      }
+    }
+  }
+};
+
+// The keys of a tile: those in slots first .. first + slots - 1, then rows of a tree.
+struct Keys {
+  int64_t first, slots, count;
+  bool masked;                 // some lane may not see some key
+  const TreeRow* const* rows;  // [count - slots]
+
+  int64_t slot(int64_t key) const { return key < slots ? first + key : rows[key - slots]->slot; }
+};
+
+// The lanes from `lane` on whose bits are set.
+static inline IVec lanes_of(uint64_t bits, int64_t lane) {
+  static const int32_t kBits[16] = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                    1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+  return ((IVec{} + int32_t(bits >> lane)) & *reinterpret_cast<const IVec*>(kBits)) != 0;
+}
+
+// ---- q k^T: the queries of a group times the keys of a tile are a product like those of linear.cpp, with keys in
+// place of weights, and go through the same kernels
+
+// Calls fn(first lane, number of vectors as a constant) over all lanes.
+template <int NV, typename Fn>
+static inline void over_lanes(int64_t lane, int64_t lanes, const Fn& fn) {
+  for (; lane + NV * kWidth <= lanes; lane += NV * kWidth) fn(lane, std::integral_constant<int, NV>{});
+  if constexpr (NV > 1) over_lanes<NV - 1>(lane, lanes, fn);
+}
+
+// True if a group has too few queries to fill the lanes, which then hold columns and keys.
+static inline bool has_few(const Group& g) { return kWidth == 16 && g.live <= kFewRows; }
+
+// A group's queries, packed once for the kernel that multiplies them. The choice of kernel does not affect the bits.
+template <typename T>
+class Queries {
+ public:
+  Queries(const BlockAttentionParams& p, const Group& g)
+      : live_(g.live), lanes_(g.lanes), dim_(p.head_dim), words_(words_of<T>(dim_)), few_(has_few(g) && !kOnTiles) {
+    static thread_local Buffer<T> row_buffer;
+    static thread_local Buffer<Word<T>> buffer;
+    T* rows = row_buffer.reserve(live_ * dim_);
+    copy_queries(p, g, rows);
+    packed_ = buffer.reserve(words_ * (few_ ? kFewRows : lanes_));
+    if (few_)
+      copy_rows(rows, live_, kFewRows, dim_, words_, packed_);
+    else
+      over_lanes<kMostVecs>(0, lanes_, [&](int64_t lane, auto vecs) {
+        const int64_t count = least(vecs * kWidth, live_ - lane);
+        pack_rows(rows + lane * dim_, count, dim_, vecs * kWidth, packed_ + lane * words_);
+      });
+  }
+
+  // scores [keys, lanes] of k [keys, head_dim]
+  void score(const T* k, int64_t keys, float* scores) const {
+#if defined(__AVX512F__)
+    if (few_) return score_few(k, keys, scores);
+#endif
+    over_lanes<kMostVecs>(0, lanes_, [&](int64_t lane, auto vecs) {
+      constexpr int kKeys = kKeysAtOnce<vecs>;
+      alignas(64) float sums[kKeys * vecs * kWidth];
+      for (int64_t key = 0; key < keys; key += kKeys) {
+        const int64_t count = least(kKeys, keys - key);
+        multiply_keys<vecs>(packed_ + lane * words_, k + key * dim_, count, sums);
+        for (int64_t i = 0; i < count; ++i)
+          for (int v = 0; v < vecs; ++v)
+            store(scores + (key + i) * lanes_ + lane + v * kWidth, load(sums + (i * vecs + v) * kWidth));
+      }
+    });
+  }
+
+ private:
+  static constexpr int kMostVecs = kWidth == 16 ? 4 : 2;
+#if DFLASH_TILES
+  static constexpr bool kOnTiles = sizeof(T) == 2;
+  template <int NV>
+  static constexpr int kKeysAtOnce = kOnTiles ? kBlockFeatures<NV> : kTile;
+#else
+  static constexpr bool kOnTiles = false;
+  template <int NV>
+  static constexpr int kKeysAtOnce = kTile;
+#endif
+
+  void copy_queries(const BlockAttentionParams& p, const Group& g, T* rows) const {
+    const int64_t heads = p.num_heads / p.num_kv_heads;
+    for (int64_t query = g.first; query < g.first + g.live; ++query, rows += p.head_dim)
+      std::memcpy(rows,
+                  static_cast<const T*>(p.q) + g.batch * p.q_stride_batch + query / heads * p.q_stride_row +
+                      (g.kv_head * heads + query % heads) * p.q_stride_head,
+                  p.head_dim * sizeof(T));
+  }
+
+  // sums [kKeysAtOnce<NV>, NV vectors of lanes] of `count` keys
+  template <int NV>
+  void multiply_keys(const Word<T>* packed, const T* k, int64_t count, float* sums) const {
+#if DFLASH_TILES
+    if constexpr (kOnTiles)
+      multiply_on_tiles<NV>(packed, dim_, k, count, sums);
+    else
+#endif
+      multiply_in_lanes<T, NV>(packed, dim_, k, count, sums);
+  }
+
+#if defined(__AVX512F__)
+  void score_few(const T* k, int64_t keys, float* scores) const {
+    live_ == 1   ? score_rows<1>(k, keys, scores)
+    : live_ == 2 ? score_rows<2>(k, keys, scores)
+    : live_ <= 4 ? score_rows<4>(k, keys, scores)
+                 : score_rows<kFewRows>(k, keys, scores);
+  }
+
+  // Scores of the first ROWS lanes at most; those of the others are zero.
+  template <int ROWS>
+  void score_rows(const T* k, int64_t keys, float* scores) const {
+    std::memset(scores, 0, keys * lanes_ * sizeof(float));
+    for (int64_t key = 0; key < keys; key += kTile) {
+      const int64_t count = least(kTile, keys - key);
+      alignas(64) float sums[ROWS * kTile];
+      multiply_few<T, ROWS>(packed_, words_, dim_, k + key * dim_, count, sums);
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t row = 0; row < live_; ++row) scores[(key + i) * lanes_ + row] = sums[row * kTile + i];
+    }
+  }
+#endif
+
+#if DFLASH_TILES
+  const TileRegisters registers_;  // of the thread that attends
+#endif
+  int64_t live_, lanes_, dim_, words_;
+  bool few_;
+  Word<T>* packed_;  // [words, lanes] of each kMostVecs vectors of lanes, or [kFewRows, words]
+};
+
+// ---- softmax, and the weighted sum of values
 
 // Above 64 MB of partial sums, threads do not share chunks.
 constexpr int64_t kMaxPartialFloats = int64_t(1) << 24;
@@ -357,10 +573,6 @@ static void attend_all(const BlockAttentionParams& p) {
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void block_attention(const BlockAttentionParams& p) {
+void dflash::DFLASH_ISA::block_attention(const BlockAttentionParams& p) {
   p.dtype == DType::kFloat32 ? attend_all<float>(p) : attend_all<bf16>(p);
 }
-
-}  // namespace dflash::DFLASH_ISA

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdlib>
 
+#include "cpu/base/kernels.h"
 #include "cpu/base/team.h"
 #include "cpu/base/vec.h"
 

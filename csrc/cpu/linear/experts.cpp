@@ -3,7 +3,6 @@
 // Pairs (row, slot) are sorted by expert, so its weights are read once. With many experts in use each is a task, else
 // the features of one are spread over the threads. Products are those of linear.cpp, or, for transposed weights, have
 // their features in the lanes; neither lets a row's bits depend on the other rows.
-#include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
 #include "cpu/linear/linear.h"
 
@@ -230,8 +229,6 @@ static void run_experts(const ExpertsParams& p) {
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void experts(const ExpertsParams& p) { p.dtype == DType::kFloat32 ? run_experts<float>(p) : run_experts<bf16>(p); }
-
-}  // namespace dflash::DFLASH_ISA
+void dflash::DFLASH_ISA::experts(const ExpertsParams& p) {
+  p.dtype == DType::kFloat32 ? run_experts<float>(p) : run_experts<bf16>(p);
+}

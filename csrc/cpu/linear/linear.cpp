@@ -1,16 +1,16 @@
 // out[r][n] = sum_k x[r][k] weight[n][k] + bias[n]
 //
-// The bits of a row depend neither on its place nor on the number of rows: two kernels sum in the same order. In
-// linear_tile.h a vector lane holds a row, and every weight is broadcast to all lanes, so weights are never copied as a
-// matrix. In linear_few.h (AVX-512) lanes hold weights as they lie in memory, for the few rows that would leave lanes
-// idle. With AMX, bf16 goes through tiles (linear_amx.h). Where weights are int8, rows are too (linear_int8.h).
+// The bits of a row depend neither on its place nor on the number of rows: two kernels sum in the same order
+// (linear_tile.h). In one a vector lane holds a row, and every weight is broadcast to all lanes, so weights are never
+// copied as a matrix. In the other (AVX-512) lanes hold weights as they lie in memory, for the few rows that would
+// leave lanes idle. With AMX, bf16 goes through tiles (linear_amx.h). Where weights are int8, rows are too
+// (linear_int8.h).
 //
 // A task is a tile of weight rows, which comes from memory once for all rows. Few rows are packed by every thread for
 // itself, in its own cache; many by the calling thread for all.
 #include "cpu/linear/linear.h"
 
 #include "cpu/base/parallel.h"
-#include "cpu/linear/linear_few.h"
 #include "cpu/linear/linear_int8.h"
 
 DFLASH_NAMESPACE_BEGIN
@@ -292,21 +292,19 @@ static void linear_of(const T* x, int64_t rows, int64_t in, const LinearPart* pa
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts, DType dtype,
-                  int threads) {
+void dflash::DFLASH_ISA::linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
+                                      DType dtype, int threads) {
   if (dtype == DType::kFloat32)
     linear_of(static_cast<const float*>(x), rows, in, parts, num_parts, threads);
   else
     linear_of(static_cast<const bf16*>(x), rows, in, parts, num_parts, threads);
 }
 
-bool linear_is_shared(int64_t rows, int64_t in, int64_t out_features) {
+bool dflash::DFLASH_ISA::linear_is_shared(int64_t rows, int64_t in, int64_t out_features) {
   return out_features * products_of(rows, in) >= kParallelProducts;
 }
 
-void linear(const LinearParams& p) {
+void dflash::DFLASH_ISA::linear(const LinearParams& p) {
   const int64_t size = p.dtype == DType::kFloat32 ? sizeof(float) : sizeof(bf16);
   LinearPart parts[kMaxLinearWeights];
   char* out = static_cast<char*>(p.out);
@@ -314,5 +312,3 @@ void linear(const LinearParams& p) {
     parts[i] = {{p.weights[i], p.scales[i]}, p.biases[i], out, p.features[i], p.out_features, 0};
   linear_parts(p.x, p.rows, p.in, parts, p.num_weights, p.dtype, p.threads);
 }
-
-}  // namespace dflash::DFLASH_ISA

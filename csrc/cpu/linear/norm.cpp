@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "common/row_place.h"
-#include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
 
 DFLASH_NAMESPACE_BEGIN
@@ -134,40 +133,62 @@ static void sigmoid_mul_row(const SigmoidMulParams& p, int64_t row) {
   }
 }
 
+// ---- embeds[b, i] = scale * embedding of row i of the block that is drafted
+
+template <typename T>
+static void draft_row(const DraftRowsParams& p, int64_t index) {
+  const T* x = embedding_of<T>(p, drafted_id(p, index / p.rows, index % p.rows));
+  T* out = static_cast<T*>(p.embeds) + index * p.hidden;
+  if (p.scale == 1.0f) {
+    std::memcpy(out, x, p.hidden * sizeof(T));
+    return;
+  }
+  int64_t c = 0;
+  for (; c + kWidth <= p.hidden; c += kWidth) store(out + c, load(x + c) * p.scale);
+  for (; c < p.hidden; ++c) store_one(out + c, to_float(x[c]) * p.scale);
+}
+
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void dynamic_conv(const DynamicConvParams& p) {
+void dflash::DFLASH_ISA::dynamic_conv(const DynamicConvParams& p) {
   const int64_t rows = p.rows + p.sequences * p.front_rows;
   parallel_for(rows, rows * p.hidden * p.width, p.threads, [&](int64_t index) {
     p.dtype == DType::kFloat32 ? write_row<float>(p, index) : write_row<bf16>(p, index);
   });
 }
 
-void rms_norm(const RmsNormParams& p) {
+void dflash::DFLASH_ISA::rms_norm(const RmsNormParams& p) {
   const int64_t rows = p.rows + p.sequences * p.front_rows;
   parallel_for(rows, rows * p.hidden, p.threads, [&](int64_t index) {
     p.dtype == DType::kFloat32 ? norm_row<float>(p, index) : norm_row<bf16>(p, index);
   });
 }
 
-void conv_add_rms_norm(const ConvAddRmsNormParams& p) {
+void dflash::DFLASH_ISA::conv_add_rms_norm(const ConvAddRmsNormParams& p) {
   parallel_for(p.rows, p.rows * p.hidden * p.width, p.threads, [&](int64_t row) {
     p.dtype == DType::kFloat32 ? convolve_and_norm_row<float>(p, row) : convolve_and_norm_row<bf16>(p, row);
   });
 }
 
-void silu_mul(const SiluMulParams& p) {
+void dflash::DFLASH_ISA::silu_mul(const SiluMulParams& p) {
   parallel_for(p.rows, p.rows * p.width, p.threads, [&](int64_t row) {
     p.dtype == DType::kFloat32 ? silu_mul_row<float>(p, row) : silu_mul_row<bf16>(p, row);
   });
 }
 
-void sigmoid_mul(const SigmoidMulParams& p) {
+void dflash::DFLASH_ISA::sigmoid_mul(const SigmoidMulParams& p) {
   parallel_for(p.rows, p.rows * p.heads * p.width, p.threads, [&](int64_t row) {
     p.dtype == DType::kFloat32 ? sigmoid_mul_row<float>(p, row) : sigmoid_mul_row<bf16>(p, row);
   });
 }
 
-}  // namespace dflash::DFLASH_ISA
+void dflash::DFLASH_ISA::draft_rows(const DraftRowsParams& p) {
+  for (int64_t b = 0; b < p.batch; ++b) {
+    p.anchor[b] = drafted_id(p, b, 0);
+    for (int64_t i = 0; i < p.num_drafts; ++i) p.positions[b * p.num_drafts + i] = anchor_position(p, b) + 1 + i;
+  }
+  const int64_t rows = p.batch * p.rows;
+  parallel_for(rows, rows * p.hidden, p.threads, [&](int64_t index) {
+    p.dtype == DType::kFloat32 ? draft_row<float>(p, index) : draft_row<bf16>(p, index);
+  });
+}

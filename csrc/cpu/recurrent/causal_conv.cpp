@@ -2,7 +2,6 @@
 //
 // Channels are the lanes. A task takes up to 256 channels of one sequence: it transposes their weights, sets the
 // context aside, which the window's new rows may overwrite, and then goes through the rows. Threads share the tasks.
-#include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
 
 DFLASH_NAMESPACE_BEGIN
@@ -85,14 +84,10 @@ struct Task {
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void causal_conv(const CausalConvParams& p) {
+void dflash::DFLASH_ISA::causal_conv(const CausalConvParams& p) {
   const int64_t tiles = ceil_div(p.channels, kChannels);
   parallel_for(p.batch * tiles, p.batch * p.rows * p.channels * p.width, p.threads, [&](int64_t i) {
     const int64_t b = i / tiles, first = i % tiles * kChannels;
     p.dtype == DType::kFloat32 ? Task<float>(p, b, first).run() : Task<bf16>(p, b, first).run();
   });
 }
-
-}  // namespace dflash::DFLASH_ISA

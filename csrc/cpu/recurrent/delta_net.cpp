@@ -58,17 +58,13 @@ static void gated_row(const GatedRmsNormParams& p, int64_t row) {
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void delta_net_inputs(const DeltaNetInputsParams& p) {
+void dflash::DFLASH_ISA::delta_net_inputs(const DeltaNetInputsParams& p) {
   const int64_t width = 2 * p.key_heads * p.key_dim + p.heads * p.value_dim;
   parallel_for(p.rows, p.rows * width, p.threads,
                [&](int64_t row) { p.dtype == DType::kFloat32 ? inputs_row<float>(p, row) : inputs_row<bf16>(p, row); });
 }
 
-void gated_rms_norm(const GatedRmsNormParams& p) {
+void dflash::DFLASH_ISA::gated_rms_norm(const GatedRmsNormParams& p) {
   parallel_for(p.rows, p.rows * p.heads * p.width, p.threads,
                [&](int64_t row) { p.dtype == DType::kFloat32 ? gated_row<float>(p, row) : gated_row<bf16>(p, row); });
 }
-
-}  // namespace dflash::DFLASH_ISA

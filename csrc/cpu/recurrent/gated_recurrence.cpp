@@ -3,7 +3,6 @@
 // The columns of a state are independent, so they are the lanes. A tile of up to 32 columns (16 KB at a key_dim of 128)
 // stays in the L1 cache while the saved rows and all rows of the pass move it. One sweep moves it by a row and sums
 // both what this row reads and what the next row's correction needs: four operations per element bound the speed.
-#include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
 
 DFLASH_NAMESPACE_BEGIN
@@ -221,9 +220,7 @@ static void save_row(const GatedRecurrenceParams& p, int64_t b, int64_t t) {
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void gated_recurrence(const GatedRecurrenceParams& p) {
+void dflash::DFLASH_ISA::gated_recurrence(const GatedRecurrenceParams& p) {
   const int64_t heads = p.batch * p.heads, tiles = ceil_div(p.value_dim, kColumns);
   const int64_t parts = p.threads > 1 && heads < 4 * p.threads ? tiles : 1;
   parallel_for(heads * parts, heads * p.rows * p.key_dim * p.value_dim, p.threads, [&](int64_t i) {
@@ -234,5 +231,3 @@ void gated_recurrence(const GatedRecurrenceParams& p) {
   const int64_t elements = p.batch * saved * (p.key_heads * p.key_dim + p.heads * p.decay_dim);
   parallel_for(p.batch * saved, elements, p.threads, [&](int64_t i) { save_row(p, i / saved, i % saved); });
 }
-
-}  // namespace dflash::DFLASH_ISA

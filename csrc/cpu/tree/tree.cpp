@@ -76,15 +76,13 @@ static void build_one(const BuildTreeParams& p, int64_t b) {
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void build_tree(const BuildTreeParams& p) {
+void dflash::DFLASH_ISA::build_tree(const BuildTreeParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) build_one(p, b);
 }
 
 // m = 1 + |longest prefix with block_ids[j + 1] == posterior[j]|; tokens[length + 1 ..] = posterior[0 .. m), length +=
 // m, num_context = m.
-void accept_prefix(const AcceptPrefixParams& p) {
+void dflash::DFLASH_ISA::accept_prefix(const AcceptPrefixParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t* ids = p.block_ids + b * p.rows;
     emit(p, b, p.posterior + b * p.rows,
@@ -95,7 +93,7 @@ void accept_prefix(const AcceptPrefixParams& p) {
 // From row 0: emit the row's choice, continue at its child of that id. Then tokens[length + 1 ..] = what was emitted,
 // length += m, num_context = m, path = the rows, chain_choices and chain_ids = the same as a chain would tell it. A
 // child comes after its parent, so one pass over the rows finds the whole path.
-void accept_path(const AcceptPathParams& p) {
+void dflash::DFLASH_ISA::accept_path(const AcceptPathParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t *ids = p.ids + b * p.rows, *parents = p.parents + b * p.rows;
     int64_t *path = p.path + b * p.path_rows, *choices = p.chain_choices + b * p.path_rows;
@@ -116,7 +114,7 @@ void accept_path(const AcceptPathParams& p) {
 
 // Slot first[b] + path[b, j] moves to slot first[b] + j, in ascending order of j, in every cache. (Cache, sequence)
 // pairs over threads.
-void compact_kv(const CompactKvParams& p) {
+void dflash::DFLASH_ISA::compact_kv(const CompactKvParams& p) {
   int64_t moves = 0, bytes = 0;
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t j = 1; j < p.path_rows; ++j) moves += p.source(b, j) >= 0;
@@ -139,7 +137,7 @@ void compact_kv(const CompactKvParams& p) {
 }
 
 // out[b, j] = x[b, path[b, j]]. Rows over threads.
-void gather_rows(const GatherRowsParams& p) {
+void dflash::DFLASH_ISA::gather_rows(const GatherRowsParams& p) {
   const auto gather = [&](int64_t index) {
     const int64_t b = index / p.path_rows, j = index % p.path_rows;
     const int64_t row = std::clamp(p.path[index], int64_t(0), p.rows - 1);
@@ -149,5 +147,3 @@ void gather_rows(const GatherRowsParams& p) {
   const int64_t n = p.batch * p.path_rows;
   parallel_for(n, n * p.row_bytes / 4, p.threads, gather);
 }
-
-}  // namespace dflash::DFLASH_ISA

@@ -5,11 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#ifdef __SSE2__
-#include <immintrin.h>
-#endif
-
-#include "common/filters.h"
+#include "common/noise.h"
 #include "cpu/base/parallel.h"
 
 DFLASH_NAMESPACE_BEGIN

@@ -157,10 +157,6 @@ static void select_rows(const SelectTokensParams& p) {
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void select_tokens(const SelectTokensParams& p) {
+void dflash::DFLASH_ISA::select_tokens(const SelectTokensParams& p) {
   p.dtype == DType::kFloat32 ? select_rows<float>(p) : select_rows<bf16>(p);
 }
-
-}  // namespace dflash::DFLASH_ISA

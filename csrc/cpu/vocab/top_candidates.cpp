@@ -48,10 +48,6 @@ static void top_rows(const TopCandidatesParams& p) {
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void top_candidates(const TopCandidatesParams& p) {
+void dflash::DFLASH_ISA::top_candidates(const TopCandidatesParams& p) {
   p.dtype == DType::kFloat32 ? top_rows<float>(p) : top_rows<bf16>(p);
 }
-
-}  // namespace dflash::DFLASH_ISA

@@ -193,10 +193,6 @@ static void candidates(const TreeCandidatesParams& p) {
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void tree_candidates(const TreeCandidatesParams& p) {
+void dflash::DFLASH_ISA::tree_candidates(const TreeCandidatesParams& p) {
   p.dtype == DType::kFloat32 ? candidates<float>(p) : candidates<bf16>(p);
 }
-
-}  // namespace dflash::DFLASH_ISA

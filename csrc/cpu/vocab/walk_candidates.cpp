@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "common/filters.h"
-#include "cpu/base/fma.h"
+#include "common/noise.h"
 #include "cpu/base/parallel.h"
 
 DFLASH_NAMESPACE_BEGIN
@@ -123,8 +122,6 @@ static void walks(const WalkCandidatesParams& p) {
 
 DFLASH_NAMESPACE_END
 
-namespace dflash::DFLASH_ISA {
-
-void walk_candidates(const WalkCandidatesParams& p) { p.dtype == DType::kFloat32 ? walks<float>(p) : walks<bf16>(p); }
-
-}  // namespace dflash::DFLASH_ISA
+void dflash::DFLASH_ISA::walk_candidates(const WalkCandidatesParams& p) {
+  p.dtype == DType::kFloat32 ? walks<float>(p) : walks<bf16>(p);
+}

@@ -228,11 +228,11 @@ cudaError_t launch_conv_add_rms_norm(const ConvAddRmsNormParams& p, cudaStream_t
 // ---- gates: out = gate / (1 + exp(-gate)) * up, and out = x / (1 + exp(-gate)). One thread per 16 bytes of the
 // result.
 
-constexpr int kGateThreads = 256;
+constexpr int kElementThreads = 256;
 
 template <typename T, int kWidth>
-static __global__ void __launch_bounds__(kGateThreads, 1) silu_mul_kernel(const SiluMulParams p) {
-  const int64_t i = (int64_t(blockIdx.x) * kGateThreads + threadIdx.x) * kWidth;
+static __global__ void __launch_bounds__(kElementThreads, 1) silu_mul_kernel(const SiluMulParams p) {
+  const int64_t i = (int64_t(blockIdx.x) * kElementThreads + threadIdx.x) * kWidth;
   const T* gate = static_cast<const T*>(p.gate_up) + i + i / p.width * p.width;
   grid_begin();
   if (i >= p.rows * p.width) return;
@@ -249,14 +249,14 @@ cudaError_t launch_silu_mul(const SiluMulParams& p, cudaStream_t stream) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.gate_up, p.out, p.width * sizeof(T));
-    const int64_t blocks = ceil_div(p.rows * p.width, kGateThreads * (wide ? kWidth : 1));
-    return launch_flat(wide ? silu_mul_kernel<T, kWidth> : silu_mul_kernel<T, 1>, blocks, kGateThreads, stream, p);
+    const int64_t blocks = ceil_div(p.rows * p.width, kElementThreads * (wide ? kWidth : 1));
+    return launch_flat(wide ? silu_mul_kernel<T, kWidth> : silu_mul_kernel<T, 1>, blocks, kElementThreads, stream, p);
   });
 }
 
 template <typename T, int kWidth>
-static __global__ void __launch_bounds__(kGateThreads, 1) sigmoid_mul_kernel(const SigmoidMulParams p) {
-  const int64_t i = (int64_t(blockIdx.x) * kGateThreads + threadIdx.x) * kWidth;
+static __global__ void __launch_bounds__(kElementThreads, 1) sigmoid_mul_kernel(const SigmoidMulParams p) {
+  const int64_t i = (int64_t(blockIdx.x) * kElementThreads + threadIdx.x) * kWidth;
   const int64_t head = i / p.width, row = head / p.heads;
   const T* gate =
       static_cast<const T*>(p.gate) + row * p.gate_stride_row + head % p.heads * p.gate_stride_head + i % p.width;
@@ -277,9 +277,45 @@ cudaError_t launch_sigmoid_mul(const SigmoidMulParams& p, cudaStream_t stream) {
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.x, p.gate, p.out, p.width * sizeof(T), p.gate_stride_row * sizeof(T),
                                 p.gate_stride_head * sizeof(T));
-    const int64_t blocks = ceil_div(elements, kGateThreads * (wide ? kWidth : 1));
-    return launch_flat(wide ? sigmoid_mul_kernel<T, kWidth> : sigmoid_mul_kernel<T, 1>, blocks, kGateThreads, stream,
+    const int64_t blocks = ceil_div(elements, kElementThreads * (wide ? kWidth : 1));
+    return launch_flat(wide ? sigmoid_mul_kernel<T, kWidth> : sigmoid_mul_kernel<T, 1>, blocks, kElementThreads, stream,
                        p);
+  });
+}
+
+// ---- embeds[b, i] = scale * embedding of row i of the block that is drafted. One block per row of the result, and one
+// more per sequence for its anchor and positions.
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(kElementThreads, 1) draft_rows_kernel(const DraftRowsParams p) {
+  const int64_t b = blockIdx.y, row = blockIdx.x;
+  grid_dependency_wait();
+  // Not before: what is launched from here on may read early what the last step has left, see ptx.cuh.
+  grid_launch_dependents();
+  if (row == p.rows) {
+    if (threadIdx.x == 0) p.anchor[b] = drafted_id(p, b, 0);
+    for (int64_t i = threadIdx.x; i < p.num_drafts; i += kElementThreads)
+      p.positions[b * p.num_drafts + i] = anchor_position(p, b) + 1 + i;
+    return;
+  }
+  const T* x = embedding_of<T>(p, drafted_id(p, b, row));
+  T* out = static_cast<T*>(p.embeds) + (b * p.rows + row) * p.hidden;
+  for (int64_t i = threadIdx.x * kWidth; i < p.hidden; i += kElementThreads * kWidth) {
+    float v[kWidth];
+    load<T, kWidth>(x + i, v);
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) v[e] *= p.scale;
+    store<T, kWidth>(out + i, v);
+  }
+}
+
+cudaError_t launch_draft_rows(const DraftRowsParams& p, cudaStream_t stream) {
+  return run_on_device(p, p.batch, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPer16<T>;
+    const bool wide = aligned16(p.table, p.mask_embedding, p.embeds, p.hidden * sizeof(T), p.table_stride * sizeof(T));
+    return launch_overlapping(wide ? draft_rows_kernel<T, kWidth> : draft_rows_kernel<T, 1>,
+                              dim3(unsigned(p.rows + 1), unsigned(p.batch)), dim3(kElementThreads), 0, stream, p);
   });
 }
 

@@ -1,6 +1,6 @@
 // What the kernels that read logits share: keys that order floats, a row's keyed noise, and its scores.
 #pragma once
-#include "common/filters.h"
+#include "common/noise.h"
 #include "cuda/base/device.cuh"
 
 namespace dflash {

@@ -1,7 +1,6 @@
 // A path through the candidates of each slot (params.h has the formula). One block per sequence; a warp per candidate
 // multiplies three rows of the rank, then the first warp chooses. Only the predecessor's row is known late: every row
 // that may be needed is fetched into L2 first, and the noise is drawn ahead. Bits are those of select_tokens.
-#include "common/filters.h"
 #include "cuda/vocab/logits.cuh"
 
 namespace dflash {
