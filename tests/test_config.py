@@ -193,7 +193,7 @@ BAD_ROPES = [
         ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3"),
         ({"head_dim": 15}, "head_dim must be even for RoPE, got 15"),
-        ({"head_dim": None, "hidden_size": 62}, "head_dim is missing, and hidden_size 62 is not a multiple"),
+        ({"head_dim": None, "hidden_size": 62}, "without head_dim, hidden_size 62 must be a multiple"),
         ({"block_size": 8.0}, "block_size must be an integer >= 1, got 8.0"),
         ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is missing"),
         ({"dflash_config": with_dflash(mask_token_id=101)}, "mask_token_id must be below vocab_size 101, got 101"),
@@ -207,7 +207,7 @@ BAD_ROPES = [
             {"dflash_config": {"mask_token_id": 1}, "num_target_layers": None},
             "target_layer_ids is missing, and without num_target_layers",
         ),
-        ({"dflash_config": {"mask_token_id": 1}, "num_target_layers": 3}, "only for 4 target layers or more, got 3"),
+        ({"dflash_config": {"mask_token_id": 1}, "num_target_layers": 3}, "num_target_layers must be at least 4"),
         (
             {"dflash_config": {"mask_token_id": 1}, "eagle_aux_hidden_state_layer_ids": [2]},
             "eagle_aux_hidden_state_layer_ids without target_layer_ids",

@@ -436,7 +436,7 @@ def test_accepted_rows_move_recurrent_layers_as_if_no_other_had_run(options, dty
         ({}, {"taps": (3,)}, r"taps must be different layers in 0 \.\. 2, got \[3\]"),
         ({}, {"num_context": None}, "context and num_context come together"),
         ({"delta": "apart"}, {"windows": [torch.ones(3, 18, 176) for _ in "ab"]}, "slots must be 19 as the layers say"),
-        ({"causal": (1, 0, 1)}, {"tree": random_shapes(16, 3)}, "ancestors must be None unless every layer has causal"),
+        ({"causal": (1, 0, 1)}, {"tree": random_shapes(16, 3)}, "ancestors need causal attention"),
         ({"causal": (1, 1, 1), "rows": 129}, {"tree": random_shapes(129, 3)}, "a tree has at most 128 rows"),
     ],
 )

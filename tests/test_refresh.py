@@ -83,7 +83,7 @@ def predicted(draft: Drafter) -> list[torch.Tensor]:
     if draft.selector is None:
         return [hidden]
     pairs = draft.selector.pair_weights(hidden)
-    return [hidden, pairs.scores(0, torch.tensor([5]), torch.arange(VOCAB)[None])]
+    return [hidden, (pairs.predecessors[5] * pairs.queries[:, 0]).float() @ pairs.successors.float().T]
 
 
 def followed(draft: Drafter) -> nn.Module:

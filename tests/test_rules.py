@@ -626,6 +626,6 @@ def test_a_processor_that_breaks_its_contract_is_named(target, draft, processor,
 def test_a_criterion_that_breaks_its_contract_is_named(target, draft):
     call = {"max_new_tokens": 4, "stopping_criteria": [lambda ids, scores: ids]}
     with pytest.raises(
-        TypeError, match=r"stopping_criteria <lambda> must return a bool or a tensor of one, got \[1, 6\]"
+        TypeError, match=r"stopping_criteria <lambda> must return a bool or tensor of one, got \[1, 6\]"
     ):
         dflash.generate(target, draft, prompt(5)[None], **call)

@@ -128,7 +128,7 @@ def test_a_window_applied_only_through_a_mask_is_refused():
 def test_a_target_that_cannot_be_copied_is_refused():
     model = make_target("qwen3")
     model.lock = threading.Lock()
-    with pytest.raises(UnsupportedTargetError, match="Qwen3ForCausalLM holds something that cannot be copied"):
+    with pytest.raises(UnsupportedTargetError, match="Qwen3ForCausalLM holds what cannot be copied"):
         dflash.generate(model, None, ids(4), max_new_tokens=4)
 
 

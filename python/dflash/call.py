@@ -121,16 +121,14 @@ class Call:
         # 2. Every setting by itself.
         if unsupported := target.settings.get("unsupported"):
             listed = ", ".join(f"{name}={value!r}" for name, value in unsupported.items())
-            raise ValueError(
-                f"the target's generation_config asks for {listed}, which dflash does not apply; set it to None there"
-            )
+            raise ValueError(f"generation_config asks for {listed}, which dflash does not apply; set it to None there")
         given: dict[str, Any] = {"denoise_steps": denoise_steps, "tree": tree, **arguments}
         values = resolve(given, _configured(target.settings, given, ids.shape[1]), target.vocab_size)
         rules = resolve_rules(values, target.vocab_size)
         # 3. What they are together.
         _check_together(values)
         sampling = SamplingArguments(*map(values.__getitem__, _SAMPLING))
-        repeats, stop = values["num_return_sequences"], values["stop_token_ids"]
+        repeats, stop, strings = values["num_return_sequences"], values["stop_token_ids"], [*values["stop_strings"]]
         prompts, rows = ids.shape[0], ids.shape[0] * repeats
         if sampling.seed is not None:
             sampling.seeds(rows)  # raises
@@ -150,7 +148,7 @@ class Call:
             "pad_token_id": (stop or [0])[0] if (pad := target.settings.get("pad_token_id")) is None else pad,
             "rules": rules,
             "host_rules": HostRules(processors, criteria, rows) if processors or criteria else None,
-            "stop_criteria": _stop_criteria(values) if values["stop_strings"] else (),
+            "stop_criteria": (stop_string_criterion(values["tokenizer"], strings),) if strings else (),
             "grammars": () if values["grammar"] is None else _grammars(values, prompts),
         }
         return cls(**kept | own)
@@ -251,18 +249,12 @@ def _check_together(values: Mapping[str, Any]) -> None:
         if values["grammar"] is not None:
             raise ValueError('acceptance="rejection" cannot be combined with grammar: the drafts are not masked')
     check_combination(values["tree"], None, steps, values["acceptance"], sharpness)
+    if (strings := list(values["stop_strings"])) and values["tokenizer"] is None:
+        raise ValueError(f"stop_strings {strings} need the target's tokenizer: pass tokenizer=")
     if values["logprobs"] is None and values["prompt_logprobs"]:
         raise ValueError(f"prompt_logprobs=True needs logprobs too, a number from 0 to {MAX_LOGPROBS}")
     if values["logprobs"] is not None and values["tree"] is not None:
         raise ValueError(f"logprobs cannot be combined with tree={values['tree']!r}: pass tree=None")
-
-
-def _stop_criteria(values: Mapping[str, Any]) -> tuple[StopCriterion, ...]:
-    """Return transformers' criteria for stop strings."""
-    strings, tokenizer = list(values["stop_strings"]), values["tokenizer"]
-    if tokenizer is None:
-        raise ValueError(f"stop_strings {strings} need the target's tokenizer: pass tokenizer=")
-    return (stop_string_criterion(tokenizer, strings),)
 
 
 def _grammars(values: Mapping[str, Any], prompts: int) -> tuple[Any, ...]:

@@ -24,9 +24,9 @@ class AttentionInputs(NamedTuple):
     tree: Tree | None
 
 
-def rotary_table(inv_freq: Tensor, scaling: float, positions: int) -> tuple[Tensor, Tensor]:
-    """Return ``(cos, sin)``, each ``[positions, len(inv_freq)]`` float32, of positions 0, 1, ..."""
-    angles = torch.arange(positions, device=inv_freq.device)[:, None].float() * inv_freq.float()
+def rotation(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return ``(cos, sin)`` of ``positions [...]``, each ``[..., len(inv_freq)]`` float32."""
+    angles = positions[..., None].float() * inv_freq.float()
     return angles.cos() * scaling, angles.sin() * scaling
 
 

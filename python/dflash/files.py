@@ -108,9 +108,7 @@ def find_shards(folder: Path, single_name: str = "model.safetensors") -> list[Pa
     names = sorted(set(mapping.values()))
     for name in names:
         if not name or "\0" in name or len(name) > 255 or Path(name).name != name or name == "..":
-            raise ValueError(
-                f"{printable(index)}: weight_map names {shortened(name)}, which is not a file in the same folder"
-            )
+            raise ValueError(f"{printable(index)}: weight_map names {shortened(name)}, not a file in the same folder")
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{printable(folder)}: shard {named(name)} is missing, but {index.name} names it")
     return [folder / name for name in names]

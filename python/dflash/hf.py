@@ -362,9 +362,7 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module, *, draft_weights: We
             f"has no candidate selector, and drafts no token from the anchor's row. {instead}"
         )
     if own := loaded.config.own_parts:
-        raise ValueError(
-            f"as_assistant uses the target's parts, and this drafter has its own {', '.join(own)}. {instead}"
-        )
+        raise ValueError(f"as_assistant uses the target's parts, this drafter has its own {', '.join(own)}. {instead}")
     check_weights("draft_weights", draft_weights)
     check_draft_weights(draft_weights, loaded)
     # 2. Refuse versions that do not stop where they should

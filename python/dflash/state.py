@@ -14,7 +14,6 @@ import contextlib
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -141,70 +140,61 @@ class Report:
         return reports
 
 
-@dataclass
 class State:
-    """Everything that a step reads and writes; see the invariant above."""
+    """Everything that a step reads and writes; see the invariant above. At first every row is done.
 
-    tokens: Tensor  # [batch, capacity] int64
-    length: Tensor  # [batch] int64
-    num_context: Tensor  # [batch] int64, the tokens that the last step emitted
-    done: Tensor  # [batch] int64: RUNNING, STOPPED, FULL or INVALID
-    limits: Tensor  # [batch] int64, the tokens that a row may hold in all
-    prompt_length: Tensor  # [batch] int64
-    stop_token_ids: Tensor  # [batch, slots] int64, padded with an id that no token has
-    # [batch, rows] int64, the anchor and the proposals of the last chain, or those of the last tree that equal the
-    # choices along its accepted path; -1 for none.
-    block: Tensor
-    offsets: Tensor  # [rows] int64: 1, 2, ...
-    # [batch, rows, taps * hidden], the target's features of the last chain, or of the path that was accepted of the
-    # last tree; 0 columns without a drafter.
-    context: Tensor
-    tree_features: Tensor  # [batch * tree_rows * taps * hidden], the target's features of the last tree
-    tree_path: Tensor  # [batch, rows] int64, the path that was accepted of the last tree
-    tree_choices: Tensor  # [batch, rows] int64, the target's choices along that path
-    sampling: Sampling
-    target_cache: KVCache
-    draft_cache: KVCache | None
-    report: Report
+    Args:
+        target: what verifies.
+        draft: what drafts; None for nothing.
+        batch: rows of the batch.
+        max_length: tokens that a row may hold.
+        block_size: rows of a chain.
+        tree_rows: the most rows of a tree; 0 for chains only.
+    """
 
-    @classmethod
-    def create(
-        cls, target: Target, draft: Drafter | None, batch: int, max_length: int, block_size: int, tree_rows: int = 0
-    ) -> State:
-        """Return the state of ``batch`` rows of ``max_length`` tokens; every row is done.
-
-        ``block_size`` is the rows of a chain, ``tree_rows`` the most of a tree; 0 for chains only.
-        """
+    def __init__(
+        self, target: Target, draft: Drafter | None, batch: int, max_length: int, block_size: int, tree_rows: int = 0
+    ) -> None:
         device, capacity = target.device, max_length + max(block_size, tree_rows)  # a block may look past the end
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         width = 0 if draft is None else len(draft.config.target_layer_ids) * draft.config.hidden_size
-        return cls(
-            tokens=zeros(batch, capacity),
-            length=zeros(batch),
-            num_context=zeros(batch),
-            done=zeros(batch) + FULL,
-            limits=zeros(batch),
-            prompt_length=zeros(batch),
-            stop_token_ids=zeros(batch, _STOP_SLOTS) + _NO_TOKEN,
-            block=zeros(batch, block_size),
-            offsets=torch.arange(1, block_size + 1, device=device),
-            context=torch.zeros(batch, block_size, width, dtype=target.dtype, device=device),
-            tree_features=torch.zeros(batch * tree_rows * width, dtype=target.dtype, device=device),
-            tree_path=zeros(batch, block_size),
-            tree_choices=zeros(batch, block_size),
-            sampling=Sampling.create(batch, device),
-            target_cache=target.new_cache(batch, capacity, block_size),
-            draft_cache=None if draft is None else draft.new_cache(batch, capacity),
-            report=Report(batch, block_size, len(TREE_SIZES) if tree_rows else 0, device),
-        )
+        self.tokens = zeros(batch, capacity)  # [batch, capacity] int64
+        self.length = zeros(batch)  # [batch] int64
+        self.num_context = zeros(batch)  # [batch] int64, the tokens that the last step emitted
+        self.done = zeros(batch) + FULL  # [batch] int64: RUNNING, STOPPED, FULL or INVALID
+        self.limits = zeros(batch)  # [batch] int64, the tokens that a row may hold in all
+        self.prompt_length = zeros(batch)  # [batch] int64
+        self.stop_token_ids = zeros(batch, _STOP_SLOTS) + _NO_TOKEN  # [batch, slots], padded with no token's id
+        # [batch, rows] int64, the anchor and the proposals of the last chain, or those of the last tree that equal the
+        # choices along its accepted path; -1 for none.
+        self.block = zeros(batch, block_size)
+        self.offsets = torch.arange(1, block_size + 1, device=device)  # [rows] int64: 1, 2, ...
+        # [batch, rows, taps * hidden], the target's features of the last chain, or of the path that was accepted of
+        # the last tree; 0 columns without a drafter.
+        self.context = torch.zeros(batch, block_size, width, dtype=target.dtype, device=device)
+        # [batch * tree_rows * taps * hidden], the target's features of the last tree
+        self.tree_features = torch.zeros(batch * tree_rows * width, dtype=target.dtype, device=device)
+        self.tree_path = zeros(batch, block_size)  # [batch, rows] int64, the path that was accepted of the last tree
+        self.tree_choices = zeros(batch, block_size)  # [batch, rows] int64, the target's choices along that path
+        self.sampling = Sampling.create(batch, device)
+        self.target_cache = target.new_cache(batch, capacity, block_size)
+        self.draft_cache = None if draft is None else draft.new_cache(batch, capacity)
+        self.report = Report(batch, block_size, len(TREE_SIZES) if tree_rows else 0, device)
 
     @property
     def anchor(self) -> Tensor:
         """``[batch, 1]`` int64, each row's last emitted token."""
         return self.tokens.gather(1, self.length[:, None])
+
+    @property
+    def at_prompt_end(self) -> State:
+        """This state as a block of each prompt's last token sees it, whose row chooses the first new token."""
+        before = copy.copy(self)
+        before.length = (self.length - 1).clamp(min=0)
+        return before
 
     def positions(self, rows: int) -> Tensor:
         """Return ``[batch, rows]`` int64, the positions after the anchor's."""

@@ -178,8 +178,6 @@ def check_streamer(streamer: object, rows: int) -> None:
     """Raise unless ``streamer`` is like those of transformers and the batch has the one row that they want."""
     for name in ("put", "end"):
         if not callable(getattr(streamer, name, None)):
-            raise TypeError(
-                f"streamer must have put() and end() as transformers' streamers do, got {type(streamer).__name__}"
-            )
+            raise TypeError(f"streamer must have put() and end() as transformers' do, got {type(streamer).__name__}")
     if rows != 1:
         raise ValueError(f"a streamer takes a batch of one row, got {rows} rows; stream() takes any batch")

@@ -323,12 +323,6 @@ class DraftConfig:
         """Rows of the drafter's pass over a whole block, which is the block size that checkpoints state."""
         return self.block_size - self.predicts_from_anchor
 
-    def expect_defaults(self, layout: str, *names: str) -> None:
-        """Raise ValueError unless these fields have their defaults, for a layout that has no keys for them."""
-        for name in names:
-            if (value := getattr(self, name)) != getattr(DraftConfig, name):
-                raise ValueError(f"{layout} has no {name}, and this drafter has {value}")
-
     @classmethod
     def from_config(cls, config: object, source: str = "draft config") -> DraftConfig:
         """Read a parsed ``config.json``: as published, of the ``speculators`` library, or of a Muse Glimmer assistant.
@@ -371,9 +365,7 @@ def _read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}")
     if head_dim is None and hidden % heads:
-        raise ValueError(
-            f"head_dim is missing, and hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
-        )
+        raise ValueError(f"without head_dim, hidden_size {hidden} must be a multiple of num_attention_heads {heads}")
     head_dim = head_dim or hidden // heads
     KEYS["head_dim"].check("head_dim", head_dim)
     if head_dim % 2:
@@ -482,9 +474,7 @@ def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tup
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
     if num_target_layers < 4:
-        raise ValueError(
-            f"target_layer_ids is missing and can be derived only for 4 target layers or more, got {num_target_layers}"
-        )
+        raise ValueError(f"without target_layer_ids, num_target_layers must be at least 4, got {num_target_layers}")
     step = (num_target_layers - 4) / (num_draft_layers - 1)
     return tuple(round(1 + i * step) for i in range(num_draft_layers))
 
@@ -514,9 +504,7 @@ def _read_attention(given: Mapping[str, Any], layers: int) -> tuple[tuple[bool, 
         num_full = given["max_window_layers"] if use_sliding and "sliding_window" in given else layers
         kinds = [FULL if i < num_full else SLIDING for i in range(layers)]
     if not isinstance(kinds, (list, tuple)) or len(kinds) != layers:
-        raise ValueError(
-            f"layer_types must name each of the {layers} layers, got {shortened(kinds)} with num_hidden_layers {layers}"
-        )
+        raise ValueError(f"layer_types must name each of the {layers} layers, got {shortened(kinds)}")
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             raise ValueError(f"layer_types must be {FULL} or {SLIDING}, got {shortened(kind)}")

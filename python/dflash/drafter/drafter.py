@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..decoder import BlockConv, DecoderLayer, DecoderStack, rotary_table
+from ..decoder import BlockConv, DecoderLayer, DecoderStack, rotation
 from ..ops import NotFiniteError, WeightStorage, int8_layer, reference
 from ..state import KVCache
 from ..targets import not_finite
@@ -92,7 +92,7 @@ class Drafter(nn.Module):
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Return an empty cache for ``batch_size`` sequences of ``capacity`` positions, lookahead included."""
         config = self.config
-        rotary = rotary_table(self.inv_freq, config.rope.attention_scaling, capacity)
+        rotary = self.rotary(torch.arange(capacity, device=self.device))
         return KVCache(batch_size, capacity, rotary).allocate(
             config.num_hidden_layers, config.num_kv_heads, config.head_dim, dtype=self.dtype, device=self.device
         )
@@ -142,10 +142,8 @@ class Drafter(nn.Module):
         return ops.fuse_features(context, num_context, *weights, self.config.rms_norm_eps)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(cos, sin)``, each ``[batch, rows, head_dim / 2]`` float32, for ``positions [batch, rows]``."""
-        angles = positions[..., None].float() * self.inv_freq
-        scaling = self.config.rope.attention_scaling
-        return angles.cos() * scaling, angles.sin() * scaling
+        """Return ``(cos, sin)``, each ``[..., head_dim / 2]`` float32, for ``positions [...]``."""
+        return rotation(positions, self.inv_freq, self.config.rope.attention_scaling)
 
     def inject_(self, features: Tensor, positions: Tensor, cache: KVCache) -> None:
         """Append the K/V of context rows to every layer at once (prefill).
@@ -443,14 +441,6 @@ class PairWeights(NamedTuple):
     predecessors: Tensor  # A, [vocab, rank]
     queries: Tensor  # [batch, drafts, rank], one per position
     successors: Tensor  # B, [vocab, rank]
-
-    def scores(self, draft: int, previous: Tensor, candidates: Tensor) -> Tensor:
-        """Return the scores ``[batch, count]`` float32 of candidates of position ``draft`` after ``previous [batch]``.
-
-        Negative ids get the score of id 0.
-        """
-        given = self.predecessors[previous].float() * self.queries[:, draft].float()
-        return (self.successors[candidates.clamp(min=0)].float() * given[:, None]).sum(-1)
 
 
 class CandidateSelector(nn.Module):

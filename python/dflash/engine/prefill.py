@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections import deque
 from collections.abc import Sequence
@@ -111,7 +110,7 @@ class Prefill:
         engine, rows, logits = self.engine, self.rows, self.ends
         state, raw, ended = engine.state, logits[rows], []
         # 1. Rules and noise are those of all rows: the others' choices are dropped.
-        prompt = dataclasses.replace(state, length=(state.length - 1).clamp(min=0))  # a block of the last token
+        prompt = state.at_prompt_end
         block = Block(prompt.anchor)
         logits = engine.rules.apply(logits, block, prompt)
         if engine.grammar_masks is not None:

@@ -179,9 +179,7 @@ class Run:
     def require_open(self) -> None:
         """Raise RuntimeError if the run has ended."""
         if self.ended:
-            raise RuntimeError(
-                "this stream has ended: its generator was reset, has started another call, or a step has failed"
-            )
+            raise RuntimeError("this stream has ended: its generator was reset or runs another call, or a step failed")
 
     # ------------------------------------------------------------------------------------------ prompts
 

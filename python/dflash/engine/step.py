@@ -166,7 +166,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.target, self.draft = target, draft
         self.batch_size, self.block_size, self.widths = batch_size, block_size, widths
-        self.state = State.create(target, draft, batch_size, max_length, block_size, tree_rows)
+        self.state = State(target, draft, batch_size, max_length, block_size, tree_rows)
         self.chain: ChainProposer | PaddingProposer
         self.tree: TreeProposer | None = None
         if draft is None:

@@ -279,13 +279,9 @@ class Contract:
         self._check_rules(env, at)
         for spec, name, tensor in found:
             if spec.is_written and spec.layout == 0 and not tensor.is_contiguous():
-                raise ValueError(
-                    f"{self.op}: {name} is written in place and must be contiguous, got strides {tensor.stride()}"
-                )
+                raise ValueError(f"{self.op}: {name} is written and must be contiguous, got strides {tensor.stride()}")
             if spec.is_written and spec.layout == -1 and row_stride(tensor) < 0:
-                raise ValueError(
-                    f"{self.op}: the rows of {name} must be dense and evenly spaced, got strides {tensor.stride()}"
-                )
+                raise ValueError(f"{self.op}: {name} needs dense, evenly spaced rows, got strides {tensor.stride()}")
         # 5. Make dense what is read, and derive the fields from that
         for spec in self.tensors:
             if not spec.is_written and (value := env[spec.name]) is not None:

@@ -109,9 +109,7 @@ class PackedLayers:
     def check_call(self, s: Scope) -> None:
         """Raise unless the sizes of a call are those of the layers."""
         if self.norm.device != s.hidden.device:
-            raise ValueError(
-                f"{_OP}: the layers must be on {s.hidden.device} as hidden is, got weights on {self.norm.device}"
-            )
+            raise ValueError(f"{_OP}: hidden must be on {self.norm.device} as the layers are, got {s.hidden.device}")
         if self.norm.dtype != s.hidden.dtype:
             raise TypeError(f"{_OP}: hidden must be {self.norm.dtype} as the layers are, got {s.hidden.dtype}")
         wanted = {
@@ -126,9 +124,7 @@ class PackedLayers:
             if getattr(s, name) != want:
                 raise ValueError(f"{_OP}: {name} must be {want} as the layers say, got {getattr(s, name)}")
         if s.ancestors is not None and not self.takes_trees:
-            raise ValueError(
-                f"{_OP}: ancestors must be None unless every layer has causal attention and no convolutions"
-            )
+            raise ValueError(f"{_OP}: ancestors need causal attention and no convolutions in every layer: pass None")
         if self._checked_heads != (s.num_kv_heads, s.head_dim):
             self._check_heads(s.num_kv_heads, s.head_dim)
 
@@ -165,9 +161,7 @@ def _run(launch: Launcher, s: Scope) -> tuple[Tensor, Tensor]:
     if launch.is_fake:
         return out, tapped
     if not launch.is_cpu:
-        raise ValueError(
-            f"decoder_layers: hidden must be on the CPU, got {s.hidden.device}. DecoderStack goes op by op"
-        )
+        raise ValueError(f"{_OP}: hidden must be on the CPU, got {s.hidden.device}. DecoderStack goes op by op")
     # 2. Run
     s.layers, s.norm, s.out, s.taps = packed.records(), packed.norm, out, tapped
     s.num_layers, s.num_taps, s.width = len(packed.layers), len(packed.taps), packed.layers[0].gate.shape[0]

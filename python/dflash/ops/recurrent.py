@@ -13,10 +13,8 @@ L2_EPS = 1e-6
 
 
 def _refuse_long_keys(launch: Launcher, s: Scope) -> None:
-    if s.key_dim > _C.MAX_RECURRENT_KEYS and not launch.is_cpu:
-        raise ValueError(
-            f"gated_recurrence_: key_dim must be at most {_C.MAX_RECURRENT_KEYS} on a GPU, got {s.key_dim}. Use the CPU"
-        )
+    if s.key_dim > (most := _C.MAX_RECURRENT_KEYS) and not launch.is_cpu:
+        raise ValueError(f"gated_recurrence_: key_dim must be at most {most} on a GPU, got {s.key_dim}. Use the CPU")
     s.counters = launch.counters(s.v.device)
 
 

@@ -294,6 +294,4 @@ def check_memory(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) -
         expect_strided(_OP, name, tensor)
         expect_memory(_OP, name, tensor)
         if tensor.is_neg():
-            raise ValueError(
-                f"{_OP}: {name} must not be a negative view, whose sign is not in memory: resolve_neg() it"
-            )
+            raise ValueError(f"{_OP}: {name} must not be a negative view: its sign is not in memory. resolve_neg() it")

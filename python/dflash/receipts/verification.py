@@ -225,9 +225,7 @@ class Verifier:
         longest = max(len(answer.prompt) + len(answer.ids) for answer in receipt.answers)
         positions = max_positions(self._model)
         if positions is not None and longest > positions:
-            raise ValueError(
-                f"an answer ends at position {longest}, past the target's {positions}: it was made with another target"
-            )
+            raise ValueError(f"an answer ends at position {longest}, past the target's {positions}: load its target")
         weights = receipt.weights
         if weights is not None and weights not in self._targets and (obstacle := int8_obstacle(self._model)):
             raise ValueError(
@@ -348,7 +346,7 @@ def _mismatches_of(
     state, rows = engine.state, engine.block_size
     if engine.grammar_masks is not None:
         state.done.fill_(RUNNING)  # masks are made for rows that run
-    prompt = dataclasses.replace(state, length=(state.length - 1).clamp(min=0))
+    prompt = state.at_prompt_end
     search = _Search(engine, answers, call.stop_token_ids)
     search.compare(Block(prompt.anchor), prompts.ends, prompt, 0)
     # 2. The answers, a block of recorded tokens at a time: row j chooses the token after its own.

@@ -292,9 +292,7 @@ class HostRules:
             result = criterion(ids, None)
             if not isinstance(result, (bool, Tensor)) or (isinstance(result, Tensor) and result.numel() != 1):
                 got = list(result.shape) if isinstance(result, Tensor) else repr(result)
-                raise TypeError(
-                    f"stopping_criteria {_name(criterion)} must return a bool or a tensor of one, got {got}"
-                )
+                raise TypeError(f"stopping_criteria {_name(criterion)} must return a bool or tensor of one, got {got}")
             results.append(bool(result))
         return any(results)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..decoder import DecoderStack, rotary_table
+from ..decoder import DecoderStack, rotation
 from ..ops import Int8Weight, NotFiniteError, WeightStorage, int8_layer, split_weights
 from ..state import KVCache, RecurrentCache, Tree
 from .copies import CacheView, structural_copy, use_attention
@@ -347,7 +347,8 @@ class FusedTarget:
             )  # fmt: skip
 
     def _table(self, positions: int) -> tuple[Tensor, Tensor]:
-        return rotary_table(self._inv_freq, self._rotary.attention_scaling, positions)
+        every = torch.arange(positions, device=self._inv_freq.device)
+        return rotation(every, self._inv_freq, self._rotary.attention_scaling)
 
     def handles(self, ids: Tensor) -> bool:
         """Return True if a pass over these rows runs here. torch's matrix products are faster for more rows."""

@@ -307,9 +307,7 @@ def _check_row(name: str, ids: Sequence[int], mask: Sequence[int], config: Any, 
     if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
         raise ValueError(f"{name} has token ids outside 0 .. {config.vocab_size - 1}, the vocabulary")
     if mask_token_id in ids and any(t == mask_token_id and m for t, m in zip(ids, mask, strict=True)):
-        raise ValueError(
-            f"{name} has the mask token {mask_token_id} among the tokens to learn: choose another (--mask-token-id)"
-        )
+        raise ValueError(f"{name} must not teach the mask token {mask_token_id}: choose another (--mask-token-id)")
 
 
 def hold_out(
@@ -332,9 +330,7 @@ def hold_out(
     else:
         chosen = candidates[:count]
     if count and not chosen:
-        raise ValueError(
-            f"none of {len(candidates)} different prompts can be held out: give more, --heldout, or --eval-rows 0"
-        )
+        raise ValueError(f"none of {len(candidates)} prompts can be held out: give more, --heldout, or --eval-rows 0")
     # 2. Train on the rows of all other prompts
     held = {known.keys[row] for row in (chosen if heldout is None else heldout.keys)}
     index = [row for row, key in data.keys.items() if key not in held]

@@ -178,9 +178,7 @@ def _to_speculators(
         LAYER: layer,
     } | settings
     if vllm_causality(out, config.num_hidden_layers) != config.causal:
-        raise ValueError(
-            f"vLLM reads one rule of causality for all layers, and {_causality(config)}: use the published layout"
-        )
+        raise ValueError(f"vLLM reads one rule of causality, and {_causality(config)}: use the published layout")
     return out
 
 
@@ -190,13 +188,20 @@ def _expect_speculators(config: DraftConfig) -> None:
         raise ValueError("a DFlash 2 drafter of the speculators layout has the whole vocabulary, and this one a part")
     if "mask_embedding" in config.own_parts:
         raise ValueError("the speculators layout has no mask embedding, and this drafter has its own")
-    config.expect_defaults("the speculators layout", *_SCALES, "attention_sinks")
+    _expect_defaults(config, "the speculators layout", *_SCALES, "attention_sinks")
     if config.vocab_size is None:
         raise ValueError("the speculators layout needs vocab_size, which is missing in this drafter's config.json")
     if len(set(config.window) - {0}) > 1:
         raise ValueError(f"the speculators layout has one window, and this drafter has {list(config.window)}")
     if any(causal and not window for causal, window in zip(config.causal, config.window, strict=True)):
         raise ValueError(f"full layers there are never causal, and {_causality(config)}: use the published layout")
+
+
+def _expect_defaults(config: DraftConfig, layout: str, *names: str) -> None:
+    """Raise unless these fields have their defaults, for a layout that has no keys for them."""
+    for name in names:
+        if (value := getattr(config, name)) != getattr(DraftConfig, name):
+            raise ValueError(f"{layout} has no {name}, and this drafter has {value}")
 
 
 def _causality(config: DraftConfig) -> str:
@@ -237,7 +242,7 @@ def _to_transformers(config: DraftConfig) -> dict[str, Any]:
         raise ValueError(f"{what} is of the first generation, and this is a {kind} drafter: use the published layout")
     if config.own_parts:
         raise ValueError(f"{what} uses the target's head and embedding, not this drafter's {listed(config.own_parts)}")
-    config.expect_defaults(what, *_SCALES, "attention_bias", "attention_sinks")
+    _expect_defaults(config, what, *_SCALES, "attention_bias", "attention_sinks")
     if any(config.causal):
         raise ValueError(f"{what} is not causal inside a block, and this drafter's layers are {list(config.causal)}")
     if len(windows) > 1:
