@@ -27,16 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from planted_pairs import FAULTS, HEALTHY, KINDS, PROMPTS, Planted, plant
 
-from dflash.doctor import Diagnosis, Effort, diagnose
+from dflash.doctor import Diagnosis, diagnose
 
 CASES = {f"(none, {kind})": pair for kind, pair in KINDS.items()} | FAULTS
-DRAWN = Effort(40, 16)
+DRAWN = 40, 16  # new tokens and places of each answer
 
 
-def examine(name: str, count: int, effort: Effort) -> Diagnosis:
+def examine(name: str, count: int, effort: tuple[int, int]) -> Diagnosis:
     """Plant a fault and look for it."""
     with tempfile.TemporaryDirectory() as folder:
-        return diagnose(*plant(CASES[name], Path(folder), count), effort)
+        return diagnose(*plant(CASES[name], Path(folder), count), *effort)
 
 
 def line(name: str, found: Diagnosis) -> str:
@@ -58,7 +58,7 @@ def draw(number: int) -> Diagnosis:
         rows = [{"prompt": " ".join(chance.choices(words, k=12))} for _ in rows]
     with tempfile.TemporaryDirectory() as folder:
         pair, prompts = plant(Planted(""), Path(folder))
-        return diagnose(pair, dataclasses.replace(prompts, rows=rows), DRAWN)
+        return diagnose(pair, dataclasses.replace(prompts, rows=rows), *DRAWN)
 
 
 def summary(what: str, drawn: list[Diagnosis]) -> str:
@@ -96,7 +96,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run what the command line asks for."""
     given = parse()
-    names, effort = given.only or [*CASES], Effort(given.max_new_tokens, given.places)
+    names, effort = given.only or [*CASES], (given.max_new_tokens, given.places)
     print(
         f"{harness.processor()}, {given.processes} at a time with one thread each, torch {torch.__version__}, float32; "
         f"{described()}, {given.prompts} prompts, {given.max_new_tokens} new tokens, {given.places} places per "

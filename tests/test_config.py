@@ -210,7 +210,7 @@ BAD_ROPES = [
         ({"dflash_config": {"mask_token_id": 1}, "num_target_layers": 3}, "num_target_layers must be at least 4"),
         (
             {"dflash_config": {"mask_token_id": 1}, "eagle_aux_hidden_state_layer_ids": [2]},
-            "eagle_aux_hidden_state_layer_ids without target_layer_ids",
+            "eagle_aux_hidden_state_layer_ids counts layers differently",
         ),
         ({"layer_types": [FULL]}, r"layer_types must name each of the 3 layers, got \['full_attention'\]"),
         (sliding("sfs", 0), "sliding_window must be an integer >= 1, got 0"),

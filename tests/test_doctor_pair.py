@@ -27,7 +27,7 @@ from tiny_tokenizers import byte_level
 from tokenizers import processors
 
 from dflash import Generator, load_draft
-from dflash.doctor import Effort, Pair, Prompts, Wiring, diagnose, find_prompts
+from dflash.doctor import Pair, Prompts, Wiring, diagnose, find_prompts
 from dflash.doctor.diagnosis import Answered, Replay, answer, record
 from dflash.doctor.wiring import Facts, variants
 from dflash.evaluate import PAIR
@@ -42,15 +42,15 @@ MORE = {
 }
 
 
-def examine(fault: Planted, folder, count: int = 1, effort: Effort | None = None):
-    return diagnose(*plant(fault, folder, count), effort or Effort(48, 24))
+def examine(fault: Planted, folder, count: int = 1, *effort: int):
+    return diagnose(*plant(fault, folder, count), *(effort or (48, 24)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in FAULTS if is_long() or name not in MORE])
 def test_a_planted_fault_is_named_and_nothing_else(tmp_path, name):
     fault = FAULTS[name]
-    found = examine(fault, tmp_path, *((8, Effort(64, 16)) if name in SUBTLE else ()))
+    found = examine(fault, tmp_path, *((8, 64, 16) if name in SUBTLE else ()))
     assert [finding.fault for finding in found.findings] == [fault.named]
     finding = found.findings[0]
     assert finding.config == fault.repair
@@ -95,7 +95,7 @@ def test_every_fault_of_the_documentation_is_planted():
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS if is_long() else ["as it is"])
 def test_nothing_is_said_of_a_healthy_pair(tmp_path, kind):
-    found = examine(KINDS[kind], tmp_path, 4, Effort(64, 16))
+    found = examine(KINDS[kind], tmp_path, 4, 64, 16)
     assert not found.findings
     assert not found.notes
     assert found.acceptance_length > 8
@@ -122,7 +122,7 @@ def test_the_reason_of_low_acceptance_is_not_guessed(tmp_path):
 
 
 def test_answers_that_are_too_short_are_not_compared(tmp_path):
-    found = examine(Planted(""), tmp_path, 1, Effort(8, 16))
+    found = examine(Planted(""), tmp_path, 1, 8, 16)
     assert not found.findings
     assert "give more prompts" in found.notes[0]
 
@@ -132,7 +132,7 @@ def test_prompts_are_also_tried_with_a_bos_token(tmp_path):
     prompts = dataclasses.replace(prompts, tokenizer=copy.deepcopy(prompts.tokenizer))
     prompts.tokenizer.chat_template = None
     prompts.tokenizer.backend_tokenizer.post_processor = processors.Sequence([])  # which puts it there
-    without = diagnose(pair, prompts, Effort(40, 16))
+    without = diagnose(pair, prompts, 40, 16)
     bos = answer(pair, dataclasses.replace(prompts, bos=True), 40, lambda *_: None)
     assert without.acceptance_length < bos.acceptance_length
     assert without.encodings == {"a BOS token before the prompt": bos.acceptance_length}
@@ -207,7 +207,7 @@ def test_every_wiring_is_tried_on_a_target_whose_config_does_not_list_its_layers
     pair = random_pair("nemotron_h", 97)
     assert "num_hidden_layers" not in pair.target.config.to_dict()
     prompts = Prompts([{"prompt": "abc"}, {"prompt": "cab de"}], byte_level())
-    found = diagnose(pair, prompts, Effort(16, 16))
+    found = diagnose(pair, prompts, 16, 16)
     assert found.tried > 20
     assert not found.findings
 

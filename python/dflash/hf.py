@@ -134,15 +134,6 @@ def _check_called(called: Sequence[Any], mask: Tensor | None, rows: int) -> None
             raise _refuse(f"{name} to {rows} rows: it asks for the row's number")
 
 
-def _check_positions(positions: Tensor, mask: Tensor | None, ids: Tensor) -> None:
-    live = (torch.ones_like(ids) if mask is None else mask).bool()
-    expected = live.long().cumsum(-1) - 1
-    # m-RoPE has them several times, [3 or 4, batch, length]: text is at the same position in each.
-    is_theirs = positions.dim() in (2, 3) and positions.shape[-2:] == ids.shape
-    if not is_theirs or (positions - expected)[..., live].any():
-        raise _refuse("position_ids other than 0, 1, 2 ... over the tokens that attention_mask leaves")
-
-
 def _not_handed_on() -> dict[str, Any]:
     """Return ``streamer`` and ``assistant_model`` of the transformers ``generate`` that called.
 
@@ -198,7 +189,13 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
         raise _refuse("assistant_model: pass the drafter as draft=")
     if synced_gpus:
         raise _refuse("synced_gpus=True")
-    defaults = _defaults(target, config)
+    asked: Any = types.SimpleNamespace(generation_config=config, get_input_embeddings=target.get_input_embeddings)
+    defaults = TargetDefaults.of(asked)
+    others = {name: value for name, off in _OFF.items() if (value := getattr(config, name, None)) not in off}
+    for name, value in (defaults.settings["unsupported"] | others).items():
+        raise _refuse(f"generation_config.{name}={value!r}")
+    if getattr(config, "cache_implementation", None) == "quantized":
+        raise _refuse("generation_config.cache_implementation='quantized'")
     _check_model_arguments(model_kwargs, input_ids)
     if streamer is not None:
         check_streamer(streamer, input_ids.shape[0])
@@ -227,18 +224,6 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     return output if config.return_dict_in_generate else output.sequences
 
 
-def _defaults(target: nn.Module, config: Any) -> TargetDefaults:
-    """Return the settings of the call's ``config``; raise for those that are not applied."""
-    asked: Any = types.SimpleNamespace(generation_config=config, get_input_embeddings=target.get_input_embeddings)
-    defaults = TargetDefaults.of(asked)
-    others = {name: value for name, off in _OFF.items() if (value := getattr(config, name, None)) not in off}
-    for name, value in (defaults.settings["unsupported"] | others).items():
-        raise _refuse(f"generation_config.{name}={value!r}")
-    if getattr(config, "cache_implementation", None) == "quantized":
-        raise _refuse("generation_config.cache_implementation='quantized'")
-    return defaults
-
-
 def _check_model_arguments(given: Mapping[str, Any], ids: Tensor) -> None:
     """Raise for arguments of the model's forward that would change the text."""
     if media := ", ".join(given.get("mm_encoder_outputs") or ()):  # transformers has run their encoders
@@ -252,8 +237,13 @@ def _check_model_arguments(given: Mapping[str, Any], ids: Tensor) -> None:
     for name in ("cache", "past_key_values"):
         if (past := given.get(name)) is not None and past.get_seq_length():
             raise _refuse(f"{name} that holds tokens, {past.get_seq_length()} here")
-    if given.get("position_ids") is not None:
-        _check_positions(given["position_ids"], given.get("attention_mask"), ids)
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if positions is not None:
+        live = (torch.ones_like(ids) if mask is None else mask).bool()
+        # m-RoPE has them several times, [3 or 4, batch, length]: text is at the same position in each.
+        is_theirs = positions.dim() in (2, 3) and positions.shape[-2:] == ids.shape
+        if not is_theirs or (positions - live.long().cumsum(-1) + 1)[..., live].any():
+            raise _refuse("position_ids other than 0, 1, 2 ... over the tokens that attention_mask leaves")
 
 
 # ------------------------------------------------------------------------------------------- our drafter in its loop

@@ -105,21 +105,19 @@ def check_config(target: nn.Module, config: DraftConfig) -> None:
         _check_equal("vocab_size", config.vocab_size, theirs.vocab_size)
     if config.own_parts and config.vocab_size is not None:
         _check_equal("vocab_size", config.vocab_size, embedding.shape[0])
-    if max(config.target_layer_ids) >= theirs.num_hidden_layers:
-        raise ValueError(
-            f"the drafter does not fit the target: it taps layers {list(config.target_layer_ids)}, "
-            f"the target has layers 0 .. {theirs.num_hidden_layers - 1}"
-        )
-    if not 0 <= config.mask_token_id < embedding.shape[0]:
-        raise ValueError(
-            f"the drafter does not fit the target: its mask_token_id is {config.mask_token_id}, "
-            f"the target embeds ids 0 .. {embedding.shape[0] - 1}"
-        )
+    taps, last = config.target_layer_ids, theirs.num_hidden_layers - 1
+    mask, most = config.mask_token_id, embedding.shape[0] - 1
+    _expect(max(taps) <= last, f"it taps layers {list(taps)}, the target has layers 0 .. {last}")
+    _expect(0 <= mask <= most, f"its mask_token_id is {mask}, the target embeds ids 0 .. {most}")
 
 
 def _check_equal(what: str, drafters: object, targets: object) -> None:
-    if drafters != targets:
-        raise ValueError(f"the drafter does not fit the target: its {what} is {drafters}, the target's is {targets}")
+    _expect(drafters == targets, f"its {what} is {drafters}, the target's is {targets}")
+
+
+def _expect(fits: bool, what: str) -> None:
+    if not fits:
+        raise ValueError(f"the drafter does not fit the target: {what}")
 
 
 def check_block_size(target: nn.Module, draft: Drafter | None, block_size: BlockSize) -> int:

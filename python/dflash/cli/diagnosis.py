@@ -21,9 +21,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import ops
-from ..doctor import Diagnosis, Effort, Pair, Prompts, diagnose, find_prompts
+from ..doctor import Diagnosis, Pair, Prompts, diagnose, find_prompts
 from ..drafter import DraftConfig, draft_folder
 from ..engine.graphs import captured
+from ..evaluate import check_encoding
 from ..evaluate.progress import bars
 from ..files import read_json
 from ..options import check_config
@@ -203,8 +204,7 @@ def doctor(
     source = options.Source(model, trust_remote_code, quiet=as_json)
     rows, origin = find_prompts(prompts, str(source.name))
     tokenizer = options.load_tokenizer(source)
-    if bos and tokenizer.chat_template is not None:
-        raise ValueError("--bos is for tokenizers without a chat template, and this one has one")
+    check_encoding(tokenizer, False, bos)
     folder = draft_folder(draft)
     path = folder / "config.json"
     if not path.is_file():
@@ -219,7 +219,7 @@ def doctor(
     # 2. Load the weights, and run.
     target, drafter, _ = options.ModelOptions(model, str(folder), dtype, device).load(source)
     with bars(["answers", "wirings"], shown=not as_json) as show:
-        found = diagnose(Pair(target, drafter, keys), asked, Effort(max_new_tokens), show)
+        found = diagnose(Pair(target, drafter, keys), asked, max_new_tokens, show=show)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found)))
     else:

@@ -216,13 +216,11 @@ def as_number(value: str | None) -> Any:
 
 
 _SAMPLING = [
-    (name, Annotated[typing.get_args(typing.get_args(GenerateArguments.__annotations__[name])[0])[0] | None, row.help])
-    for name, row in SETTINGS.items()
-    if row.kind and row.help and name != "draft_sharpness"
+    (name, Annotated[typing.get_args(typing.get_args(annotation)[0])[0] | None, row.help], None)
+    for name, annotation in GenerateArguments.__annotations__.items()
+    if (row := SETTINGS[name]).kind and row.help and name != "draft_sharpness"
 ]
-SamplingOptions = dataclasses.make_dataclass(
-    "SamplingOptions", [(name, kind, None) for name, kind in _SAMPLING], frozen=True
-)
+SamplingOptions = dataclasses.make_dataclass("SamplingOptions", _SAMPLING, frozen=True)
 """Options of the sampling and of the logit rules: every row of the table that has a help text."""
 
 

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from ..api import stream
-from ..evaluate import PAIR, check_text, mean_acceptance, prompt_ids
+from ..evaluate import PAIR, check_encoding, check_text, mean_acceptance, prompt_ids
 from ..generator import Generator
 from ..receipts import Receipt, Recorder, lines_of
 from ..receipts import verify as verify_receipt
@@ -109,11 +109,7 @@ def _keep_wrong_bytes() -> None:
 
 
 def _encode(tokenizer: Any, text: str, system: str | None, raw: bool, bos: bool) -> list[int]:
-    has_template = tokenizer.chat_template is not None and not raw
-    if system is not None and not has_template:
-        raise ValueError("--system needs a tokenizer with a chat template, and no --raw")
-    if bos and has_template:
-        raise ValueError("--bos goes with --raw: the chat template has its own")
+    has_template = check_encoding(tokenizer, raw, bos, {"--system": system is not None})
     _check_system(tokenizer, system)
     if not has_template:
         return prompt_ids(tokenizer, {"prompt": text}, raw=True, bos=bos)

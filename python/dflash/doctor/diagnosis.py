@@ -326,19 +326,6 @@ _LOW_FIRST = 0.6  # share of the steps that keep the first draft; that of health
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How much is measured.
-
-    Attributes:
-        max_new_tokens: per answer.
-        places: of each answer at which variants draft.
-    """
-
-    max_new_tokens: int = 128
-    places: int = 32
-
-
-@dataclass(frozen=True)
 class Finding:
     """A fault.
 
@@ -394,16 +381,24 @@ class Diagnosis:
     seconds: float = 0.0
 
 
-def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: Show | None = None) -> Diagnosis:
-    """Examine a pair on a few prompts, answered greedily; ``show`` is told of progress, as that of `bars`.
+def diagnose(
+    pair: Pair, prompts: Prompts, max_new_tokens: int = 128, places: int = 32, show: Show = lambda *_: None
+) -> Diagnosis:
+    """Examine a pair on a few prompts, answered greedily.
+
+    Args:
+        pair: what is examined.
+        prompts: what it answers.
+        max_new_tokens: per answer.
+        places: of each answer, at which other wirings draft.
+        show: told of progress, as that of `bars`.
 
     Raises:
         ValueError: the two do not fit, or a prompt does not fit the target.
     """
     began = time.perf_counter()
-    effort, show = effort or Effort(), show or (lambda *_: None)
     # 1. Answer the prompts with the pair as it is
-    answers = answer(pair, prompts, effort.max_new_tokens, show)
+    answers = answer(pair, prompts, max_new_tokens, show)
     block_size, shares = answers.generator.block_size, answers.total.acceptance_per_position
     counts = len(answers.sequences), sum(answers.total.num_new_tokens)
     out = Diagnosis(answers.acceptance_length, shares, block_size, *counts, prompts.origin)
@@ -416,7 +411,7 @@ def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: S
     layers = range(target.num_hidden_layers)
     taps = sorted({tap + i for tap in wiring.config.target_layer_ids for i in reach if tap + i in layers})
     recordings = record(pair.target, answers.sequences, taps)
-    replay = Replay(recordings, answers.generator.engine.target, pair.drafter, effort.places)
+    replay = Replay(recordings, answers.generator.engine.target, pair.drafter, places)
     out.findings += check_features(replay, wiring)
     out.places = len(replay.anchors)
     # 3. Undo one fault after another, as long as a variant accepts more
@@ -433,7 +428,7 @@ def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: S
             targets.embedding_table(pair.target).shape[0], pair.drafter.dtype,
         )  # fmt: skip
         _search(out, replay, wiring, facts, show)
-        _compare_encodings(out, pair, prompts, effort, show)
+        _compare_encodings(out, pair, prompts, max_new_tokens, show)
         _explain_low_acceptance(out)
     out.seconds = time.perf_counter() - began
     return out
@@ -506,7 +501,7 @@ def _encodings(prompts: Prompts) -> Iterator[tuple[str, str, Prompts]]:
         yield "a BOS token before the prompt", advice, replace(prompts, bos=True)
 
 
-def _compare_encodings(out: Diagnosis, pair: Pair, prompts: Prompts, effort: Effort, show: Show) -> None:
+def _compare_encodings(out: Diagnosis, pair: Pair, prompts: Prompts, max_new_tokens: int, show: Show) -> None:
     """Compare how prompts are encoded with the chat template's thinking switched on and off, and with a BOS token."""
     if any(finding.after is not None for finding in out.findings):
         out.notes.append("other ways to encode prompts were not compared: repair the wiring first")
@@ -519,7 +514,7 @@ def _compare_encodings(out: Diagnosis, pair: Pair, prompts: Prompts, effort: Eff
             continue
         if other.ids == prompts.ids:
             continue
-        length = answer(pair, other, effort.max_new_tokens, show).acceptance_length
+        length = answer(pair, other, max_new_tokens, show).acceptance_length
         out.encodings[change] = length
         if length > (1 + _LEAST_ENCODING_GAIN) * out.acceptance_length:
             found = f"{change}: more drafts are accepted"

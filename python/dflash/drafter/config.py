@@ -487,10 +487,7 @@ def _read_taps(given: Mapping[str, Any], config: Mapping[str, Any], layers: int)
         return taps
     for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
         if config.get(key) is not None:
-            raise ValueError(
-                f"{key} without target_layer_ids is not supported: the two count layers differently, "
-                "so state target_layer_ids"
-            )
+            raise ValueError(f"{key} counts layers differently, so state target_layer_ids: it is missing")
     if target_layers is None:
         raise ValueError("target_layer_ids is missing, and without num_target_layers it cannot be derived")
     return build_target_layer_ids(target_layers, layers)

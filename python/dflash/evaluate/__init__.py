@@ -3,4 +3,4 @@
 from .compare import Decoding, GeneratorRunner, add_up, mean_acceptance
 from .pair import ARROW, FIRST_GENERATION, PAIR, demo_pair, demo_prompts, draft_folder, encode, load_target
 from .pretrained import Pretrained
-from .prompts import check_text, prompt_ids, render_chat, text_ids
+from .prompts import check_encoding, check_text, prompt_ids, render_chat, text_ids

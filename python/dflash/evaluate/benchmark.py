@@ -22,7 +22,7 @@ from ..outputs import Statistics
 from ..targets import max_positions
 from .compare import Answer, Comparison, Decoding, describe, mean_acceptance, pair_runners
 from .progress import bars
-from .prompts import Conversation, prompt_ids
+from .prompts import Conversation, check_encoding, prompt_ids
 
 _NGRAM = 8
 Record = dict[str, Any]  # one turn of a conversation, as answered in each way
@@ -47,15 +47,8 @@ class BenchmarkConfig(Decoding):
         """Raise ``ValueError`` for settings that do not fit the tokenizer. The engine checks the others."""
         if self.turns not in ("first", "all"):
             raise ValueError(f"--turns must be first or all, got {self.turns!r}")
-        has_template = tokenizer.chat_template is not None and not self.raw
-        if self.turns == "all" and not has_template:
-            raise ValueError("--turns all needs a tokenizer with a chat template, and no --raw")
-        if self.thinking is not None and not has_template:
-            raise ValueError("--no-thinking needs a tokenizer with a chat template, and no --raw")
-        if self.bos and has_template:
-            raise ValueError("--bos goes with --raw: the chat template has its own")
-        if self.bos and tokenizer.bos_token_id is None:
-            raise ValueError("--bos: this tokenizer has no BOS token")
+        options = {"--turns all": self.turns == "all", "--no-thinking": self.thinking is not None}
+        check_encoding(tokenizer, self.raw, self.bos, options)
 
     def asked(self, conversation: Conversation) -> Sequence[str]:
         """Return the turns of a conversation that are asked."""

@@ -155,13 +155,10 @@ class Pretrained:
         """
         from transformers.utils import logging
 
-        verbosity, hides_bars = logging.get_verbosity(), self.local_files_only and logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()
-        if hides_bars:
-            logging.disable_progress_bar()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(logging.set_verbosity, logging.get_verbosity())
+            logging.set_verbosity_error()
+            if self.local_files_only and logging.is_progress_bar_enabled():
+                stack.callback(logging.enable_progress_bar)
+                logging.disable_progress_bar()
             yield
-        finally:
-            logging.set_verbosity(verbosity)
-            if hides_bars:
-                logging.enable_progress_bar()

@@ -244,6 +244,23 @@ def check_text(text: str, where: str, first_line: int = 1) -> str:
     return text
 
 
+def check_encoding(tokenizer: Any, raw: bool, bos: bool, options: Mapping[str, bool] | None = None) -> bool:
+    """Return True if prompts become messages of a chat. ``options`` need that; by name, whether they were given.
+
+    Raises:
+        ValueError: such an option or ``bos`` was given and does not fit, or the tokenizer has no BOS token.
+    """
+    has_template = tokenizer.chat_template is not None and not raw
+    for name, is_given in (options or {}).items():
+        if is_given and not has_template:
+            raise ValueError(f"{name} needs a tokenizer with a chat template, and no --raw")
+    if bos and has_template:
+        raise ValueError("--bos is for prompts without a chat template: this one has its own")
+    if bos and tokenizer.bos_token_id is None:
+        raise ValueError("--bos: this tokenizer has no BOS token")
+    return has_template
+
+
 def prompt_ids(
     tokenizer: Any,
     prompt: Mapping[str, Any],

@@ -12,13 +12,11 @@ import torch
 from ..outputs import StreamEvent
 from ..streaming import TextDecoder
 from ..terminal import printable
-from . import trees
+from .trees import ACCEPTED, BONUS, TreeStep, draw
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-ACCEPTED, BONUS = "green", "bold underline yellow"  # bonus tokens stand out without colors too
-_TREE_STYLES = {trees.ACCEPTED: f"bold {ACCEPTED}", trees.BONUS: BONUS, trees.DRAFT: "default", trees.EDGE: "dim"}
 _ASCII = str.maketrans("─┬├└│━┯┝┕·", "-+|`|=+|`_")
 _BAR = 40
 _STORED = {"weights": "target", "draft_weights": "drafter"}
@@ -84,7 +82,7 @@ def print_answer(console: Console, tokenizer: Any, prompt: str, events: Iterator
     console.out(f"({count} tokens: 1 from the prompt, {count - 1} in {steps} steps)", style="dim", highlight=False)
 
 
-def print_tree(console: Console, tokenizer: Any, step: trees.TreeStep) -> None:
+def print_tree(console: Console, tokenizer: Any, step: TreeStep) -> None:
     """Draw one step's tree: the accepted path in one color, the bonus token in another, other drafts without."""
     from rich.text import Text
 
@@ -96,8 +94,8 @@ def print_tree(console: Console, tokenizer: Any, step: trees.TreeStep) -> None:
         return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
 
     console.out(f"\none step: a tree of {rows} rows, {kept} drafts accepted", style="dim", highlight=False)
-    for line in trees.draw(step, lambda token: tokenizer.decode([token])):
-        pieces = [(shown(text), _TREE_STYLES[kind]) for text, kind in line]
+    for line in draw(step, lambda token: tokenizer.decode([token])):
+        pieces = [(shown(text), f"bold {style}" if style == ACCEPTED else style) for text, style in line]
         wide = not console.is_terminal  # a file has lines of any length
         console.print(Text.assemble(*pieces), no_wrap=True, overflow="ellipsis", crop=not wide, soft_wrap=wide)
 

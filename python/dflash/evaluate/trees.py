@@ -12,7 +12,8 @@ from ..generator import Generator
 from ..outputs import StreamEvent
 from ..terminal import printable
 
-ACCEPTED, BONUS, DRAFT, EDGE = "accepted", "bonus", "draft", "edge"
+# Styles of rich, which also say what a piece of a picture is. Bonus tokens stand out without colors too.
+ACCEPTED, BONUS, DRAFT, EDGE = "green", "bold underline yellow", "default", "dim"
 Piece = tuple[str, str]  # a text, and which of the four it is
 _PATH_EDGES = str.maketrans("─┬├└", "━┯┝┕")
 

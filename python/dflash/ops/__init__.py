@@ -7,12 +7,16 @@ twin in `dflash.ops.reference`.
 Ops that end in an underscore write into their arguments and return nothing. None of them records gradients.
 """
 
+# The CPU kernels' instruction set, such as avx512 (DFLASH_ISA names another); and whether kernels on a CUDA device may
+# start before the one ahead has ended, as on sm_90 and newer.
+from .._C import isa, overlaps
+from .._C import with_cuda as has_cuda_kernels  # this build holds CUDA kernels at all
 from . import attention, layers, linear, norm, recurrent, tree, vocab
 from .contract import bytes_reached
 from .layers import PackedLayers
 from .recurrent import L2_EPS
-from .registry import OPS, cuda_status, has_cuda_kernels, isa, skinny
-from .switches import OVERLAP, PREFETCH, overlaps
+from .registry import OPS, cuda_status, skinny
+from .switches import OVERLAP, PREFETCH
 from .tree import MAX_TREE_ROWS, ROW_STATES
 from .vocab import MAX_CANDIDATES
 from .weights import (

@@ -32,16 +32,6 @@ def skinny(rows: int, dtype: torch.dtype) -> bool:
     return rows <= _SKINNY.get(dtype, 0)
 
 
-def isa() -> str:
-    """Return the CPU kernels' instruction set, such as ``avx512``; ``DFLASH_ISA`` in the environment names another."""
-    return _C.isa()
-
-
-def has_cuda_kernels() -> bool:
-    """Return True if this build holds CUDA kernels at all."""
-    return _C.with_cuda()
-
-
 @functools.cache
 def cuda_status(device: int = 0) -> str:
     """Return why this build's CUDA kernels cannot run on CUDA device ``device``, looked up once; empty if they can."""

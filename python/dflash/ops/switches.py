@@ -21,8 +21,3 @@ def is_on(name: str) -> bool:
 
 OVERLAP, PREFETCH = is_on("DFLASH_OVERLAP"), is_on("DFLASH_PREFETCH")
 _C.set_overlap(OVERLAP)
-
-
-def overlaps(device: int = 0) -> bool:
-    """Return True if kernels on a CUDA device may start before the one ahead has ended (sm_90 and newer)."""
-    return _C.overlaps(device)

@@ -62,11 +62,6 @@ def _text(most: int) -> Check:
     return f"be a text of at most {most} characters", lambda value: isinstance(value, str) and len(value) <= most
 
 
-def _token_ids(vocab_size: int) -> Check:
-    _, is_token = _within(0, vocab_size - 1)
-    return f"hold token ids in 0 .. {vocab_size - 1}", lambda value: _is_list_of(value, is_token)
-
-
 def _is_list_of(value: object, holds: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and bool(value) and all(map(holds, value))
 
@@ -289,7 +284,8 @@ class RecordedAnswer:
     @classmethod
     def parse(cls, content: object, vocab_size: int) -> RecordedAnswer:
         """Check an answer of unknown origin; raises TypeError or ValueError."""
-        ids = _token_ids(vocab_size)
+        _, is_token = _within(0, vocab_size - 1)
+        ids = f"hold token ids in 0 .. {vocab_size - 1}", lambda value: _is_list_of(value, is_token)
         checks = {"prompt": ids, "ids": ids, "seed": _within(*_INT64), "finish_reason": _one_of("stop", "length")}
         given = parse_object(content, checks, "an answer")
         return cls(**given | {"prompt": tuple(given["prompt"]), "ids": tuple(given["ids"])})
