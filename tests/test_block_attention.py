@@ -168,7 +168,7 @@ def test_bits_do_not_depend_on_the_capacity(dtype, kernels):
 def test_emulated_bits_do_not_depend_on_the_number_of_splits(mode, heads, dtype, emulation, monkeypatch):
     kernels = Emulated(emulation)
     workspace = kernels.workspace
-    for lengths, rows in ([[1023, 0, 255], 16], [[2100], 1], [[4090], 17]):
+    for lengths, rows in ([[1023, 0, 255], 16], [[2100], 1], [[9210], 17]):
         case, chosen = draw(heads, lengths, rows, dtype), options(mode, heads[0])
         want = kernels.block_attention(*case, 0.1, **chosen)
         twin = reference.block_attention(*case, 0.1, **chosen)
@@ -182,9 +182,9 @@ def test_emulated_bits_do_not_depend_on_the_number_of_splits(mode, heads, dtype,
 
 
 def test_emulated_blocks_take_several_chunks_where_there_are_many_tiles(emulation, monkeypatch):
-    """128 tiles, of which each has four blocks and five or six live chunks."""
+    """128 tiles, of which each has 16 blocks, and one has 18 live chunks."""
     kernels = Emulated(emulation)
-    case = draw((1, 1, 8, 8), [530, 650] * 64, 1, torch.bfloat16, capacity=1400)
+    case = draw((1, 1, 8, 8), [130] * 127 + [2400], 1, torch.bfloat16, capacity=2500)
     want = kernels.block_attention(*case, 0.3, True)
     workspace = kernels.workspace
     monkeypatch.setattr(kernels, "workspace", lambda *shapes: (1, *workspace(*shapes)[1:]))

@@ -5,19 +5,27 @@
 namespace dflash {
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr int kFirstChunk = 128;
+
+// The first 1024 slots of a cache are one octave, every later octave is as long as all that is before it, and the last
+// has no end. Each is cut into chunks of a length of its own, eight per octave.
+constexpr int kOctaves = 5;
 constexpr int kPerOctave = 8;
+struct Octave {
+  int begin, chunk;  // its first slot, and the slots of its chunks
+  __host__ __device__ explicit Octave(int i) : begin(i ? 512 << i : 0), chunk(i ? 64 << i : 128) {}
+};
 
 // The first slot of a chunk, and the chunk of a slot.
-static __device__ __forceinline__ int chunk_begin(int chunk) {
-  const int octave = chunk / kPerOctave, place = chunk % kPerOctave;
-  return octave == 0 ? kFirstChunk * place : (kFirstChunk * (kPerOctave + place)) << (octave - 1);
+static __host__ __device__ __forceinline__ int chunk_begin(int chunk) {
+  const int i = min(chunk / kPerOctave, kOctaves - 1);
+  const Octave octave(i);
+  return octave.begin + (chunk - i * kPerOctave) * octave.chunk;
 }
-static __device__ __forceinline__ int chunk_of(int slot) {
-  const int first = slot / kFirstChunk;
-  if (first < kPerOctave) return first;
-  const int octave = 31 - __clz(first / kPerOctave);
-  return kPerOctave * (octave + 1) + (first >> octave) % kPerOctave;
+static __host__ __device__ __forceinline__ int chunk_of(int slot) {
+  int i = 0;
+  while (i + 1 < kOctaves && slot >= Octave(i + 1).begin) ++i;
+  const Octave octave(i);
+  return i * kPerOctave + (slot - octave.begin) / octave.chunk;
 }
 
 // A row of a tree sees the rows of its path. These stand in the sums where a chain would have them: at the positions

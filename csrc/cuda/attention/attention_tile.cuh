@@ -272,11 +272,12 @@ struct Tile : TileRows<T, kDim> {
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float x = __fmul_rn(score[n][e], scale);
-        if (softcap != 0.0f) x = __fmul_rn(tanhf(x), softcap);
-        score[n][e] = x;
-      }
+      for (int e = 0; e < 4; ++e) score[n][e] = __fmul_rn(score[n][e], scale);
+    if (softcap == 0.0f) return;  // asked once, not for every score
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) score[n][e] = __fmul_rn(tanhf(score[n][e]), softcap);
   }
 
   // Raises the tops of s to those of 32 more slots, turns their scores into weights, and adds these up.

@@ -4,10 +4,10 @@
 // warps, 16 rows each, reads every K/V byte once for the tile. Slots pass through a ring of cp.async stages, 32 at a
 // time: S = Q K^T and O += P V by mma.sync, softmax in registers between them, fp32 sums.
 //
-// The cache is cut into chunks at fixed slots: 128 slots each up to 1024, then eight per octave, so the longest has a
-// sixteenth to an eighth of the context. Each chunk has its own (top, sum, o), and chunks are folded one by one in
-// ascending order. Tiles and chunks start at absolute slots, and one without a visible key changes no bit of a row. The
-// result therefore does not depend on how the work is split. All scores are in units of log2(e).
+// The cache is cut into chunks at fixed slots (Octave): 128 slots each up to 2048, then 256 up to 4096, 512 up to 8192
+// and 1024 from there on. Each chunk has its own (top, sum, o), and chunks are folded one by one in ascending order.
+// Tiles and chunks start at absolute slots, and one without a visible key changes no bit of a row. The result therefore
+// does not depend on how the work is split. All scores are in units of log2(e).
 //
 // If there are few tiles, blocks share the chunks of a tile and store their states, and a second kernel folds these,
 // eight columns in each of its blocks. If there are many tiles, one block takes all chunks in turn.
@@ -30,7 +30,7 @@
 namespace dflash {
 
 constexpr int64_t kMaxSplitTiles = 128;  // with more, there is a block for every tile anyway
-constexpr int64_t kMaxBlocks = 512;      // of split tiles, about: blocks take chunks in turn beyond
+constexpr int64_t kMaxBlocks = 2048;     // of split tiles, about: blocks take chunks in turn beyond
 
 // Behind the stored states: the first and last chunk that a tile has a state of.
 template <int kDim>
@@ -114,15 +114,6 @@ static int64_t num_tiles(int64_t rows, int64_t num_heads, int64_t num_kv_heads) 
   return ceil_div(rows * (num_heads / num_kv_heads), kRows);
 }
 
-// chunk_of(capacity - 1) + 1, computed on the host.
-static int64_t num_chunks(int64_t capacity) {
-  const int64_t first = (capacity - 1) / kFirstChunk;
-  if (first < kPerOctave) return first + 1;
-  int64_t octave = 0;
-  while (first / kPerOctave >> (octave + 1)) ++octave;
-  return kPerOctave * (octave + 1) + (first >> octave) % kPerOctave + 1;
-}
-
 // One state per tile if the tiles alone fill a GPU, else one per chunk of the capacity.
 Workspace block_attention_workspace(DType dtype, const void* k_cache, const void* v_cache, int64_t batch, int64_t rows,
                                     int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim,
@@ -131,7 +122,7 @@ Workspace block_attention_workspace(DType dtype, const void* k_cache, const void
   if (dtype == DType::kFloat32 || head_dim % 8 || v_head_dim % 8 || dim > 256 || !aligned16(k_cache, v_cache))
     return {0, 0};
   const int64_t tiles = num_tiles(rows, num_heads, num_kv_heads) * batch * num_kv_heads;
-  const int64_t splits = tiles <= kMaxSplitTiles ? num_chunks(capacity) : 1;
+  const int64_t splits = tiles <= kMaxSplitTiles ? chunk_of(int(capacity) - 1) + 1 : 1;
   const int64_t floats = dim <= 64 ? kStateFloats<64> : dim <= 128 ? kStateFloats<128> : kStateFloats<256>;
   return {splits, tiles * (splits * floats * int64_t(sizeof(float)) + int64_t(sizeof(int2)))};
 }
