@@ -61,8 +61,8 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
         experts_workspace(DType(dtype), address_of(gate_up.ptr()), address_of(down.ptr()), rows, top_k, hidden, width));
   });
   m.def("select_tokens_workspace", &select_tokens_workspace);
-  m.def("tree_candidates_workspace", &tree_candidates_workspace);
-  m.def("top_candidates_workspace", &top_candidates_workspace);
+  m.def("tree_candidates_workspace", &candidates_workspace);
+  m.def("top_candidates_workspace", &candidates_workspace);
 }
 
 }  // namespace dflash

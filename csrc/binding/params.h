@@ -29,7 +29,7 @@ enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // kF
 #endif
 DFLASH_ANYWHERE constexpr float norm_offset(bool zero_centered) { return zero_centered ? 1.0f : -0.0f; }
 
-// RMSNorm, with an optional residual added first and an optional count of live rows per sequence. With
+// h = x + residual; out = h / sqrt(mean(h^2) + eps) * weight, or times (1 + weight) if zero_centered; tap = h. With
 // `front` each sequence of the result begins with rows of that tensor, as they are.
 struct RmsNormParams {
   const void* x;          // [rows, hidden]
@@ -72,14 +72,13 @@ struct DynamicConvParams {
 
 // Dynamic convolution of x, rounded to the storage type, in front of RMSNorm with a residual.
 struct ConvAddRmsNormParams {
-  const void* x;         // [rows, hidden]
-  const void* base;      // [width, hidden]
-  const void* dynamic;   // [rows, width, groups], as above
-  const void* residual;  // [rows, hidden]
-  const void* weight;    // [hidden]
-  void* out;             // [rows, hidden]
-  void* residual_out;    // [rows, hidden]
-  void* tap;             // [rows, hidden], strided, or null
+  const void* x;             // [rows, hidden]
+  const void* base;          // [width, hidden]
+  const void* dynamic;       // [rows, width, groups], as above
+  const void* residual;      // [rows, hidden]
+  const void* weight;        // [hidden]
+  void *out, *residual_out;  // [rows, hidden]
+  void* tap;                 // [rows, hidden], strided, or null
   int64_t tap_stride, dynamic_stride_block, dynamic_stride_row, rows, block_rows, hidden, width, groups;
   float eps;
   bool zero_centered;
@@ -127,23 +126,22 @@ struct SigmoidMulParams {
   DFLASH_PARAMS(x, gate, out, gate_stride_row, gate_stride_head, rows, heads, width, dtype)
 };
 
-// Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows, the block; k heads (norm, RoPE) and v heads
-// of all rows into the cache. Row i of sequence b's block is in slot lengths[b] + i, at position lengths[b] + depth[b,
-// i]. Row i in front of it is context, in slot and at position lengths[b] - num_context[b] + i, and off if it is at or
-// past num_context[b]. A slot outside [0, capacity) appends nothing.
+// n = x / sqrt(mean(x^2) + eps) * weight per head; (a, b) = halves of n's first 2 * half dimensions; out = (a cos - b
+// sin, b cos + a sin, rest of n), rounded once. Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows
+// rows, the block; k heads (norm, RoPE) and v heads of all rows into the cache. Row i of sequence b's block is in slot
+// lengths[b] + i, at position lengths[b] + depth[b, i]. Row i in front of it is context, in slot and at position
+// lengths[b] - num_context[b] + i, and off if it is at or past num_context[b]. A slot outside [0, capacity) appends
+// nothing.
 struct QkvNormRopeAppendParams {
   const void* qkv;         // [batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]: q heads, k heads, v heads; if
                            // gated, each q head is followed by its gate, which is not read
   const int64_t* lengths;  // [batch], clamped to -q_rows .. 2 * capacity + q_rows
-  const int64_t* num_context;  // [batch], clamped to 0 .. rows - q_rows; null if that is 0
-  const int64_t* depth;        // [batch, q_rows], clamped to 0 .. q_rows; null: 0, 1, 2, ...
-  const float* cos;            // [positions, half]; a position that it does not have takes the nearest
-  const float* sin;            // [positions, half]
-  const void* q_norm_weight;   // [head_dim] or null
-  const void* k_norm_weight;   // [head_dim] or null
-  void* q_out;                 // [batch, q_rows, num_heads, head_dim]
-  void* k_cache;               // [batch, num_kv_heads, capacity, head_dim]
-  void* v_cache;               // [batch, num_kv_heads, capacity, head_dim]
+  const int64_t* num_context;                 // [batch], clamped to 0 .. rows - q_rows; null if that is 0
+  const int64_t* depth;                       // [batch, q_rows], clamped to 0 .. q_rows; null: 0, 1, 2, ...
+  const float *cos, *sin;                     // [positions, half]; a position that they do not have takes the nearest
+  const void *q_norm_weight, *k_norm_weight;  // [head_dim] or null
+  void* q_out;                                // [batch, q_rows, num_heads, head_dim]
+  void *k_cache, *v_cache;                    // [batch, num_kv_heads, capacity, head_dim]
   int64_t batch, rows, q_rows, num_heads, num_kv_heads, head_dim;
   int64_t half;  // the first 2 * half dimensions of a head rotate
   int64_t positions, capacity;
@@ -159,13 +157,11 @@ struct QkvNormRopeAppendParams {
 
 // The same for K and V only, for all layers.
 struct AppendContextKvParams {
-  const void* kv;             // [num_layers, batch, rows, 2 * num_kv_heads * head_dim]: k heads, v heads
-  const int64_t* positions;   // [batch, rows]
-  const float* cos;           // [batch, rows, half]
-  const float* sin;           // [batch, rows, half]
-  const void* k_norm_weight;  // [num_layers, head_dim] or null
-  void* const* k_caches;      // [num_layers] pointers to [batch, num_kv_heads, capacity, head_dim]
-  void* const* v_caches;      // [num_layers] pointers to [batch, num_kv_heads, capacity, head_dim]
+  const void* kv;                           // [num_layers, batch, rows, 2 * num_kv_heads * head_dim]: k heads, v heads
+  const int64_t* positions;                 // [batch, rows]
+  const float *cos, *sin;                   // [batch, rows, half]
+  const void* k_norm_weight;                // [num_layers, head_dim] or null
+  void *const *k_caches, *const *v_caches;  // [num_layers] pointers to [batch, num_kv_heads, capacity, head_dim]
   int64_t num_layers, batch, rows, num_kv_heads, head_dim, half, capacity;
   float eps;
   DType dtype;
@@ -190,10 +186,11 @@ struct AppendKvParams {
 constexpr int64_t kMaxTreeRows = 128;             // of a block that is a tree, root included; also candidates per depth
 constexpr int64_t kMaxCandidates = kMaxTreeRows;  // per slot of a walk
 
-// softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
-// lengths[b] + i. With ancestors the block is a tree: row i is in slot lengths[b] + i, at position lengths[b]
-// + its depth, the number of its ancestors. Bits are those of a chain: a row of the block is a key of the
-// tile and chunk of its position. It is seen where its slot is in the cache and its position is not negative.
+// o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)), p_ij = exp(s_ij - top), s_ij = cap(scale * q_i . k_j), over
+// the keys that each query sees; query i of sequence b is at position lengths[b] + i. With ancestors the block is a
+// tree: row i is in slot lengths[b] + i, at position lengths[b] + its depth, the number of its ancestors. Bits are
+// those of a chain: a row of the block is a key of the tile and chunk of its position. It is seen where its slot is in
+// the cache and its position is not negative.
 struct BlockAttentionParams {
   const void* q;           // [batch, rows, num_heads, head_dim], strided, the last dimension dense
   const void* k_cache;     // [batch, num_kv_heads, capacity, head_dim]
@@ -223,7 +220,8 @@ struct BlockAttentionParams {
   int64_t fresh = -1;
 };
 
-// ids = argmax(sharpness * filter(logits / temperature) + gumbel noise); -1 for a row that holds NaN.
+// ids = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id; -1 for a
+// row that holds NaN.
 struct SelectTokensParams {
   const void* logits;        // [batch, rows, vocab]
   const int64_t* positions;  // [batch, rows]; if consecutive [batch]: row i is at positions[b] + 1 + i
@@ -258,7 +256,7 @@ struct TreeCandidatesParams {
   const float* temperature;  // [batch], as if at most the largest float
   int64_t* ids;              // [batch, depths, count]
   float* scores;             // [batch, depths, count]
-  void* workspace;           // CUDA only, see tree_candidates_workspace()
+  void* workspace;           // CUDA only, see candidates_workspace()
   int64_t batch, depths, vocab;
   int64_t count;  // 1 .. kMaxTreeRows
   float noise_weight;
@@ -278,7 +276,7 @@ struct TopCandidatesParams {
   const float* sharpness;    // [batch]; infinity: only logits; negative or NaN: as if 0
   int64_t* ids;              // [batch, rows, count]
   float* candidate_logits;   // [batch, rows, count]
-  void* workspace;           // CUDA only, see top_candidates_workspace()
+  void* workspace;           // CUDA only, see candidates_workspace()
   int64_t batch, rows, vocab;
   int64_t count;  // 1 .. kMaxCandidates
   DType dtype;
@@ -290,21 +288,20 @@ struct TopCandidatesParams {
 // + gumbel noise, with S(a, c) = logit(c) + sum over r of predecessors[a, r] hidden[j, r] successors[c, r]
 // and a the token before. -1 from the first slot on that has no candidate, or a NaN score.
 struct WalkCandidatesParams {
-  const void* hidden;        // [batch, slots, rank]
-  const void* predecessors;  // [codes, rank]
-  const void* successors;    // [codes, rank]
-  const int64_t* anchor;     // [batch], the token before slot 0; outside the codebook it adds nothing
-  const int64_t* ids;        // [batch, slots, count]; outside [0, codes): no candidate
-  const float* logits;       // [batch, slots, count]
-  const int64_t* positions;  // [batch, slots]
-  const int64_t* seeds;      // [batch]
-  const float* temperature;  // [batch], as select_tokens has these five
-  const int64_t* top_k;      // [batch]
-  const float* top_p;        // [batch]
-  const float* min_p;        // [batch]
-  const float* sharpness;    // [batch]
-  int64_t* path;             // [batch, slots]
-  float* scores;             // [batch, slots, count]: S / temperature, -inf where filtered
+  const void* hidden;                     // [batch, slots, rank]
+  const void *predecessors, *successors;  // [codes, rank]
+  const int64_t* anchor;                  // [batch], the token before slot 0; outside the codebook it adds nothing
+  const int64_t* ids;                     // [batch, slots, count]; outside [0, codes): no candidate
+  const float* logits;                    // [batch, slots, count]
+  const int64_t* positions;               // [batch, slots]
+  const int64_t* seeds;                   // [batch]
+  const float* temperature;               // [batch], as select_tokens has these five
+  const int64_t* top_k;                   // [batch]
+  const float* top_p;                     // [batch]
+  const float* min_p;                     // [batch]
+  const float* sharpness;                 // [batch]
+  int64_t* path;                          // [batch, slots]
+  float* scores;                          // [batch, slots, count]: S / temperature, -inf where filtered
   int64_t batch, slots;
   int64_t count;  // 1 .. kMaxCandidates
   int64_t codes, rank;
@@ -349,7 +346,8 @@ struct Emission {
   }
 };
 
-// Emits the longest matching prefix and one more token: the state update of a step.
+// Emits the longest matching prefix and one more token, the state update of a step: with m = 1 + |longest prefix with
+// block_ids[j + 1] == posterior[j]|, tokens[length + 1 ..] = posterior[0 .. m), length += m and num_context = m.
 struct AcceptPrefixParams : Emission {
   const int64_t* block_ids;  // [batch, rows]: the anchor, then proposals; negative: none
   const int64_t* posterior;  // [batch, rows]: the target's choices; negative: its logits held NaN
@@ -382,12 +380,10 @@ struct Sizes {
 // caches of all layers. Every row moves down, so moving in the order of j overwrites nothing that is still to
 // move. Slots outside 0 .. capacity - 1 stay.
 struct CompactKvParams {
-  const int64_t* path;    // [batch, path_rows]
-  const int64_t* counts;  // [batch]
-  const int64_t* first;   // [batch]
-  void* const* caches;    // [num_caches] pointers to [batch, heads[i], capacity, row_bytes[i] bytes]
-  Sizes heads;            // [num_caches]
-  Sizes row_bytes;        // [num_caches]
+  const int64_t* path;            // [batch, path_rows]
+  const int64_t *counts, *first;  // [batch]
+  void* const* caches;            // [num_caches] pointers to [batch, heads[i], capacity, row_bytes[i] bytes]
+  Sizes heads, row_bytes;         // [num_caches]
   int64_t num_caches, batch, path_rows, capacity;
   DFLASH_PARAMS(path, counts, first, caches, heads, row_bytes, num_caches, batch, path_rows, capacity)
 
@@ -444,8 +440,9 @@ struct GatedRecurrenceParams {
   unsigned* counters = nullptr;  // CUDA only: [kNumCounters], zero before and after
 };
 
-// A depthwise causal convolution over a block of rows. The window holds the inputs in front of the last pass'
-// rows, then the first of these rows: the context of this pass starts at slot pending[b].
+// A depthwise causal convolution over a block of rows: y[t] = bias + sum of weight[j] * input[t - width + 1 + j], taps
+// in this order; then the window moves. The window holds the inputs in front of the last pass' rows, then the first of
+// these rows: the context of this pass starts at slot pending[b].
 struct CausalConvParams {
   const void* x;           // [batch, rows, channels], strided, the last dimension dense
   const void* weight;      // [channels, width], the oldest input's first
@@ -468,16 +465,12 @@ constexpr float kL2Eps = 1e-6f;  // in the root of the L2 norm, as in flash-line
 // What a Gated DeltaNet layer's recurrence reads, all float32: q and k with L2 norm 1, q then times
 // key_dim^-1/2; log_decay = -exp(a_log) softplus(a + dt_bias); beta = sigmoid(b), rounded to the dtype.
 struct DeltaNetInputsParams {
-  const void* qkv;      // [rows, 2 * key_heads * key_dim + heads * value_dim]: q heads, k heads, v heads
-  const void* b;        // [rows, heads], rows strided
-  const void* a;        // [rows, heads], rows strided
-  const void* a_log;    // [heads]
-  const void* dt_bias;  // [heads]
-  float* q;             // [rows, key_heads, key_dim]
-  float* k;             // [rows, key_heads, key_dim]
-  float* v;             // [rows, heads, value_dim]
-  float* log_decay;     // [rows, heads]
-  float* beta;          // [rows, heads]
+  const void* qkv;              // [rows, 2 * key_heads * key_dim + heads * value_dim]: q heads, k heads, v heads
+  const void *b, *a;            // [rows, heads], rows strided
+  const void *a_log, *dt_bias;  // [heads]
+  float *q, *k;                 // [rows, key_heads, key_dim]
+  float* v;                     // [rows, heads, value_dim]
+  float *log_decay, *beta;      // [rows, heads]
   int64_t b_stride, a_stride, rows, key_heads, heads, key_dim, value_dim;
   DType dtype;
   DFLASH_PARAMS(qkv, b, a, a_log, dt_bias, q, k, v, log_decay, beta, b_stride, a_stride, rows, key_heads, heads,
@@ -602,11 +595,10 @@ struct DeltaNetWeights {
 };
 
 struct DecoderLayer {
-  const void* input_norm;      // [hidden]
-  const void* post_norm;       // [hidden]
-  LinearWeight gate, up;       // [width, hidden]
-  LinearWeight down;           // [hidden, width]
-  AttentionWeights attention;  // one of the two
+  const void *input_norm, *post_norm;  // [hidden]
+  LinearWeight gate, up;               // [width, hidden]
+  LinearWeight down;                   // [hidden, width]
+  AttentionWeights attention;          // one of the two
   DeltaNetWeights delta_net;
   BlockConvWeights attention_conv, mlp_conv;
   int64_t tap;  // where its output goes in taps, -1: nowhere
@@ -617,14 +609,11 @@ struct DecoderLayer {
 // The decoder layers of a model and its final norm over a block of rows, each sequence at its own length.
 struct DecoderLayersParams {
   const DecoderLayer* layers;  // [num_layers]
-  void* const* k_caches;       // per layer of attention a pointer to [batch, num_kv_heads, capacity, head_dim]
-  void* const* v_caches;       // the same
+  // Per layer of attention a pointer to [batch, num_kv_heads, capacity, head_dim].
+  void *const *k_caches, *const *v_caches;
   // Per recurrent layer a pointer to what its kernels take under these names, see GatedRecurrenceParams.
   void* const* windows;
-  float* const* states;
-  float* const* saved_k;
-  float* const* saved_d;
-  float* const* saved_a;
+  float *const *states, *const *saved_k, *const *saved_d, *const *saved_a;
   const int64_t* pending;      // [batch] or null without recurrent layers
   const int64_t* keep;         // [batch] or null
   const void* hidden;          // [batch, rows, hidden]
@@ -632,8 +621,7 @@ struct DecoderLayersParams {
   const int64_t* num_context;  // [batch], clamped to 0 .. context_rows: live ones, ahead of lengths[b]
   const int64_t* lengths;      // [batch], the position of each sequence's first row, as in BlockAttentionParams
   const int64_t* ancestors;    // [batch, rows, ceil(rows / 64)] or null, as in BlockAttentionParams
-  const float* cos;            // [positions, half]
-  const float* sin;            // [positions, half]
+  const float *cos, *sin;      // [positions, half]
   const void* norm;            // [hidden], the final norm
   void* out;                   // [batch, rows, hidden]
   void* taps;                  // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`

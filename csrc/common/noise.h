@@ -134,6 +134,14 @@ DFLASH_HOST_DEVICE float sharpened(const Draw& draw, float z) {
 // z - top; the largest logit gives 0 even if it is infinite.
 DFLASH_HOST_DEVICE float below_top(float z, float top) { return z == top ? 0.0f : z - top; }
 
+// Where the weight of a token goes while a threshold is looked for, by how far z is below the largest.
+constexpr int kBuckets = 1024;  // of width 1/32
+
+DFLASH_HOST_DEVICE int bucket_of(float below_top) {
+  const float bucket = below_top * -32.0f;
+  return int(bucket < float(kBuckets - 1) ? bucket : float(kBuckets - 1));
+}
+
 struct Filters {
   int64_t top_k;
   float top_p, min_p;

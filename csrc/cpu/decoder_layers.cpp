@@ -19,11 +19,6 @@ struct Row {
   int64_t sequence, slot, position;
 };
 
-// As in block_attention.cpp.
-static inline int64_t length_of(const DecoderLayersParams& p, int64_t b) {
-  return most(-p.rows, least(p.lengths[b], 2 * p.capacity + p.rows));
-}
-
 // Cuts arrays out of one piece of memory: once to learn its size, once to hand them out.
 template <typename T>
 class Arrays {
@@ -191,11 +186,8 @@ class Pass {
       if (i >= context)
         for (int64_t h = 0; h < p.num_heads; ++h)
           norm_rope(raw_q + (i - context) * raw_size + h * q_stride, q + (i - context) * q_size + h * d);
-      if (row.slot < 0 || row.slot >= p.capacity) return;
       norm_rope.weight = static_cast<const T*>(w.k_norm);
-      const int64_t sequence = row.sequence * p.num_kv_heads * p.capacity * d;
-      append_row(k + i * kv_size, v + i * kv_size, norm_rope, static_cast<T*>(k_cache) + sequence,
-                 static_cast<T*>(v_cache) + sequence, p.num_kv_heads, p.capacity, row.slot);
+      append_row(p, k + i * kv_size, v + i * kv_size, norm_rope, k_cache, v_cache, row.sequence, row.slot);
     });
     T* out = w.gated ? attended : raw_q;  // without gates it takes the place of the raw queries
     const int64_t window = least(w.window, p.capacity + p.rows);

@@ -284,12 +284,13 @@ static __global__ void tensor_core(const T* a, const T* b, float* out, bool tran
   store16(tile_a + 8 * lane, load16(a + 8 * lane));
   if (lane < 16) store16(tile_b + 8 * lane, load16(b + 8 * lane));
   __syncwarp();
-  uint32_t fragment_a[4], fragment_b[2];
+  uint32_t fragment_a[4], twice[4];  // b's two matrices, twice
   ldmatrix(fragment_a, tile_a + lane % 16 * 16 + lane / 16 * 8);
   if (transposed)  // rows of b are along k
-    ldmatrix_transposed(fragment_b, tile_b + lane % 16 * 8);
+    ldmatrix_transposed(twice, tile_b + lane % 16 * 8);
   else
-    ldmatrix(fragment_b, tile_b + lane % 8 * 16 + lane / 8 % 2 * 8);
+    ldmatrix(twice, tile_b + lane % 8 * 16 + lane / 8 % 2 * 8);
+  const uint32_t fragment_b[2] = {twice[0], twice[1]};
   float d[4] = {};
   mma_m16n8k16(d, fragment_a, fragment_b, T());
   for (int i = 0; i < 4; ++i) out[(lane / 4 + 8 * (i / 2)) * 8 + 2 * (lane % 4) + i % 2] = d[i];

@@ -1,7 +1,4 @@
-// n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
-// out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the row's slot of the cache. Rows over
-// threads. A gated q head is followed by its gate, which stays where it is.
-// append_context_kv is the same for k and v only, for all layers.
+// Norm and RoPE of heads, and the append of k and v to the row's slot of the cache. Rows over threads.
 #include "common/row_place.h"
 #include "cpu/attention/norm_rope.h"
 #include "cpu/base/parallel.h"
@@ -19,43 +16,34 @@ static void qkv_row(const QkvNormRopeAppendParams& p, int64_t index) {
     T* out = static_cast<T*>(p.q_out) + (b * p.q_rows + q_row) * p.num_heads * d;
     for (int64_t h = 0; h < p.num_heads; ++h) norm_rope(x + h * q_stride, out + h * d);
   }
-  if (place.slot < 0 || place.slot >= p.capacity) return;
   norm_rope.weight = static_cast<const T*>(p.k_norm_weight);
-  const int64_t sequence = b * p.num_kv_heads * p.capacity * d;
   const T* k = x + p.num_heads * q_stride;
-  append_row(k, k + p.num_kv_heads * d, norm_rope, static_cast<T*>(p.k_cache) + sequence,
-             static_cast<T*>(p.v_cache) + sequence, p.num_kv_heads, p.capacity, place.slot);
+  append_row(p, k, k + p.num_kv_heads * d, norm_rope, p.k_cache, p.v_cache, b, place.slot);
 }
 
 template <typename T>
 static void context_row(const AppendContextKvParams& p, int64_t index) {
   const int64_t layer = index / (p.batch * p.rows), row = index % (p.batch * p.rows), d = p.head_dim;
-  const int64_t position = p.positions[row];
-  if (position < 0 || position >= p.capacity) return;
   const T* weight = static_cast<const T*>(p.k_norm_weight);
   const NormRope<T> norm_rope(p, weight ? weight + layer * d : nullptr, row, false);
-  const int64_t sequence = row / p.rows * p.num_kv_heads * p.capacity * d;
   const T* k = static_cast<const T*>(p.kv) + index * 2 * p.num_kv_heads * d;
-  append_row(k, k + p.num_kv_heads * d, norm_rope, static_cast<T*>(p.k_caches[layer]) + sequence,
-             static_cast<T*>(p.v_caches[layer]) + sequence, p.num_kv_heads, p.capacity, position);
+  append_row(p, k, k + p.num_kv_heads * d, norm_rope, p.k_caches[layer], p.v_caches[layer], row / p.rows,
+             p.positions[row]);
 }
 
 DFLASH_NAMESPACE_END
 
 void dflash::DFLASH_ISA::qkv_norm_rope_append(const QkvNormRopeAppendParams& p) {
   const int64_t n = p.batch * p.rows, heads = p.num_heads + 2 * p.num_kv_heads;
-  parallel_for(n, n * heads * p.head_dim, p.threads,
-               [&](int64_t row) { p.dtype == DType::kFloat32 ? qkv_row<float>(p, row) : qkv_row<bf16>(p, row); });
+  parallel_rows(p, n, n * heads * p.head_dim, [&](auto type, int64_t row) { qkv_row<decltype(type)>(p, row); });
 }
 
 void dflash::DFLASH_ISA::append_context_kv(const AppendContextKvParams& p) {
   const int64_t n = p.num_layers * p.batch * p.rows;
-  parallel_for(n, n * 2 * p.num_kv_heads * p.head_dim, p.threads, [&](int64_t row) {
-    p.dtype == DType::kFloat32 ? context_row<float>(p, row) : context_row<bf16>(p, row);
-  });
+  parallel_rows(p, n, n * 2 * p.num_kv_heads * p.head_dim,
+                [&](auto type, int64_t row) { context_row<decltype(type)>(p, row); });
 }
 
-// cache[b, h, positions[b, r]] = new[b, h, r] for keys and values. (Sequence, row) pairs over threads.
 void dflash::DFLASH_ISA::append_kv(const AppendKvParams& p) {
   const int64_t size = p.dtype == DType::kFloat32 ? 4 : 2;
   const int64_t k_bytes = p.head_dim * size, v_bytes = p.v_head_dim * size;

@@ -1,5 +1,3 @@
-// o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)),  p_ij = exp(s_ij - top),  s_ij = cap(scale * q_i . k_j)
-//
 // The queries that share a kv head are packed into vector lanes, so one load of K or V serves them all. With few
 // queries the lanes hold keys and columns instead, with the same sums (AVX-512): value_tile and value_few leave their
 // products to the compiler to fuse, and the tests hold their bits together. bf16 values are multiplied in fp32: weights
@@ -16,11 +14,8 @@
 #include <cstdlib>
 
 #include "cpu/base/parallel.h"
-#include "cpu/linear/linear_tile.h"
-#include "cpu/tree/tree.h"
-#if DFLASH_TILES
 #include "cpu/linear/linear_amx.h"
-#endif
+#include "cpu/tree/tree.h"
 
 DFLASH_NAMESPACE_BEGIN
 
@@ -28,12 +23,6 @@ constexpr int64_t kTileSlots = 64;
 constexpr int64_t kChunk = 256;
 constexpr int64_t kMaxLanes = 64;
 constexpr float kInfinity = __builtin_inff();
-
-// The length, clamped to -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity + rows,
-// and what is farther out sees the same slots.
-static inline int64_t length_of(const BlockAttentionParams& p, int64_t b) {
-  return most(-p.rows, least(p.lengths[b], 2 * p.capacity + p.rows));
-}
 
 // The softmax state of a group's lanes over some keys.
 struct State {
@@ -140,7 +129,7 @@ template <typename T>
 class Queries {
  public:
   Queries(const BlockAttentionParams& p, const Group& g)
-      : live_(g.live), lanes_(g.lanes), dim_(p.head_dim), words_(words_of<T>(dim_)), few_(has_few(g) && !kOnTiles) {
+      : live_(g.live), lanes_(g.lanes), dim_(p.head_dim), words_(words_of<T>(dim_)), few_(has_few(g) && !kOnTiles<T>) {
     static thread_local Buffer<T> row_buffer;
     static thread_local Buffer<Word<T>> buffer;
     T* rows = row_buffer.reserve(live_ * dim_);
@@ -161,11 +150,11 @@ class Queries {
     if (few_) return score_few(k, keys, scores);
 #endif
     over_lanes<kMostVecs>(0, lanes_, [&](int64_t lane, auto vecs) {
-      constexpr int kKeys = kKeysAtOnce<vecs>;
+      constexpr int kKeys = kFeaturesAtOnce<T, vecs>;
       alignas(64) float sums[kKeys * vecs * kWidth];
       for (int64_t key = 0; key < keys; key += kKeys) {
         const int64_t count = least(kKeys, keys - key);
-        multiply_keys<vecs>(packed_ + lane * words_, k + key * dim_, count, sums);
+        multiply_rows<T, vecs>(packed_ + lane * words_, dim_, k + key * dim_, count, sums);
         for (int64_t i = 0; i < count; ++i)
           for (int v = 0; v < vecs; ++v)
             store(scores + (key + i) * lanes_ + lane + v * kWidth, load(sums + (i * vecs + v) * kWidth));
@@ -175,15 +164,6 @@ class Queries {
 
  private:
   static constexpr int kMostVecs = kWidth == 16 ? 4 : 2;
-#if DFLASH_TILES
-  static constexpr bool kOnTiles = sizeof(T) == 2;
-  template <int NV>
-  static constexpr int kKeysAtOnce = kOnTiles ? kBlockFeatures<NV> : kTile;
-#else
-  static constexpr bool kOnTiles = false;
-  template <int NV>
-  static constexpr int kKeysAtOnce = kTile;
-#endif
 
   void copy_queries(const BlockAttentionParams& p, const Group& g, T* rows) const {
     const int64_t heads = p.num_heads / p.num_kv_heads;
@@ -192,17 +172,6 @@ class Queries {
                   static_cast<const T*>(p.q) + g.batch * p.q_stride_batch + query / heads * p.q_stride_row +
                       (g.kv_head * heads + query % heads) * p.q_stride_head,
                   p.head_dim * sizeof(T));
-  }
-
-  // sums [kKeysAtOnce<NV>, NV vectors of lanes] of `count` keys
-  template <int NV>
-  void multiply_keys(const Word<T>* packed, const T* k, int64_t count, float* sums) const {
-#if DFLASH_TILES
-    if constexpr (kOnTiles)
-      multiply_on_tiles<NV>(packed, dim_, k, count, sums);
-    else
-#endif
-      multiply_in_lanes<T, NV>(packed, dim_, k, count, sums);
   }
 
 #if defined(__AVX512F__)
@@ -227,9 +196,7 @@ class Queries {
   }
 #endif
 
-#if DFLASH_TILES
-  const TileRegisters registers_;  // of the thread that attends
-#endif
+  const TileState registers_;  // of the thread that attends
   int64_t live_, lanes_, dim_, words_;
   bool few_;
   Word<T>* packed_;  // [words, lanes] of each kMostVecs vectors of lanes, or [kFewRows, words]
@@ -256,11 +223,6 @@ static inline Vec tanh_vec(Vec x) {
 
 template <int N>
 using Count = std::integral_constant<int, N>;
-
-static float* thread_scratch(int64_t floats) {
-  static thread_local Buffer<float> buffer;
-  return buffer.reserve(floats);
-}
 
 // out [dim, lanes] = out * alpha + v^T [dim, keys] weights [keys, lanes]
 template <int NV>
@@ -390,7 +352,8 @@ struct Worker {
     v_step = ceil_div(p.v_head_dim, 16) * 16 + 16;
     const int64_t most_keys = kTileSlots + (g.tree ? p.rows : 0);
     const int64_t state = State::floats(g.lanes, p.v_head_dim), few_floats = few ? kFewRows * p.v_head_dim : 0;
-    float* data = thread_scratch(g.lanes * (most_keys + 1) + 2 * state + few_floats + most_keys * v_step);
+    static thread_local Buffer<float> buffer;
+    float* data = buffer.reserve(g.lanes * (most_keys + 1) + 2 * state + few_floats + most_keys * v_step);
     scores = data, data += g.lanes * most_keys;
     alpha = data, data += g.lanes;
     chunk = State::at(data, g.lanes), data += state;

@@ -46,15 +46,16 @@ struct NormRope {
   }
 };
 
-// k, v [num_kv_heads, head_dim]. The caches point at this sequence: [num_kv_heads, capacity, head_dim].
-template <typename T>
-static inline void append_row(const T* k, const T* v, const NormRope<T>& norm_rope, T* k_cache, T* v_cache,
-                              int64_t num_kv_heads, int64_t capacity, int64_t position) {
-  const int64_t d = norm_rope.head_dim;
-  for (int64_t h = 0; h < num_kv_heads; ++h) {
-    const int64_t slot = (h * capacity + position) * d;
-    norm_rope(k + h * d, k_cache + slot);
-    std::memcpy(v_cache + slot, v + h * d, d * sizeof(T));
+// k, v [num_kv_heads, head_dim] to a slot of a sequence in caches [batch, num_kv_heads, capacity, head_dim]; one that
+// they do not have appends nothing.
+template <typename T, typename Params>
+static inline void append_row(const Params& p, const T* k, const T* v, const NormRope<T>& norm_rope, void* k_cache,
+                              void* v_cache, int64_t sequence, int64_t slot) {
+  if (slot < 0 || slot >= p.capacity) return;
+  for (int64_t h = 0; h < p.num_kv_heads; ++h) {
+    const int64_t at = ((sequence * p.num_kv_heads + h) * p.capacity + slot) * p.head_dim;
+    norm_rope(k + h * p.head_dim, static_cast<T*>(k_cache) + at);
+    std::memcpy(static_cast<T*>(v_cache) + at, v + h * p.head_dim, p.head_dim * sizeof(T));
   }
 }
 

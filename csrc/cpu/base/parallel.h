@@ -56,4 +56,10 @@ static inline void parallel_for(int64_t n, int64_t elements, int threads, const 
   });
 }
 
+// fn(T(), i) for i in [0, n), with the storage type of `p`
+template <typename Params, typename Fn>
+static inline void parallel_rows(const Params& p, int64_t n, int64_t elements, const Fn& fn) {
+  parallel_for(n, elements, p.threads, [&](int64_t i) { p.dtype == DType::kFloat32 ? fn(float(), i) : fn(bf16(), i); });
+}
+
 DFLASH_NAMESPACE_END

@@ -27,12 +27,10 @@
 // Each instruction set has its own namespace, and all but the kernels themselves has internal linkage: the linker must
 // never merge code across files, nor across instruction sets. Standard templates are therefore instantiated on types of
 // this namespace only, never on float or int64_t.
-#define DFLASH_NAMESPACE_BEGIN \
-  namespace dflash {           \
-  namespace DFLASH_ISA {       \
+#define DFLASH_NAMESPACE_BEGIN   \
+  namespace dflash::DFLASH_ISA { \
   namespace {
 #define DFLASH_NAMESPACE_END \
-  }                          \
   }                          \
   }
 

@@ -1,8 +1,6 @@
-// A mixture of experts for a few rows: out[r] = sum of scores[r, slot] * expert ids[r, slot] of x[r].
-//
-// Pairs (row, slot) are sorted by expert, so its weights are read once. With many experts in use each is a task, else
-// the features of one are spread over the threads. Products are those of linear.cpp, or, for transposed weights, have
-// their features in the lanes; neither lets a row's bits depend on the other rows.
+// A mixture of experts. Pairs (row, slot) are sorted by expert, so its weights are read once. With many experts in use
+// each is a task, else the features of one are spread over the threads. Products are those of linear.cpp, or, for
+// transposed weights, have their features in the lanes; neither lets a row's bits depend on the other rows.
 #include "cpu/base/parallel.h"
 #include "cpu/linear/linear.h"
 

@@ -1,5 +1,3 @@
-// out[r][n] = sum_k x[r][k] weight[n][k] + bias[n]
-//
 // The bits of a row depend neither on its place nor on the number of rows: two kernels sum in the same order
 // (linear_tile.h). In one a vector lane holds a row, and every weight is broadcast to all lanes, so weights are never
 // copied as a matrix. In the other (AVX-512) lanes hold weights as they lie in memory, for the few rows that would
@@ -51,32 +49,16 @@ static uint64_t next_product() {
   return __atomic_add_fetch(&last, 1, __ATOMIC_RELAXED);
 }
 
-struct NoTiles {
-  NoTiles() {}
-};
-#if DFLASH_TILES
-constexpr bool kHasTiles = true;
-using TileState = TileRegisters;
-template <int NV>
-constexpr int kFeaturesOnTiles = kBlockFeatures<NV>;
-#else
-constexpr bool kHasTiles = false;
-using TileState = NoTiles;
-template <int NV>
-constexpr int kFeaturesOnTiles = kTile;
-#endif
-
 // Rows of x as the kernels of weights of their dtype read them.
 template <typename T>
 class Rows : public Split {
  public:
   using Weight = T;
   static constexpr bool kIsInt8 = false;
-  static constexpr bool kOnTiles = kHasTiles && sizeof(T) == 2;
-  static constexpr bool kTakesFew = kWidth == 16 && !kOnTiles;
-  using ThreadState = std::conditional_t<kOnTiles, TileState, NoTiles>;
+  static constexpr bool kTakesFew = kWidth == 16 && !kOnTiles<T>;
+  using ThreadState = std::conditional_t<kOnTiles<T>, TileState, NoTiles>;
   template <int NV>
-  static constexpr int kFeaturesPerTask = kOnTiles ? kFeaturesOnTiles<NV> : kTile;
+  static constexpr int kFeaturesPerTask = kFeaturesAtOnce<T, NV>;
 
   static int64_t packed_bytes(int64_t rows, int64_t in) { return Rows(rows, in).size() * int64_t(sizeof(Word<T>)); }
 
@@ -93,12 +75,7 @@ class Rows : public Split {
   // sums [kFeaturesPerTask<NV>, lanes] of `live` features
   template <int NV>
   void multiply_lanes(const T* weight, int64_t live, float* sums) const {
-#if DFLASH_TILES
-    if constexpr (kOnTiles)
-      multiply_on_tiles<NV>(packed_, in_, weight, live, sums);
-    else
-#endif
-      multiply_in_lanes<T, NV>(packed_, in_, weight, live, sums);
+    multiply_rows<T, NV>(packed_, in_, weight, live, sums);
   }
 
 #if defined(__AVX512F__)
@@ -129,7 +106,7 @@ class Int8Rows : public Split {
   static constexpr bool kTakesFew = kWidth == 16 && !kHasTiles;
   using ThreadState = TileState;
   template <int NV>
-  static constexpr int kFeaturesPerTask = kFeaturesOnTiles<NV>;
+  static constexpr int kFeaturesPerTask = kBlockFeatures<NV>;
 
   static int64_t packed_bytes(int64_t rows, int64_t in) {
     return QuantizedRows(rows, Split(rows, kTakesFew).lanes, in).size() * int64_t(sizeof(uint32_t));
@@ -284,20 +261,16 @@ static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* 
   }
 }
 
-template <typename T>
-static void linear_of(const T* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts, int threads) {
-  linear_all<T, Rows<T>>(x, rows, in, parts, num_parts, threads);
-  linear_all<T, Int8Rows<T>>(x, rows, in, parts, num_parts, threads);
-}
-
 DFLASH_NAMESPACE_END
 
 void dflash::DFLASH_ISA::linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
                                       DType dtype, int threads) {
-  if (dtype == DType::kFloat32)
-    linear_of(static_cast<const float*>(x), rows, in, parts, num_parts, threads);
-  else
-    linear_of(static_cast<const bf16*>(x), rows, in, parts, num_parts, threads);
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    linear_all<T, Rows<T>>(static_cast<const T*>(x), rows, in, parts, num_parts, threads);
+    linear_all<T, Int8Rows<T>>(static_cast<const T*>(x), rows, in, parts, num_parts, threads);
+  };
+  dtype == DType::kFloat32 ? run(float()) : run(bf16());
 }
 
 bool dflash::DFLASH_ISA::linear_is_shared(int64_t rows, int64_t in, int64_t out_features) {

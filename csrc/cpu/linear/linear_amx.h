@@ -9,6 +9,7 @@
 
 #include "cpu/linear/linear_tile.h"
 
+#if DFLASH_TILES
 // ---- the AMX instructions, on eight tile registers of 16 rows of 64 bytes; template arguments number them. A build
 // with DFLASH_EMULATE_TILES has the same functions without AMX (tests/emulated_tiles.h).
 
@@ -212,6 +213,41 @@ static void multiply_block(const uint32_t* packed, int64_t in, const bf16* weigh
 template <int NV>
 static void multiply_on_tiles(const uint32_t* packed, int64_t in, const bf16* weight, int64_t live, float* sums) {
   choose_block<NV>(live, [&](auto tile) { multiply_block<NV, tile>(packed, in, weight, live, sums); });
+}
+
+DFLASH_NAMESPACE_END
+#endif
+
+DFLASH_NAMESPACE_BEGIN
+
+// ---- the kernel of the rows in lanes, by their dtype
+
+struct NoTiles {
+  NoTiles() {}
+};
+#if DFLASH_TILES
+constexpr bool kHasTiles = true;
+using TileState = TileRegisters;
+#else
+constexpr bool kHasTiles = false;
+using TileState = NoTiles;
+template <int NV>
+constexpr int kBlockFeatures = kTile;
+#endif
+template <typename T>
+constexpr bool kOnTiles = kHasTiles && sizeof(T) == 2;
+template <typename T, int NV>
+constexpr int kFeaturesAtOnce = kOnTiles<T> ? kBlockFeatures<NV> : kTile;
+
+// sums [kFeaturesAtOnce<T, NV>, NV vectors of rows] of `live` features
+template <typename T, int NV>
+static inline void multiply_rows(const Word<T>* packed, int64_t in, const T* weight, int64_t live, float* sums) {
+#if DFLASH_TILES
+  if constexpr (kOnTiles<T>)
+    multiply_on_tiles<NV>(packed, in, weight, live, sums);
+  else
+#endif
+    multiply_in_lanes<T, NV>(packed, in, weight, live, sums);
 }
 
 DFLASH_NAMESPACE_END

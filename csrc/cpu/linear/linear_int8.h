@@ -8,10 +8,7 @@
 // What is multiplied at once is a word of four bytes (vpdpbusd, AMX), elsewhere a pair of 16-bit integers. vpdpbusd
 // takes one operand without a sign: weights are shifted by 128, and sums start at what that adds.
 #pragma once
-#include "cpu/linear/linear_tile.h"
-#if DFLASH_TILES
 #include "cpu/linear/linear_amx.h"
-#endif
 
 DFLASH_NAMESPACE_BEGIN
 

@@ -1,5 +1,4 @@
-// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight). In
-// conv_add_rms_norm x is convolved first: out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]. Rows over threads.
+// What runs over the rows between products: norms, convolutions over a block, gates, embeddings. Rows over threads.
 #include <cmath>
 
 #include "common/row_place.h"
@@ -105,7 +104,7 @@ static void convolve_and_norm_row(const ConvAddRmsNormParams& p, int64_t row) {
   norm_row<T>(p, row, x, static_cast<T*>(p.out) + row * p.hidden);
 }
 
-// ---- gates: out = gate / (1 + exp(-gate)) * up, and out = x / (1 + exp(-gate))
+// ---- gates
 
 template <typename T>
 static void silu_mul_row(const SiluMulParams& p, int64_t row) {
@@ -133,7 +132,7 @@ static void sigmoid_mul_row(const SigmoidMulParams& p, int64_t row) {
   }
 }
 
-// ---- embeds[b, i] = scale * embedding of row i of the block that is drafted
+// ---- embeddings of the block that is drafted
 
 template <typename T>
 static void draft_row(const DraftRowsParams& p, int64_t index) {
@@ -152,34 +151,27 @@ DFLASH_NAMESPACE_END
 
 void dflash::DFLASH_ISA::dynamic_conv(const DynamicConvParams& p) {
   const int64_t rows = p.rows + p.sequences * p.front_rows;
-  parallel_for(rows, rows * p.hidden * p.width, p.threads, [&](int64_t index) {
-    p.dtype == DType::kFloat32 ? write_row<float>(p, index) : write_row<bf16>(p, index);
-  });
+  parallel_rows(p, rows, rows * p.hidden * p.width,
+                [&](auto type, int64_t index) { write_row<decltype(type)>(p, index); });
 }
 
 void dflash::DFLASH_ISA::rms_norm(const RmsNormParams& p) {
   const int64_t rows = p.rows + p.sequences * p.front_rows;
-  parallel_for(rows, rows * p.hidden, p.threads, [&](int64_t index) {
-    p.dtype == DType::kFloat32 ? norm_row<float>(p, index) : norm_row<bf16>(p, index);
-  });
+  parallel_rows(p, rows, rows * p.hidden, [&](auto type, int64_t index) { norm_row<decltype(type)>(p, index); });
 }
 
 void dflash::DFLASH_ISA::conv_add_rms_norm(const ConvAddRmsNormParams& p) {
-  parallel_for(p.rows, p.rows * p.hidden * p.width, p.threads, [&](int64_t row) {
-    p.dtype == DType::kFloat32 ? convolve_and_norm_row<float>(p, row) : convolve_and_norm_row<bf16>(p, row);
-  });
+  parallel_rows(p, p.rows, p.rows * p.hidden * p.width,
+                [&](auto type, int64_t row) { convolve_and_norm_row<decltype(type)>(p, row); });
 }
 
 void dflash::DFLASH_ISA::silu_mul(const SiluMulParams& p) {
-  parallel_for(p.rows, p.rows * p.width, p.threads, [&](int64_t row) {
-    p.dtype == DType::kFloat32 ? silu_mul_row<float>(p, row) : silu_mul_row<bf16>(p, row);
-  });
+  parallel_rows(p, p.rows, p.rows * p.width, [&](auto type, int64_t row) { silu_mul_row<decltype(type)>(p, row); });
 }
 
 void dflash::DFLASH_ISA::sigmoid_mul(const SigmoidMulParams& p) {
-  parallel_for(p.rows, p.rows * p.heads * p.width, p.threads, [&](int64_t row) {
-    p.dtype == DType::kFloat32 ? sigmoid_mul_row<float>(p, row) : sigmoid_mul_row<bf16>(p, row);
-  });
+  parallel_rows(p, p.rows, p.rows * p.heads * p.width,
+                [&](auto type, int64_t row) { sigmoid_mul_row<decltype(type)>(p, row); });
 }
 
 void dflash::DFLASH_ISA::draft_rows(const DraftRowsParams& p) {
@@ -188,7 +180,5 @@ void dflash::DFLASH_ISA::draft_rows(const DraftRowsParams& p) {
     for (int64_t i = 0; i < p.num_drafts; ++i) p.positions[b * p.num_drafts + i] = anchor_position(p, b) + 1 + i;
   }
   const int64_t rows = p.batch * p.rows;
-  parallel_for(rows, rows * p.hidden, p.threads, [&](int64_t index) {
-    p.dtype == DType::kFloat32 ? draft_row<float>(p, index) : draft_row<bf16>(p, index);
-  });
+  parallel_rows(p, rows, rows * p.hidden, [&](auto type, int64_t index) { draft_row<decltype(type)>(p, index); });
 }

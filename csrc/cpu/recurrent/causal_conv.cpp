@@ -1,5 +1,3 @@
-// y[t] = bias + sum of weight[j] * input[t - width + 1 + j], taps in this order; then the window moves.
-//
 // Channels are the lanes. A task takes up to 256 channels of one sequence: it transposes their weights, sets the
 // context aside, which the window's new rows may overwrite, and then goes through the rows. Threads share the tasks.
 #include "cpu/base/parallel.h"
@@ -86,8 +84,6 @@ DFLASH_NAMESPACE_END
 
 void dflash::DFLASH_ISA::causal_conv(const CausalConvParams& p) {
   const int64_t tiles = ceil_div(p.channels, kChannels);
-  parallel_for(p.batch * tiles, p.batch * p.rows * p.channels * p.width, p.threads, [&](int64_t i) {
-    const int64_t b = i / tiles, first = i % tiles * kChannels;
-    p.dtype == DType::kFloat32 ? Task<float>(p, b, first).run() : Task<bf16>(p, b, first).run();
-  });
+  parallel_rows(p, p.batch * tiles, p.batch * p.rows * p.channels * p.width,
+                [&](auto type, int64_t i) { Task<decltype(type)>(p, i / tiles, i % tiles * kChannels).run(); });
 }

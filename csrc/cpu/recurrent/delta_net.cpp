@@ -1,6 +1,4 @@
-// What a Gated DeltaNet layer does around its recurrence, one row at a time, rows over threads:
-//   q = q / |q| * key_dim^-1/2, k = k / |k|, log_decay = -exp(a_log) softplus(a + dt_bias), beta = sigmoid(b)
-//   out = x / sqrt(mean(x^2) + eps) * weight * silu(z), per head
+// What a Gated DeltaNet layer does around its recurrence, one row at a time. Rows over threads.
 #include <cmath>
 
 #include "cpu/base/parallel.h"
@@ -60,11 +58,10 @@ DFLASH_NAMESPACE_END
 
 void dflash::DFLASH_ISA::delta_net_inputs(const DeltaNetInputsParams& p) {
   const int64_t width = 2 * p.key_heads * p.key_dim + p.heads * p.value_dim;
-  parallel_for(p.rows, p.rows * width, p.threads,
-               [&](int64_t row) { p.dtype == DType::kFloat32 ? inputs_row<float>(p, row) : inputs_row<bf16>(p, row); });
+  parallel_rows(p, p.rows, p.rows * width, [&](auto type, int64_t row) { inputs_row<decltype(type)>(p, row); });
 }
 
 void dflash::DFLASH_ISA::gated_rms_norm(const GatedRmsNormParams& p) {
-  parallel_for(p.rows, p.rows * p.heads * p.width, p.threads,
-               [&](int64_t row) { p.dtype == DType::kFloat32 ? gated_row<float>(p, row) : gated_row<bf16>(p, row); });
+  parallel_rows(p, p.rows, p.rows * p.heads * p.width,
+                [&](auto type, int64_t row) { gated_row<decltype(type)>(p, row); });
 }

@@ -1,5 +1,3 @@
-// S' = a S, d = beta (v - S'^T k) or v, S = S' + k d^T, out = S^T q, for one row after another.
-//
 // The columns of a state are independent, so they are the lanes. A tile of up to 32 columns (16 KB at a key_dim of 128)
 // stays in the L1 cache while the saved rows and all rows of the pass move it. One sweep moves it by a row and sums
 // both what this row reads and what the next row's correction needs: four operations per element bound the speed.

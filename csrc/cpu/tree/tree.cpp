@@ -80,8 +80,6 @@ void dflash::DFLASH_ISA::build_tree(const BuildTreeParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) build_one(p, b);
 }
 
-// m = 1 + |longest prefix with block_ids[j + 1] == posterior[j]|; tokens[length + 1 ..] = posterior[0 .. m), length +=
-// m, num_context = m.
 void dflash::DFLASH_ISA::accept_prefix(const AcceptPrefixParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t* ids = p.block_ids + b * p.rows;
@@ -90,9 +88,7 @@ void dflash::DFLASH_ISA::accept_prefix(const AcceptPrefixParams& p) {
   }
 }
 
-// From row 0: emit the row's choice, continue at its child of that id. Then tokens[length + 1 ..] = what was emitted,
-// length += m, num_context = m, path = the rows, chain_choices and chain_ids = the same as a chain would tell it. A
-// child comes after its parent, so one pass over the rows finds the whole path.
+// A child comes after its parent, so one pass over the rows finds the whole path.
 void dflash::DFLASH_ISA::accept_path(const AcceptPathParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t *ids = p.ids + b * p.rows, *parents = p.parents + b * p.rows;
@@ -112,8 +108,7 @@ void dflash::DFLASH_ISA::accept_path(const AcceptPathParams& p) {
   }
 }
 
-// Slot first[b] + path[b, j] moves to slot first[b] + j, in ascending order of j, in every cache. (Cache, sequence)
-// pairs over threads.
+// (Cache, sequence) pairs over threads.
 void dflash::DFLASH_ISA::compact_kv(const CompactKvParams& p) {
   int64_t moves = 0, bytes = 0;
   for (int64_t b = 0; b < p.batch; ++b)
@@ -136,7 +131,6 @@ void dflash::DFLASH_ISA::compact_kv(const CompactKvParams& p) {
   parallel_for(p.num_caches * p.batch, moves * bytes / 4, p.threads, compact);
 }
 
-// out[b, j] = x[b, path[b, j]]. Rows over threads.
 void dflash::DFLASH_ISA::gather_rows(const GatherRowsParams& p) {
   const auto gather = [&](int64_t index) {
     const int64_t b = index / p.path_rows, j = index % p.path_rows;

@@ -1,8 +1,16 @@
-// Rows of a block that is a tree: bits of each row's ancestors and of the row itself, see BlockAttentionParams.
+// Where a block stands in its sequence, and, if it is a tree, bits of each row's ancestors and of the row itself, see
+// BlockAttentionParams.
 #pragma once
 #include "cpu/base/vec.h"
 
 DFLASH_NAMESPACE_BEGIN
+
+// The length of sequence b, clamped to -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most
+// capacity + rows, and what is farther out sees the same slots.
+template <typename Params>
+static inline int64_t length_of(const Params& p, int64_t b) {
+  return most(-p.rows, least(p.lengths[b], 2 * p.capacity + p.rows));
+}
 
 // ancestors [sequences * rows, ceil(rows / 64)]; bits at or past `rows` are off.
 static inline uint64_t ancestor_word(const int64_t* ancestors, int64_t rows, int64_t row, int64_t word) {

@@ -240,17 +240,17 @@ static float reached_by_enough(const T* values, int64_t total, int64_t count) {
 
 // The `count` best tokens of all rows of `p`, in ids and `out` [rows, count]. best_of(row, logits, ids, out) writes
 // those of a row and returns how many there are.
-template <typename T, typename Params, typename F>
+template <typename Params, typename F>
 static void best_of_rows(const Params& p, int64_t rows_per_sequence, const float* sharpness, float* out,
                          const F& best_of) {
   const int64_t rows = p.batch * rows_per_sequence;
-  parallel_for(rows, rows * p.vocab, p.threads, [&](int64_t i) {
+  parallel_rows(p, rows, rows * p.vocab, [&](auto type, int64_t i) {
     const int64_t b = i / rows_per_sequence;
     const Row row{draw_of(p.temperature[b], sharpness ? sharpness[b] : 1.0f), p.vocab, ceil_div(p.vocab, kBlock),
                   uint64_t(p.positions[i]), uint64_t(p.seeds[b])};
     int64_t* ids = p.ids + i * p.count;
     float* values = out + i * p.count;
-    const int64_t found = best_of(row, static_cast<const T*>(p.logits) + i * p.vocab, ids, values);
+    const int64_t found = best_of(row, static_cast<const decltype(type)*>(p.logits) + i * p.vocab, ids, values);
     for (int64_t k = found; k < p.count; ++k) ids[k] = -1, values[k] = -kInf;
   });
 }

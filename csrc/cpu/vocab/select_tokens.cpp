@@ -1,5 +1,4 @@
-// id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id. A first
-// pass finds the maximum of each block of 64 logits and any NaN; later ones read only blocks that can matter.
+// A first pass finds the maximum of each block of 64 logits and any NaN; later ones read only blocks that can matter.
 //
 // A token needs its Philox word only if its score plus the largest possible noise reaches the best so far, and the
 // logarithm if the bound gumbel(word) <= -ln(word / 2^32) does too. fp32 addition is monotone, so a skipped token could
@@ -7,8 +6,6 @@
 #include "cpu/vocab/scan.h"
 
 DFLASH_NAMESPACE_BEGIN
-
-constexpr int kBuckets = 1024;  // of width 1/32 in z - zmax
 
 struct Value {
   float z;
@@ -44,11 +41,6 @@ static float kth_largest(const T* logits, const Row& row, int64_t k, const float
       if (to_float(logits[i]) >= at_least) values[count++] = {to_float(logits[i]), 0};
   }
   return kth(values, k, count);
-}
-
-static inline int bucket_of(float d) {
-  const float bucket = d * -32.0f;
-  return int(bucket < float(kBuckets - 1) ? bucket : float(kBuckets - 1));
 }
 
 // The smallest z >= floor that top-p keeps: everything strictly above it weighs less than top_p of the total. Weights
@@ -143,20 +135,15 @@ static int64_t select_row(const T* logits, const Row& row, const Filters& filter
   return best_id;
 }
 
-template <typename T>
-static void select_rows(const SelectTokensParams& p) {
-  parallel_for(p.batch * p.rows, p.batch * p.rows * p.vocab, p.threads, [&](int64_t i) {
+DFLASH_NAMESPACE_END
+
+void dflash::DFLASH_ISA::select_tokens(const SelectTokensParams& p) {
+  parallel_rows(p, p.batch * p.rows, p.batch * p.rows * p.vocab, [&](auto type, int64_t i) {
     static thread_local Scratch scratch;
     const int64_t b = i / p.rows;
     const Row row{draw_of(p.temperature[b], p.sharpness[b]), p.vocab, ceil_div(p.vocab, kBlock), p.position(i),
                   uint64_t(p.seeds[b])};
     const Filters filters{p.top_k[b], p.top_p[b], p.min_p[b]};
-    p.ids[i] = select_row(static_cast<const T*>(p.logits) + i * p.vocab, row, filters, scratch);
+    p.ids[i] = select_row(static_cast<const decltype(type)*>(p.logits) + i * p.vocab, row, filters, scratch);
   });
-}
-
-DFLASH_NAMESPACE_END
-
-void dflash::DFLASH_ISA::select_tokens(const SelectTokensParams& p) {
-  p.dtype == DType::kFloat32 ? select_rows<float>(p) : select_rows<bf16>(p);
 }

@@ -38,16 +38,11 @@ static int64_t best_of_row(const T* logits, const Row& row, int64_t count, int64
   return best.size;
 }
 
-template <typename T>
-static void top_rows(const TopCandidatesParams& p) {
-  best_of_rows<T>(p, p.rows, p.sharpness, p.candidate_logits,
-                  [&](const Row& row, const T* logits, int64_t* ids, float* out) {
-                    return best_of_row(logits, row, p.count, ids, out);
-                  });
-}
-
 DFLASH_NAMESPACE_END
 
 void dflash::DFLASH_ISA::top_candidates(const TopCandidatesParams& p) {
-  p.dtype == DType::kFloat32 ? top_rows<float>(p) : top_rows<bf16>(p);
+  best_of_rows(p, p.rows, p.sharpness, p.candidate_logits,
+               [&](const Row& row, const auto* logits, int64_t* ids, float* out) {
+                 return best_of_row(logits, row, p.count, ids, out);
+               });
 }

@@ -184,15 +184,10 @@ static int64_t best_of_row(const T* logits, const Row& row, float noise_weight, 
   return best.size;
 }
 
-template <typename T>
-static void candidates(const TreeCandidatesParams& p) {
-  best_of_rows<T>(p, p.depths, nullptr, p.scores, [&](const Row& row, const T* logits, int64_t* ids, float* scores) {
-    return best_of_row(logits, row, row.draw.temperature > 0.0f ? p.noise_weight : 0.0f, p.count, ids, scores);
-  });
-}
-
 DFLASH_NAMESPACE_END
 
 void dflash::DFLASH_ISA::tree_candidates(const TreeCandidatesParams& p) {
-  p.dtype == DType::kFloat32 ? candidates<float>(p) : candidates<bf16>(p);
+  best_of_rows(p, p.depths, nullptr, p.scores, [&](const Row& row, const auto* logits, int64_t* ids, float* scores) {
+    return best_of_row(logits, row, row.draw.temperature > 0.0f ? p.noise_weight : 0.0f, p.count, ids, scores);
+  });
 }

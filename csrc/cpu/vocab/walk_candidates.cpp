@@ -114,14 +114,9 @@ static void walk(const WalkCandidatesParams& p, int64_t b) {
   }
 }
 
-template <typename T>
-static void walks(const WalkCandidatesParams& p) {
-  const int64_t each = p.slots * p.count * p.rank;
-  parallel_for(p.batch, p.batch * each, p.threads, [&](int64_t b) { walk<T>(p, b); });
-}
-
 DFLASH_NAMESPACE_END
 
 void dflash::DFLASH_ISA::walk_candidates(const WalkCandidatesParams& p) {
-  p.dtype == DType::kFloat32 ? walks<float>(p) : walks<bf16>(p);
+  parallel_rows(p, p.batch, p.batch * p.slots * p.count * p.rank,
+                [&](auto type, int64_t b) { walk<decltype(type)>(p, b); });
 }

@@ -1,6 +1,5 @@
-// n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
-// out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the row's slot of the cache. One warp
-// per head and row. The normed head is in shared memory, because a lane needs both halves.
+// Norm and RoPE of heads, and the append of k and v to the row's slot of the cache. One warp per head and row. The
+// normed head is in shared memory, because a lane needs both halves.
 //
 // A warp looks up the length of its sequence, and from it finds its slot and its row of the table of angles: one load
 // waits for another. With `prefetch` both are read before the wait (the rule is in ptx.cuh), and only the head itself
@@ -9,7 +8,6 @@
 // append_context_kv does this for k and v only, for all layers in one launch.
 #include "common/row_place.h"
 #include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
 
 namespace dflash {
 
@@ -25,11 +23,17 @@ static __device__ __forceinline__ Value load_early(const void* at) {
 // The norm and rotation of one head. A null weight means no norm.
 template <typename T>
 struct Turn {
-  const T* weight;   // [head_dim]
-  const float* cos;  // [half]
-  const float* sin;  // [half]
+  const T* weight;         // [head_dim]
+  const float *cos, *sin;  // [half]
   int head_dim, half;
   float eps, offset;  // norm_offset()
+
+  // At row `angle` of the tables of `p`.
+  template <typename Params>
+  __device__ __forceinline__ Turn(const Params& p, const T* weight, int64_t angle, bool zero_centered)
+      : weight(weight), head_dim(int(p.head_dim)), half(int(p.half)), eps(p.eps), offset(norm_offset(zero_centered)) {
+    cos = p.cos + angle * p.half, sin = p.sin + angle * p.half;
+  }
 };
 
 // A lane's inputs for kWidth dimensions of a head, starting at i.
@@ -119,13 +123,8 @@ static __global__ void __launch_bounds__(32 * kWarps, 1) qkv_norm_rope_append_ke
   if (!p.prefetch) grid_dependency_wait();
   const bool exists = index < p.batch * p.rows;
   const RowPlace place = exists ? place_of(p, b, row) : RowPlace{-1, 0};
-  const Turn<T> turn{static_cast<const T*>(is_query ? p.q_norm_weight : p.k_norm_weight),
-                     p.cos + place.angle * p.half,
-                     p.sin + place.angle * p.half,
-                     d,
-                     int(p.half),
-                     p.eps,
-                     norm_offset(p.zero_centered)};
+  const void* weight = is_query ? p.q_norm_weight : p.k_norm_weight;
+  const Turn<T> turn(p, static_cast<const T*>(weight), place.angle, p.zero_centered);
   Piece<T, kWidth> first{};  // requested before the slot is used
   if (!is_value) first.read_turn(turn, threadIdx.x % 32 * kWidth);
   grid_dependency_wait();
@@ -160,19 +159,12 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
   const int64_t heads = 2 * p.num_kv_heads, rows = p.batch * p.rows;
   const int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int64_t layer = unit / (rows * heads), row = unit / heads % rows, head = unit % heads;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (layer >= p.num_layers) return;
   const int64_t position = p.positions[row];
   const bool is_value = head >= p.num_kv_heads;
   const T *x = static_cast<const T*>(p.kv) + unit * d, *weight = static_cast<const T*>(p.k_norm_weight);
-  const Turn<T> turn{weight ? weight + layer * d : nullptr,
-                     p.cos + row * p.half,
-                     p.sin + row * p.half,
-                     d,
-                     int(p.half),
-                     p.eps,
-                     norm_offset(false)};
+  const Turn<T> turn(p, weight ? weight + layer * d : nullptr, row, false);
   Piece<T, kWidth> first{};
   first.read_x(x, d, threadIdx.x % 32 * kWidth);
   if (!is_value) first.read_turn(turn, threadIdx.x % 32 * kWidth);
@@ -227,7 +219,7 @@ cudaError_t launch_append_context_kv(const AppendContextKvParams& all, cudaStrea
   });
 }
 
-// ---- append_kv: cache[b, h, positions[b, r]] = new[b, h, r] for keys and values. One warp per head of a row.
+// ---- append_kv
 
 // T is any type as wide as an element; the kernel only copies it.
 template <typename T, int kWidth>
@@ -241,8 +233,7 @@ static __global__ void __launch_bounds__(32 * kWarps, 1) append_kv_kernel(const 
       is_value ? static_cast<const T*>(p.value) + b * p.v_stride_batch + head * p.v_stride_head + row * p.v_stride_row
                : static_cast<const T*>(p.key) + b * p.k_stride_batch + head * p.k_stride_head + row * p.k_stride_row;
   const int64_t begin = threadIdx.x % 32 * kWidth;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   if (index >= p.batch * p.rows) return;
   const int64_t position = p.positions[index];
   Packed<T, kWidth> first{};  // requested before the position is used
@@ -256,16 +247,13 @@ static __global__ void __launch_bounds__(32 * kWarps, 1) append_kv_kernel(const 
 
 cudaError_t launch_append_kv(const AppendKvParams& p, cudaStream_t stream) {
   const int64_t units = p.batch * p.rows * 2 * p.num_kv_heads;
-  return run_on_device(p, units, [&](auto type) {
-    using T = decltype(type);
-    constexpr int kWidth = kPer16<T>;
-    constexpr int64_t size = sizeof(T);
-    const bool wide = aligned16(p.key, p.value, p.k_cache, p.v_cache, p.head_dim * size, p.v_head_dim * size,
-                                p.k_stride_batch * size, p.k_stride_head * size, p.k_stride_row * size,
-                                p.v_stride_batch * size, p.v_stride_head * size, p.v_stride_row * size);
-    return launch_flat(wide ? append_kv_kernel<T, kWidth> : append_kv_kernel<T, 1>, ceil_div(units, kWarps),
-                       32 * kWarps, stream, p);
-  });
+  const auto launch = [&](auto type, auto width) {
+    return launch_flat(append_kv_kernel<decltype(type), width>, ceil_div(units, kWarps), 32 * kWarps, stream, p);
+  };
+  return run_packed(p, units, {p.key, p.value, p.k_cache, p.v_cache},
+                    {p.head_dim, p.v_head_dim, p.k_stride_batch, p.k_stride_head, p.k_stride_row, p.v_stride_batch,
+                     p.v_stride_head, p.v_stride_row},
+                    launch);
 }
 
 }  // namespace dflash

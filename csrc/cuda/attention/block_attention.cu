@@ -1,5 +1,3 @@
-// o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)),  p_ij = exp(s_ij - top),  s_ij = cap(scale * q_i . k_j)
-//
 // The rows * (num_heads / num_kv_heads) queries that share a kv head are packed into tiles of 64 rows. A block of four
 // warps, 16 rows each, reads every K/V byte once for the tile. Slots pass through a ring of cp.async stages, 32 at a
 // time: S = Q K^T and O += P V by mma.sync, softmax in registers between them, fp32 sums.
@@ -21,11 +19,8 @@
 // the last step accepted, compacted and appended stands. The kernel ahead writes the queries, and keys and values from
 // slot lengths[b] - fresh on. `lengths` and the slots before those are old.
 //
-// float32, and head dimensions that are over 256 or not a multiple of 8, use a plain kernel: one block per query, 128
-// slots at a time, one key per thread.
+// float32, and head dimensions that are over 256 or not a multiple of 8, use a plain kernel.
 #include "cuda/attention/attention_tree.cuh"
-#include "cuda/attention/plain_attention.cuh"
-#include "cuda/base/launch.h"
 
 namespace dflash {
 
@@ -78,8 +73,7 @@ static __global__ void __launch_bounds__(kThreads<kDim>, 1) fold_chunks_kernel(c
   const TileRows<T, kDim> rows(p, index);
   const float4* stored =
       reinterpret_cast<const float4*>(p.workspace + index * p.splits * kStateFloats<kDim>) + threadIdx.x;
-  grid_launch_dependents();
-  grid_dependency_wait();
+  grid_begin();
   const int2 chunks = __ldcg(chunks_of<kDim>(p, index));
   float4 out{}, sums{};  // as in a stored state
   for (int begin = chunks.x; begin <= chunks.y; begin += kAtOnce) {
@@ -106,6 +100,88 @@ static __global__ void __launch_bounds__(kThreads<kDim>, 1) fold_chunks_kernel(c
   }
   if (rows.row(0) < rows.live) rows.store(rows.result(0), n, out.x, out.y, rows.factor(0, sums.x, sums.z));
   if (rows.row(1) < rows.live) rows.store(rows.result(1), n, out.z, out.w, rows.factor(1, sums.y, sums.w));
+}
+
+// ---- attention without tensor cores: one block per query, 128 slots at a time, one key per thread
+
+constexpr int kPlainThreads = 128;
+static_assert(kPlainThreads >= kMaxTreeRows, "a thread for each row of a tree");
+
+// Grid: (rows * num_heads, batch). Weights of zero are skipped in the sums, so slots that a query does not see may hold
+// anything.
+template <typename T>
+static __global__ void __launch_bounds__(kPlainThreads, 1) plain_attention_kernel(const BlockAttentionParams p) {
+  __shared__ float weights[kPlainThreads], scratch[2][kPlainThreads / 32];
+  __shared__ int slots[kPlainThreads];          // of the keys
+  __shared__ unsigned char path[kMaxTreeRows];  // of a tree: the block's rows that the query sees
+  float* q = shared<float>();                   // [head_dim]
+  float* out = q + p.head_dim;                  // [v_head_dim]
+  const int64_t row = blockIdx.x / p.num_heads, head = blockIdx.x % p.num_heads, b = blockIdx.y;
+  const int64_t kv_head = head / (p.num_heads / p.num_kv_heads);
+  grid_begin();
+  const int length = int(length_of(p, b)), own = int(threadIdx.x);
+  int depth = int(row), seen = 0;  // seen: rows of the path
+  if (p.ancestors) {
+    const Path tree = path_of(p, b, depth);
+    if (own < p.rows && tree.holds(own)) path[tree.depth_of(own)] = (unsigned char)own;
+    depth = tree.depth(), seen = tree.count();
+  }
+  const Sight sight = sight_of(p, length, depth);
+  const int64_t cache = (b * p.num_kv_heads + kv_head) * p.capacity;
+  const T* k = static_cast<const T*>(p.k_cache) + cache * p.head_dim;
+  const T* v = static_cast<const T*>(p.v_cache) + cache * p.v_head_dim;
+  const T* from = static_cast<const T*>(p.q) + b * p.q_stride_batch + row * p.q_stride_row + head * p.q_stride_head;
+  const float scale = p.softcap != 0.0f ? p.scale / p.softcap : p.scale;
+  for (int64_t i = threadIdx.x; i < p.head_dim; i += kPlainThreads) q[i] = to_float(from[i]) * scale;
+  for (int64_t i = threadIdx.x; i < p.v_head_dim; i += kPlainThreads) out[i] = 0.0f;
+  __syncthreads();
+  float top = -infinity(), sum = 0.0f;
+  for (int first = sight.lo / kPlainThreads * kPlainThreads; first < sight.hi; first += kPlainThreads) {
+    int slot = sight.sees(first + own) ? first + own : -1;
+    if (p.ancestors && slot >= max(length, 0)) {
+      const int place = slot - length;  // a path may be empty
+      slot = place < seen && length + path[place] < p.capacity ? length + path[place] : -1;
+    }
+    float x = -infinity();
+    if (slot >= 0) {
+      const T* key = k + slot * p.head_dim;
+      float part[8] = {};
+      int64_t i = 0;
+      for (; i + 8 <= p.head_dim; i += 8)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) part[j] += q[i + j] * to_float(key[i + j]);
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (i + j < p.head_dim) part[j] += q[i + j] * to_float(key[i + j]);
+      x = ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
+      if (p.softcap != 0.0f) x = tanhf(x) * p.softcap;
+    }
+    const float larger = fmaxf(top, block_max(x, scratch[0])), base = larger == -infinity() ? 0.0f : larger;
+    const float weight = expf(x - base), alpha = expf(top - base);
+    weights[threadIdx.x] = weight, slots[threadIdx.x] = slot;
+    sum = sum * alpha + block_sum(weight, scratch[1]);  // also the barrier for the weights
+    top = larger;
+    const int keys = min(kPlainThreads, sight.hi - first);
+    for (int64_t d = threadIdx.x; d < p.v_head_dim; d += kPlainThreads) {
+      float part[4] = {};
+      for (int i = 0; i < keys; i += 4)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if (i + j < keys && weights[i + j] != 0.0f)
+            part[j] += weights[i + j] * to_float(v[slots[i + j] * p.v_head_dim + d]);
+      out[d] = out[d] * alpha + ((part[0] + part[1]) + (part[2] + part[3]));
+    }
+    __syncthreads();
+  }
+  float keep = 1.0f;
+  if (p.sinks) {
+    const float larger = fmaxf(top, p.sinks[head]), base = larger == -infinity() ? 0.0f : larger;
+    keep = expf(top - base);
+    sum = sum * keep + expf(p.sinks[head] - base);
+  }
+  const float factor = sum == 0.0f ? 0.0f : keep / sum;
+  T* to = static_cast<T*>(p.out) + ((b * p.rows + row) * p.num_heads + head) * p.v_head_dim;
+  for (int64_t i = threadIdx.x; i < p.v_head_dim; i += kPlainThreads) to[i] = from_float<T>(out[i] * factor);
 }
 
 // ---- launches

@@ -29,14 +29,9 @@ class DeviceScope {
 // Calls f(T()) with the storage type.
 template <typename F>
 cudaError_t dispatch(DType dtype, F&& f) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return f(float());
-    case DType::kBFloat16:
-      return f(__nv_bfloat16());
-    case DType::kFloat16:
-      return f(__half());
-  }
+  if (dtype == DType::kFloat32) return f(float());
+  if (dtype == DType::kBFloat16) return f(__nv_bfloat16());
+  if (dtype == DType::kFloat16) return f(__half());
   return cudaErrorInvalidValue;
 }
 
@@ -150,6 +145,20 @@ __device__ __forceinline__ uint4 pack(const float (&v)[kPer16<T>]) {
 template <typename T, int kWidth>
 using Packed = std::conditional_t<kWidth == 1, T, uint4>;
 
+// run_on_device with f(T(), width), the width as a constant: that of 16 bytes if all addresses and sizes (in elements)
+// are multiples of it, else 1.
+template <typename Params, typename F>
+cudaError_t run_packed(const Params& p, int64_t work, std::initializer_list<const void*> addresses,
+                       std::initializer_list<int64_t> sizes, F&& f) {
+  return run_on_device(p, work, [&](auto type) {
+    bool wide = true;
+    for (const void* address : addresses) wide &= aligned16(address);
+    for (int64_t size : sizes) wide &= aligned16(size * sizeof(type));
+    return wide ? f(type, std::integral_constant<int, kPer16<decltype(type)>>())
+                : f(type, std::integral_constant<int, 1>());
+  });
+}
+
 // Packed loads can all be in flight before the first is used.
 template <typename T, int kWidth>
 __device__ __forceinline__ Packed<T, kWidth> load_packed(const T* from) {
@@ -197,6 +206,13 @@ __device__ __forceinline__ void round_to(float (&v)[kWidth]) {
 
 // gate / (1 + exp(-gate)) * up
 __device__ __forceinline__ float silu_mul(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
+
+// Offset of a piece of 16 bytes of a row in shared memory, in elements of 16 bits, for rows of kWidth. Eight rows at
+// the same piece use different banks.
+template <int kWidth>
+__device__ __forceinline__ int place(int row, int piece) {
+  return row * kWidth + (piece ^ (row % 8)) * 8;
+}
 
 // ---- reductions: every thread of the warp or block calls, every thread gets the result; fixed order
 

@@ -43,7 +43,6 @@ Workspace experts_workspace(DType dtype, const void* gate_up, const void* down, 
 
 // Bytes of scratch memory.
 int64_t select_tokens_workspace(int64_t rows, int64_t vocab);
-int64_t tree_candidates_workspace(int64_t rows, int64_t vocab);
-int64_t top_candidates_workspace(int64_t rows, int64_t vocab);
+int64_t candidates_workspace(int64_t rows, int64_t vocab);  // of tree_candidates and top_candidates
 
 }  // namespace dflash

@@ -146,23 +146,11 @@ __device__ __forceinline__ void cp_async_wait() {
 
 // ---- ldmatrix and mma, by all lanes of a warp, on 16-bit elements
 
-// 2 or 4 matrices of 8 x 8. Lane l gives the address of row l % 8 of matrix l / 8 (for 2 matrices, lanes 0 to 15 do).
-// out[m] of lane l holds elements 2 * (l % 4) and + 1 of row l / 4 of matrix m, or of its transpose.
-__device__ __forceinline__ void ldmatrix(uint32_t (&out)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(out[0]), "=r"(out[1])
-               : "r"(shared_address(row))
-               : "memory");
-}
+// Four matrices of 8 x 8. Lane l gives the address of row l % 8 of matrix l / 8; its out[m] holds elements 2 * (l % 4)
+// and + 1 of row l / 4 of matrix m, or of its transpose.
 __device__ __forceinline__ void ldmatrix(uint32_t (&out)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-__device__ __forceinline__ void ldmatrix_transposed(uint32_t (&out)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(out[0]), "=r"(out[1])
                : "r"(shared_address(row))
                : "memory");
 }

@@ -1,5 +1,4 @@
-// A mixture of experts for a step's rows: out[r] = sum of scores[r, slot] * expert ids[r, slot] of x[r]. The time is
-// bound by reading the weights of the experts that the rows have chosen, once each.
+// A mixture of experts. The time is bound by reading the weights of the experts that the rows have chosen, once each.
 //
 // Three kernels: gate_up and the gate, down, and the sum over slots. The first two have a block per 128 features of an
 // expert (64 of the gate with the 64 that they gate), which looks through all ids for its rows and ends if there are
@@ -22,13 +21,6 @@ template <int kRows>
 constexpr int kStageElements = (kFeatures + kRows) * kInner;
 template <int kRows>
 constexpr int kSharedBytes = kStages * kStageElements<kRows> * 2;
-
-// Offset of a piece of 16 bytes in a stage, in elements, for rows of kWidth elements. Eight rows at the same piece use
-// different banks.
-template <int kWidth>
-static __device__ __forceinline__ int place(int row, int piece) {
-  return row * kWidth + (piece ^ (row % 8)) * 8;
-}
 
 // Looks through all ids for one expert's. Returns how many pairs have it; found [limit] gets those from the first-th
 // on, in ascending order. Every thread calls.

@@ -205,52 +205,37 @@ static __device__ __forceinline__ void store_two(T* to, float first, float secon
   }
 }
 
-template <typename T, int kRows>
-static __device__ __forceinline__ void store_products(const LinearParams& p, const Part<T, kRows, false>& part,
-                                                      const Sums<kRows>& sum) {
+// If gated, the sums of eight features of gate are next to those of up.
+template <typename T, int kRows, bool kGated>
+static __device__ __forceinline__ void store_results(const LinearParams& p, const Part<T, kRows, kGated>& part,
+                                                     const Sums<kRows>& sum) {
   using S = Shape<kRows>;
+  constexpr int kApart = kGated ? 2 : 1;
   T* to = static_cast<T*>(p.out) + part.first_row * p.out_features + part.column + part.feature;
   const int lane = threadIdx.x % 32;
+  const auto gated = [](float gate, float up) {
+    return silu_mul(to_float(from_float<T>(gate)), to_float(from_float<T>(up)));
+  };
 #pragma unroll
-  for (int n = 0; n < S::kWarpFeatures / 8; ++n) {
-    const int column = S::warp_feature() + n * 8 + lane % 4 * 2;
+  for (int n = 0; n < S::kWarpFeatures / 8; n += kApart) {
+    const int column = S::warp_feature() / kApart + n / kApart * 8 + lane % 4 * 2;
     const int64_t feature = part.feature + column, left = part.features - feature;
     float bias[2] = {};
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-      if (part.bias && e < left) bias[e] = to_float(part.bias[feature + e]);
+      if (!kGated && part.bias && e < left) bias[e] = to_float(part.bias[feature + e]);
 #pragma unroll
     for (int m = 0; m < S::kWarpRows / 16; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = S::warp_row() + m * 16 + lane / 4 + 8 * half;
         if (part.first_row + row >= p.rows) continue;
-        const float* s = sum[m][n] + 2 * half;
-        store_two(to + row * p.out_features + column, s[0] + bias[0], s[1] + bias[1], left);
-      }
-  }
-}
-
-template <typename T, int kRows>
-static __device__ __forceinline__ void store_gated(const LinearParams& p, const Part<T, kRows, true>& part,
-                                                   const Sums<kRows>& sum) {
-  using S = Shape<kRows>;
-  const int lane = threadIdx.x % 32;
-  const auto gated = [](float gate, float up) {
-    return silu_mul(to_float(from_float<T>(gate)), to_float(from_float<T>(up)));
-  };
-#pragma unroll
-  for (int n = 0; n < S::kWarpFeatures / 16; ++n) {
-    const int64_t feature = part.feature + S::warp_feature() / 2 + n * 8 + lane % 4 * 2;
-#pragma unroll
-    for (int m = 0; m < S::kWarpRows / 16; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t row = part.first_row + S::warp_row() + m * 16 + lane / 4 + 8 * half;
-        if (row >= p.rows) continue;
-        const float *gate = sum[m][2 * n] + 2 * half, *up = sum[m][2 * n + 1] + 2 * half;
-        store_two(static_cast<T*>(p.out) + row * p.out_features + feature, gated(gate[0], up[0]), gated(gate[1], up[1]),
-                  part.features - feature);
+        const float *s = sum[m][n] + 2 * half, *up = sum[m][n + kApart - 1] + 2 * half;
+        T* at = to + row * p.out_features + column;
+        if constexpr (kGated)
+          store_two(at, gated(s[0], up[0]), gated(s[1], up[1]), left);
+        else
+          store_two(at, s[0] + bias[0], s[1] + bias[1], left);
       }
   }
 }
@@ -316,11 +301,7 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
     if (!arrived_last) return;
     add_stored<kRows>(sum, stored, blocks);
   }
-  if constexpr (kGated) {
-    store_gated<T, kRows>(p, part, sum);
-  } else {
-    store_products<T, kRows>(p, part, sum);
-  }
+  store_results<T, kRows>(p, part, sum);
 }
 
 // The tiles of all weights, with as many features each; if gated, half of them are gate's.

@@ -1,7 +1,6 @@
 // The main loop of products, for linear.cu and experts.cu: a ring of cp.async stages, and mma.sync of what is in them.
 #pragma once
 #include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
 
 namespace dflash {
 

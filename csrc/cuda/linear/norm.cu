@@ -1,9 +1,8 @@
-// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight). In
-// conv_add_rms_norm x is convolved first: out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i].
+// What runs over the rows between products: norms, convolutions over a block, gates, embeddings.
 //
-// One block per row. The first kHeld pieces of a thread stay in registers between the sum and the scaling, and all are
-// requested before the first is used, so the block waits for memory once. kHeld is as small as a row allows: a kernel
-// with few registers fits next to the blocks of a product, and starts while that one runs.
+// Norms have one block per row. The first kHeld pieces of a thread stay in registers between the sum and the scaling,
+// and all are requested before the first is used, so the block waits for memory once. kHeld is as small as a row
+// allows: a kernel with few registers fits next to the blocks of a product, and starts while that one runs.
 #include "common/row_place.h"
 #include "cuda/base/device.cuh"
 
@@ -88,12 +87,9 @@ static __global__ void __launch_bounds__(kThreads, 1) dynamic_conv_kernel(const 
 
 cudaError_t launch_dynamic_conv(const DynamicConvParams& p, cudaStream_t stream) {
   const int64_t rows = p.rows + p.sequences * p.front_rows;
-  return run_on_device(p, rows, [&](auto type) {
-    using T = decltype(type);
-    constexpr int kWidth = kPer16<T>;
-    const bool wide = aligned16(p.x, p.base, p.front, p.out, p.hidden * sizeof(T));
-    const int64_t blocks = ceil_div(rows * p.hidden, kThreads * (wide ? kWidth : 1));
-    return launch_flat(wide ? dynamic_conv_kernel<T, kWidth> : dynamic_conv_kernel<T, 1>, blocks, kThreads, stream, p);
+  return run_packed(p, rows, {p.x, p.base, p.front, p.out}, {p.hidden}, [&](auto type, auto width) {
+    const int64_t blocks = ceil_div(rows * p.hidden, kThreads * width);
+    return launch_flat(dynamic_conv_kernel<decltype(type), width>, blocks, kThreads, stream, p);
   });
 }
 
@@ -225,8 +221,7 @@ cudaError_t launch_conv_add_rms_norm(const ConvAddRmsNormParams& p, cudaStream_t
   return launch_norm(p, stream, p.base, p.rows);
 }
 
-// ---- gates: out = gate / (1 + exp(-gate)) * up, and out = x / (1 + exp(-gate)). One thread per 16 bytes of the
-// result.
+// ---- gates. One thread per 16 bytes of the result.
 
 constexpr int kElementThreads = 256;
 
@@ -245,12 +240,9 @@ static __global__ void __launch_bounds__(kElementThreads, 1) silu_mul_kernel(con
 }
 
 cudaError_t launch_silu_mul(const SiluMulParams& p, cudaStream_t stream) {
-  return run_on_device(p, p.rows * p.width, [&](auto type) {
-    using T = decltype(type);
-    constexpr int kWidth = kPer16<T>;
-    const bool wide = aligned16(p.gate_up, p.out, p.width * sizeof(T));
-    const int64_t blocks = ceil_div(p.rows * p.width, kElementThreads * (wide ? kWidth : 1));
-    return launch_flat(wide ? silu_mul_kernel<T, kWidth> : silu_mul_kernel<T, 1>, blocks, kElementThreads, stream, p);
+  return run_packed(p, p.rows * p.width, {p.gate_up, p.out}, {p.width}, [&](auto type, auto width) {
+    const int64_t blocks = ceil_div(p.rows * p.width, kElementThreads * width);
+    return launch_flat(silu_mul_kernel<decltype(type), width>, blocks, kElementThreads, stream, p);
   });
 }
 
@@ -272,19 +264,15 @@ static __global__ void __launch_bounds__(kElementThreads, 1) sigmoid_mul_kernel(
 
 cudaError_t launch_sigmoid_mul(const SigmoidMulParams& p, cudaStream_t stream) {
   const int64_t elements = p.rows * p.heads * p.width;
-  return run_on_device(p, elements, [&](auto type) {
-    using T = decltype(type);
-    constexpr int kWidth = kPer16<T>;
-    const bool wide = aligned16(p.x, p.gate, p.out, p.width * sizeof(T), p.gate_stride_row * sizeof(T),
-                                p.gate_stride_head * sizeof(T));
-    const int64_t blocks = ceil_div(elements, kElementThreads * (wide ? kWidth : 1));
-    return launch_flat(wide ? sigmoid_mul_kernel<T, kWidth> : sigmoid_mul_kernel<T, 1>, blocks, kElementThreads, stream,
-                       p);
-  });
+  const auto launch = [&](auto type, auto width) {
+    const int64_t blocks = ceil_div(elements, kElementThreads * width);
+    return launch_flat(sigmoid_mul_kernel<decltype(type), width>, blocks, kElementThreads, stream, p);
+  };
+  return run_packed(p, elements, {p.x, p.gate, p.out}, {p.width, p.gate_stride_row, p.gate_stride_head}, launch);
 }
 
-// ---- embeds[b, i] = scale * embedding of row i of the block that is drafted. One block per row of the result, and one
-// more per sequence for its anchor and positions.
+// ---- embeddings of the block that is drafted. One block per row of the result, and one more per sequence for its
+// anchor and positions.
 
 template <typename T, int kWidth>
 static __global__ void __launch_bounds__(kElementThreads, 1) draft_rows_kernel(const DraftRowsParams p) {
@@ -310,13 +298,11 @@ static __global__ void __launch_bounds__(kElementThreads, 1) draft_rows_kernel(c
 }
 
 cudaError_t launch_draft_rows(const DraftRowsParams& p, cudaStream_t stream) {
-  return run_on_device(p, p.batch, [&](auto type) {
-    using T = decltype(type);
-    constexpr int kWidth = kPer16<T>;
-    const bool wide = aligned16(p.table, p.mask_embedding, p.embeds, p.hidden * sizeof(T), p.table_stride * sizeof(T));
-    return launch_overlapping(wide ? draft_rows_kernel<T, kWidth> : draft_rows_kernel<T, 1>,
-                              dim3(unsigned(p.rows + 1), unsigned(p.batch)), dim3(kElementThreads), 0, stream, p);
-  });
+  const auto launch = [&](auto type, auto width) {
+    return launch_overlapping(draft_rows_kernel<decltype(type), width>, dim3(unsigned(p.rows + 1), unsigned(p.batch)),
+                              dim3(kElementThreads), 0, stream, p);
+  };
+  return run_packed(p, p.batch, {p.table, p.mask_embedding, p.embeds}, {p.hidden, p.table_stride}, launch);
 }
 
 }  // namespace dflash

@@ -1,5 +1,3 @@
-// y[t] = bias + sum of weight[j] * input[t - width + 1 + j], taps in this order; then the window moves.
-//
 // A thread has 4 bytes of channels (one, or two neighbours) and a chunk of the rows. The thread of the first chunk
 // alone reads the window, into registers, and alone writes it afterwards: later chunks find what is in front of them
 // among the rows. Wide convolutions and odd numbers of 16-bit channels go through a plain kernel, one thread per

@@ -1,6 +1,4 @@
-// What a Gated DeltaNet layer does around its recurrence, one warp per head and row:
-//   q = q / |q| * key_dim^-1/2, k = k / |k|, log_decay = -exp(a_log) softplus(a + dt_bias), beta = sigmoid(b)
-//   out = x / sqrt(mean(x^2) + eps) * weight * silu(z)
+// What a Gated DeltaNet layer does around its recurrence, one warp per head and row.
 #include "cuda/base/device.cuh"
 
 namespace dflash {

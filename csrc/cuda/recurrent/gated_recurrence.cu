@@ -1,9 +1,7 @@
-// S' = a S;  d = beta (v - S'^T k), or v;  S = S' + k d^T;  out = S^T q = S'^T q + (q . k) d, per head and row.
-//
-// The columns of S are independent. Four warps of a block have eight each, in registers for the whole launch: eight
-// lanes share the keys of two columns, and both sums of a row are reduced together. What columns share passes through
-// shared memory, a chunk of rows ahead. Chunks of saved rows come first: they move S by the same function as the rows
-// do.
+// out = S^T q is taken as S'^T q + (q . k) d. The columns of S are independent. Four warps of a block have eight each,
+// in registers for the whole launch: eight lanes share the keys of two columns, and both sums of a row are reduced
+// together. What columns share passes through shared memory, a chunk of rows ahead. Chunks of saved rows come first:
+// they move S by the same function as the rows do.
 //
 // Several blocks read the saved k and a of a key head, and the last of them to have read what it applies overwrites
 // them, while its other warps run the rows. A row's bits depend neither on chunks nor on the number of rows.

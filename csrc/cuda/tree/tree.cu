@@ -144,9 +144,6 @@ static __device__ int64_t emit(const Emission& p, int64_t b, const Choice& choic
   return count;
 }
 
-// ---- a chain: m = 1 + |longest prefix with block_ids[j + 1] == posterior[j]|;
-// tokens[length + 1 ..] = posterior[0 .. m), length += m, num_context = m
-
 static __global__ void __launch_bounds__(32 * kWarpsPerBlock, 1) accept_prefix_kernel(const AcceptPrefixParams p) {
   const int64_t b = int64_t(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
   grid_begin();
@@ -163,9 +160,8 @@ cudaError_t launch_accept_prefix(const AcceptPrefixParams& p, cudaStream_t strea
   });
 }
 
-// ---- a tree: from row 0, emit the row's choice and continue at its child of that id. All lanes look up, for every
-// row, whether its parent chose it; lane 0 then follows these links from row 0. The rows that it visited, which
-// chain_choices and chain_ids tell as a chain, are accepted as those of a chain are.
+// A tree: all lanes look up, for every row, whether its parent chose it; lane 0 then follows these links from row 0.
+// The rows that it visited are accepted as those of a chain are.
 
 // visited[j] = the row at depth j of the path that the choices follow; after its end, p.rows. chosen is scratch memory;
 // both are [p.rows].
@@ -217,9 +213,8 @@ cudaError_t launch_accept_path(const AcceptPathParams& p, cudaStream_t stream) {
 }
 
 // ---- compact_kv
-// Slot first[b] + path[b, j] moves to slot first[b] + j, in the caches of all layers. One warp per head of a cache:
-// lane j finds where row j comes from, then every lane carries its columns of up to 16 rows through registers, so that
-// all of their loads are in flight at once.
+// One warp per head of a cache: lane j finds where row j comes from, then every lane carries its columns of up to 16
+// rows through registers, so that all of their loads are in flight at once.
 
 constexpr int kWarps = 4;
 constexpr int kRows = 16;              // per trip through the registers
@@ -287,7 +282,7 @@ cudaError_t launch_compact_kv(const CompactKvParams& p, cudaStream_t stream) {
   });
 }
 
-// ---- gather_rows: out[b, j] = x[b, path[b, j]]. A block copies a slice of a row, one piece per thread.
+// ---- gather_rows. A block copies a slice of a row, one piece per thread.
 
 constexpr int kThreads = 256;
 

@@ -143,13 +143,16 @@ static __device__ int best_of_spans(BestScratch& s, Spans spans, int64_t vocab, 
   return cut(s, s.size, count);
 }
 
-// Both stages; the first is compiled for accesses of 16 bytes and for narrow ones.
-template <typename T, typename Params>
-static cudaError_t launch_stages(const Params& p, int64_t rows, cudaStream_t stream, void (*wide)(Params),
-                                 void (*narrow)(Params), void (*choose)(Params)) {
+// [rows, spans] of up to 16 bytes: stage 1's findings.
+int64_t candidates_workspace(int64_t rows, int64_t vocab) {
+  return rows * spans_of(vocab).count * int64_t(sizeof(uint4));
+}
+
+template <typename Params>
+static cudaError_t launch_stages(const Params& p, int64_t rows, cudaStream_t stream, void (*look)(Params),
+                                 void (*choose)(Params)) {
   const int64_t blocks = ceil_div(rows * spans_of(p.vocab).count, kSpanWarps);
-  const cudaError_t error =
-      launch_flat(aligned16(p.logits, p.vocab * sizeof(T)) ? wide : narrow, blocks, 32 * kSpanWarps, stream, p);
+  const cudaError_t error = launch_flat(look, blocks, 32 * kSpanWarps, stream, p);
   return error != cudaSuccess ? error : launch_flat(choose, rows, kRowThreads, stream, p);
 }
 
@@ -221,16 +224,11 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_tokens(const Top
   }
 }
 
-// [rows, spans] of float: stage 1's findings.
-int64_t top_candidates_workspace(int64_t rows, int64_t vocab) {
-  return rows * spans_of(vocab).count * int64_t(sizeof(float));
-}
-
 cudaError_t launch_top_candidates(const TopCandidatesParams& p, cudaStream_t stream) {
   const int64_t rows = p.batch * p.rows;
-  return run_on_device(p, rows, [&](auto type) {
+  return run_packed(p, rows, {p.logits}, {p.vocab}, [&](auto type, auto width) {
     using T = decltype(type);
-    return launch_stages<T>(p, rows, stream, score_spans<T, kPer16<T>>, score_spans<T, 1>, choose_tokens<T>);
+    return launch_stages(p, rows, stream, score_spans<T, width>, choose_tokens<T>);
   });
 }
 
@@ -364,16 +362,11 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_candidates(const
   }
 }
 
-// [rows, spans] of 16 bytes: stage 1's findings.
-int64_t tree_candidates_workspace(int64_t rows, int64_t vocab) {
-  return rows * spans_of(vocab).count * int64_t(sizeof(uint4));
-}
-
 cudaError_t launch_tree_candidates(const TreeCandidatesParams& p, cudaStream_t stream) {
   const int64_t rows = p.batch * p.depths;
-  return run_on_device(p, rows, [&](auto type) {
+  return run_packed(p, rows, {p.logits}, {p.vocab}, [&](auto type, auto width) {
     using T = decltype(type);
-    return launch_stages<T>(p, rows, stream, measure_spans<T, kPer16<T>>, measure_spans<T, 1>, choose_candidates<T>);
+    return launch_stages(p, rows, stream, measure_spans<T, width>, choose_candidates<T>);
   });
 }
 

@@ -1,6 +1,6 @@
-// id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id. Gives the
-// same bits as the CPU kernel (noise.h). Stage 1, one block per slice of a row, finds the slice's largest logit, any
-// NaN and, without filters, its best score; stage 2, one block per row, combines them, after it has found thresholds.
+// Gives the same bits as the CPU kernel (noise.h). Stage 1, one block per slice of a row, finds the slice's largest
+// logit, any NaN and, without filters, its best score; stage 2, one block per row, combines them, after it has found
+// thresholds.
 //
 // A threshold of top-k or top-p is the smallest z such that everything strictly above weighs less than a limit (in
 // tokens, or fixed-point probability). Weights are summed in 1024 buckets of z below the largest, and the bucket where
@@ -11,7 +11,6 @@ namespace dflash {
 
 constexpr int64_t kSelectSlice = 8192;                // tokens per block of stage 1
 constexpr int kScanThreads = 256, kRowThreads = 512;  // maximum; a small vocabulary uses fewer
-constexpr int kBuckets = 1024;                        // of width 1/32 in z below the largest
 
 using Sum = unsigned long long;
 
@@ -59,11 +58,6 @@ static __device__ Row row_of(const SelectTokensParams& p, int64_t index) {
 static __device__ float score_of(const Row& row, float z, uint32_t id) {
   RowNoise noise(row.position, row.seed);
   return DFLASH_ADD32(sharpened(row.draw, z), gumbel(noise.word(id)));
-}
-
-static __device__ __forceinline__ int bucket_of(float d) {
-  const float bucket = d * -32.0f;
-  return int(bucket < float(kBuckets - 1) ? bucket : float(kBuckets - 1));
 }
 
 // Calls f(id, logit) for the tokens from `begin` to `end` whose slice has take(slice), spread over the threads of the
@@ -309,15 +303,12 @@ int64_t select_tokens_workspace(int64_t rows, int64_t vocab) {
 
 cudaError_t launch_select_tokens(const SelectTokensParams& p, cudaStream_t stream) {
   const int64_t rows = p.batch * p.rows, slices = ceil_div(p.vocab, kSelectSlice);
-  return run_on_device(p, rows, [&](auto type) {
+  return run_packed(p, rows, {p.logits}, {p.vocab}, [&](auto type, auto width) {
     using T = decltype(type);
-    constexpr int kWidth = kPer16<T>;
-    const bool wide = aligned16(p.logits, p.vocab * sizeof(T));
-    const auto threads = [&](int most) { return min(int64_t(most), ceil_div(p.vocab, 32 * (wide ? kWidth : 1)) * 32); };
-    const cudaError_t error =
-        launch_flat(wide ? scan_slices<T, kWidth> : scan_slices<T, 1>, rows * slices, threads(kScanThreads), stream, p);
+    const auto threads = [&](int most) { return min(int64_t(most), ceil_div(p.vocab, 32 * width) * 32); };
+    const cudaError_t error = launch_flat(scan_slices<T, width>, rows * slices, threads(kScanThreads), stream, p);
     if (error != cudaSuccess) return error;
-    return launch_flat(wide ? choose_rows<T, kWidth> : choose_rows<T, 1>, rows, threads(kRowThreads), stream, p);
+    return launch_flat(choose_rows<T, width>, rows, threads(kRowThreads), stream, p);
   });
 }
 

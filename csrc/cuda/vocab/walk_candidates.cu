@@ -154,13 +154,10 @@ static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandi
 }
 
 cudaError_t launch_walk_candidates(const WalkCandidatesParams& p, cudaStream_t stream) {
-  return run_on_device(p, p.batch * p.slots, [&](auto type) {
-    using T = decltype(type);
-    constexpr int kWidth = kPer16<T>;
-    const bool wide = aligned16(p.hidden, p.predecessors, p.successors, p.rank * sizeof(T));
-    const unsigned threads = 32 * unsigned(min(p.count, int64_t(kMaxWarps)));
-    return launch_flat(wide ? walk<T, kWidth> : walk<T, 1>, p.batch, threads, stream, p);
-  });
+  const auto launch = [&](auto type, auto width) {
+    return launch_flat(walk<decltype(type), width>, p.batch, 32 * min(p.count, int64_t(kMaxWarps)), stream, p);
+  };
+  return run_packed(p, p.batch * p.slots, {p.hidden, p.predecessors, p.successors}, {p.rank}, launch);
 }
 
 }  // namespace dflash

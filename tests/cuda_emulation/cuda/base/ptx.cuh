@@ -87,25 +87,23 @@ void cp_async_wait() {
 struct EmulatedLdmatrix {
   uint32_t* out;
   const void* row;
-  int matrices;
   bool transposed;
 };
 
-// Lane l of ldmatrix.xN addresses row l % 8 of matrix l / 8; it receives elements 2 * (l % 4) and + 1 of row
+// Lane l of ldmatrix.x4 addresses row l % 8 of matrix l / 8; it receives elements 2 * (l % 4) and + 1 of row
 // l / 4 of each matrix, or of its transpose.
 inline void run_ldmatrix(void* const* payloads) {
   const auto lane = [&](int l) -> const EmulatedLdmatrix& {
     return *static_cast<const EmulatedLdmatrix*>(payloads[l]);
   };
   for (int l = 0; l < 32; ++l) {
-    if (lane(l).matrices != lane(0).matrices || lane(l).transposed != lane(0).transposed)
+    if (lane(l).transposed != lane(0).transposed)
       emulation::fail("the lanes of a warp run different kinds of ldmatrix");
-    if (l >= 8 * lane(0).matrices) continue;
     emulation::expect_aligned(lane(l).row, 16, "ldmatrix");
     emulation::expect_shared(lane(l).row, 16, "ldmatrix");
   }
   for (int l = 0; l < 32; ++l)
-    for (int m = 0; m < lane(0).matrices; ++m)
+    for (int m = 0; m < 4; ++m)
       for (int half = 0; half < 2; ++half) {
         const int a = l / 4, b = 2 * (l % 4) + half;
         const int row = lane(0).transposed ? b : a, column = lane(0).transposed ? a : b;
@@ -114,15 +112,12 @@ inline void run_ldmatrix(void* const* payloads) {
       }
 }
 
-template <int kMatrices>
-inline void emulated_ldmatrix(uint32_t (&out)[kMatrices], const void* row, bool transposed) {
+inline void emulated_ldmatrix(uint32_t (&out)[4], const void* row, bool transposed) {
   std::memset(out, 0xff, sizeof(out));
-  EmulatedLdmatrix payload{out, row, kMatrices, transposed};
+  EmulatedLdmatrix payload{out, row, transposed};
   emulation::warp_collective(run_ldmatrix, &payload);
 }
-inline void ldmatrix(uint32_t (&out)[2], const void* row) { emulated_ldmatrix(out, row, false); }
 inline void ldmatrix(uint32_t (&out)[4], const void* row) { emulated_ldmatrix(out, row, false); }
-inline void ldmatrix_transposed(uint32_t (&out)[2], const void* row) { emulated_ldmatrix(out, row, true); }
 inline void ldmatrix_transposed(uint32_t (&out)[4], const void* row) { emulated_ldmatrix(out, row, true); }
 
 template <typename T>
