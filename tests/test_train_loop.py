@@ -366,7 +366,7 @@ def test_a_plan_measures_and_restores_everything(target, rows, tmp_path):
         ({"input_ids": [5] * 600, "loss_mask": [1] * 600}, "row 10 has 600 tokens, the target has 512 positions"),
         ({"input_ids": [5, 97], "loss_mask": [1, 1]}, r"row 10 has token ids outside 0 \.\. 96"),
         ({"input_ids": [5, 6], "loss_mask": [1]}, "row 10 has 2 input_ids and a loss_mask of 1"),
-        ({"input_ids": [5, MASK], "loss_mask": [1, 1]}, "row 10 has the mask token 1 among the tokens"),
+        ({"input_ids": [5, MASK], "loss_mask": [1, 1]}, "row 10 must not teach the mask token 1"),
     ],
 )
 def test_an_unusable_row_is_named_before_any_work(target, rows, row, message, tmp_path):

@@ -87,7 +87,7 @@ def test_a_tensor_of_another_shape_or_dtype_is_named(name):
 
         def refused(change, kind, message, good=good, spec=spec):
             value = [change(good[0]), *good[1:]] if spec.count else change(good)
-            with pytest.raises(kind, match=f"{contract.op}: (the rows of )?{spec.name}{message}"):
+            with pytest.raises(kind, match=f"{contract.op}: {spec.name}{message}"):
                 run(name, CALLS[name]() | {spec.name: value})
 
         if not spec.is_optional and not spec.count and len(contract.tensors) > 1:
@@ -99,7 +99,7 @@ def test_a_tensor_of_another_shape_or_dtype_is_named(name):
             wrong = torch.int32 if spec.dtype == "i64" else torch.float64
             refused(lambda x, wrong=wrong: x.to(wrong), TypeError, r".* must be torch\.")
         if spec.is_written:
-            refused(lambda x: torch.stack([x, x], -1)[..., 0], ValueError, ".* must be .*(contiguous|evenly spaced)")
+            refused(lambda x: torch.stack([x, x], -1)[..., 0], ValueError, ".* (must be contiguous|needs .*evenly)")
 
 
 class Subclass(torch.Tensor):
