@@ -122,7 +122,7 @@ class Int8Rows : public Split {
   template <int NV>
   void multiply_lanes(const int8_t* weight, int64_t live, float* sums) const {
 #if DFLASH_TILES
-    multiply_int8_on_tiles<NV>(rows_, in_, weight, live, sums);
+    choose_block<NV>(live, [&](auto tile) { multiply_int8_block<NV, tile>(rows_, in_, weight, live, sums); });
 #else
     multiply_int8_in_lanes<NV>(rows_, in_, weight, live, sums);
 #endif

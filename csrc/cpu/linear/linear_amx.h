@@ -210,11 +210,6 @@ static void multiply_block(const uint32_t* packed, int64_t in, const bf16* weigh
   store_sums<NV, TILE>(sums);
 }
 
-template <int NV>
-static void multiply_on_tiles(const uint32_t* packed, int64_t in, const bf16* weight, int64_t live, float* sums) {
-  choose_block<NV>(live, [&](auto tile) { multiply_block<NV, tile>(packed, in, weight, live, sums); });
-}
-
 DFLASH_NAMESPACE_END
 #endif
 
@@ -244,7 +239,7 @@ template <typename T, int NV>
 static inline void multiply_rows(const Word<T>* packed, int64_t in, const T* weight, int64_t live, float* sums) {
 #if DFLASH_TILES
   if constexpr (kOnTiles<T>)
-    multiply_on_tiles<NV>(packed, in, weight, live, sums);
+    choose_block<NV>(live, [&](auto tile) { multiply_block<NV, tile>(packed, in, weight, live, sums); });
   else
 #endif
     multiply_in_lanes<T, NV>(packed, in, weight, live, sums);

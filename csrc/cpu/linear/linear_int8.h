@@ -224,12 +224,6 @@ static void multiply_int8_block(const QuantizedRows& rows, int64_t in, const int
                                                load(rows.packed_scales + g * lanes + v * kWidth));
   }
 }
-
-template <int NV>
-static void multiply_int8_on_tiles(const QuantizedRows& rows, int64_t in, const int8_t* weight, int64_t live,
-                                   float* sums) {
-  choose_block<NV>(live, [&](auto tile) { multiply_int8_block<NV, tile>(rows, in, weight, live, sums); });
-}
 #elif defined(__AVX512F__)
 // total + scale * (the four chains + start)
 static inline __m128 add_group(IVec chains, __m128i start, __m128 scale, __m128 total) {

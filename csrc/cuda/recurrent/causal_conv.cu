@@ -24,12 +24,10 @@ struct Channels {
     for (int e = 0; e < kWidth; ++e) v[e] = to_float(elements[e]);
   }
   static __device__ __forceinline__ Word pack(const float (&v)[kWidth]) {
-    T elements[kWidth];
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) elements[e] = from_float<T>(v[e]);
-    Word word;
-    memcpy(static_cast<void*>(&word), elements, sizeof(word));
-    return word;
+    if constexpr (kWidth == 1)
+      return v[0];
+    else
+      return pack_pair<T>(v[0], v[1]);
   }
 };
 

@@ -97,12 +97,6 @@ static __device__ __forceinline__ void for_slice(const SelectTokensParams& p, co
   for_tokens<T, kWidth, kDeep>(logits, begin, end, [](int64_t) { return true; }, f);
 }
 
-// for_tokens of all slices.
-template <typename T, int kWidth, typename Take, typename F>
-static __device__ __forceinline__ void for_slices(const SelectTokensParams& p, const T* logits, Take&& take, F&& f) {
-  for_tokens<T, kWidth, kDeepest<kWidth>>(logits, 0, p.vocab, take, f);
-}
-
 // The best score of a slice among tokens with z >= floor and keep(z), or `best` if none is better.
 template <typename T, int kWidth, typename Keep>
 static __device__ Best best_of_slice(const SelectTokensParams& p, const T* logits, int64_t slice, const Row& row,
@@ -205,8 +199,8 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
   };
   clear(kBuckets);
   Sum total = 0, rest = 0;  // rest: the last bucket, which holds most tokens of a peaked distribution
-  for_slices<T, kWidth>(
-      p, logits, [&](int64_t slice) { return floor == -infinity() || largest(slice) >= floor; },
+  for_tokens<T, kWidth, kDeepest<kWidth>>(
+      logits, 0, p.vocab, [&](int64_t slice) { return floor == -infinity() || largest(slice) >= floor; },
       [&](uint32_t, float logit) {
         const float z = logit / row.draw.temperature;
         const Sum w = weight(z);
@@ -230,8 +224,8 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
   uint32_t prefix = 0, known = 0;  // the bits of the key found so far
   for (int shift = 24; shift >= (std::is_same_v<T, __nv_bfloat16> ? 16 : 0); shift -= 8) {
     clear(256);
-    for_slices<T, kWidth>(
-        p, logits, [&](int64_t slice) { return bucket_of(below_top(largest(slice), top)) <= bucket; },
+    for_tokens<T, kWidth, kDeepest<kWidth>>(
+        logits, 0, p.vocab, [&](int64_t slice) { return bucket_of(below_top(largest(slice), top)) <= bucket; },
         [&](uint32_t, float logit) {
           const float z = logit / row.draw.temperature;
           const uint32_t key = key_of(logit);
