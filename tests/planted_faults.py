@@ -144,6 +144,17 @@ FAULTS = [
     Fault("a snapshot is used after other tokens passed it", STATE,
           "self._snapshot_at[rows].masked_fill_(at < self._snapshot_at[rows], 0)", "pass",
           ["test_recurrent_conversations.py"]),
+    # Ops
+    Fault("packed queries are read as if they were not", "ops/attention.py", "q_stride_row = stride(q, 1)",
+          "q_stride_row = stride(q, 2)", ["test_block_attention.py::test_strided_queries"]),
+    Fault("the rows of a tree need not be causal", "ops/attention.py", "causal or not has(ancestors): causal",
+          "capacity >= 1: causal", ["faults/test_op_contracts.py"]),
+    Fault("rows of a block share one position", "ops/vocab.py", "consecutive = ndim(positions) == 1",
+          "consecutive = ndim(positions) == 2", ["test_select_tokens.py"]),
+    Fault("packed products share the first bias", "ops/linear.py", "[torch.cat(biases)]",
+          "[biases[0].repeat(len(weights))]", ["test_linear.py"]),
+    Fault("8 bits stand for the mean magnitude", "ops/weights.py", "wide.abs().amax(1)", "wide.abs().mean(1)",
+          ["test_int8.py"]),
     # Streams
     Fault("text is not held back for stop strings", "streaming.py",
           "        safe -= open_suffix(text[:safe], self._held_back)\n", "", [f"{STREAM}::TestText"]),
