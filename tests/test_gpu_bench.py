@@ -86,6 +86,3 @@ def test_hangs():
 def test_last():
     pass
 """
-
-
-# In the place of every command that run.sh calls on a GPU machine: writes the call down.

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Everything that a GPU machine has to show: `bench/gpu/run.sh` runs all stages, `bench/gpu/run.sh STAGE...` some.
 #
-#   build    compile for this GPU, and say what the doctor says                      about 3 minutes on 16 cores
-#   tests    every test of a CUDA kernel, with real kernels                          6
-#   memory   a few of them under compute-sanitizer                                   3
+#   build    compile for this GPU, and say what the doctor says                      3 minutes on an H100 and 16 cores
+#   tests    every test of a CUDA kernel, with real kernels                          2
+#   memory   a few of them under compute-sanitizer                                   1
+#   answers  `dflash demo`: whole answers of the package's pair                      1
 #   probe    bandwidth; do captured kernels overlap?                                 1
-#   step     the step at several contexts and batches; where its time goes           8
-#   overlap  the step with overlap and prefetch on and off                           5
-#   kernels  every kernel next to plain torch; what bounds it (Nsight Compute)       7
-#   peers    the reference loop, torch.compile, StaticCache                          9
+#   step     the step at several contexts and batches, and of trees; its kernels     3
+#   overlap  the step with overlap and prefetch on and off                           1
+#   kernels  every kernel next to plain torch; what bounds it (Nsight Compute)       2
+#   peers    the reference loop, torch.compile, StaticCache                          3
 #
-# The minutes are estimates. A stage stops after nine minutes with what it has, and can run alone: it compiles what it
-# needs, unless build/gpu has it. Results get the time into their name, so that nothing is overwritten. After every
-# stage README.md of the folder (page.py) shows the newest results, and what did not run.
+# A stage stops after nine minutes with what it has, and can run alone: it compiles what it needs, unless build/gpu has
+# it. Results get the time into their name, so that nothing is overwritten. After every stage README.md of the folder
+# (page.py) shows the newest results, and what did not run.
 #
 # --out FOLDER     where results go (default: bench/results/gpu)
 # --archive FILE   also keep the folder as one .tar.gz, renewed after every stage
@@ -34,7 +35,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
-all=(build tests memory probe step overlap kernels peers)
+all=(build tests answers memory probe step overlap kernels peers)
 device=cuda out=bench/results/gpu archive='' total=1000000 commit='' stages=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -118,6 +119,17 @@ tests() {
   tail -n 40 "$log"
 }
 
+answers() { # the demo fails if an answer is not the target's own
+  use_build || return
+  local temperature file
+  file=$(named answers txt)
+  for temperature in 0 1; do
+    attempt "answers at $temperature" "$(left)" python3 -c 'from dflash.cli import main; main()' \
+      demo --json --temperature $temperature >>"$file"
+  done
+  cat "$file"
+}
+
 memory() { # torch would cut tensors out of large allocations, in which the tool sees no end
   use_build || return
   local tool=(compute-sanitizer --tool memcheck --error-exitcode 9) place=cuda op file
@@ -151,9 +163,10 @@ steps() { # steps RUNS NAME OPTION...: bench/step into a file of its own, in its
 
 step() {
   use_build || return
-  steps 4 step-1k --contexts "$near" --runners eager graph fused
-  steps 3 step-long --contexts "${far[@]}" --runners fused --accepted 6
-  steps 2 step-batch --contexts "$near" --batches 2 4 8 --runners fused graph --accepted 6
+  steps 5 step-1k --contexts "$near" --runners eager graph fused
+  steps 4 step-long --contexts "${far[@]}" --runners fused --accepted 6
+  steps 3 step-batch --contexts "$near" --batches 2 4 8 --runners fused graph --accepted 6
+  steps 2 step-tree --contexts "$near" --runners fused graph --tree 32 64 --accepted 6
   # With overlap on, the profiler counts the waiting of a kernel that started early as its time.
   DFLASH_OVERLAP=0 steps 1 table --contexts "$near" --runners fused --accepted 6 --table
 }
