@@ -8,7 +8,8 @@
     $RUN/step-tree.json --runners graph fused --tree 16 32 64 128
 
 On one H100 a runner takes 5 to 20 seconds at each context, `static` and `compiled` a minute. `--stop-after SECONDS`
-starts no new measurement after that time; the JSON file is complete after every row. To see whether everything runs, without a GPU:
+starts no new measurement after that time; the JSON file is complete after every row. To see whether everything runs,
+without a GPU:
 
     python bench/step --device cpu --model tiny --contexts 64
 
