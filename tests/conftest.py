@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import weakref
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = {}  # of a slow test
     for item in items:
         # The emulated CUDA kernels are slow, and compiling them takes most of a minute in a first run.
         emulated = "cuda-emulated" in item.nodeid or {"emulation", "emulated_kernels"} & set(item.fixturenames)
@@ -53,7 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.emulated)
         if emulated or item.nodeid.startswith(SLOW + FULL):
             item.add_marker(pytest.mark.slow)
+        if item.nodeid.startswith(SLOW) and not emulated and not item.get_closest_marker("op"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
         if item.nodeid.startswith(FULL):
+            item.add_marker(pytest.mark.full)
+    # A plain run has a third of them. Tests begin at different ones, so that each family and drafter is in some.
+    for test, found in cases.items():
+        for item in set(found) - set(found[zlib.crc32(test.encode()) % min(3, len(found)) :: 3]):
             item.add_marker(pytest.mark.full)
 
 

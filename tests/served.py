@@ -193,11 +193,6 @@ class Command:
         found = re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no answer has a row or waits for one."""
-        return self.metric("dflash_answers_running") == self.metric("dflash_answers_waiting") == 0
-
 
 @contextlib.contextmanager
 def command(*options: str) -> Iterator[Command]:

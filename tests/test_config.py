@@ -212,7 +212,7 @@ BAD_ROPES = [
             {"dflash_config": {"mask_token_id": 1}, "eagle_aux_hidden_state_layer_ids": [2]},
             "eagle_aux_hidden_state_layer_ids counts layers differently",
         ),
-        ({"layer_types": [FULL]}, r"layer_types must name each of the 3 layers, got \['full_attention'\]"),
+        ({"layer_types": [FULL]}, r"layer_types must name num_hidden_layers = 3 layers, got \['full_attention'\]"),
         (sliding("sfs", 0), "sliding_window must be an integer >= 1, got 0"),
         (sliding("sfs", 5) | {"sliding_window": None}, "sliding_window must be an integer >= 1, got None"),
         (sliding("sfs", 5) | {"use_sliding_window": False}, "but use_sliding_window is false"),

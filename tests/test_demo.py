@@ -182,7 +182,7 @@ def test_no_prompt_is_started_when_the_time_is_spent(tiny, monkeypatch, seconds,
         (["--seconds", "0"], "--seconds must be above 0, got 0.0"),
         (["--prompts", "0"], "--prompts must be at least 1, got 0"),
         (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
-        (["--max-new-tokens", "510"], "a prompt of 4 and 510 new tokens pass the target's"),
+        (["--max-new-tokens", "510"], "4 tokens of a prompt and 510 new ones pass the 512 positions"),
         (["--pair", "nowhere"], "no pair in nowhere: there is no target"),
     ],
 )

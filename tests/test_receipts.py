@@ -179,7 +179,7 @@ class TestChangesAreFound:
 
     def test_a_text_longer_than_the_target_can_read(self, receipt, target):
         long = with_answer(receipt, prompt=(5,) * 500)
-        with pytest.raises(ValueError, match="position 524, past the target's 512: load its target"):
+        with pytest.raises(ValueError, match="an answer of 524 tokens is another target's: this one has 512 positions"):
             dflash.verify(long, target)
 
     def test_logits_that_are_nan(self, receipt):

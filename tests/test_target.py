@@ -1,5 +1,6 @@
 """The target: logits and taps equal the model's, the model stays untouched, and what cannot run is refused by name."""
 
+import functools
 import threading
 import types
 
@@ -119,7 +120,7 @@ def test_a_window_applied_only_through_a_mask_is_refused():
 def test_a_target_that_cannot_be_copied_is_refused():
     model = make_target("qwen3")
     model.lock = threading.Lock()
-    with pytest.raises(UnsupportedTargetError, match="Qwen3ForCausalLM holds what cannot be copied"):
+    with pytest.raises(UnsupportedTargetError, match="Qwen3ForCausalLM cannot be copied"):
         dflash.generate(model, None, ids(4), max_new_tokens=4)
 
 
@@ -239,3 +240,15 @@ class TestTrial:
         attention.forward = types.MethodType(forward, attention)
         with pytest.raises(UnsupportedTargetError, match=r"llama gives other logits .*relative difference"):
             Target(model)
+
+
+def tp_forward(module, *arguments):
+    return type(module).forward(module, *arguments)
+
+
+def test_a_forward_of_the_same_name_is_not_that_of_transformers():
+    model = make_target("llama", num_hidden_layers=2)
+    module = model.model.layers[0].mlp.up_proj
+    module.forward = functools.partial(tp_forward, module)
+    with pytest.raises(UnsupportedTargetError, match=r"Linear\.forward was replaced"):
+        dflash.Generator(model, max_length=64)

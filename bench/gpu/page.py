@@ -194,7 +194,7 @@ def _op_line(row: Row) -> str:
 
 
 def texts(folder: Path) -> list[str]:
-    """Show what the doctor, the demo, the probe and the memory checker said, and what Nsight Compute left."""
+    """Show what the doctor, the answers, the probe and the memory checker said, and what Nsight Compute left."""
     lines = []
     for name in ("doctor", "answers", "probe", "memory", "registers"):
         for path in by_time(folder, f"{name}-*.txt")[-1:]:

@@ -4,9 +4,9 @@
 #   build    compile for this GPU, and say what the doctor says                      3 minutes on an H100 and 16 cores
 #   tests    every test of a CUDA kernel, with real kernels                          2
 #   memory   a few of them under compute-sanitizer                                   1
-#   answers  `dflash demo`: whole answers of the package's pair                      1
+#   answers  whole answers of the package's pair, next to one token at a time        1
 #   probe    bandwidth; do captured kernels overlap?                                 1
-#   step     the step at several contexts and batches, and of trees; its kernels     3
+#   step     the step at several contexts and batches, and with trees; its kernels   3
 #   overlap  the step with overlap and prefetch on and off                           1
 #   kernels  every kernel next to plain torch; what bounds it (Nsight Compute)       2
 #   peers    the reference loop, torch.compile, StaticCache                          3
@@ -119,15 +119,10 @@ tests() {
   tail -n 40 "$log"
 }
 
-answers() { # the demo fails if an answer is not the target's own
+answers() {
   use_build || return
-  local temperature file
-  file=$(named answers txt)
-  for temperature in 0 1; do
-    attempt "answers at $temperature" "$(left)" python3 -c 'from dflash.cli import main; main()' \
-      demo --json --temperature $temperature >>"$file"
-  done
-  cat "$file"
+  attempt answers "$(left)" python3 bench/gpu/answers.py --device "$device" >"$work/answers"
+  tee "$(named answers txt)" <"$work/answers"
 }
 
 memory() { # torch would cut tensors out of large allocations, in which the tool sees no end

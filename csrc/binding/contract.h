@@ -132,7 +132,7 @@ struct Call {
   int storage = 0, leading = -1, num_leading = 0;  // the storage type; a tensor in `seen`, and its leading dimensions
 };
 
-// Runs an op that is more than one kernel with the contract's fields (bodies.h); false if the CPU's kernels
+// Runs an op that is more than one kernel with the contract's fields (body_of in bindings.cpp); false if the CPU's kernels
 // do not take the call.
 using Body = bool (*)(const Call& call, void* const* outputs);
 

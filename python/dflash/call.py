@@ -121,7 +121,7 @@ class Call:
         # 2. Every setting by itself.
         if unsupported := target.settings.get("unsupported"):
             listed = ", ".join(f"{name}={value!r}" for name, value in unsupported.items())
-            raise ValueError(f"generation_config asks for {listed}, which dflash does not apply; set it to None there")
+            raise ValueError(f"the target's generation_config asks for {listed}, which is not applied: set it to None")
         given: dict[str, Any] = {"denoise_steps": denoise_steps, "tree": tree, **arguments}
         values = resolve(given, _configured(target.settings, given, ids.shape[1]), target.vocab_size)
         rules = resolve_rules(values, target.vocab_size)

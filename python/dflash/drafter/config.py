@@ -501,7 +501,7 @@ def _read_attention(given: Mapping[str, Any], layers: int) -> tuple[tuple[bool, 
         num_full = given["max_window_layers"] if use_sliding and "sliding_window" in given else layers
         kinds = [FULL if i < num_full else SLIDING for i in range(layers)]
     if not isinstance(kinds, (list, tuple)) or len(kinds) != layers:
-        raise ValueError(f"layer_types must name each of the {layers} layers, got {shortened(kinds)}")
+        raise ValueError(f"layer_types must name num_hidden_layers = {layers} layers, got {shortened(kinds)}")
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             raise ValueError(f"layer_types must be {FULL} or {SLIDING}, got {shortened(kind)}")

@@ -68,7 +68,7 @@ def measure(
     shortest, longest = min(ids, key=len), max(ids, key=len)
     new, positions = decoding.max_new_tokens, target.config.max_position_embeddings
     if (needed := len(longest) + new) > positions:
-        raise ValueError(f"a prompt of {len(longest)} and {new} new tokens pass the target's {positions} positions")
+        raise ValueError(f"{len(longest)} tokens of a prompt and {new} new ones pass the {positions} positions")
     ours = pair_runners(target, draft, decoding, max_length=needed)
     comparison = Comparison({"transformers": TransformersRunner(target, decoding), **ours})
     # 2. Stream a few answers, for at most a quarter of the time.

@@ -255,7 +255,7 @@ def check_encoding(tokenizer: Any, raw: bool, bos: bool, options: Mapping[str, b
         if is_given and not has_template:
             raise ValueError(f"{name} needs a tokenizer with a chat template, and no --raw")
     if bos and has_template:
-        raise ValueError("--bos is for prompts without a chat template: this one has its own")
+        raise ValueError("--bos is for raw prompts, and this tokenizer has a chat template: leave --bos out")
     if bos and tokenizer.bos_token_id is None:
         raise ValueError("--bos: this tokenizer has no BOS token")
     return has_template

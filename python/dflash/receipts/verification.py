@@ -225,7 +225,7 @@ class Verifier:
         longest = max(len(answer.prompt) + len(answer.ids) for answer in receipt.answers)
         positions = max_positions(self._model)
         if positions is not None and longest > positions:
-            raise ValueError(f"an answer ends at position {longest}, past the target's {positions}: load its target")
+            raise ValueError(f"an answer of {longest} tokens is another target's: this one has {positions} positions")
         weights = receipt.weights
         if weights is not None and weights not in self._targets and (obstacle := int8_obstacle(self._model)):
             raise ValueError(

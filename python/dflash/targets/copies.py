@@ -31,7 +31,7 @@ def structural_copy(module: nn.Module) -> nn.Module:
     try:
         result = copy.deepcopy(module, memo).eval()
     except (TypeError, RuntimeError) as error:
-        raise UnsupportedTargetError(f"{type(module).__name__} holds what cannot be copied: {error}") from error
+        raise UnsupportedTargetError(f"{type(module).__name__} cannot be copied: {error}") from error
     for original, copied in zip(module.modules(), result.modules(), strict=True):
         _restore_forward(original, copied)
     return result

@@ -95,7 +95,7 @@ def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[n
         decoder = model.get_decoder()
         modules[-1] = next((getattr(decoder, name) for name in _FINAL_NORMS if hasattr(decoder, name)), None)
         if modules[-1] is None:
-            raise UnsupportedTargetError(f"{type(model).__name__}: the last layer is tapped, but it has no final norm")
+            raise UnsupportedTargetError(f"{type(model).__name__}: the last layer is tapped, but no norm follows it")
     return [modules[layer_id] for layer_id in layer_ids]
 
 
