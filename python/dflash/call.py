@@ -33,7 +33,7 @@ _SAMPLING = SamplingArguments._fields
 
 @dataclass(frozen=True)
 class TargetDefaults:
-    """What resolving a call needs to know of the target.
+    """Facts about the target that resolving a call needs.
 
     Attributes:
         settings: from `dflash.targets.generation_defaults`.

@@ -15,7 +15,7 @@ from .state import KVCache, RecurrentCache, Tree
 
 
 class AttentionInputs(NamedTuple):
-    """What attention reads in every layer of one pass."""
+    """Inputs of attention that are the same in every layer of one pass."""
 
     lengths: Tensor  # [batch]
     context: Tensor | None  # [batch, context_rows, hidden]

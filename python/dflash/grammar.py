@@ -29,7 +29,7 @@ _MAX_COMPILED = 64  # grammars per tokenizer and stop list that are kept compile
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must match, from its first token to the stop token.
+    """Pattern that an answer must match, from its first token to the stop token.
 
     Make one with `json_schema`, `regex` or `lark`. llguidance (the extra ``grammar``) defines syntax and keywords.
 

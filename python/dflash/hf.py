@@ -252,7 +252,7 @@ _STOPS_IN_MID_BLOCK = (5, 18)  # the first transformers whose loop around a DFla
 
 
 class _AssistantConfig(types.SimpleNamespace):
-    """What transformers reads of an assistant's configuration."""
+    """An assistant's configuration, as transformers reads it."""
 
     def get_text_config(self, *_: Any, **__: Any) -> _AssistantConfig:
         return self

@@ -1,4 +1,4 @@
-"""What calls return: sequences, stream events and statistics."""
+"""Results of calls: sequences, stream events and statistics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Statistics:
-    """What one call of ``generate`` measured.
+    """Measurements of one call of ``generate``.
 
     Attributes:
         acceptance_lengths: per row, the tokens that each step emitted, bonus token counted (1 .. block_size). The first
@@ -88,7 +88,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """What ``generate`` returns with ``return_dict_in_generate=True``.
+    """Result of ``generate`` with ``return_dict_in_generate=True``.
 
     Attributes:
         sequences: ``[batch, prompt + longest answer]`` int64, the prompt as given, right-padded with the pad id.
@@ -108,7 +108,7 @@ class GenerateOutput:
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """What one step of a call added; the first event is the prompt's, with each row's first token.
+    """New tokens of one step of a call; the first event is the prompt's, with each row's first token.
 
     Attributes:
         ids: per row, the new token ids; empty for a row that has finished.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RowEvent(NamedTuple):
-    """What a step added to the answer in one row.
+    """New tokens of a step in one row.
 
     Attributes:
         row: of the session.

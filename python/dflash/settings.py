@@ -38,7 +38,7 @@ Check = Callable[[str, object, int], object]
 
 @runtime_checkable
 class AnswerGrammar(Protocol):
-    """What the core asks of a `dflash.Grammar`, whose package it does not import."""
+    """A `dflash.Grammar` as the core uses it, which does not import its package."""
 
     def begin(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> Any:
         """Return the place of a row that has not begun, a `dflash.grammar.Matcher`."""
@@ -47,13 +47,13 @@ class AnswerGrammar(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of one argument of a call.
+    """One argument of a call: how it is checked, and its names elsewhere.
 
     Attributes:
         check: returns the checked value; None if it is checked where it is used.
-        off: the value if neither the call nor the generation_config has one.
+        off: the value if neither the call nor the generation_config has one. A rule with this value is not applied.
         kind: ``"sampling"`` for a field of `dflash.sampling.SamplingArguments`, ``"rule"`` for a logit rule.
-        receipt: ``"stated"`` in receipts, or ``"needless"`` there; calls with any other have no receipt.
+        receipt: ``"stated"`` if receipts state it, ``"needless"`` if they need not; a call with any other has none.
         help: of the command's option; empty if the command has none.
         flag: the option, if it is not the name with dashes.
         request: the field of a request to the server; empty if there is none.

@@ -86,7 +86,7 @@ class Block(NamedTuple):
 
 
 class RowReport(NamedTuple):
-    """What a step reports of one row.
+    """Report of a step on one row of the batch.
 
     Attributes:
         length: index of the last emitted token.

@@ -19,7 +19,7 @@ _NO_TOKEN = 2**31 - 1  # past every vocabulary; transformers' criterion takes it
 
 
 class Tokenizer(Protocol):
-    """What is used of a tokenizer of transformers."""
+    """Methods that are used of transformers' tokenizers."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str:
         """Return the text of token ids."""
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 
 class Streamer(Protocol):
-    """What is used of a streamer of transformers."""
+    """Methods that are used of transformers' streamers."""
 
     def put(self, value: Tensor) -> None:
         """Take the prompt, ``[1, length]``, or new ids, ``[n]``."""
@@ -46,7 +46,7 @@ class Streamer(Protocol):
 
 
 class StopCriterion(Protocol):
-    """What is used of transformers' ``StopStringCriteria``."""
+    """Parts that are used of transformers' ``StopStringCriteria``."""
 
     maximum_token_len: int
 

@@ -226,7 +226,7 @@ SamplingOptions = dataclasses.make_dataclass("SamplingOptions", _SAMPLING, froze
 
 @dataclass(frozen=True)
 class GrammarOptions:
-    """What the answer must match; one of them at most."""
+    """A grammar that the answer must match; at most one is given."""
 
     json_schema: Annotated[Path | None, "Answer with JSON that the schema in this file describes."] = None
     regex: Annotated[str | None, "Answer with text that this regular expression matches as a whole."] = None

@@ -72,7 +72,7 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a pair is asked, and how that is encoded.
+    """Prompts for a pair, and how they are encoded.
 
     Attributes:
         rows: each ``{"prompt": text}`` or ``{"messages": [...]}``.
@@ -89,7 +89,7 @@ class Prompts:
 
     @functools.cached_property
     def ids(self) -> list[list[int]]:
-        """Of each prompt. Raises ``ValueError`` if one cannot be encoded."""
+        """Token ids of each prompt. Raises ``ValueError`` if one cannot be encoded."""
         return [list(prompt_ids(self.tokenizer, row, template=self.template, bos=self.bos)) for row in self.rows]
 
     def check_room(self, target: Any) -> None:
@@ -190,7 +190,7 @@ def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[
 
 
 class Score(NamedTuple):
-    """What one wiring accepts."""
+    """Tokens per step of one wiring."""
 
     tokens: Tensor  # [places], tokens per step: the accepted drafts and the target's own
     valid: float  # share of the rows that draft a token; a NaN drafts none
@@ -347,7 +347,7 @@ class Finding:
 
 @dataclass
 class Diagnosis:
-    """What was found. ``dflash doctor --json`` prints these names.
+    """Result of an examination. ``dflash doctor --json`` prints these names.
 
     Attributes:
         acceptance_length: tokens per step in real decoding, as configured.

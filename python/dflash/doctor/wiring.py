@@ -138,7 +138,7 @@ def _half_split(drafter: Drafter) -> Drafter:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a pair besides its wiring, from which variants take their values."""
+    """Facts about a pair other than its wiring, from which variants take their values."""
 
     target_keys: Mapping[str, Any]  # the target's text config
     target_layers: int  # which not every config has among its keys

@@ -86,7 +86,7 @@ class Drafter(nn.Module):
 
     @property
     def selector(self) -> CandidateSelector | MarkovHead | None:
-        """What links the tokens of a block; None if each is predicted without the others."""
+        """The module that links the tokens of a block; None if each is predicted without the others."""
         return self.candidate_selector if self.markov_head is None else self.markov_head
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
@@ -436,7 +436,7 @@ class GroupedConv(nn.Module):
 
 
 class PairWeights(NamedTuple):
-    """What scores a candidate c after the token a: ``sum over r of A[a, r] * query[r] * B[c, r]``."""
+    """Weights that score a candidate c after the token a: ``sum over r of A[a, r] * query[r] * B[c, r]``."""
 
     predecessors: Tensor  # A, [vocab, rank]
     queries: Tensor  # [batch, drafts, rank], one per position

@@ -30,8 +30,8 @@ _FIRST_BUCKET = 256
 # Weight that is left to a chain's steps by each step after them: the last 20 count most. Without this, a width could
 # never grow again: narrow blocks show nothing of what wider ones would do.
 _FADING = 1 - 1 / 20
-# Steps that a bucket takes over from its neighbour at most.
-_FROM_NEIGHBOUR = 8.0
+# Steps that a bucket takes over from its neighbor at most.
+_FROM_NEIGHBOR = 8.0
 
 
 class TreeBudget:
@@ -150,7 +150,7 @@ class WidthBudget:
         if not self._counts:
             return self._first()
         nearest = self._counts[min(self._counts, key=lambda other: abs(other - bucket))]
-        return nearest.scaled(min(1.0, _FROM_NEIGHBOUR / nearest.taken))
+        return nearest.scaled(min(1.0, _FROM_NEIGHBOR / nearest.taken))
 
     def _first(self) -> _Counts:
         steps = {width: math.ceil(self._block_size / width) for width in self.costs}

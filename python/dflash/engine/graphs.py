@@ -111,7 +111,7 @@ def _compiled(function: Callable, kind: Callable[..., Hashable], **options: Any)
 
 
 class Device:
-    """What `Replay` needs of a GPU: warm-ups and captures, and two pinned reports, used in turn, with an event each.
+    """A GPU as `Replay` uses it: warm-ups and captures, and two pinned reports, used in turn, with an event each.
 
     Args:
         report: see `Replay`.

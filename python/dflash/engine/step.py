@@ -133,7 +133,7 @@ def _drafts(block: Block) -> list[dict[tuple[int, int], int]]:
 
 
 class Engine:
-    """What a step needs, for one target and drafter.
+    """The parts of a step, for one target and drafter.
 
     Args:
         target: the target.
@@ -295,7 +295,7 @@ class Engine:
 
     @property
     def grammar_masks(self) -> Any:
-        """What the grammars of calls allow, `dflash.grammar.GrammarMasks`; None if no row has one."""
+        """Tokens that the grammars of calls allow, a `dflash.grammar.GrammarMasks`; None if no row has one."""
         return self._masks if self._masks is not None and self._masks.are_used else None
 
     def _apply_settings(self) -> None:

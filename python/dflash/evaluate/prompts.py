@@ -84,7 +84,7 @@ DATASETS = {
 
 
 class Conversation(NamedTuple):
-    """What a user says, turn by turn, after the messages of ``history``."""
+    """A user's turns, which follow the messages of ``history``."""
 
     turns: tuple[str, ...]
     history: tuple[dict[str, str], ...] = ()

@@ -1,4 +1,4 @@
-"""What is done with logits: tokens chosen by keyed noise, and the candidates of a drafted token."""
+"""Ops on logits: tokens chosen by keyed noise, and the candidates of a drafted token."""
 
 from __future__ import annotations
 

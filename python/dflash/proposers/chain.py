@@ -215,7 +215,7 @@ class ChainProposer(DraftPass):
 
     @property
     def kind(self) -> Hashable:
-        """What the branches of `propose` depend on, besides the rules."""
+        """Key of the branches of `propose`, apart from the rules."""
         return self._rejection is None, self._masks is None, self.passes, self.rows
 
     def propose(self, state: State) -> Block:

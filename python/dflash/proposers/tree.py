@@ -61,7 +61,7 @@ class TreeProposer(DraftPass):
 
     @property
     def kind(self) -> Hashable:
-        """What the branches of `propose` depend on, besides the rules."""
+        """Key of the branches of `propose`, apart from the rules."""
         return "tree", self.rows, self.built_rows, self.siblings, self.forecasts
 
     def propose(self, state: State) -> Block:

@@ -184,7 +184,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """What a text was computed with.
+    """Fingerprints of all that a text was computed with.
 
     Attributes:
         weights: SHA-256 of the target's ``state_dict()``: names, dtypes, shapes and values.
@@ -293,7 +293,7 @@ class RecordedAnswer:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What `dflash.verify` needs to derive every token of a call's answers again.
+    """Record from which `dflash.verify` derives every token of a call's answers again.
 
     It is made by a `Recorder`. It says nothing of the drafter, and needs none.
 

@@ -62,7 +62,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class CheckedAnswer:
-    """What was found about one answer.
+    """Verdict on one answer.
 
     Attributes:
         num_tokens: of the answer.
@@ -84,7 +84,7 @@ class CheckedAnswer:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `dflash.verify` found.
+    """Result of `dflash.verify`.
 
     Attributes:
         answers: in the receipt's order.

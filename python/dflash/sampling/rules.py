@@ -108,7 +108,7 @@ class Rows(NamedTuple):
         positions: ``[batch, rows]`` int64, the position of the token that each row chooses.
         prompt: ``[batch, 1]`` int64, tokens in the prompt.
         limits: ``[batch, 1]`` int64, the length at which each row ends.
-        text: the state, of which ``tokens``, ``length``, ``prompt_length`` and ``limits`` are read.
+        state: the state, of which ``tokens``, ``length``, ``prompt_length`` and ``limits`` are read.
         block: ``[batch, rows]`` int64, the last emitted token, then drafts.
         tree: which row of the block continues which; None for a chain.
         sequence: the tokens before ``positions`` as each row sees them. None where no rule needs it.
@@ -117,7 +117,7 @@ class Rows(NamedTuple):
     positions: Tensor
     prompt: Tensor
     limits: Tensor
-    text: State
+    state: State
     block: Tensor | None = None
     tree: Tree | None = None
     sequence: ChainTokens | TreeTokens | None = None
@@ -356,7 +356,7 @@ def _counts(rows: Rows, first: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]
         ``[batch, rows, n]`` int64 below ``vocab_size``, every id of the prefix and others, some of them twice; and
         their counts ``[batch, rows, n]`` float32, exact below 2^24. An id has the same count wherever it stands.
     """
-    tokens, length, drafts = rows.text.tokens, rows.text.length, rows.block[:, 1:]
+    tokens, length, drafts = rows.state.tokens, rows.state.length, rows.block[:, 1:]
     place = torch.arange(tokens.shape[1], device=tokens.device)
     live = (place >= first) & (place <= length[:, None]) & (tokens < vocab_size)
     emitted = torch.zeros(tokens.shape[0], vocab_size, dtype=torch.float32, device=tokens.device)
@@ -389,7 +389,7 @@ class NoRepeatNgram(Rule):
 
         A window bans its last token if its others equal the last ``size - 1`` tokens that the row sees.
         """
-        if self.size > rows.text.tokens.shape[1]:  # no row has room for one; a request may name any size
+        if self.size > rows.state.tokens.shape[1]:  # no row has room for one; a request may name any size
             return logits
         others, sequence = self.size - 1, rows.sequence
         places = rows.positions[..., None] - others + torch.arange(others, device=logits.device)

@@ -191,17 +191,17 @@ class LogitRules:
         for rule, (_, rows) in zip(self.rules, _rows_with_rules(settings), strict=True):
             rule.set_(rows, self.vocab_size)
 
-    def apply(self, logits: Tensor, block: Block, text: State) -> Tensor:
+    def apply(self, logits: Tensor, block: Block, state: State) -> Tensor:
         """Apply every rule to the logits of a block's rows.
 
-        Pure, of fixed shapes and without host synchronisation. After a row's first wrong draft the result means
+        Pure, of fixed shapes and without host synchronization. After a row's first wrong draft the result means
         nothing, and is not needed.
 
         Args:
             logits: ``[batch, rows, vocab]``, float32 or bfloat16; row j is for position ``length + 1 + j``, in a tree
                 for ``length + 1 + depth[j]``.
             block: the last emitted token and drafts.
-            text: the state.
+            state: the state before the step.
 
         Returns:
             ``[batch, rows, vocab]`` float32; ``logits`` unchanged where there is no rule.
@@ -210,17 +210,17 @@ class LogitRules:
             return logits
         ids, tree = block.input_ids, block.tree
         ahead = torch.arange(1, logits.shape[1] + 1, device=logits.device) if tree is None else tree.depth + 1
-        rows = _rows(text, ahead)._replace(block=ids, tree=tree)
+        rows = _rows(state, ahead)._replace(block=ids, tree=tree)
         if self._reads_sequence and tree is None:
-            rows = rows._replace(sequence=ChainTokens(text.tokens, ids, rows.positions))
+            rows = rows._replace(sequence=ChainTokens(state.tokens, ids, rows.positions))
         elif self._reads_sequence:
-            rows = rows._replace(sequence=TreeTokens(text.tokens, ids, text.length, tree))
+            rows = rows._replace(sequence=TreeTokens(state.tokens, ids, state.length, tree))
         logits = logits.float()
         for rule in self.rules:
             logits = rule.apply(logits, rows)
         return logits
 
-    def apply_to_drafts(self, logits: Tensor, text: State) -> Tensor:
+    def apply_to_drafts(self, logits: Tensor, state: State) -> Tensor:
         """Apply to the drafter's ``logits [batch, rows, vocab]`` the rules that certainly change the target's choice.
 
         Those are bans, forced tokens, and biases of at least 10 in size. Penalties and small biases are left out: the
@@ -229,15 +229,15 @@ class LogitRules:
         """
         if not self.rules:
             return logits
-        rows = _rows(text, torch.arange(1, logits.shape[1] + 1, device=logits.device))
+        rows = _rows(state, torch.arange(1, logits.shape[1] + 1, device=logits.device))
         for rule in self.rules:
             if rule.for_drafts:
                 logits = rule.apply_to_drafts(logits, rows)
         return logits
 
 
-def _rows(text: State, ahead: Tensor) -> Rows:
-    return Rows(text.length[:, None] + ahead, text.prompt_length[:, None], text.limits[:, None], text)
+def _rows(state: State, ahead: Tensor) -> Rows:
+    return Rows(state.length[:, None] + ahead, state.prompt_length[:, None], state.limits[:, None], state)
 
 
 def _rows_with_rules(settings: Sequence[Settings]) -> Iterator[tuple[type[Rule], list[Settings | None]]]:

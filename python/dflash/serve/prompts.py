@@ -1,4 +1,4 @@
-"""What a request asks of the model: its prompts, the tools that it offers, and the grammar of its answers."""
+"""Parts of a request for the model: its prompts, the tools that it offers, and the grammar of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server's routes share: how a request becomes choices, how these are answered, counters and receipts."""
+"""Service behind the server's routes: how a request becomes choices, how these are answered, counters and receipts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a transformers model says about itself: its config, modules, tensors and generation defaults."""
+"""Readers of a transformers model: its config, modules, tensors and generation defaults."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def take_over(copied: nn.Module) -> Pass:
 
 
 class _LayerFunctions:
-    """What takes the place of transformers' functions in one layer. Signatures are theirs."""
+    """Replacements of transformers' functions in one layer. Signatures are theirs."""
 
     def __init__(self, running: Pass, index: int, key_heads: int | None) -> None:
         self.running, self.index, self.key_heads = running, index, key_heads

@@ -36,7 +36,7 @@ from .trial import run_trial
 
 
 class Target:
-    """What the engine needs of the user's model: embeddings, a head, a cache and a forward pass with taps.
+    """The user's model as the engine uses it: embeddings, a head, a cache and a forward pass with taps.
 
     Args:
         model: a causal language model that `check_target` has returned. It is not judged again.
