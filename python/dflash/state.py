@@ -2,10 +2,10 @@
 
 The invariant between steps, per row, with ``s = length``:
 
-- ``tokens[: s + 1]`` are emitted, and ``tokens[s]`` is the anchor, the first row of the next block.
+- ``tokens[: s + 1]`` are emitted: committed for good. ``tokens[s]`` is the anchor, the first row of the next block.
 - The target's cache covers positions ``0 .. s - 1``, the drafter's ``0 .. s - num_context - 1``, and ``context`` holds
   the target's features of the ``num_context`` positions after that.
-- Slots beyond are stale and never read. Trimming a cache is therefore nothing but lowering this counter.
+- Slots beyond are stale and never read. Trimming a cache only means lowering this counter.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ class Run:
         Where the host reads late, a step is launched after an answer's last. It finds its row done and leaves it.
         """
         self.require_open()
-        # 1. Python rules wait for the step anyway, and must not be asked about one that will not count.
+        # 1. Choose the step. With Python rules it is read at once: they must not see tokens that will not count.
         engine, runner, began, running = self.engine, self.runner, time.perf_counter(), self.running
         waits, masked = engine.host_rules is not None, engine.grammar_masks is not None
         obstacle = self._obstacle or ("a grammar's masks are made on the host" if masked else "")

@@ -28,8 +28,8 @@ _MAX_RULES = 16  # of different layouts; each holds up to six tensors over the v
 def step(engine: Engine) -> None:
     """Propose one block, verify it, keep the longest matching path plus one token; all on the device.
 
-    Reads and writes the state's tensors only: fixed shapes, no host synchronization, and nothing but values depends on
-    data. A row that is done stays as it is. ``state.report`` tells the host. After the paper's section 4
+    Reads and writes only the state's tensors: fixed shapes, no host synchronization, and only values depend on data. A
+    row that is done stays as it is. ``state.report`` tells the host what was emitted. Follows section 4 of the paper
     (arXiv 2602.06036).
     """
     state = engine.state
@@ -416,7 +416,7 @@ class Engine:
         counters = state.tokens, state.length, state.num_context, state.done
         if self.target.ranks.count > 1:
             choices = self.target.ranks.share_(choices)
-        # 1. Keep the accepted chain, whose features are in `state.context` already, or the accepted path of a tree.
+        # 1. Accept a chain's longest matching prefix, whose features are in `state.context` already, or a tree's path.
         if block.tree is None:
             ops.accept_prefix_(block.ids, choices, state.stop_token_ids, limits, *counters)
             report = choices, block.ids

@@ -7,7 +7,7 @@ were wrong is dropped, whatever its rules made of it. Meaning and order are thos
 (``_get_logits_processor``), before temperature and filters, in float32. Each row of a batch has its own rules, sees
 only its own tokens and writes what it writes as a single prompt; padding is never counted.
 
-To add a rule, add its row to `dflash.settings.GenerateArguments`, and write a class here that `RULES` names.
+To add a rule, add its row to `dflash.settings.GenerateArguments`, and a class here to `RULES`; see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ class Rule:
 
     @classmethod
     def values(cls, settings: Settings, vocab_size: int) -> dict[str, Tensor]:
-        """Return one row's tensors on the host, by attribute; empty if the rule is off.
+        """Return one row's tensors on the host, named as in `neutral`; empty if the rule is off.
 
-        With ``vocab_size`` 0 only their shapes mean anything.
+        With ``vocab_size`` 0, as `layout` asks, only their shapes mean anything.
         """
         raise NotImplementedError
 

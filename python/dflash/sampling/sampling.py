@@ -157,10 +157,10 @@ class Sampling:
 
 
 class KeyedAcceptance:
-    """Choose by keyed noise: a function of seed, position and prefix, never of the proposals (Daliri et al.)."""
+    """Choices by keyed noise: a function of seed, position and prefix, never of the proposals (Daliri et al.)."""
 
     def choose(self, logits: Tensor, block: Block, state: State) -> Tensor:
-        """Return the choices ``[batch, rows]`` after the rows of a block."""
+        """Return the target's choices ``[batch, rows]`` after the rows of a block; `Engine.commit_` compares them."""
         return state.sampling.select(logits, state.length if block.tree is None else state.chosen_positions(block))
 
 
