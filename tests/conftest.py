@@ -55,14 +55,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.emulated)
         if emulated or item.nodeid.startswith(SLOW + FULL):
             item.add_marker(pytest.mark.slow)
-        if item.nodeid.startswith(SLOW) and not emulated and not item.get_closest_marker("op"):
+        if emulated or item.nodeid.startswith(SLOW):
             cases.setdefault(item.nodeid.split("[")[0], []).append(item)
         if item.nodeid.startswith(FULL):
             item.add_marker(pytest.mark.full)
-    # A plain run has a third of them. Tests begin at different ones, so that each family and drafter is in some.
-    for test, found in cases.items():
-        for item in set(found) - set(found[zlib.crc32(test.encode()) % min(3, len(found)) :: 3]):
-            item.add_marker(pytest.mark.full)
+    # A plain run has the first of them and a third of the others, of the emulation a half, as the names fall.
+    for found in cases.values():
+        for item in found[1:]:
+            if zlib.crc32(item.nodeid.encode()) % (2 if item.get_closest_marker("emulated") else 3):
+                item.add_marker(pytest.mark.full)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 400  # a fault that hangs is caught
-MARKS = "not emulated and not cuda and not full"
+MARKS = "not emulated and not cuda"
 
 
 class Fault(NamedTuple):
@@ -29,8 +29,7 @@ class Fault(NamedTuple):
     tests: list[str]
 
 
-GENERATE, STREAM, TREES = "test_generate.py", "test_streaming.py", "test_trees.py"
-SAMPLING, DENOISE = "test_sampling.py", "test_denoise.py"
+GENERATE, STREAM, TREES, DENOISE = "test_generate.py", "test_streaming.py", "test_trees.py", "test_denoise.py"
 STOPS = "test_losslessness.py::test_stop_tokens_end_a_row_in_the_middle_of_a_block"
 SAMPLED = "test_losslessness.py::test_sampled_output_equals_the_independent_baseline"
 BLOCKS = "test_rules.py::test_a_block_equals_the_processors_called_token_by_token"
@@ -39,7 +38,7 @@ TURNS = f"{STREAM}::TestConversation::test_only_new_tokens_are_run"
 LEFT = f"{STREAM}::TestStopStrings::test_a_conversation_continues_after_a_stop_string"
 RECURRENT = "test_recurrent.py::test_every_kind_of_call_equals_one_token_decoding"
 LAYERS = "test_target.py::test_logits_and_taps_equal_the_model_in_two_chunks"
-TREE_ROWS, DRAFTER, PARTS = "test_tree_target.py", "test_drafter.py", "test_own_parts.py"
+TREE_ROWS, DRAFTER, PARTS, SAMPLING = (f"test_{n}.py" for n in ("tree_target", "drafter", "own_parts", "sampling"))
 SERVE, TEXT, CALLS = "test_serve.py", "test_serve_text.py", "test_serve_structured.py"
 RUN, STEP, PREFILL, STATE = "engine/run.py", "engine/step.py", "engine/prefill.py", "state.py"
 RULES, CHOICE, ATTENTION = "sampling/rules.py", "sampling/sampling.py", "targets/copies.py"
