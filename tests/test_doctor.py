@@ -37,11 +37,12 @@ def test_an_old_package_and_a_clash_are_errors(monkeypatch):
     assert "uninstall" in find("import name").advice
 
 
-def test_a_forced_instruction_set_is_a_warning(monkeypatch):
+def test_a_forced_instruction_set_or_one_below_the_processors_is_a_warning(monkeypatch):
+    monkeypatch.setattr(ops, "isa", lambda: "avx512")
+    monkeypatch.setattr(doctor, "processor_flags", lambda: {"avx512_bf16"})
+    assert "DFLASH_ALL_ISAS=ON" in find("CPU kernels").advice
     monkeypatch.setenv("DFLASH_ISA", "scalar")
-    monkeypatch.setattr(ops, "isa", lambda: "scalar")
-    assert find("CPU kernels").status == "warning"
-    assert "DFLASH_ISA" in find("CPU kernels").advice
+    assert "unset DFLASH_ISA" in find("CPU kernels").advice
 
 
 DRIVER = "the driver is made for CUDA 12, the kernels need one for CUDA 13"

@@ -129,8 +129,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", [what for what in REFUSED if what != "experts" or SPREADS_EXPERTS])
 def test_what_cannot_be_run_is_refused_by_name_on_both_ranks(ranks, what):
-    for rank in ranks:
-        assert REFUSED[what] in rank["refusals"][what]
+    assert all(REFUSED[what] in rank["refusals"][what] for rank in ranks)
 
 
 def test_a_refused_call_leaves_the_ranks_ready(ranks, pair):

@@ -49,8 +49,8 @@ CpuKernel cpu_kernel() {
 inline const std::map<std::string, CpuKernel>& kernels() {
   static const auto* found = new std::map<std::string, CpuKernel>{
 #define KERNEL(name, Params) {#name, cpu_kernel<Params, &CpuKernels::name>()},
-#define CPU_KERNEL KERNEL
-#include "binding/kernels.def"
+      DFLASH_KERNELS(KERNEL, KERNEL, KERNEL)
+#undef KERNEL
   };
   return *found;
 }
@@ -132,8 +132,8 @@ struct Call {
   int storage = 0, leading = -1, num_leading = 0;  // the storage type; a tensor in `seen`, and its leading dimensions
 };
 
-// Runs an op that is more than one kernel with the contract's fields (body_of in bindings.cpp); false if the CPU's kernels
-// do not take the call.
+// Runs an op that is more than one kernel with the contract's fields (body_of in bindings.cpp); false if the CPU's
+// kernels do not take the call.
 using Body = bool (*)(const Call& call, void* const* outputs);
 
 class Contract {

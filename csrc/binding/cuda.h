@@ -25,7 +25,8 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
   using Launch = cudaError_t (*)(const pybind11::dict&, int, cudaStream_t);
   static const std::map<std::string, Launch> launches{
 #define KERNEL(name, Params) {#name, &launch<Params, launch_##name>},
-#include "binding/kernels.def"
+      DFLASH_KERNELS(KERNEL, KERNEL, DFLASH_NOTHING)
+#undef KERNEL
   };
   m.def("launch", [](const std::string& kernel, const pybind11::dict& given, int device, Address stream) {
     const cudaError_t error = launches.at(kernel)(given, device, ptr<CUstream_st>(stream));

@@ -638,4 +638,35 @@ struct DecoderLayersParams {
                 delta_heads, key_dim, value_dim, conv_width, block, scale, eps, zero_centered, dtype)
 };
 
+// The kernels and their params. Those with products, and those of the CPU alone, are compiled again for an instruction
+// set that differs from another only in products (cpu/base/kernels.h; CMake reads their names here).
+#define DFLASH_KERNELS(KERNEL, PRODUCT_KERNEL, CPU_KERNEL) \
+  KERNEL(rms_norm, RmsNormParams)                          \
+  KERNEL(dynamic_conv, DynamicConvParams)                  \
+  KERNEL(conv_add_rms_norm, ConvAddRmsNormParams)          \
+  KERNEL(draft_rows, DraftRowsParams)                      \
+  KERNEL(silu_mul, SiluMulParams)                          \
+  KERNEL(sigmoid_mul, SigmoidMulParams)                    \
+  KERNEL(qkv_norm_rope_append, QkvNormRopeAppendParams)    \
+  KERNEL(append_context_kv, AppendContextKvParams)         \
+  KERNEL(append_kv, AppendKvParams)                        \
+  PRODUCT_KERNEL(block_attention, BlockAttentionParams)    \
+  PRODUCT_KERNEL(linear, LinearParams)                     \
+  PRODUCT_KERNEL(experts, ExpertsParams)                   \
+  KERNEL(delta_net_inputs, DeltaNetInputsParams)           \
+  KERNEL(gated_rms_norm, GatedRmsNormParams)               \
+  KERNEL(select_tokens, SelectTokensParams)                \
+  KERNEL(accept_prefix, AcceptPrefixParams)                \
+  KERNEL(accept_path, AcceptPathParams)                    \
+  KERNEL(compact_kv, CompactKvParams)                      \
+  KERNEL(gather_rows, GatherRowsParams)                    \
+  KERNEL(tree_candidates, TreeCandidatesParams)            \
+  KERNEL(build_tree, BuildTreeParams)                      \
+  KERNEL(top_candidates, TopCandidatesParams)              \
+  KERNEL(walk_candidates, WalkCandidatesParams)            \
+  KERNEL(gated_recurrence, GatedRecurrenceParams)          \
+  KERNEL(causal_conv, CausalConvParams)                    \
+  CPU_KERNEL(decoder_layers, DecoderLayersParams)
+#define DFLASH_NOTHING(name, Params)
+
 }  // namespace dflash

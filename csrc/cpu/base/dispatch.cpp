@@ -30,12 +30,15 @@ struct InstructionSet {
 TABLE(scalar)
 #if DFLASH_WITH_AVX2
 TABLE(avx2)
-TABLE(avx512)
 
 static bool has_avx2() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
+#endif
+#if DFLASH_WITH_AVX512
+TABLE(avx512)
+
 static bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -82,6 +85,8 @@ static const InstructionSet kSets[] = {
     {&scalar::kernels, [] { return true; }},
 #if DFLASH_WITH_AVX2
     {&avx2::kernels, has_avx2},
+#endif
+#if DFLASH_WITH_AVX512
     {&avx512::kernels, has_avx512},
 #endif
 #if DFLASH_WITH_AVX512_BF16

@@ -7,22 +7,15 @@
 
 #if defined(DFLASH_BASE)
 namespace dflash::DFLASH_BASE {
-#define KERNEL DECLARE
-#define CPU_KERNEL DECLARE
-#include "binding/kernels.def"
+DFLASH_KERNELS(DECLARE, DECLARE, DECLARE)
 }  // namespace dflash::DFLASH_BASE
 namespace dflash::DFLASH_ISA {
 using namespace DFLASH_BASE;
-#define KERNEL(name, Params)
-#define PRODUCT_KERNEL DECLARE
-#define CPU_PRODUCT_KERNEL DECLARE
-#include "binding/kernels.def"
+DFLASH_KERNELS(DFLASH_NOTHING, DECLARE, DECLARE)
 }  // namespace dflash::DFLASH_ISA
 #else
 namespace dflash::DFLASH_ISA {
-#define KERNEL DECLARE
-#define CPU_KERNEL DECLARE
-#include "binding/kernels.def"
+DFLASH_KERNELS(DECLARE, DECLARE, DECLARE)
 }  // namespace dflash::DFLASH_ISA
 #endif
 

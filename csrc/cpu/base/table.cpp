@@ -8,11 +8,10 @@
 namespace dflash::DFLASH_ISA {
 
 extern const CpuKernels kernels;
-const CpuKernels kernels = {
-    DFLASH_QUOTE(DFLASH_ISA),
+const CpuKernels kernels = {DFLASH_QUOTE(DFLASH_ISA),
 #define KERNEL(name, Params) DFLASH_ISA::name,
-#define CPU_KERNEL KERNEL
-#include "binding/kernels.def"
+                            DFLASH_KERNELS(KERNEL, KERNEL, KERNEL)
+#undef KERNEL
 };
 
 }  // namespace dflash::DFLASH_ISA

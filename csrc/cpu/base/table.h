@@ -10,8 +10,8 @@ namespace dflash {
 struct CpuKernels {
   const char* isa;
 #define KERNEL(name, Params) void (*name)(const Params&);
-#define CPU_KERNEL KERNEL
-#include "binding/kernels.def"
+  DFLASH_KERNELS(KERNEL, KERNEL, KERNEL)
+#undef KERNEL
 };
 
 // The best table that this processor runs, or the one that the environment variable DFLASH_ISA names (one of

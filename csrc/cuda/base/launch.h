@@ -8,7 +8,8 @@
 namespace dflash {
 
 #define KERNEL(name, Params) cudaError_t launch_##name(const Params& p, cudaStream_t stream);
-#include "binding/kernels.def"
+DFLASH_KERNELS(KERNEL, KERNEL, DFLASH_NOTHING)
+#undef KERNEL
 
 // cudaSuccess if this build holds code that the device runs.
 cudaError_t probe_kernels(int device);

@@ -67,7 +67,17 @@ def _instruction_set() -> Check:
         return Check("CPU kernels", f"{chosen}, because DFLASH_ISA is set", "warning", "unset DFLASH_ISA")
     if chosen == "scalar" and platform.machine() in ("x86_64", "AMD64"):
         return Check("CPU kernels", "scalar", "warning", "this processor has no AVX2: expect low speed")
+    better = {"avx2": "avx512vl", "avx512": "avx512_bf16", "avx512_bf16": "amx_bf16"}.get(chosen)
+    if better in processor_flags():
+        advice = "install on this machine, or with -C cmake.define.DFLASH_ALL_ISAS=ON"
+        return Check("CPU kernels", f"{chosen}, and this processor has {better} too", "warning", advice)
     return Check("CPU kernels", chosen)
+
+
+def processor_flags() -> set[str]:
+    """Return what Linux says that the processor has."""
+    path = Path("/proc/cpuinfo")
+    return set(path.read_text().split()) if path.exists() else set()
 
 
 def _gpu_present() -> bool:

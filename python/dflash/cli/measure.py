@@ -25,7 +25,7 @@ from . import options
 def demo(
     prompt: Annotated[str | None, "Answer this instead of held-out prompts."] = None,
     prompts: Annotated[int | None, "Answer exactly this many held-out prompts."] = None,
-    seconds: Annotated[float | None, "Start no more prompts after this time; default: 20, without --prompts."] = None,
+    seconds: Annotated[float | None, "Start no more prompts after this time; default: 12, without --prompts."] = None,
     max_new_tokens: options.MaxNewTokens = 256,
     temperature: Annotated[float, "0 is greedy."] = 0.0,
     seed: Annotated[int, "The same seed writes the same text."] = 0,

@@ -16,7 +16,7 @@ from .trees import TreeWatch
 if TYPE_CHECKING:
     from rich.console import Console
 
-SECONDS = 20.0  # on two busy cores, imports and the last answers included, the demo then ends within a minute
+SECONDS = 12.0  # on two busy cores, imports and the last answers included, the demo then ends within a minute
 _STREAMED = 3  # answers that are shown; the others are only measured
 _LEAST_TEMPERATURE = 1e-30  # transformers' generate divides logits by it, and must not get infinities
 Show = Callable[[Prompt, GeneratorRunner, Sequence[int]], None]  # the runner and the prompt's ids
