@@ -124,7 +124,7 @@ struct Call {
   PyObject* const* arguments;
   inline static thread_local std::vector<Seen> spare;  // memory for the next call: allocating takes as long as a check
   std::vector<Seen> seen;
-  std::vector<pybind11::object> held;          // lists, which other threads may empty while the kernel runs
+  std::vector<pybind11::object> held;          // copies of lists
   int first[kMaxTensors], count[kMaxTensors];  // of each rule's tensors in `seen`
   int64_t slots[kMaxSlots], bytes = 0;         // of all tensors
   uint64_t bound = 0;
@@ -296,13 +296,15 @@ class Contract {
       return read_tensor(call, rule, object);
     }
     if (!PyList_Check(object) && !PyTuple_Check(object)) return false;
-    auto list = pybind11::reinterpret_steal<pybind11::tuple>(PySequence_Tuple(object));
-    if (!list) throw pybind11::error_already_set();
-    call.count[i] = int(list.size());
+    if (!PyTuple_CheckExact(object)) {  // other threads may empty it while the kernel runs
+      call.held.push_back(pybind11::reinterpret_steal<pybind11::object>(PySequence_Tuple(object)));
+      object = call.held.back().ptr();
+      if (!object) throw pybind11::error_already_set();
+    }
+    call.count[i] = int(PyTuple_GET_SIZE(object));
     if (!call.bind(rule.count, call.count[i])) return false;
     for (int j = 0; j < call.count[i]; ++j)
-      if (!read_tensor(call, rule, PyTuple_GET_ITEM(list.ptr(), j))) return false;
-    call.held.push_back(std::move(list));
+      if (!read_tensor(call, rule, PyTuple_GET_ITEM(object, j))) return false;
     return true;
   }
 
