@@ -36,11 +36,6 @@ import releases
 import torch
 from peers import reference_loop
 from random_pair import Pair, make_pair
-from step.forced import Forced
-from step.meter import SKIPPED, Meter, Waits
-from step.pair import floor_bytes
-from step.setting import Setting
-from step.static import static
 from torch import Tensor
 
 import dflash
@@ -154,6 +149,11 @@ def one_by_one(pair: Pair, new: int) -> Runner:
 
 def compiled(pair: Pair, steps: int) -> Steps:
     """Return what times steps of plain torch and a static cache, compiled, with one token accepted by force."""
+    from step.forced import Forced  # with --against another release is imported, which may lack what these need
+    from step.meter import SKIPPED, Meter, Waits
+    from step.setting import Setting
+    from step.static import static
+
     setting = Setting(pair, Forced(torch.device("cpu")), Waits(), 2 * PROMPT + 1, 1, steps + SKIPPED, compile=True)
     setting.ours.fill_()
     setting.forced.set_(1)
@@ -208,6 +208,8 @@ def parse() -> argparse.Namespace:
 
 def row(hidden: int, dtype: str, bandwidth: float, arguments: argparse.Namespace) -> str:
     """Measure a width and return its line."""
+    from step.pair import floor_bytes
+
     made = pair(hidden, arguments.layers, dtype, arguments.pattern)
     times = measure(made, hidden, dtype, arguments)
     medians = {name: statistics.median(values) for name, values in times.items()}
