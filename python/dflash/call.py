@@ -128,7 +128,7 @@ class Call:
         # 3. What they are together.
         _check_together(values)
         sampling = SamplingArguments(*map(values.__getitem__, _SAMPLING))
-        repeats, stop, strings = values["num_return_sequences"], values["stop_token_ids"], [*values["stop_strings"]]
+        repeats, stop, strings = (values[name] for name in ("num_return_sequences", "stop_token_ids", "stop_strings"))
         prompts, rows = ids.shape[0], ids.shape[0] * repeats
         if sampling.seed is not None:
             sampling.seeds(rows)  # raises
@@ -148,7 +148,7 @@ class Call:
             "pad_token_id": (stop or [0])[0] if (pad := target.settings.get("pad_token_id")) is None else pad,
             "rules": rules,
             "host_rules": HostRules(processors, criteria, rows) if processors or criteria else None,
-            "stop_criteria": (stop_string_criterion(values["tokenizer"], strings),) if strings else (),
+            "stop_criteria": (stop_string_criterion(values["tokenizer"], list(strings)),) if strings else (),
             "grammars": () if values["grammar"] is None else _grammars(values, prompts),
         }
         return cls(**kept | own)
@@ -249,8 +249,8 @@ def _check_together(values: Mapping[str, Any]) -> None:
         if values["grammar"] is not None:
             raise ValueError('acceptance="rejection" cannot be combined with grammar: the drafts are not masked')
     check_combination(values["tree"], None, steps, values["acceptance"], sharpness)
-    if (strings := list(values["stop_strings"])) and values["tokenizer"] is None:
-        raise ValueError(f"stop_strings {strings} need the target's tokenizer: pass tokenizer=")
+    if values["stop_strings"] and values["tokenizer"] is None:
+        raise ValueError(f"stop_strings {list(values['stop_strings'])} need the target's tokenizer: pass tokenizer=")
     if values["logprobs"] is None and values["prompt_logprobs"]:
         raise ValueError(f"prompt_logprobs=True needs logprobs too, a number from 0 to {MAX_LOGPROBS}")
     if values["logprobs"] is not None and values["tree"] is not None:
