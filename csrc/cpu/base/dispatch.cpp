@@ -27,7 +27,9 @@ struct InstructionSet {
 
 }  // namespace
 
+#if DFLASH_WITH_SCALAR
 TABLE(scalar)
+#endif
 #if DFLASH_WITH_AVX2
 TABLE(avx2)
 
@@ -82,7 +84,9 @@ static bool has_amx() { return has_avx512() && has_tiles() && tile_refusal() == 
 
 // From the plainest to the best.
 static const InstructionSet kSets[] = {
+#if DFLASH_WITH_SCALAR
     {&scalar::kernels, [] { return true; }},
+#endif
 #if DFLASH_WITH_AVX2
     {&avx2::kernels, has_avx2},
 #endif
@@ -111,6 +115,10 @@ static const CpuKernels& choose() {
   for (const InstructionSet& set : kSets)
     if ((wanted.empty() ? !set.only_by_name : wanted == set.kernels->isa) && set.runs_here()) best = set.kernels;
   if (best) return *best;
+  if (wanted.empty())
+    throw std::runtime_error(
+        "this build of dflash has no CPU kernels for this processor: install it on this machine, or anywhere with "
+        "-C cmake.define.DFLASH_ALL_ISAS=ON");
   std::string names;
   for (const std::string& name : cpu_isas()) names += (names.empty() ? "" : ", ") + name;
   std::string reason;

@@ -65,12 +65,12 @@ def _instruction_set() -> Check:
     chosen, forced = ops.isa(), os.environ.get("DFLASH_ISA")
     if forced:
         return Check("CPU kernels", f"{chosen}, because DFLASH_ISA is set", "warning", "unset DFLASH_ISA")
-    if chosen == "scalar" and platform.machine() in ("x86_64", "AMD64"):
-        return Check("CPU kernels", "scalar", "warning", "this processor has no AVX2: expect low speed")
-    better = {"avx2": "avx512vl", "avx512": "avx512_bf16", "avx512_bf16": "amx_bf16"}.get(chosen)
+    better = {"scalar": "avx2", "avx2": "avx512vl", "avx512": "avx512_bf16", "avx512_bf16": "amx_bf16"}.get(chosen)
     if better in processor_flags():
         advice = "install on this machine, or with -C cmake.define.DFLASH_ALL_ISAS=ON"
         return Check("CPU kernels", f"{chosen}, and this processor has {better} too", "warning", advice)
+    if chosen == "scalar" and platform.machine() in ("x86_64", "AMD64"):
+        return Check("CPU kernels", "scalar", "warning", "this processor has no AVX2: expect low speed")
     return Check("CPU kernels", chosen)
 
 
