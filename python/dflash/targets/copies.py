@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from .. import ops
 from ..state import KVCache
-from .model import UnsupportedTargetError, library, modules_of, text_config
+from .model import UnsupportedTargetError, library, modules_of, tensors_of, text_config
 from .parallel import forward_of_copy, meshes
 from .recurrent import is_stateful
 
@@ -25,8 +25,9 @@ def structural_copy(module: nn.Module) -> nn.Module:
     Raises UnsupportedTargetError if something in it cannot be copied, or a forward was replaced.
     """
     _finish_loading(module)
-    # Parameters, buffers, and what lists and dicts in other attributes hold
-    tensors = [leaf for leaf in tree_leaves(list(map(vars, modules_of(module)))) if isinstance(leaf, Tensor)]
+    # Parameters, buffers (compressed-tensors keeps them in mappings of its own), and what other lists and dicts hold
+    modules = modules_of(module)
+    tensors = tensors_of(modules) + [leaf for leaf in tree_leaves([*map(vars, modules)]) if isinstance(leaf, Tensor)]
     memo: dict[int, Any] = {id(value): value for value in (*tensors, *_shared_states(module), *meshes(module))}
     try:
         result = copy.deepcopy(module, memo).eval()
