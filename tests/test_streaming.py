@@ -197,7 +197,7 @@ class TestStopStrings:
         assert output.shape[1] == len(p) + 1
 
     def test_a_conversation_continues_after_a_stop_string(self, target, draft, tokenizer):
-        p = prompt(10, seed=2)
+        p = prompt(10, seed=4)
         answer = greedy(target, p, NEW)
         text = tokenizer.decode(answer[:14])[-2:]
         assert "\ufffd" not in text
@@ -208,7 +208,7 @@ class TestStopStrings:
             call = {"max_new_tokens": NEW, "stop_strings": text, "tokenizer": tokenizer}
             first = generator.generate(p[None], **call)
             kept = first.shape[1] - len(p)
-            assert kept < 16, "the stop should be in the middle of a block"
+            assert kept == 14, "the stop should be in the middle of a block"
             assert int(generator.state.length[0]) == first.shape[1] - 1
             longer = torch.cat([first[0], prompt(5, seed=9)])
             fresh = dflash.Generator(target, draft, max_length=160)
