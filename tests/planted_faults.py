@@ -77,7 +77,7 @@ FAULTS = [
     Fault("an accepted draft is not counted", RUN, "                self.accepted += 1\n", "                pass\n",
           [f"{STREAM}::TestEvents"]),
     Fault("a step's seconds are not kept", RUN, "answer.step_seconds.append(seconds)", "pass",
-          ["test_benchmark.py::test_the_report_follows_from_the_records", GENERATE, "test_cli.py"]),
+          [f"{SERVE}::test_metrics_count_requests_and_tokens"]),
     # Drafts
     Fault("denoising keeps the least confident", CHAIN, "confidence.topk(count, -1)",
           "confidence.topk(count, -1, largest=False)", [DENOISE]),
@@ -91,9 +91,9 @@ FAULTS = [
     Fault("the drafter's windows are dropped", MODEL, "window=self.config.window[index],", "window=0,",
           [DRAFTER, "test_dflash2.py", "test_reference_package.py"]),
     Fault("the drafter's rotary angles are not scaled", MODEL, "self.inv_freq, self.config.rope.attention_scaling)",
-          "self.inv_freq, 1.0)", [DRAFTER]),
+          "self.inv_freq, 1.0)", ["test_reference_package.py"]),
     Fault("the drafter's embeddings are not scaled", MODEL, "mask_embedding, config.input_embedding_scale)",
-          "mask_embedding, 1.0)", ["test_reference_package.py"]),
+          "mask_embedding, 1.0)", [PARTS]),
     Fault("the softcap of drafts is dropped", MODEL, "return torch.tanh(logits / cap) * cap if cap else logits",
           "return logits", [f"{PARTS}::test_a_reduced_head_is_scattered_after_multiplier_and_softcap"]),
     # Sampling
