@@ -100,14 +100,21 @@ RECURRENT: dict[str, tuple[str, dict]] = {
     "lfm2_moe": ("lfm2_moe", _SHORT_CONV),
 }  # fmt: skip
 FAMILIES |= RECURRENT
+_SIZES = {**_GDN, **_MAMBA2, **_MOE, "rotary_dim": 8}  # of other types, where their configs have such keys
 
 
 def make_config(name: str, **changes):
-    model_type, differences = FAMILIES[name]
+    model_type, differences = FAMILIES.get(name) or (name, {})
     if model_type not in CONFIG_MAPPING:  # the one reason to leave a family out
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     config_class = CONFIG_MAPPING[model_type]
-    fields = {**_COMMON, **differences, **changes}
+    fields = {**_COMMON, **differences}
+    if name not in FAMILIES:  # any other type of transformers
+        known, mla = config_class(), _MLA if hasattr(config_class(), "kv_lora_rank") else {}
+        sizes = {**_SIZES, **fields, **mla, "bos_token_id": 1, "eos_token_id": 1}.items()
+        is_fixed = {key for key in dir(config_class) if isinstance(getattr(config_class, key), property)}
+        fields = {key: value for key, value in sizes if hasattr(known, key) and key not in is_fixed}
+    fields |= changes
     if model_type in _MULTIMODAL:
         return config_class(text_config=fields, **_MULTIMODAL[model_type])
     return config_class(**fields)
@@ -123,7 +130,7 @@ def make_target(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1 and "A_log" not in key:
                 parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
-    model.generation_config.max_length = None
+    model.generation_config.max_length = model.generation_config.eos_token_id = None
     return model.to(dtype).eval()
 
 

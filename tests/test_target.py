@@ -111,12 +111,6 @@ def test_float16_on_the_cpu_is_refused():
         dflash.generate(make_target("qwen3").half(), None, ids(4), max_new_tokens=4)
 
 
-def test_a_window_applied_only_through_a_mask_is_refused():
-    model = make_target("phimoe (windowed)")
-    with pytest.raises(UnsupportedTargetError, match="PhimoeAttention applies its sliding window only through a mask"):
-        dflash.generate(model, None, ids(4), max_new_tokens=4)
-
-
 def test_a_target_that_cannot_be_copied_is_refused():
     model = make_target("qwen3")
     model.lock = threading.Lock()

@@ -365,7 +365,7 @@ class TestLayers:
         model = make_target("gemma3", sliding_window=60)
         assert one_shot(model) == expected(model)
         model.model.layers[2].self_attn.sliding_window = 50
-        with pytest.raises(UnsupportedTargetError, match="attends over a window of 50 in layer 2, its model's config"):
+        with pytest.raises(UnsupportedTargetError, match="attends over a window of 50 in layer 2 by its modules"):
             one_shot(model)
 
     def test_masks_that_cannot_be_made_past_the_window_are_refused(self, monkeypatch):

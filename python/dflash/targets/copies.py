@@ -138,23 +138,36 @@ def _block_attention(  # noqa: PLR0913 - transformers' signature
 
 
 def window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """Return the window of an attention module that was called with these keyword arguments, or None."""
-    if "sliding_window" in kwargs:
-        return kwargs["sliding_window"]
-    if hasattr(module, "sliding_window"):
-        return module.sliding_window
-    if getattr(getattr(module, "config", None), "sliding_window", None) is not None:
-        raise UnsupportedTargetError(f"{type(module).__name__} applies its sliding window only through a mask")
-    return None
+    """Return the window of an attention module that was called with these keyword arguments, or None.
+
+    A window that the module leaves to a mask is not seen here: the trial compares masks.
+    """
+    return kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
 
 
 AttentionInterface.register(_NAME, _block_attention)
 
 
-class Stateless:
-    """The answers of a cache that holds nothing: positions are always passed, and `recurrent` keeps the states."""
+class CacheView:
+    """The ``past_key_values`` of one forward pass: writes to slots on the device, returns whole buffers.
+
+    It answers as a cache that holds nothing: positions are always passed, and `recurrent` keeps the states.
+
+    Args:
+        cache: written to.
+        slots: ``[batch, rows]`` int64, of the rows of this pass.
+    """
 
     is_compileable = True
+
+    def __init__(self, cache: KVCache, slots: Tensor) -> None:
+        self.cache, self.slots = cache, slots
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append ``key`` and ``value [batch, kv_heads, rows, head_dim]`` and return the layer's buffers."""
+        keys, values = self.cache.layer(layer_idx, key, value)
+        ops.append_kv_(key, value, self.slots, keys, values)
+        return keys, values
 
     def get_seq_length(self, *_args: Any) -> int:
         return 0
@@ -171,21 +184,3 @@ class Stateless:
         return states  # without inputs in front of them
 
     update_recurrent_state = update_conv_state
-
-
-class CacheView(Stateless):
-    """The ``past_key_values`` of one forward pass: writes to slots on the device, returns whole buffers.
-
-    Args:
-        cache: written to.
-        slots: ``[batch, rows]`` int64, of the rows of this pass.
-    """
-
-    def __init__(self, cache: KVCache, slots: Tensor) -> None:
-        self.cache, self.slots = cache, slots
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append ``key`` and ``value [batch, kv_heads, rows, head_dim]`` and return the layer's buffers."""
-        keys, values = self.cache.layer(layer_idx, key, value)
-        ops.append_kv_(key, value, self.slots, keys, values)
-        return keys, values

@@ -16,7 +16,7 @@ from transformers.integrations import moe
 
 from .. import ops
 from ..decoder import DecoderLayer, DeltaNetLayer
-from .model import PLAIN_TENSORS
+from .model import PLAIN_TENSORS, config_values
 
 _MAX_ROWS = 256  # of one pass of experts: a block for each row of a batch, but not a chunk of a long prompt
 KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
@@ -101,7 +101,7 @@ class Family(NamedTuple):
         if type(head) is not nn.Linear or type(decoder.embed_tokens) is not nn.Embedding:
             return False
         layers = layers_of(decoder)
-        mixers = [layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn for layer in layers]
+        mixers = [getattr(layer, "self_attn", None) or getattr(layer, "linear_attn", None) for layer in layers]
         return (
             decoder.embed_tokens.max_norm is None  # changes few embeddings, perhaps none of a trial run's
             and self.is_a(decoder.norm, "RMSNorm")
@@ -109,7 +109,8 @@ class Family(NamedTuple):
             and all(map(self.fits, layers))
             and any(hasattr(layer, "self_attn") for layer in layers)
             and len(layers) == decoder.config.num_hidden_layers
-            and [mixer.layer_idx for mixer in mixers] == list(range(len(layers)))  # else they share keys and values
+            # Else a layer has no mixer, or layers share keys and values
+            and [getattr(mixer, "layer_idx", None) for mixer in mixers] == list(range(len(layers)))
             and _are_plain_tensors([*decoder.parameters(), *head.parameters()])
         )
 
@@ -128,7 +129,7 @@ class Family(NamedTuple):
                 **{f"{name}_bias": projection.bias for name, projection in projections.items()},
                 q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
                 k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-                window=0 if self.gated else getattr(owner, "sliding_window", None) or 0,
+                window=0 if self.gated else max(config_values(owner, "sliding_window"), default=0),
                 gated=self.gated,
             )
         mixer = layer.linear_attn

@@ -43,9 +43,18 @@ def text_config(model: nn.Module) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def config_values(config: Any, key: str) -> list[Any]:
+    """Return what a config has under a key, without None: one value, or one per layer if layers differ.
+
+    transformers raises if a key that differs from layer to layer (``per_layer_config``) is read of the whole config.
+    """
+    configs = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return [value for each in configs if (value := getattr(each, key, None)) is not None]
+
+
 def max_positions(model: nn.Module) -> int | None:
     """Return the model's ``max_position_embeddings``, if it has such a limit."""
-    return getattr(text_config(model), "max_position_embeddings", None)
+    return min(config_values(text_config(model), "max_position_embeddings"), default=None)
 
 
 def cache_argument(model: nn.Module) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .model import modules_of, shard_of, text_config
+from .model import config_values, modules_of, shard_of, text_config
 
 _MODULE = "transformers.distributed.tensor_parallel"
 _PLANNED = "load it with transformers' own plan, distributed_config=DistributedConfig(tp_size=N)"
@@ -113,7 +113,7 @@ def refusal_of_ranks(model: PreTrainedModel) -> str | None:
             return f'a rank has only its part of the logits: plan the head as "colwise_gather_output", or {_PLANNED}'
     # 3. The layers
     config = text_config(model)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set().union(*config_values(config, "layer_types")) - {"full_attention", "sliding_attention"}
     if kinds or getattr(model, "_is_stateful", False):
         return (
             "only attention over the whole past or over a window can be spread over processes yet, "

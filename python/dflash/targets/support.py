@@ -21,7 +21,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
-from .model import PLAIN_TENSORS, UnsupportedTargetError, library, modules_of, name_of, tensors_of, text_config, unwrap
+from .model import UnsupportedTargetError, config_values, library, modules_of, name_of, tensors_of, text_config, unwrap
 from .parallel import ranks_in, refusal_of_ranks, shards
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
 
@@ -71,7 +71,8 @@ def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
         loaded: False to ignore the weights, for a model on the meta device that will be loaded later.
     """
     if not isinstance(model, PreTrainedModel):
-        return f"a transformers PreTrainedModel is needed, got {type(model).__name__}"
+        advice = ": pass model.get_base_model(), which has the adapters" if hasattr(model, "get_base_model") else ""
+        return f"a transformers PreTrainedModel is needed, got {type(model).__name__}{advice}"
     if getattr(model.config, "is_encoder_decoder", False):
         return f"{text_config(model).model_type} is an encoder-decoder"
     if model.get_output_embeddings() is None or not model.can_generate():
@@ -120,7 +121,7 @@ def _refusal_of_tensor(tensor: Tensor) -> str | None:
     kind = type(tensor)
     if tensor.is_meta:
         return "is on the meta device: it was never loaded, or it is offloaded"
-    if kind not in PLAIN_TENSORS and kind.__module__.startswith(("torch.distributed.", "torch._subclasses.")):
+    if kind.__module__.startswith(("torch.distributed.", "torch._subclasses.")):
         return f"is a {kind.__name__}: one process with plain tensors is needed"
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return f"is not a dense tensor (it is {'quantized' if tensor.is_quantized else tensor.layout})"
@@ -144,7 +145,10 @@ def _refusal_of_storage(model: PreTrainedModel) -> str | None:
         )
     embedding = model.get_input_embeddings().weight
     if embedding.device.type == "cpu" and embedding.dtype not in (torch.float32, torch.bfloat16):
-        return f"its dtype is {embedding.dtype}, the CPU kernels take float32 and bfloat16"
+        return (
+            f"its dtype is {embedding.dtype}, the CPU kernels take float32 and bfloat16: load it with "
+            "dtype=torch.float32 (on the command line --dtype float32)"
+        )
     return None
 
 
@@ -235,7 +239,7 @@ def rounds_activations(model: nn.Module) -> bool:
 
 def _refusal_of_family(model: PreTrainedModel) -> str | None:
     config = text_config(model)
-    family, layer_types = config.model_type, set(getattr(config, "layer_types", None) or ())
+    family, layer_types = config.model_type, set().union(*config_values(config, "layer_types"))
     if reason := _UNSERVED.get(family.removesuffix("_text")):
         return f"{family} {reason}"
     # 1. Recurrent layers; a Qwen3.5, say, may be configured with attention only
@@ -246,13 +250,13 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
     if is_stateful and not is_recurrent and not (may_have_attention_only and layer_types <= _LAYER_TYPES):
         return f"{family} has stateful layers that dflash does not know, and cannot roll back"
     # 2. Attention
-    if getattr(config, "index_topk", None) is not None:
+    if config_values(config, "index_topk"):
         return f"{family} selects keys with a sparse-attention indexer"
     if unknown := layer_types - (_RECURRENT_LAYER_TYPES if is_recurrent else _LAYER_TYPES):
         return f"{family} has layers of type {', '.join(sorted(unknown))}"
     if dynamic := _rope_types(config) & {"dynamic", "longrope"}:
         return f"its RoPE is {dynamic.pop()!r}: its frequencies depend on the longest position in the batch"
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+    if any(value not in (False, "vision") for value in config_values(config, "use_bidirectional_attention")):
         return f"{family} attends in both directions"
     # Most recurrent families do not say that they take one, and do.
     has_backend = getattr(model.get_decoder(), "_supports_attention_backend", False)
@@ -262,9 +266,9 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
 
 
 def _rope_types(config: Any) -> set[str]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return {entry.get("rope_type", "default") for entry in (nested or [parameters])}
+    given = config_values(config, "rope_parameters")
+    nested = [value for parameters in given for value in parameters.values() if isinstance(value, dict)]
+    return {entry.get("rope_type", "default") for entry in (nested or given)}
 
 
 # ---------------------------------------------------------------------------------------------- replaced functions

@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from ..state import KVCache, Tree
-from .copies import Stateless, structural_copy, use_attention, window_of
+from .copies import structural_copy, use_attention, window_of
 from .fingerprint import Fingerprint
-from .model import UnsupportedTargetError, cache_argument, embedding_table, first_hook, max_positions, text_config
+from .model import UnsupportedTargetError, cache_argument, config_values, first_hook, max_positions, text_config
 from .support import rounds_activations
 
 if TYPE_CHECKING:
     from .target import Target
 
 _TOKENS, _PROMPT, _ACCEPTED = 24, 8, 11  # tokens in all, those of the prompt, and where the first block is cut
-_MASKED_ROWS = 4  # rows whose masks are compared
+_MASKED_ROWS = 4  # rows of a prompt whose masks are compared
+_LONGEST = 2**20  # positions; longer windows are taken to be of this length
 
 
 class Verdict(NamedTuple):
@@ -83,15 +84,19 @@ def _try(target: Target, model: PreTrainedModel) -> Verdict:
         reference = model if first_hook(model) and not model.training else copied
         logits = reference(input_ids=ids, use_cache=False).logits.float()
         where = "on its own past its window"
-        masks = _masks_of(copied)
+        masks = _masks_of(copied, ids.device)
     except Exception as error:  # of a stranger's modules
         raise UnsupportedTargetError(
             f"this target is not supported: {text_config(model).model_type} fails {where} in a trial run, without "
             f"dflash: {type(error).__name__}: {error}"
         ) from error
+    # 2. Masks at positions past every window, where logits would take long
+    for mask in masks:
+        if fault := _mask_fault(*mask, target.fused_windows):
+            return Verdict(fault)
     if not logits.isfinite().all():
         return Verdict()  # says nothing; calls refuse logits that are not finite
-    # 2. A chain, with a part that is rejected
+    # 3. A chain, with a part that is rejected
     cache = target.new_cache(1, 2 * _TOKENS, _TOKENS)
     expected = torch.cat([logits[:, :_ACCEPTED], logits[:, _ACCEPTED + 1 :: 2]], 1)
     try:
@@ -106,10 +111,6 @@ def _try(target: Target, model: PreTrainedModel) -> Verdict:
             "gives other logits with dflash's cache and attention (relative difference "
             f"{difference:.1e} in a trial run)"
         )
-    # 3. Masks at positions past every window, where logits would take long
-    for mask in masks:
-        if fault := _mask_fault(*mask, target.fused_windows):
-            return Verdict(fault)
     # 4. A tree; recurrent layers take none
     closer = allowed if rounds_activations(model) else allowed / 5
     return Verdict(tree_fault="" if target.is_recurrent else _tree_fault(target, ids, cache, closer))
@@ -152,70 +153,96 @@ def _chain_logits(target: Target, ids: Tensor, cache: KVCache) -> Tensor:
 # ---------------------------------------------------------------------------------------------- masks
 
 
-class _LongCache(Stateless):
-    """A cache that says it holds ``length`` positions, for passes in which nothing attends."""
+class _LongCache(DynamicCache):
+    """The cache that ``generate`` makes of a config, past every window and chunk, for passes in which nothing attends.
+
+    Args:
+        config: of the language model.
+        rows: of the pass: 1 for a token after a prompt, when layers drop keys; more for the end of a prompt.
+
+    Attributes:
+        is_plain: True if neither a key of the config nor a layer of the cache limits what is seen.
+        masks: see `_note_mask`.
+    """
 
     is_compileable = False
 
-    def __init__(self, length: int) -> None:
-        self.length, self.is_sliding = length, [False]
+    def __init__(self, config: Any, rows: int) -> None:
+        DynamicCache.__init__(self, config=config)
+        limits = [value for key in ("sliding_window", "attention_chunk_size") for value in config_values(config, key)]
+        self.is_plain = not any([*limits, *self.is_sliding, *getattr(self, "is_dummy", ())])
+        self.rows, self.length = rows, min(max(limits, default=0), _LONGEST) + _MASKED_ROWS
+        self.masks: list[_Mask] = []
+        self.num_keys: dict[int, int] = {}  # by layer
+        for layer in self.layers:
+            if rows == 1 and hasattr(layer, "get_mask_sizes"):
+                layer.update(*[torch.zeros(1, 1, self.length, 1)] * 2)
 
     def get_seq_length(self, *_: Any) -> int:
         return self.length
 
     get_query_offset = get_seq_length
 
-    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
-        return self.length + _MASKED_ROWS, 0
+    def get_mask_sizes(self, *arguments: Any) -> tuple[int, int]:
+        return super().get_mask_sizes(*arguments) if self.rows == 1 else (self.length + self.rows, 0)
 
-    def update(self, key: Tensor, value: Tensor, *_: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+        if self.rows == 1:
+            kept, _values = self.layers[layer_idx].update(*[torch.zeros(1, 1, 1, 1)] * 2)
+            self.num_keys[layer_idx] = kept.shape[2]
         return key, value
 
 
-_Mask = tuple[nn.Module, dict[str, Any], Tensor]  # attention, options of its attention function, [rows, positions] bool
+_Mask = tuple[int | None, int, Tensor]  # a layer, the window that its module applies, and [rows, positions] bool
 
 
-def _mask_fault(attention: nn.Module, options: dict[str, Any], seen: Tensor, fused_windows: dict[int, int]) -> str:
+def _mask_fault(layer: int | None, window: int, seen: Tensor, fused_windows: dict[int, int]) -> str:
     """Return how a layer that sees ``seen`` masks otherwise than our attention, or an empty string."""
-    layer = getattr(attention, "layer_idx", None)
-    window = fused_windows[layer] if layer in fused_windows else window_of(attention, options) or 0
     rows, positions = seen.shape
-    slots = torch.arange(positions, device=seen.device)
+    window, slots = fused_windows.get(layer, window), torch.arange(positions)
     distance = slots[-rows:, None] - slots
     if torch.equal(seen, (distance >= 0) & (distance < (window or positions))):
         return ""
     return (
-        f"attends over a window of {window or None} in layer {layer}, its model's config masks otherwise: make a "
-        "new model from the config"
+        f"attends over a window of {window or None} in layer {layer} by its modules, and by its config to "
+        f"{int(seen[-1].sum())} of {positions} positions {'after' if rows == 1 else 'in'} a prompt: take windows, "
+        "chunks and layer types that its modules do not apply out of the config, and make a new model from it"
     )
 
 
-def _masks_of(copied: nn.Module) -> list[_Mask]:
-    """Read masks off a pass in which nothing attends, at positions past all windows and chunks of the config."""
-    config = text_config(copied)
+def _masks_of(copied: nn.Module, device: torch.device) -> list[_Mask]:
+    """Read masks off two passes in which nothing attends, at positions past all windows and chunks of the config.
+
+    The first is the end of a prompt, the second a token after it: caches drop keys by the config, whatever modules do.
+    """
     masks: list[_Mask] = []
-    limits = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
-    length, positions = max(limits) + _MASKED_ROWS, max_positions(copied)
-    if not any(limits) or (positions is not None and positions < length + _MASKED_ROWS):
-        return []
-    rows = torch.arange(length, length + _MASKED_ROWS, device=embedding_table(copied).device)[None]
-    cache: dict[str, Any] = {cache_argument(copied): _LongCache(length)}
     use_attention(copied, _NOTE_MASK)
-    attentions = [module for module in copied.modules() if "is_causal" in module.__dict__]
-    for module in attentions:
-        module.masks = masks
-    copied(input_ids=rows * 0, position_ids=rows, use_cache=True, **cache)
-    for module in attentions:
-        del module.masks
+    for rows in (_MASKED_ROWS, 1):
+        cache = _LongCache(text_config(copied), rows)
+        if cache.is_plain:
+            break
+        for module in copied.modules():
+            module.long_cache = cache
+        slots = torch.arange(cache.length, cache.length + rows, device=device)[None]
+        positions = slots.clamp(max=(max_positions(copied) or _LONGEST) - 1)
+        copied(input_ids=slots * 0, position_ids=positions, use_cache=True, **{cache_argument(copied): cache})
+        masks += cache.masks
     return masks
 
 
 def _note_mask(
-    module: nn.Module, query: Tensor, _key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Note a layer's mask, behind the signature that transformers calls. Returns zeros."""
-    if mask is not None:
-        module.masks.append((module, options, (mask[0, 0] >= 0).cpu()))
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,  # noqa: ARG001
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Note which of the last positions a layer sees, behind the signature that transformers calls. Returns zeros."""
+    cache, layer, mask = module.long_cache, getattr(module, "layer_idx", None), attention_mask
+    rows, total = cache.rows, cache.length + cache.rows
+    num_keys = cache.num_keys.get(layer, total if mask is None else mask.shape[-1])
+    seen = torch.ones(rows, num_keys).tril(num_keys - rows) > 0 if mask is None else (mask[0, 0] >= 0).cpu()
+    if seen.shape[1] != num_keys:
+        raise ValueError(f"layer {layer} has a mask of {seen.shape[1]} positions for {num_keys} keys")
+    seen = nn.functional.pad(seen, (total - num_keys, 0))
+    cache.masks.append((layer, window_of(module, options) or 0, seen))
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
