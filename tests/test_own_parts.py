@@ -154,6 +154,16 @@ def test_a_reduced_vocabulary_drafts_its_tokens_only_and_keeps_the_text(target, 
     assert torch.equal(ids, answers(target, None, **plain))
 
 
+@pytest.mark.parametrize("stated", [{}, {"draft_vocab_size": VOCAB}])
+def test_a_token_map_of_the_whole_vocabulary_gives_the_order_of_the_heads_rows(save, tmp_path, stated):
+    head, hidden, tokens = own(VOCAB, 64), own(2, 64, seed=9), torch.arange(VOCAB)
+    for name, order in (("same", tokens), ("other", tokens.flip(0))):
+        folder = save({"lm_head.weight": head[order], "d2t": order - tokens}, name, **stated)
+        export(folder, tmp_path / "out" / name, "speculators", target="owner/target")
+        for each in (folder, tmp_path / "out" / name):
+            torch.testing.assert_close(dflash.load_draft(each).logits(hidden, None), hidden @ head.T)
+
+
 def test_a_reduced_head_is_scattered_after_multiplier_and_softcap(save):
     draft = dflash.load_draft(
         save(reduced(), draft_vocab_size=len(KNOWN), output_multiplier=0.5, final_logit_softcapping=3.0)

@@ -146,6 +146,11 @@ def _load(
     if "mask_hidden" in words:
         what = "mask states that are not an embedding are not implemented"
         raise ValueError(f"{source}: tensor {named(words['mask_hidden'])} is not supported: {what}")
+    d2t = next((stored[given] for given, name in names.items() if name == "d2t"), None)
+    if d2t is not None and not d2t.is_meta and config.draft_vocab_size is None and [*d2t.shape] == [config.vocab_size]:
+        # Of the whole vocabulary: in the target's order, where it says nothing, or in another
+        names = {given: name for given, name in names.items() if name != "d2t" or d2t.any()}
+        config = dataclasses.replace(config, draft_vocab_size=config.vocab_size if d2t.any() else None)
     config = _with_own_parts(config, set(names.values()), source)
     # 2. Each stored tensor must be a parameter or a packed tensor, and each parameter must be stored exactly once
     skeleton = Drafter(config, device="meta")
