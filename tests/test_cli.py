@@ -62,6 +62,15 @@ def test_the_drafter_gets_the_dtype_of_the_target(shell, folders, tmp_path):
     assert done.code == 0, done.err
 
 
+def test_a_float16_checkpoint_runs_in_float32_on_the_cpu(shell, tmp_path):
+    folder = save_pair(tmp_path, torch.float16)
+    call = ["generate", "--model", folder / "target", "--draft", folder / "draft", "--device", "cpu", "w5 w6 w7"]
+    done, refused = shell(*call), shell(*call, "--dtype", "float16")
+    assert done.out == shell(*call, "--dtype", "float32").out != ""
+    assert "stored as float16, which CPU kernels do not take: it runs as --dtype float32\n" in done.err
+    assert "load it with dtype=torch.float32 (on the command line --dtype float32)" in refused.err
+
+
 def test_the_prompt_may_come_from_a_file_or_standard_input(generate, folders, tmp_path, monkeypatch):
     expected, path = answer(folders[0], [5, 6, 7], 5) + "\n", tmp_path / "prompt.txt"
     path.write_text("w5 w6 w7")

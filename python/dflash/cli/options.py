@@ -28,7 +28,7 @@ from ..grammar import Grammar
 from ..ops import WeightStorage
 from ..options import checked_block_size
 from ..settings import SETTINGS, GenerateArguments, TreeSize, checked
-from ..targets import max_positions
+from ..targets import is_quantized, max_positions
 from ..terminal import printable
 from ..train.files import check_writable
 
@@ -125,7 +125,11 @@ def check_device(dtype: str, device: str | None) -> str:
 
 def load_target(source: Source, dtype: str, device: Any) -> Any:
     with _waiting("target", source.name, source.quiet):
-        return source.load_target(dtype, device)
+        target = source.load_target(dtype, device)
+    if dtype != "auto" or target.dtype != torch.float16 or target.device.type != "cpu" or is_quantized(target):
+        return target
+    typer.echo("the target is stored as float16, which CPU kernels do not take: it runs as --dtype float32", err=True)
+    return target.float()
 
 
 def room_of(target: Any, max_length: int) -> int:

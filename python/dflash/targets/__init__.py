@@ -18,6 +18,6 @@ from .model import (
 )
 from .parallel import ranks_in
 from .recurrent import has_recurrent_layers
-from .support import check_target, refusal, refusal_of_weights
+from .support import check_target, is_quantized, refusal, refusal_of_weights
 from .target import Target, check_int8, int8_obstacle, not_finite
 from .trial import forget_trials
