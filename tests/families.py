@@ -130,7 +130,9 @@ def make_target(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1 and "A_log" not in key:
                 parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
-    model.generation_config.max_length = model.generation_config.eos_token_id = None
+    model.generation_config.max_length = None
+    if name not in FAMILIES:
+        model.generation_config.eos_token_id = None
     return model.to(dtype).eval()
 
 

@@ -3,7 +3,7 @@
 ``-m long`` tries every type of causal language model in transformers with every config of `CONFIGS`.
 """
 
-import contextlib
+import re
 
 import pytest
 import torch
@@ -48,6 +48,9 @@ HANDFUL = {  # why it is refused; None if it runs
     ("qwen3_next", "some windows"): "qwen3_next fails on its own",
     ("bamba", "chunk"): None,
     ("llama4_text", "some chunks"): "llama4_text has layers of type chunked_attention",
+    ("glm_moe_dsa", "plain"): "sparse-attention indexer",
+    ("deepseek_v32", "plain"): "sparse-attention indexer",
+    ("afmoe", "plain"): None,
 }
 BY_TYPE = {model_type: name for name, (model_type, _) in reversed(FAMILIES.items())}
 MAX_PARAMETERS = 4_000_000  # of a model that is called tiny
@@ -67,28 +70,22 @@ def attempt(model, fused="auto", length=21) -> str:
 @pytest.mark.parametrize(("model_type", "config"), HANDFUL)
 def test_a_target_runs_or_is_refused_by_what_its_config_says(model_type, config):
     model, refused = make_target(BY_TYPE.get(model_type, model_type), **CONFIGS[config]), HANDFUL[model_type, config]
-    for fused in ("auto", False):
-        with pytest.raises(dflash.UnsupportedTargetError, match=refused) if refused else contextlib.nullcontext():
-            dflash.Generator(model, max_length=64, fused=fused)
-        assert (attempt(model, fused) == "") == (refused is None)
+    for reason in (attempt(model), attempt(model, fused=False)):
+        assert re.search(refused, reason) if refused else reason == "", reason
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("config", CONFIGS if is_long() else ["plain"])
-@pytest.mark.parametrize("model_type", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if is_long() else ["afmoe"])
+@pytest.mark.parametrize("model_type", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if is_long() else ["helium"])
 def test_every_type_writes_what_generate_writes_or_is_refused(model_type, config):
     name, changes = BY_TYPE.get(model_type, model_type), CONFIGS[config]
     try:
         with torch.device("meta"):
-            sizes = [
-                parameter.numel()
-                for parameter in AutoModelForCausalLM.from_config(make_config(name, **changes)).parameters()
-            ]
-        model = make_target(name, **changes) if sum(sizes) < MAX_PARAMETERS else None
+            size = AutoModelForCausalLM.from_config(make_config(name, **changes)).num_parameters()
+        assert size < MAX_PARAMETERS, f"{size} parameters"
+        model = make_target(name, **changes)
     except Exception as error:  # whatever a family's config says of these keys
-        pytest.skip(f"{model_type} ({config}) cannot be made: {type(error).__name__}: {error}")
-    if model is None:
-        pytest.skip(f"{model_type} cannot be made tiny: {sum(sizes)} parameters")
+        pytest.skip(f"{model_type} ({config}) cannot be made tiny: {type(error).__name__}: {error}")
     assert (attempt(model) == "") == (attempt(model, fused=False) == "")
 
 
@@ -96,30 +93,22 @@ def test_every_type_writes_what_generate_writes_or_is_refused(model_type, config
 def configs(draw) -> tuple[str, dict]:
     """Draw a tested family and keys that limit what its layers attend to, whether it has such keys or not."""
     family = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "deepseek_v3"]))
-    sizes = st.integers(1, 24)
-    kinds = st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=4, max_size=4)
-    some = {
-        "sliding_window": sizes,
-        "attention_chunk_size": sizes,
-        "layer_types": kinds,
-        "use_sliding_window": st.just(True),
-    }
-    changes = draw(st.fixed_dictionaries({}, optional=some))
+    sizes, kinds = st.integers(1, 24), st.sampled_from(["full_attention", "sliding_attention"])
+    some = {"sliding_window": sizes, "attention_chunk_size": sizes, "use_sliding_window": st.just(True)}
+    changes = draw(st.fixed_dictionaries({}, optional=some | {"layer_types": st.lists(kinds, min_size=4, max_size=4)}))
     if draw(st.booleans()):
-        layers = st.dictionaries(
-            st.integers(0, 3), st.fixed_dictionaries({}, optional={"sliding_window": sizes | st.none()})
-        )
-        changes["per_layer_config"] = draw(layers)
+        window = st.fixed_dictionaries({}, optional={"sliding_window": sizes | st.none()})
+        changes["per_layer_config"] = draw(st.dictionaries(st.integers(0, 3), window))
     return family, changes
 
 
 @pytest.mark.long
 @examples(12)
 @given(configs(), st.integers(1, 40))
-def test_no_windows_change_a_text(config, length):
+def test_no_window_changes_a_text(config, length):
     family, changes = config
     try:
         model = make_target(family, **changes)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError):  # transformers refuses the config
         return
-    assert (attempt(model, "auto", length) == "") == (attempt(model, False, length) == "")
+    assert (attempt(model, length=length) == "") == (attempt(model, fused=False, length=length) == "")
