@@ -64,9 +64,19 @@ A causal language model of transformers >= 5.15 runs if its layers attend to the
 it, through transformers' attention interface, or if they keep a recurrent state by functions that dflash can roll
 back (second table). Each family below was tried with a tiny random model in fp32: 4 layers, prompts of 1, 17 and 60
 tokens in one padded batch, 32 new tokens, a random drafter. "Equal" means token for token equal to
-`generate(do_sample=False)`. Every target is tried on 24 tokens, once, when a generator is made for
-it, and refused if its logits differ with dflash's cache and attention. That trial rejects part of a block. It also
-runs a [tree](trees.md): a target that gets only this wrong is refused trees and runs chains.
+`generate(do_sample=False)`.
+
+Every target is tried once, when the first generator is made for it, and refused if something differs:
+
+- The logits of 24 tokens, by its own forward pass and with dflash's cache and attention. Part of a block is rejected.
+  A [tree](trees.md) is tried too: a target that gets only this wrong is refused trees and runs chains.
+- The masks past every window and chunk that the config names, at the end of a prompt and for a token after it, with the
+  cache that transformers' `generate` makes of the config. That cache drops keys by `sliding_window`,
+  `attention_chunk_size`, `layer_types` and `per_layer_config` in every family, also where the modules apply no window,
+  as in a Llama whose config says `sliding_window`. Take such keys out of the config.
+
+`python -m pytest tests/test_every_target.py -m long` tries every causal language model of transformers that can be made
+tiny, with windows, chunks, layers that differ and shared keys: each writes what `generate` writes, or is refused.
 
 Refused by name: Mamba-1 (jamba, mamba, falcon_mamba, zamba), lightning attention (minimax) and other states of their
 own (zaya, inkling, rwkv, xlstm, recurrent_gemma), modules that keep a convolution or a recurrence by other functions

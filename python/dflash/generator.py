@@ -124,7 +124,7 @@ class Generator:
 
     Args:
         target: the Hugging Face causal language model; it is never modified (see `dflash.targets`). It runs
-            a trial of 24 tokens, once per model, when the first generator is made: what differs is refused by name.
+            a trial once, when the first generator is made (docs/targets.md): what differs is refused by name.
         draft: a `Drafter`, or any module that `load_draft` takes. None decodes one token per step through
             the same code; with ``block_size`` in the same padded shapes, which bf16 output equals bit for bit.
         max_length: prompt and new tokens of a row together may not exceed this.
