@@ -124,13 +124,10 @@ def test_verification_is_timed_next_to_generation(bench):
     assert rows["verify"] > rows["passes"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "column", "rows", "values"),
-    [
-        (["bench_first_token.py", "--prompts", 5, 40, "--dtypes", "float32"], 3, ["5", "40"], 4),
-        (["bench_draft_window.py", "--contexts", 40, 80, "--windows", 0, 16], 0, ["none", "16"], 1),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "column", "rows", "values"), [
+    (["bench_first_token.py", "--prompts", 5, 40, "--dtypes", "float32"], 3, ["5", "40"], 4),
+    (["bench_draft_window.py", "--contexts", 40, 80, "--windows", 0, 16], 0, ["none", "16"], 1),
+])  # fmt: skip
 def test_prompts_and_windows_are_timed(bench, arguments, column, rows, values):
     lines = bench(*arguments, "--hidden", 64, "--repeats", 1)[2:]
     assert [line.split()[column] for line in lines] == rows
@@ -177,14 +174,11 @@ def test_every_op_and_a_step_are_compared_with_another_release(against_itself):
     assert all(float(row[-1].removesuffix("x")) > 0 for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("command", "column", "rows"),
-    [
-        (["bench_step_cpu.py", "--hidden", 64, "--repeats", 1, "--new", 2], 2, ["float32 1/1", "bfloat16 1/1"]),
-        (["bench_generate.py", "--prompts", 2, "--new", 8, "--rounds", 1], 0,
-         ["one-token 2/2", "dflash 2/2", "dflash-first 2/2"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "column", "rows"), [
+    (["bench_step_cpu.py", "--hidden", 64, "--repeats", 1, "--new", 2], 2, ["float32 1/1", "bfloat16 1/1"]),
+    (["bench_generate.py", "--prompts", 2, "--new", 8, "--rounds", 1], 0,
+     ["one-token 2/2", "dflash 2/2", "dflash-first 2/2"]),
+])  # fmt: skip
 def test_steps_and_generations_are_compared_with_another_release(against_itself, command, column, rows):
     assert [f"{row[column]} {row[-1]}" for row in against_itself(*command)] == rows
 

@@ -88,17 +88,14 @@ def test_without_a_folder_the_hub_is_asked(monkeypatch):
     assert asked == [{"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"}]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"prompt": "a"}\n\n{"prompt": \n', r"x\.jsonl, line 3: not JSON"),
-        ('{"prompt": "a"}\n["b"]\n', r"x\.jsonl, line 2: must be a JSON object, got list"),
-        ('{"text": "a"}\n', r"x\.jsonl, line 1: a prompt needs prompt, messages, question or turns, got text"),
-        ('{"turns": ["a", 1]}\n', r"x\.jsonl, line 1: turns must be non-empty text"),
-        ('{"messages": [{"role": "user"}]}\n', r"x\.jsonl, line 1: message 1 must have role and content"),
-        ("\n", r"x\.jsonl' has no prompts"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ('{"prompt": "a"}\n\n{"prompt": \n', r"x\.jsonl, line 3: not JSON"),
+    ('{"prompt": "a"}\n["b"]\n', r"x\.jsonl, line 2: must be a JSON object, got list"),
+    ('{"text": "a"}\n', r"x\.jsonl, line 1: a prompt needs prompt, messages, question or turns, got text"),
+    ('{"turns": ["a", 1]}\n', r"x\.jsonl, line 1: turns must be non-empty text"),
+    ('{"messages": [{"role": "user"}]}\n', r"x\.jsonl, line 1: message 1 must have role and content"),
+    ("\n", r"x\.jsonl' has no prompts"),
+])  # fmt: skip
 def test_a_wrong_file_is_named_with_its_line(tmp_path, text, message):
     path = tmp_path / "x.jsonl"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -296,20 +293,17 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_any_work(tmp_path, monkey
 # ---------------------------------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--dataset", "nonsense"], "is neither one of humaneval, gsm8k, mt-bench, spec-bench nor a file"),
-        (["--dataset", "gsm8k", "--data", "."], "--data '.' holds no gsm8k_test.jsonl or gsm8k.jsonl for gsm8k"),
-        (["--turns", "last"], "--turns must be first or all, got 'last'"),
-        (["--turns", "all"], "--turns all needs a tokenizer with a chat template"),
-        (["--no-thinking"], "--no-thinking needs a tokenizer with a chat template"),
-        (["--block-size", "17", "--max-new-tokens", "9"], "block_size must be at most the drafter's own, 16, got 17"),
-        (["--max-new-tokens", "600"], "no prompt of three and 600 new tokens fit the model's 512 positions"),
-        (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
-        (["--plot", "plot.svg"], "--plot writes a .png"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (["--dataset", "nonsense"], "is neither one of humaneval, gsm8k, mt-bench, spec-bench nor a file"),
+    (["--dataset", "gsm8k", "--data", "."], "--data '.' holds no gsm8k_test.jsonl or gsm8k.jsonl for gsm8k"),
+    (["--turns", "last"], "--turns must be first or all, got 'last'"),
+    (["--turns", "all"], "--turns all needs a tokenizer with a chat template"),
+    (["--no-thinking"], "--no-thinking needs a tokenizer with a chat template"),
+    (["--block-size", "17", "--max-new-tokens", "9"], "block_size must be at most the drafter's own, 16, got 17"),
+    (["--max-new-tokens", "600"], "no prompt of three and 600 new tokens fit the model's 512 positions"),
+    (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
+    (["--plot", "plot.svg"], "--plot writes a .png"),
+])  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(shell, tiny, three, tmp_path, change, message):
     given = [] if "--dataset" in change else ["--dataset", three]
     out = tmp_path / "out"

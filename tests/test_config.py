@@ -80,30 +80,27 @@ def test_missing_taps_are_interpolated(target, draft, taps):
     assert config.target_layer_ids == taps
 
 
-@pytest.mark.parametrize(
-    ("changes", "causal", "window"),
-    [
-        ({}, (False, False, False), (0, 0, 0)),
-        (sliding("sfs", 5), (True, False, True), (5, 0, 5)),
-        (sliding("sfs", 5) | {"is_causal": False}, (False, False, False), (5, 0, 5)),
-        (sliding("sfs", 5) | {"dflash_config": with_dflash(causal=False)}, (False, False, False), (5, 0, 5)),
-        (sliding("sfs", 5) | {"dflash_config": with_dflash(causal=True)}, (True, True, True), (5, 0, 5)),
-        (sliding("sfs", 5) | {"is_causal": False, "dflash_config": with_dflash(causal=True)}, (False,) * 3, (5, 0, 5)),
-        ({"is_causal": True}, (True, True, True), (0, 0, 0)),
-        # without layer_types, as Qwen3's own config derives them
-        (
-            {"layer_types": None, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 2},
-            (False, False, True),
-            (0, 0, 5),
-        ),
-        # a window over every layer, which are full by name
-        ({"dflash_config": with_dflash(use_swa=True, swa_window_size=9)}, (False,) * 3, (9, 9, 9)),
-        ({"dflash_config": with_dflash(use_swa=True, causal=True), "sliding_window": 7}, (True,) * 3, (7, 7, 7)),
-        (sliding("sfs", 5) | {"dflash_config": with_dflash(use_swa=True)}, (True, False, True), (5, 0, 5)),
-        (sliding("sfs", 5) | {"dflash_config": with_dflash(swa_window_size=6)}, (True, False, True), (6, 0, 6)),
-        ({"dflash_config": with_dflash(use_swa=False, swa_window_size=9)}, (False,) * 3, (0, 0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("changes", "causal", "window"), [
+    ({}, (False, False, False), (0, 0, 0)),
+    (sliding("sfs", 5), (True, False, True), (5, 0, 5)),
+    (sliding("sfs", 5) | {"is_causal": False}, (False, False, False), (5, 0, 5)),
+    (sliding("sfs", 5) | {"dflash_config": with_dflash(causal=False)}, (False, False, False), (5, 0, 5)),
+    (sliding("sfs", 5) | {"dflash_config": with_dflash(causal=True)}, (True, True, True), (5, 0, 5)),
+    (sliding("sfs", 5) | {"is_causal": False, "dflash_config": with_dflash(causal=True)}, (False,) * 3, (5, 0, 5)),
+    ({"is_causal": True}, (True, True, True), (0, 0, 0)),
+    # without layer_types, as Qwen3's own config derives them
+    (
+        {"layer_types": None, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 2},
+        (False, False, True),
+        (0, 0, 5),
+    ),
+    # a window over every layer, which are full by name
+    ({"dflash_config": with_dflash(use_swa=True, swa_window_size=9)}, (False,) * 3, (9, 9, 9)),
+    ({"dflash_config": with_dflash(use_swa=True, causal=True), "sliding_window": 7}, (True,) * 3, (7, 7, 7)),
+    (sliding("sfs", 5) | {"dflash_config": with_dflash(use_swa=True)}, (True, False, True), (5, 0, 5)),
+    (sliding("sfs", 5) | {"dflash_config": with_dflash(swa_window_size=6)}, (True, False, True), (6, 0, 6)),
+    ({"dflash_config": with_dflash(use_swa=False, swa_window_size=9)}, (False,) * 3, (0, 0, 0)),
+])  # fmt: skip
 def test_causality_and_window_of_each_layer(changes, causal, window):
     config = parse(**changes)
     assert (config.causal, config.window) == (causal, window)
@@ -166,63 +163,54 @@ BAD_ROPES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"architectures": ["LlamaForCausalLM"]},
-            "must name DFlashDraftModel, DFlash2DraftModel or Qwen3DSparkModel, got Llama",
-        ),
-        ({"model_type": "llama"}, "model_type = 'llama' is not supported: a DFlash drafter has the shape of qwen3"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported: only silu"),
-        ({"dflash_config": with_dflash(shift_label=True, foo=1)}, "unknown keys in dflash_config: foo, shift_label"),
-        ({"dflash_config": [1]}, r"dflash_config must be an object, got \[1\]"),
-        ({"draft_vocab_size": 102}, "draft_vocab_size must be at most vocab_size = 101, got 102"),
-        ({"target_hidden_size": 128}, "target_hidden_size = 128 differs from hidden_size = 64"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported: quantized"),
-        (
-            {"speculators_config": {}},
-            "speculators_config = {} is not supported: this is half of the speculators layout",
-        ),
-        ({"is_neox_style": False}, "is_neox_style = False is not supported: only half-split RoPE"),
-        ({"dflash_config": with_dflash(use_aux_hidden_state=False)}, "use_aux_hidden_state = False is not supported"),
-        ({"dflash_config": with_dflash(projector_type="domino")}, "projector_type = 'domino' is not supported"),
-        ({"layer_types": [FULL, "chunked_attention", FULL]}, "or sliding_attention, got 'chunked_attention'"),
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"hidden_size": "64"}, "hidden_size must be an integer >= 1, got '64'"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
-        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3"),
-        ({"head_dim": 15}, "head_dim must be even for RoPE, got 15"),
-        ({"head_dim": None, "hidden_size": 62}, "without head_dim, hidden_size 62 must be a multiple"),
-        ({"block_size": 8.0}, "block_size must be an integer >= 1, got 8.0"),
-        ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is missing"),
-        ({"dflash_config": with_dflash(mask_token_id=101)}, "mask_token_id must be below vocab_size 101, got 101"),
-        ({"dflash_config": with_dflash(target_layer_ids=[])}, r"must be a list of one or more layers, got \[\]"),
-        (
-            {"dflash_config": with_dflash(target_layer_ids=[1, "2"])},
-            "target_layer_ids must be an integer >= 0, got '2'",
-        ),
-        ({"dflash_config": with_dflash(target_layer_ids=[36])}, "must be below num_target_layers 36, got 36"),
-        (
-            {"dflash_config": {"mask_token_id": 1}, "num_target_layers": None},
-            "target_layer_ids is missing, and without num_target_layers",
-        ),
-        ({"dflash_config": {"mask_token_id": 1}, "num_target_layers": 3}, "num_target_layers must be at least 4"),
-        (
-            {"dflash_config": {"mask_token_id": 1}, "eagle_aux_hidden_state_layer_ids": [2]},
-            "eagle_aux_hidden_state_layer_ids counts layers differently",
-        ),
-        ({"layer_types": [FULL]}, r"layer_types must name num_hidden_layers = 3 layers, got \['full_attention'\]"),
-        (sliding("sfs", 0), "sliding_window must be an integer >= 1, got 0"),
-        (sliding("sfs", 5) | {"sliding_window": None}, "sliding_window must be an integer >= 1, got None"),
-        (sliding("sfs", 5) | {"use_sliding_window": False}, "but use_sliding_window is false"),
-        ({"dflash_config": with_dflash(use_swa=True)}, "sliding_window must be an integer >= 1, got None"),
-        *(({"rope_parameters": rope}, message) for rope, message in BAD_ROPES),
-        ({"rope_scaling": YARN, "max_position_embeddings": None}, "of type yarn needs original_max_position"),
-        ({"rms_norm_eps": 0.0}, "rms_norm_eps must be > 0, got 0.0"),
-        ({"output_multiplier": float("nan")}, "output_multiplier must be a finite number, got nan"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    (
+        {"architectures": ["LlamaForCausalLM"]},
+        "must name DFlashDraftModel, DFlash2DraftModel or Qwen3DSparkModel, got Llama",
+    ),
+    ({"model_type": "llama"}, "model_type = 'llama' is not supported: a DFlash drafter has the shape of qwen3"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported: only silu"),
+    ({"dflash_config": with_dflash(shift_label=True, foo=1)}, "unknown keys in dflash_config: foo, shift_label"),
+    ({"dflash_config": [1]}, r"dflash_config must be an object, got \[1\]"),
+    ({"draft_vocab_size": 102}, "draft_vocab_size must be at most vocab_size = 101, got 102"),
+    ({"target_hidden_size": 128}, "target_hidden_size = 128 differs from hidden_size = 64"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported: quantized"),
+    ({"speculators_config": {}}, "speculators_config = {} is not supported: this is half of the speculators layout"),
+    ({"is_neox_style": False}, "is_neox_style = False is not supported: only half-split RoPE"),
+    ({"dflash_config": with_dflash(use_aux_hidden_state=False)}, "use_aux_hidden_state = False is not supported"),
+    ({"dflash_config": with_dflash(projector_type="domino")}, "projector_type = 'domino' is not supported"),
+    ({"layer_types": [FULL, "chunked_attention", FULL]}, "or sliding_attention, got 'chunked_attention'"),
+    ({"hidden_size": None}, "hidden_size is missing"),
+    ({"hidden_size": "64"}, "hidden_size must be an integer >= 1, got '64'"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
+    ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3"),
+    ({"head_dim": 15}, "head_dim must be even for RoPE, got 15"),
+    ({"head_dim": None, "hidden_size": 62}, "without head_dim, hidden_size 62 must be a multiple"),
+    ({"block_size": 8.0}, "block_size must be an integer >= 1, got 8.0"),
+    ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is missing"),
+    ({"dflash_config": with_dflash(mask_token_id=101)}, "mask_token_id must be below vocab_size 101, got 101"),
+    ({"dflash_config": with_dflash(target_layer_ids=[])}, r"must be a list of one or more layers, got \[\]"),
+    ({"dflash_config": with_dflash(target_layer_ids=[1, "2"])}, "target_layer_ids must be an integer >= 0, got '2'"),
+    ({"dflash_config": with_dflash(target_layer_ids=[36])}, "must be below num_target_layers 36, got 36"),
+    (
+        {"dflash_config": {"mask_token_id": 1}, "num_target_layers": None},
+        "target_layer_ids is missing, and without num_target_layers",
+    ),
+    ({"dflash_config": {"mask_token_id": 1}, "num_target_layers": 3}, "num_target_layers must be at least 4"),
+    (
+        {"dflash_config": {"mask_token_id": 1}, "eagle_aux_hidden_state_layer_ids": [2]},
+        "eagle_aux_hidden_state_layer_ids counts layers differently",
+    ),
+    ({"layer_types": [FULL]}, r"layer_types must name num_hidden_layers = 3 layers, got \['full_attention'\]"),
+    (sliding("sfs", 0), "sliding_window must be an integer >= 1, got 0"),
+    (sliding("sfs", 5) | {"sliding_window": None}, "sliding_window must be an integer >= 1, got None"),
+    (sliding("sfs", 5) | {"use_sliding_window": False}, "but use_sliding_window is false"),
+    ({"dflash_config": with_dflash(use_swa=True)}, "sliding_window must be an integer >= 1, got None"),
+    *(({"rope_parameters": rope}, message) for rope, message in BAD_ROPES),
+    ({"rope_scaling": YARN, "max_position_embeddings": None}, "of type yarn needs original_max_position"),
+    ({"rms_norm_eps": 0.0}, "rms_norm_eps must be > 0, got 0.0"),
+    ({"output_multiplier": float("nan")}, "output_multiplier must be a finite number, got nan"),
+])  # fmt: skip
 def test_what_is_impossible_or_not_implemented_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         parse(**changes)

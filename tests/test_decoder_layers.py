@@ -430,30 +430,24 @@ def test_accepted_rows_move_recurrent_layers_as_if_no_other_had_run(options, dty
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("options", "change", "message"),
-    [
-        ({}, {"taps": (3,)}, r"taps must be different layers in 0 \.\. 2, got \[3\]"),
-        ({}, {"num_context": None}, "context and num_context come together"),
-        ({"delta": "apart"}, {"windows": [torch.ones(3, 18, 176) for _ in "ab"]}, "slots must be 19 as the layers say"),
-        ({"causal": (1, 0, 1)}, {"tree": random_shapes(16, 3)}, "ancestors need causal attention"),
-        ({"causal": (1, 1, 1), "rows": 129}, {"tree": random_shapes(129, 3)}, "a tree has at most 128 rows"),
-    ],
-)
+@pytest.mark.parametrize(("options", "change", "message"), [
+    ({}, {"taps": (3,)}, r"taps must be different layers in 0 \.\. 2, got \[3\]"),
+    ({}, {"num_context": None}, "context and num_context come together"),
+    ({"delta": "apart"}, {"windows": [torch.ones(3, 18, 176) for _ in "ab"]}, "slots must be 19 as the layers say"),
+    ({"causal": (1, 0, 1)}, {"tree": random_shapes(16, 3)}, "ancestors need causal attention"),
+    ({"causal": (1, 1, 1), "rows": 129}, {"tree": random_shapes(129, 3)}, "a tree has at most 128 rows"),
+])  # fmt: skip
 def test_bad_input_is_named(options, change, message):
     call = make_call(torch.float32, **options | ({"context_rows": 0} if "delta" in options else {}))
     with pytest.raises(ValueError, match=message):
         replace(call, **change).run()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"window": -1}, r"layers\[1\]: window >= 0 must hold, got window = -1"),
-        ({"q_norm": None}, r"layers\[1\]: q_norm and k_norm come together"),
-        ({"mlp_conv": BlockConv(torch.ones(3, 2, 40), torch.ones(16, 40))}, r"layers\[1\]\.mlp_conv\.base must be"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"window": -1}, r"layers\[1\]: window >= 0 must hold, got window = -1"),
+    ({"q_norm": None}, r"layers\[1\]: q_norm and k_norm come together"),
+    ({"mlp_conv": BlockConv(torch.ones(3, 2, 40), torch.ones(16, 40))}, r"layers\[1\]\.mlp_conv\.base must be"),
+])  # fmt: skip
 def test_a_bad_layer_is_named(change, message):
     call = make_call(torch.float32)
     call.layers[1] = call.layers[1]._replace(**change)

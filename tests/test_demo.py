@@ -82,14 +82,11 @@ def test_trees_are_compared_and_one_is_drawn(tiny, shell):
 SOME_TREE = ([5, 10, 20, 11, 12, 21, 13, 30, 14, -1], [-1, 0, 0, 1, 1, 2, 3, 0, 6, -1])
 
 
-@pytest.mark.parametrize(
-    ("emitted", "path", "bonus", "leaves", "picture"),
-    [
-        ([20, 21, 99], [0, 2, 5], [99], True, ["w5┬w10┬w11─w13─w14", "  │   └w12", "  ┝w20━w21━w99", "  └w30"]),
-        ([10, 11], [0, 1, 3], [], False, ["w5┯w10┯w11─w13─w14", "  │   └w12", "  ├w20─w21", "  └w30"]),
-        ([10, 7], [0, 1], [7], False, ["w5┯w10┬w11─w13─w14", "  │   ├w12", "  │   ┕w7", "  ├w20─w21", "  └w30"]),
-    ],
-)
+@pytest.mark.parametrize(("emitted", "path", "bonus", "leaves", "picture"), [
+    ([20, 21, 99], [0, 2, 5], [99], True, ["w5┬w10┬w11─w13─w14", "  │   └w12", "  ┝w20━w21━w99", "  └w30"]),
+    ([10, 11], [0, 1, 3], [], False, ["w5┯w10┯w11─w13─w14", "  │   └w12", "  ├w20─w21", "  └w30"]),
+    ([10, 7], [0, 1], [7], False, ["w5┯w10┬w11─w13─w14", "  │   ├w12", "  │   ┕w7", "  ├w20─w21", "  └w30"]),
+])  # fmt: skip
 def test_a_drawn_tree_shows_the_accepted_path(emitted, path, bonus, leaves, picture):
     step = trees.TreeStep(*SOME_TREE, emitted)
     assert (step.path, step.bonus, step.leaves_spine) == (path, bonus, leaves)
@@ -174,18 +171,15 @@ def test_no_prompt_is_started_when_the_time_is_spent(tiny, monkeypatch, seconds,
     assert found["new_tokens"] <= 4 * answered
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt", "w5", "--prompts", "2"], "--prompts counts held-out prompts: it does not go with --prompt"),
-        (["--prompts", "2", "--seconds", "9"], "--prompts answers exactly that many prompts: it does not go with"),
-        (["--seconds", "0"], "--seconds must be above 0, got 0.0"),
-        (["--prompts", "0"], "--prompts must be at least 1, got 0"),
-        (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
-        (["--max-new-tokens", "510"], "4 tokens of a prompt and 510 new ones pass the 512 positions"),
-        (["--pair", "nowhere"], "no pair in nowhere: there is no target"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--prompt", "w5", "--prompts", "2"], "--prompts counts held-out prompts: it does not go with --prompt"),
+    (["--prompts", "2", "--seconds", "9"], "--prompts answers exactly that many prompts: it does not go with"),
+    (["--seconds", "0"], "--seconds must be above 0, got 0.0"),
+    (["--prompts", "0"], "--prompts must be at least 1, got 0"),
+    (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
+    (["--max-new-tokens", "510"], "4 tokens of a prompt and 510 new ones pass the 512 positions"),
+    (["--pair", "nowhere"], "no pair in nowhere: there is no target"),
+])  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(tiny, shell, arguments, message):
     done = shell("demo", "--pair", tiny, *arguments)
     assert done.code == 2

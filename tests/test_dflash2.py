@@ -32,18 +32,15 @@ def test_a_dflash_2_config_is_recognized_at_either_level(architecture):
     assert DraftConfig.from_config(config_dict()).dflash2 is None
 
 
-@pytest.mark.parametrize(
-    ("section", "changes", "message"),
-    [
-        *(({key: None}, {}, f"DFlash 2 drafter states .*, and {key} is missing") for key in KEYS),
-        ({"conv_kernel_size": 0}, {}, "conv_kernel_size must be an integer >= 1, got 0"),
-        ({"conv_kernel_size": 2.0}, {}, "conv_kernel_size must be an integer >= 0, got 2.0"),
-        ({"conv_group_size": 48}, {}, "conv_group_size must divide hidden_size 64, got 48"),
-        ({"selector_top_k": 102}, {}, "selector_top_k must be at most vocab_size 101, got 102"),
-        ({"selector_top_k": 129}, {"vocab_size": 1000}, "selector_top_k must be at most 128, got 129"),
-        ({}, {"vocab_size": None}, "vocab_size is missing: a DFlash 2 drafter's codebooks have that many rows"),
-    ],
-)
+@pytest.mark.parametrize(("section", "changes", "message"), [
+    *(({key: None}, {}, f"DFlash 2 drafter states .*, and {key} is missing") for key in KEYS),
+    ({"conv_kernel_size": 0}, {}, "conv_kernel_size must be an integer >= 1, got 0"),
+    ({"conv_kernel_size": 2.0}, {}, "conv_kernel_size must be an integer >= 0, got 2.0"),
+    ({"conv_group_size": 48}, {}, "conv_group_size must divide hidden_size 64, got 48"),
+    ({"selector_top_k": 102}, {}, "selector_top_k must be at most vocab_size 101, got 102"),
+    ({"selector_top_k": 129}, {"vocab_size": 1000}, "selector_top_k must be at most 128, got 129"),
+    ({}, {"vocab_size": None}, "vocab_size is missing: a DFlash 2 drafter's codebooks have that many rows"),
+])  # fmt: skip
 def test_what_a_dflash_2_config_gets_wrong_is_named(section, changes, message):
     config = dflash2_dict(**changes)
     config["dflash_config"] = {k: v for k, v in (config["dflash_config"] | section).items() if v is not None}

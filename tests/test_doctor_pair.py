@@ -273,20 +273,17 @@ TARGET = ("--model", PAIR / "target")
 BOTH = (*TARGET, "--draft", DRAFT)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--model", "a"], "--model needs --draft"),
-        (["--prompts", "a"], "--prompts needs --model and --draft"),
-        (["--bos", "--no-thinking"], "--no-thinking, --bos need --model and --draft"),
-        (["--model", "a", "--draft", "b", "--max-new-tokens", "1"], "at least 4, got 1"),
-        (["--model", "./a", "--draft", DRAFT], "no folder './a'"),
-        ([*TARGET, "--draft", "./b"], "draft './b' is neither a folder"),
-        ([*TARGET, "--draft", PAIR / "target"], "architectures must name"),
-        ([*TARGET, "--draft", PAIR], "config.json is missing"),
-        ([*BOTH, "--prompts", "./c"], "'./c' is not a file"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--model", "a"], "--model needs --draft"),
+    (["--prompts", "a"], "--prompts needs --model and --draft"),
+    (["--bos", "--no-thinking"], "--no-thinking, --bos need --model and --draft"),
+    (["--model", "a", "--draft", "b", "--max-new-tokens", "1"], "at least 4, got 1"),
+    (["--model", "./a", "--draft", DRAFT], "no folder './a'"),
+    ([*TARGET, "--draft", "./b"], "draft './b' is neither a folder"),
+    ([*TARGET, "--draft", PAIR / "target"], "architectures must name"),
+    ([*TARGET, "--draft", PAIR], "config.json is missing"),
+    ([*BOTH, "--prompts", "./c"], "'./c' is not a file"),
+])  # fmt: skip
 def test_what_cannot_be_examined_is_refused(doctor, arguments, words):
     done = doctor(*arguments)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
@@ -325,15 +322,11 @@ def no_weights(tmp_path) -> Path:
     return Path(shutil.copytree(PAIR / "target", tmp_path / "target", ignore=ignored))
 
 
-@pytest.mark.parametrize(
-    ("prompt", "changed", "options", "words"),
-    [
-        ({"prompt": "long " * 2000}, "", (), "does not fit the target's 1024 positions"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "template", (), "this tokenizer has none"),
-        ({"prompt": "a"}, "template and BOS", ("--bos",), "this tokenizer has no BOS token"),
-    ],
-    ids=["length", "no template", "no BOS"],
-)
+@pytest.mark.parametrize(("prompt", "changed", "options", "words"), [
+    ({"prompt": "long " * 2000}, "", (), "does not fit the target's 1024 positions"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "template", (), "this tokenizer has none"),
+    ({"prompt": "a"}, "template and BOS", ("--bos",), "this tokenizer has no BOS token"),
+], ids=["length", "no template", "no BOS"])  # fmt: skip
 def test_prompts_that_cannot_be_asked_are_refused_before_weights_are_loaded(
     doctor, tmp_path, no_weights, prompt, changed, options, words
 ):
@@ -348,14 +341,10 @@ def test_prompts_that_cannot_be_asked_are_refused_before_weights_are_loaded(
     assert words in done.err
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 2, 3, 9]}, "num_target_layers": 10}, "is 10"),
-        ({"dflash_config": {"mask_token_id": 1, "projector_type": "x"}}, "projector_type = 'x' is not supported"),
-    ],
-    ids=["layers", "projector"],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 2, 3, 9]}, "num_target_layers": 10}, "is 10"),
+    ({"dflash_config": {"mask_token_id": 1, "projector_type": "x"}}, "projector_type = 'x' is not supported"),
+], ids=["layers", "projector"])  # fmt: skip
 def test_a_pair_that_does_not_fit_is_refused_before_its_weights_are_loaded(doctor, tmp_path, no_weights, change, words):
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text(json.dumps(HEALTHY | change))

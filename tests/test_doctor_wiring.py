@@ -99,19 +99,15 @@ def facts(**changes) -> Facts:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("patch", "line"),
-    [
-        ({"target_layer_ids": [0, 2]}, {"aux_hidden_state_layer_ids": [1, 3]}),
-        ({"mask_token_id": 5}, {"mask_token_id": 5}),
-        ({"block_size": 4}, {"block_size": 4}),
-        ({"is_causal": False, "causal": False}, {"sliding_window_non_causal": True}),
-        ({"rope_theta": 5e5}, {"transformer_layer_config": {"rope_theta": 5e5}}),
-        ({"layer_types": ["full_attention"] * 2, "is_causal": True}, None),
-        ({"is_causal": True, "causal": True, "layer_types": ["sliding_attention", "full_attention"]}, None),
-    ],
-    ids=["taps", "mask", "block", "causal", "rope", "types", "causal types"],
-)
+@pytest.mark.parametrize(("patch", "line"), [
+    ({"target_layer_ids": [0, 2]}, {"aux_hidden_state_layer_ids": [1, 3]}),
+    ({"mask_token_id": 5}, {"mask_token_id": 5}),
+    ({"block_size": 4}, {"block_size": 4}),
+    ({"is_causal": False, "causal": False}, {"sliding_window_non_causal": True}),
+    ({"rope_theta": 5e5}, {"transformer_layer_config": {"rope_theta": 5e5}}),
+    ({"layer_types": ["full_attention"] * 2, "is_causal": True}, None),
+    ({"is_causal": True, "causal": True, "layer_types": ["sliding_attention", "full_attention"]}, None),
+], ids=["taps", "mask", "block", "causal", "rope", "types", "causal types"])  # fmt: skip
 def test_the_advised_line_has_the_same_effect_in_the_speculators_layout(patch, line, kind):
     config = speculators_config(kind)
     wiring = Wiring.read(config)

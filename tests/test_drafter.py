@@ -292,16 +292,13 @@ def test_other_names_for_the_same_tensors_load(tmp_path):
         load_draft(save_checkpoint(tmp_path / "c", config, twice))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("layers.0.attention_conv.base_kernel", "tensors attention_conv belong to a DFlash 2 drafter"),
-        ("mask_hidden", "tensor mask_hidden is not supported: mask states that are not an embedding"),
-        ("layers.3.input_layernorm.weight", "unknown tensors: layers.3.input_layernorm.weight"),
-        ("layers.0.self_attn.attention_sink_bias", "unknown tensors: layers.0.self_attn.attention_sink_bias"),
-        ("layers.0.self_attn.q_proj.weight_scale", "unknown tensors: layers.0.self_attn.q_proj.weight_scale"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("layers.0.attention_conv.base_kernel", "tensors attention_conv belong to a DFlash 2 drafter"),
+    ("mask_hidden", "tensor mask_hidden is not supported: mask states that are not an embedding"),
+    ("layers.3.input_layernorm.weight", "unknown tensors: layers.3.input_layernorm.weight"),
+    ("layers.0.self_attn.attention_sink_bias", "unknown tensors: layers.0.self_attn.attention_sink_bias"),
+    ("layers.0.self_attn.q_proj.weight_scale", "unknown tensors: layers.0.self_attn.q_proj.weight_scale"),
+])  # fmt: skip
 def test_extra_tensors_are_refused_by_name(checkpoint, name, message):
     save_checkpoint(checkpoint.folder, checkpoint.config, checkpoint.tensors | {name: torch.zeros(4)})
     with pytest.raises(ValueError, match=message):

@@ -52,15 +52,12 @@ def test_a_dspark_config_is_read_with_a_draft_per_row(recwarn):
     assert (plain.block_size, plain.rows_per_pass, plain.predicts_from_anchor, plain.markov_rank) == (7, 7, False, 0)
 
 
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        (dspark_dict(markov_head_type="gated"), "markov_head_type must be vanilla, got 'gated': other heads are not"),
-        (dspark_dict(vocab_size=None), "vocab_size is missing: a Markov head has that many rows"),
-        (dflash2_dict(markov_rank=8), "markov_rank must be 0 in a DFlash 2 drafter, whose tokens a selector links"),
-        (config_dict(markov_rank=8), "sample_from_anchor must say whether the anchor's row predicts too"),
-    ],
-)
+@pytest.mark.parametrize(("written", "message"), [
+    (dspark_dict(markov_head_type="gated"), "markov_head_type must be vanilla, got 'gated': other heads are not"),
+    (dspark_dict(vocab_size=None), "vocab_size is missing: a Markov head has that many rows"),
+    (dflash2_dict(markov_rank=8), "markov_rank must be 0 in a DFlash 2 drafter, whose tokens a selector links"),
+    (config_dict(markov_rank=8), "sample_from_anchor must say whether the anchor's row predicts too"),
+])  # fmt: skip
 def test_a_dspark_config_that_is_not_supported_is_refused_by_name(written, message):
     with pytest.raises(ValueError, match=message):
         DraftConfig.from_config(written)
@@ -108,17 +105,13 @@ def test_drafts_follow_the_head_over_the_whole_vocabulary(target, tmp_path, watc
     assert not reduced or set(torch.cat(blocks)[:, 1:].unique().tolist()) <= set(KNOWN.tolist())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 0.7, "seed": 3, "draft_sharpness": math.inf},
-        {"temperature": 1.0, "seed": 3, "suppress_tokens": [5, 8]},
-        {"denoise_steps": 2},
-        {"block_size": 4},
-    ],
-    ids=lambda options: ", ".join(options) or "greedy",
-)
+@pytest.mark.parametrize("options", [
+    {},
+    {"temperature": 0.7, "seed": 3, "draft_sharpness": math.inf},
+    {"temperature": 1.0, "seed": 3, "suppress_tokens": [5, 8]},
+    {"denoise_steps": 2},
+    {"block_size": 4},
+], ids=lambda options: ", ".join(options) or "greedy")  # fmt: skip
 @pytest.mark.parametrize("rank", [8, 0])
 def test_the_text_is_the_targets_own(target, tmp_path, options, rank):
     draft, ids = dflash.load_draft(save(tmp_path, markov_rank=rank)), prompt(9)[None]

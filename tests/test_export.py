@@ -66,14 +66,11 @@ def test_the_speculators_layout_has_the_keys_that_engines_read(tmp_path):
     assert layer["rope_theta"] == 1000000.0
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "effect"),
-    [
-        ("input_embedding_scale", 8.0, "it accepts fewer drafts there"),
-        ("output_multiplier", 0.5, "greedy drafts are the same"),
-        ("final_logit_softcapping", 30.0, "greedy drafts are the same"),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "effect"), [
+    ("input_embedding_scale", 8.0, "it accepts fewer drafts there"),
+    ("output_multiplier", 0.5, "greedy drafts are the same"),
+    ("final_logit_softcapping", 30.0, "greedy drafts are the same"),
+])  # fmt: skip
 def test_the_export_warns_of_what_vllm_ignores(tmp_path, key, value, effect):
     checkpoint(tmp_path / "draft", config_dict(**{key: value}))
     with pytest.warns(UserWarning, match=f"vLLM ignores {key} .* this one has {value}: .*{effect}"):
@@ -93,16 +90,13 @@ SPARK = {"speculators_model_type": "dspark", "markov_rank": 4}
 KEY = "sliding_window_non_causal"
 
 
-@pytest.mark.parametrize(
-    ("kinds", "given", "theirs", "reason"),
-    [
-        ("ff", {KEY: False}, [True, True], "one rule for all layers, and sliding_window_non_causal is false there"),
-        ("ss", {}, [False, False], "one rule for all layers, and sliding_window_non_causal is missing there"),
-        ("ss", SPARK | {KEY: True}, [True, True], "does not read sliding_window_non_causal of DSpark drafters"),
-        ("ss", {KEY: False}, None, None),
-        ("sf", SPARK | {KEY: False}, None, None),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "given", "theirs", "reason"), [
+    ("ff", {KEY: False}, [True, True], "one rule for all layers, and sliding_window_non_causal is false there"),
+    ("ss", {}, [False, False], "one rule for all layers, and sliding_window_non_causal is missing there"),
+    ("ss", SPARK | {KEY: True}, [True, True], "does not read sliding_window_non_causal of DSpark drafters"),
+    ("ss", {KEY: False}, None, None),
+    ("sf", SPARK | {KEY: False}, None, None),
+])  # fmt: skip
 def test_the_export_warns_where_vllm_reads_causality_differently(tmp_path, recwarn, kinds, given, theirs, reason):
     """VLLM reads ``is_causal``, then one rule for all layers, which it does not read for DSpark."""
     export(speculators_folder(tmp_path / "draft", kinds, **given), tmp_path / "out", "published")
@@ -137,15 +131,11 @@ def flat(config: dict) -> dict:
     return {key: value for key, value in config.items() if key != "dflash_config"} | config["dflash_config"]
 
 
-@pytest.mark.parametrize(
-    ("config", "section"),
-    [
-        (flat(DFLASH2_VARIANTS["DFlash2-scaled"]), DFLASH2_VARIANTS["DFlash2-scaled"]["dflash_config"]),
-        (config_dict(attention_value_scale=0.7), {"attention_value_scale": 0.7}),
-        (config_dict(add_swa_attention_sink_bias=True), {"attention_sink_bias": True}),
-    ],
-    ids=["DFlash 2", "value scale", "sinks"],
-)
+@pytest.mark.parametrize(("config", "section"), [
+    (flat(DFLASH2_VARIANTS["DFlash2-scaled"]), DFLASH2_VARIANTS["DFlash2-scaled"]["dflash_config"]),
+    (config_dict(attention_value_scale=0.7), {"attention_value_scale": 0.7}),
+    (config_dict(add_swa_attention_sink_bias=True), {"attention_sink_bias": True}),
+], ids=["DFlash 2", "value scale", "sinks"])  # fmt: skip
 def test_what_stands_at_the_top_level_is_stated_where_vllm_reads_it(tmp_path, config, section):
     drafter = dflash.load_draft(checkpoint(tmp_path / "draft", config))
     export(tmp_path / "draft", tmp_path / "out", "published")
@@ -172,20 +162,14 @@ def test_copies_of_a_key_agree_in_the_export(tmp_path):
     assert same(dflash.load_draft(tmp_path / "out"), drafter)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (VARIANTS["Gemma4-31B"], "has no input_embedding_scale, and this drafter has 8.0"),
-        (VARIANTS["is_causal-false-with-window"], "has no output_multiplier"),
-        (config_dict(vocab_size=None), "needs vocab_size"),
-        (
-            VARIANTS["Qwen3.6-27B"],
-            r"one rule of causality, .*\[True, True, False\] with windows \[7, 7, 0\]",
-        ),
-        (DFLASH2_VARIANTS["DFlash2-causal"], r"one rule of causality, .*\[True, False\]"),
-        (VARIANTS["is_causal-true-with-window"], r"full layers .* are never causal, .*\[True, True\] with .*\[6, 0\]"),
-    ],
-)
+@pytest.mark.parametrize(("config", "message"), [
+    (VARIANTS["Gemma4-31B"], "has no input_embedding_scale, and this drafter has 8.0"),
+    (VARIANTS["is_causal-false-with-window"], "has no output_multiplier"),
+    (config_dict(vocab_size=None), "needs vocab_size"),
+    (VARIANTS["Qwen3.6-27B"], r"one rule of causality, .*\[True, True, False\] with windows \[7, 7, 0\]"),
+    (DFLASH2_VARIANTS["DFlash2-causal"], r"one rule of causality, .*\[True, False\]"),
+    (VARIANTS["is_causal-true-with-window"], r"full layers .* are never causal, .*\[True, True\] with .*\[6, 0\]"),
+])  # fmt: skip
 def test_a_config_that_the_layout_cannot_express_is_refused(tmp_path, config, message):
     checkpoint(tmp_path / "draft", config)
     with pytest.raises(ValueError, match=message):
@@ -214,19 +198,16 @@ def test_a_speculators_config_of_dflash_2_has_defaults_of_its_own():
     assert second.causal == (True, True)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"speculators_model_type": "eagle3"},
-            "drafter: speculators_model_type must be dflash, .* or dspark, got 'eagle3'",
-        ),
-        ({"sample_from_anchor": 1}, "sample_from_anchor must be true or false, got 1"),
-        ({"draft_vocab_size": 102}, "draft_vocab_size must be at most vocab_size = 101, got 102"),
-        ({"speculators_model_type": "dflash2", "conv_group_size": 48}, "conv_group_size must divide hidden_size 64"),
-        ({"speculators_model_type": "dspark", "markov_head_type": "rnn"}, "must be vanilla, got 'rnn'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    (
+        {"speculators_model_type": "eagle3"},
+        "drafter: speculators_model_type must be dflash, .* or dspark, got 'eagle3'",
+    ),
+    ({"sample_from_anchor": 1}, "sample_from_anchor must be true or false, got 1"),
+    ({"draft_vocab_size": 102}, "draft_vocab_size must be at most vocab_size = 101, got 102"),
+    ({"speculators_model_type": "dflash2", "conv_group_size": 48}, "conv_group_size must divide hidden_size 64"),
+    ({"speculators_model_type": "dspark", "markov_head_type": "rnn"}, "must be vanilla, got 'rnn'"),
+])  # fmt: skip
 def test_a_speculators_config_that_is_not_supported_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         DraftConfig.from_config(speculators(**changes), "drafter")

@@ -246,16 +246,13 @@ class TestArgument:
             "auto": True,
         }
 
-    @pytest.mark.parametrize(
-        ("status", "options", "reason"),
-        [
-            ("", {}, ""),
-            ("", {"head_dim": 20}, ""),  # attention is the same kernel either way
-            ("no kernel image is available", {}, "our CUDA kernels cannot run: no kernel image is available"),
-            ("", {"dtype": torch.float32}, "our kernels for cuda do not multiply in torch.float32"),
-            ("", {"intermediate_size": 60}, "our CUDA kernels need products over multiples of 8, and weights at"),
-        ],
-    )
+    @pytest.mark.parametrize(("status", "options", "reason"), [
+        ("", {}, ""),
+        ("", {"head_dim": 20}, ""),  # attention is the same kernel either way
+        ("no kernel image is available", {}, "our CUDA kernels cannot run: no kernel image is available"),
+        ("", {"dtype": torch.float32}, "our kernels for cuda do not multiply in torch.float32"),
+        ("", {"intermediate_size": 60}, "our CUDA kernels need products over multiples of 8, and weights at"),
+    ])  # fmt: skip
     def test_auto_on_a_gpu_means_the_ops_where_their_kernels_run(self, status, options, reason, monkeypatch):
         gpu = torch.device("cuda", 0)
         monkeypatch.setattr(targets, "kernel_obstacle", lambda device, *rest: kernel_obstacle(gpu, *rest))
@@ -267,13 +264,10 @@ class TestArgument:
         assert Target(model, fused=True).is_fused
         assert not Target(model, fused=False).is_fused
 
-    @pytest.mark.parametrize(
-        ("family", "asked", "reason"),
-        [
-            ("qwen3", False, "fused=False was asked for"),
-            ("gemma3", "auto", "Gemma3ForCausalLM is not one of the models that are recognized, or it was changed"),
-        ],
-    )
+    @pytest.mark.parametrize(("family", "asked", "reason"), [
+        ("qwen3", False, "fused=False was asked for"),
+        ("gemma3", "auto", "Gemma3ForCausalLM is not one of the models that are recognized, or it was changed"),
+    ])  # fmt: skip
     def test_a_generator_says_why_it_runs_the_modules(self, family, asked, reason):
         assert dflash.Generator(make_target(family), max_length=40, fused=asked).fused_reason == reason
 

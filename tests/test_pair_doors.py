@@ -57,16 +57,10 @@ def test_a_conversation_with_its_answer_is_a_training_row(tokenizer):
     assert text == tokenizer.bos_token + example.prompt + example.answer + tokenizer.eos_token
 
 
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [
-        (
-            [{"role": "system", "content": "be brief"}, user("add 1 and 2")],
-            "trained without messages of the role system",
-        ),
-        ([{"role": "assistant", "content": "3"}], "there is no message of the user to answer"),
-    ],
-)
+@pytest.mark.parametrize(("messages", "reason"), [
+    ([{"role": "system", "content": "be brief"}, user("add 1 and 2")], "trained without messages of the role system"),
+    ([{"role": "assistant", "content": "3"}], "there is no message of the user to answer"),
+])  # fmt: skip
 def test_messages_that_the_pair_cannot_read_are_refused(tokenizer, messages, reason):
     with pytest.raises(ValueError, match=f"the chat template refuses these messages: .*{reason}"):
         prompt_ids(tokenizer, {"messages": messages})

@@ -274,13 +274,10 @@ class TestFallbacks:
         assert generator.runner.graphs == 0
         assert generator.runner.device.steps["replayed"] == 0
 
-    @pytest.mark.parametrize(
-        ("name", "value", "reason"),
-        [
-            ("waits", "modeling_some_moe.py:71", "the step waits for the device (modeling_some_moe.py:71)"),
-            ("broken", RuntimeError("no capture\nmore"), "captured: RuntimeError: no capture"),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "value", "reason"), [
+        ("waits", "modeling_some_moe.py:71", "the step waits for the device (modeling_some_moe.py:71)"),
+        ("broken", RuntimeError("no capture\nmore"), "captured: RuntimeError: no capture"),
+    ])  # fmt: skip
     def test_a_step_that_cannot_be_captured_runs_eagerly(self, target, draft, batch, name, value, reason):
         generator = record(cheat(target, draft, batch))
         setattr(generator.runner.device, name, value)

@@ -606,18 +606,11 @@ def test_stopping_criteria_end_a_row_where_one_token_decoding_ends(target, draft
     assert output.finish_reasons == ["length" if len(answer) == NEW else "stop" for answer in expected]
 
 
-@pytest.mark.parametrize(
-    ("processor", "error", "message"),
-    [
-        (lambda ids, scores: None, TypeError, r"logits_processor <lambda> must return scores \[1, 97\], got NoneType"),
-        (lambda ids, scores: scores[0], ValueError, r"must return scores \[1, 97\], got \[97\]"),
-        (
-            lambda ids, scores: scores * float("nan"),
-            ValueError,
-            "logits_processor <lambda> returned NaN for position 5",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("processor", "error", "message"), [
+    (lambda ids, scores: None, TypeError, r"logits_processor <lambda> must return scores \[1, 97\], got NoneType"),
+    (lambda ids, scores: scores[0], ValueError, r"must return scores \[1, 97\], got \[97\]"),
+    (lambda ids, scores: scores * float("nan"), ValueError, "logits_processor <lambda> returned NaN for position 5"),
+])  # fmt: skip
 def test_a_processor_that_breaks_its_contract_is_named(target, draft, processor, error, message):
     with pytest.raises(error, match=message):
         dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4, logits_processor=[processor])

@@ -234,18 +234,15 @@ def test_a_chat_request_that_cannot_be_served_is_refused(service, fields, param,
     assert message in found["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": [1536]}, "prompt"),
-        ({"prompt": [1536], "echo": True}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": {"text": "a"}}, "prompt"),
-        ({"prompt": "a", "best_of": 2}, "best_of"),
-        ({}, "prompt"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1536]}, "prompt"),
+    ({"prompt": [1536], "echo": True}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": {"text": "a"}}, "prompt"),
+    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({}, "prompt"),
+])  # fmt: skip
 def test_a_text_request_that_cannot_be_served_is_refused(service, fields, param):
     response = ask(service, TEXT, fields)
     assert response.status_code == 400

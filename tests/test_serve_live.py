@@ -145,17 +145,14 @@ def test_an_answer_that_takes_longer_than_the_grace_ends_with_an_error():
     assert rest[-1] == "[DONE]"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--port", "99999"], "--port"),
-        (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
-        (["--model", "somewhere"], "--model needs --draft too"),
-        (["--block-size", "0"], "block_size must be an integer of at least 1"),
-        (["--grace", "inf"], "--grace"),
-        (["--api-key", "a key"], "--api-key must be visible ASCII"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["--port", "99999"], "--port"),
+    (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
+    (["--model", "somewhere"], "--model needs --draft too"),
+    (["--block-size", "0"], "block_size must be an integer of at least 1"),
+    (["--grace", "inf"], "--grace"),
+    (["--api-key", "a key"], "--api-key must be visible ASCII"),
+])  # fmt: skip
 def test_wrong_options_are_refused_before_anything_is_loaded(shell, options, message):
     done = shell("serve", *options)
     assert done.code == 2

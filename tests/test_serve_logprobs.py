@@ -142,15 +142,12 @@ def test_nothing_is_written_for_max_tokens_0(client, stream):
     assert (usage.usage.prompt_tokens, usage.usage.completion_tokens) == (len(ids), 0)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param", "message"),
-    [
-        ("chat/completions", {"messages": QUESTION, "top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
-        ("completions", {"prompt": SUM, "logprobs": 21}, "logprobs", "less than or equal to 20"),
-        ("completions", {"prompt": SUM, "logprobs": True}, "logprobs", "valid integer"),
-        ("completions", {"prompt": SUM, "max_tokens": 0}, "max_tokens", "at least 1, or echo true"),
-    ],
-)
+@pytest.mark.parametrize(("path", "fields", "param", "message"), [
+    ("chat/completions", {"messages": QUESTION, "top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
+    ("completions", {"prompt": SUM, "logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ("completions", {"prompt": SUM, "logprobs": True}, "logprobs", "valid integer"),
+    ("completions", {"prompt": SUM, "max_tokens": 0}, "max_tokens", "at least 1, or echo true"),
+])  # fmt: skip
 def test_what_cannot_be_given_is_refused_by_name(service, path, fields, param, message):
     response = ask(service, f"/v1/{path}", fields)
     assert response.status_code == 400

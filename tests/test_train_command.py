@@ -231,35 +231,28 @@ def assert_refused(done: Done, message: str, folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model": "./nowhere"}, "no folder './nowhere', and it is not a hub id"),
-        ({"taps": "0,9"}, "target_layer_ids must be layers of the target, 0 .. 3, got [0, 9]"),
-        ({"taps": "0;1"}, "--taps must be numbers with commas between them, got '0;1'"),
-        ({"mask_token_id": None}, "no mask token: the tokenizer has none"),
-        ({"threads": 0}, "--threads must be at least 1, got 0"),
-        ({"dry_run": True, "resume": True}, "--dry-run plans a run from its start: leave out --resume"),
-        ({"distill": 0.5, "cache_features": "x"}, "--distill needs the target's own distribution"),
-        ({"type": "eagle"}, "--type must be dflash or dflash2, got 'eagle'"),
-        ({**DFLASH2, "conv_group_size": 7}, "conv_group_size must divide hidden_size 64, got 7"),
-        ({"init": "./nowhere"}, "--layers is fixed by --init: leave it out"),
-        ({"init": "./nowhere", **dict.fromkeys(NEW)}, "draft './nowhere' is neither a folder nor"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"model": "./nowhere"}, "no folder './nowhere', and it is not a hub id"),
+    ({"taps": "0,9"}, "target_layer_ids must be layers of the target, 0 .. 3, got [0, 9]"),
+    ({"taps": "0;1"}, "--taps must be numbers with commas between them, got '0;1'"),
+    ({"mask_token_id": None}, "no mask token: the tokenizer has none"),
+    ({"threads": 0}, "--threads must be at least 1, got 0"),
+    ({"dry_run": True, "resume": True}, "--dry-run plans a run from its start: leave out --resume"),
+    ({"distill": 0.5, "cache_features": "x"}, "--distill needs the target's own distribution"),
+    ({"type": "eagle"}, "--type must be dflash or dflash2, got 'eagle'"),
+    ({**DFLASH2, "conv_group_size": 7}, "conv_group_size must divide hidden_size 64, got 7"),
+    ({"init": "./nowhere"}, "--layers is fixed by --init: leave it out"),
+    ({"init": "./nowhere", **dict.fromkeys(NEW)}, "draft './nowhere' is neither a folder nor"),
+])  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, change, message, tmp_path):
     assert_refused(run(*arguments(**change)), message, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "option", "message"),
-    [
-        ({"attention_sink_bias": True}, {}, "a drafter with attention sinks cannot be trained"),
-        ({"markov_rank": 4, "sample_from_anchor": True}, {}, "a DSpark drafter cannot be trained"),
-        ({}, {"selector_weight": 2}, "--selector-weight is for DFlash 2 drafters"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "option", "message"), [
+    ({"attention_sink_bias": True}, {}, "a drafter with attention sinks cannot be trained"),
+    ({"markov_rank": 4, "sample_from_anchor": True}, {}, "a DSpark drafter cannot be trained"),
+    ({}, {"selector_weight": 2}, "--selector-weight is for DFlash 2 drafters"),
+], ids=str)  # fmt: skip
 def test_what_cannot_be_trained_is_named_before_weights_are_loaded(
     run, arguments, model, tmp_path, changes, option, message
 ):

@@ -181,16 +181,13 @@ def test_a_new_dflash_2_drafter_has_the_states_of_the_one_it_starts_from(name):
     assert all(torch.equal(second.state_dict()[n], tensor) for n, tensor in first.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"conv_kernel_size": 0}, "conv_kernel_size must be an integer >= 1, got 0"),
-        ({"conv_kernel_size": 17}, "the drafter: conv_kernel_size must be at most block_size 16, got 17"),
-        ({"conv_group_size": 48}, "conv_group_size must divide hidden_size 64, got 48"),
-        ({"selector_rank": 0}, "selector_rank must be an integer >= 1, got 0"),
-        ({"selector_top_k": 102}, "selector_top_k must be at most vocab_size 101, got 102"),
-    ],
-)
+@pytest.mark.parametrize(("parts", "message"), [
+    ({"conv_kernel_size": 0}, "conv_kernel_size must be an integer >= 1, got 0"),
+    ({"conv_kernel_size": 17}, "the drafter: conv_kernel_size must be at most block_size 16, got 17"),
+    ({"conv_group_size": 48}, "conv_group_size must divide hidden_size 64, got 48"),
+    ({"selector_rank": 0}, "selector_rank must be an integer >= 1, got 0"),
+    ({"selector_top_k": 102}, "selector_top_k must be at most vocab_size 101, got 102"),
+])  # fmt: skip
 def test_parts_that_do_not_fit_are_named(parts, message):
     with pytest.raises(ValueError, match=message):
         add_dflash2(random_drafter(), dataclasses.replace(PARTS, **parts))

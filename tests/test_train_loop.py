@@ -360,15 +360,12 @@ def test_a_plan_measures_and_restores_everything(target, rows, tmp_path):
         run.plan()
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"input_ids": [5] * 600, "loss_mask": [1] * 600}, "row 10 has 600 tokens, the target has 512 positions"),
-        ({"input_ids": [5, 97], "loss_mask": [1, 1]}, r"row 10 has token ids outside 0 \.\. 96"),
-        ({"input_ids": [5, 6], "loss_mask": [1]}, "row 10 has 2 input_ids and a loss_mask of 1"),
-        ({"input_ids": [5, MASK], "loss_mask": [1, 1]}, "row 10 must not teach the mask token 1"),
-    ],
-)
+@pytest.mark.parametrize(("row", "message"), [
+    ({"input_ids": [5] * 600, "loss_mask": [1] * 600}, "row 10 has 600 tokens, the target has 512 positions"),
+    ({"input_ids": [5, 97], "loss_mask": [1, 1]}, r"row 10 has token ids outside 0 \.\. 96"),
+    ({"input_ids": [5, 6], "loss_mask": [1]}, "row 10 has 2 input_ids and a loss_mask of 1"),
+    ({"input_ids": [5, MASK], "loss_mask": [1, 1]}, "row 10 must not teach the mask token 1"),
+])  # fmt: skip
 def test_an_unusable_row_is_named_before_any_work(target, rows, row, message, tmp_path):
     bad = datasets.Dataset.from_list([*rows, row])
     with pytest.raises(ValueError, match=message):
@@ -397,16 +394,13 @@ def test_mismatches_are_named_before_any_work(target, rows, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
-        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
-        ({"selector_weight": -1.0}, "selector_weight must be at least 0, got -1.0"),
-        ({"distill": 1.5}, r"distill must be in 0 \.\. 1, got 1.5"),
-        ({"mixed_precision": "fp16"}, 'mixed_precision must be "no" or "bf16", got \'fp16\''),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
+    ({"learning_rate": 0.0}, "learning_rate must be above 0"),
+    ({"selector_weight": -1.0}, "selector_weight must be at least 0, got -1.0"),
+    ({"distill": 1.5}, r"distill must be in 0 \.\. 1, got 1.5"),
+    ({"mixed_precision": "fp16"}, 'mixed_precision must be "no" or "bf16", got \'fp16\''),
+])  # fmt: skip
 def test_a_setting_out_of_range_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**change)

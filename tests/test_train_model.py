@@ -69,14 +69,11 @@ def test_both_attentions_give_the_same_numbers(name):
     torch.testing.assert_close(flex, ours, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("causal", "window", "length", "block"),
-    [
-        *((causal, window, 700, 16) for causal, window in ((False, 0), (True, 0), (True, 150), (False, 40))),
-        *((False, 0, length, block) for length, block in ((256, 16), (333, 10), (20, 4))),
-        (True, 40, 333, 10),
-    ],
-)
+@pytest.mark.parametrize(("causal", "window", "length", "block"), [
+    *((causal, window, 700, 16) for causal, window in ((False, 0), (True, 0), (True, 150), (False, 40))),
+    *((False, 0, length, block) for length, block in ((256, 16), (333, 10), (20, 4))),
+    (True, 40, 333, 10),
+])  # fmt: skip
 def test_flex_attention_visits_every_tile_that_is_seen(length, block, causal, window):
     """On CUDA, FlexAttention skips all other tiles; elsewhere it reads only the mask."""
     generator = torch.Generator().manual_seed(0)
@@ -164,13 +161,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("qwen3", "qwen3 (windowed)", "llama (llama3 RoPE)", "gemma3", "gemma4", "gpt_oss", "glm4_moe", "deepseek_v3"),
-        *("qwen3_5 (multimodal)", "kimi_linear", "nemotron_h", "granitemoehybrid", "falcon_h1", "lfm2"),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    *("qwen3", "qwen3 (windowed)", "llama (llama3 RoPE)", "gemma3", "gemma4", "gpt_oss", "glm4_moe", "deepseek_v3"),
+    *("qwen3_5 (multimodal)", "kimi_linear", "nemotron_h", "granitemoehybrid", "falcon_h1", "lfm2"),
+])  # fmt: skip
 @torch.no_grad()
 def test_features_embeddings_and_logits_equal_the_target(name):
     """This includes the scales of embeddings and logits that some families have."""

@@ -44,18 +44,14 @@ def fitted(target, **changes) -> dict:
     return config_dict(**{"dflash_config": taps, "block_size": 6, **sizes, **changes})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"rope_theta": None, "rope_parameters": LLAMA3_ONCE},
-        {"rope_scaling": YARN_ONCE},
-        {"rope_scaling": {"type": "linear", "factor": 4.0}},
-        {**sliding("sf", 12), "is_causal": False},
-        {**sliding("ss", 2), "is_causal": False, "block_size": 4},
-    ],
-    ids=["full", "llama3", "yarn", "linear", "windows", "smallest window"],
-)
+@pytest.mark.parametrize("changes", [
+    {},
+    {"rope_theta": None, "rope_parameters": LLAMA3_ONCE},
+    {"rope_scaling": YARN_ONCE},
+    {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    {**sliding("sf", 12), "is_causal": False},
+    {**sliding("ss", 2), "is_causal": False, "block_size": 4},
+], ids=["full", "llama3", "yarn", "linear", "windows", "smallest window"])  # fmt: skip
 def test_transformers_runs_the_export_as_this_package_does(tmp_path, monkeypatch, changes):
     target = make_target("qwen3", vocab_size=VOCAB)
     ids = prompt(17, vocab=VOCAB)[None]
@@ -96,18 +92,15 @@ def test_the_export_reads_back(tmp_path):
         assert torch.equal(back.state_dict()[name], tensor)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (DFLASH2_VARIANTS["DFlash2"], "is of the first generation, and this is a DFlash 2 drafter"),
-        (dspark_dict(), "is of the first generation, and this is a DSpark drafter"),
-        (config_dict(attention_bias=True), "has no attention_bias, and this drafter has True"),
-        (config_dict(attention_value_scale=0.5), "has no attention_value_scale, and this drafter has 0.5"),
-        (config_dict(final_logit_softcapping=30.0), "has no final_logit_softcapping"),
-        (VARIANTS["Qwen3.6-27B"], r"is not causal inside a block, and this drafter's layers are \[True, True, False\]"),
-        (config_dict(**sliding("ss", 1), is_causal=False), "a window of at least 2, and this drafter has 1"),
-    ],
-)
+@pytest.mark.parametrize(("config", "message"), [
+    (DFLASH2_VARIANTS["DFlash2"], "is of the first generation, and this is a DFlash 2 drafter"),
+    (dspark_dict(), "is of the first generation, and this is a DSpark drafter"),
+    (config_dict(attention_bias=True), "has no attention_bias, and this drafter has True"),
+    (config_dict(attention_value_scale=0.5), "has no attention_value_scale, and this drafter has 0.5"),
+    (config_dict(final_logit_softcapping=30.0), "has no final_logit_softcapping"),
+    (VARIANTS["Qwen3.6-27B"], r"is not causal inside a block, and this drafter's layers are \[True, True, False\]"),
+    (config_dict(**sliding("ss", 1), is_causal=False), "a window of at least 2, and this drafter has 1"),
+])  # fmt: skip
 def test_what_transformers_cannot_express_is_refused_by_name(tmp_path, config, message):
     checkpoint(tmp_path / "draft", config)
     with pytest.raises(ValueError, match=message):

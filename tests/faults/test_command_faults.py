@@ -34,13 +34,10 @@ def models(folder: Path) -> list:
 # ---------------------------------------------------------------------------------------------- bytes that are no text
 
 
-@pytest.mark.parametrize(
-    ("data", "where"),
-    [
-        (b"w5\nw6 \xff w7", "line 2: not UTF-8 text: the byte 0xff"),
-        (b"\n" * 100_000 + b"\xc3", "line 100001: not UTF-8 text: the byte 0xc3"),
-    ],
-)
+@pytest.mark.parametrize(("data", "where"), [
+    (b"w5\nw6 \xff w7", "line 2: not UTF-8 text: the byte 0xff"),
+    (b"\n" * 100_000 + b"\xc3", "line 100001: not UTF-8 text: the byte 0xc3"),
+])  # fmt: skip
 def test_a_prompt_that_is_not_text_is_named_with_its_line(shell, pair, tmp_path, monkeypatch, data, where):
     path = tmp_path / "prompt.txt"
     path.write_bytes(data)

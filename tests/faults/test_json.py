@@ -8,19 +8,16 @@ from dflash.evaluate.prompts import read_jsonl
 from dflash.files import parse_json
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[" * 100_000, "recursion"),
-        ('{"a":' * 100_000 + "1" + "}" * 100_000, "recursion"),
-        (f'{{"a": {"9" * 5000}}}', "digits"),
-        ('{"a": "\\ud83d"}', "surrogates not allowed"),
-        ('{"\\uDE00": 1}', "surrogates not allowed"),
-        (b"\xff\xfe{\x00}\x00", "utf-8"),
-        ('{"a": "\x1b[2J"}', "control character"),
-        ("", "Expecting value"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("[" * 100_000, "recursion"),
+    ('{"a":' * 100_000 + "1" + "}" * 100_000, "recursion"),
+    (f'{{"a": {"9" * 5000}}}', "digits"),
+    ('{"a": "\\ud83d"}', "surrogates not allowed"),
+    ('{"\\uDE00": 1}', "surrogates not allowed"),
+    (b"\xff\xfe{\x00}\x00", "utf-8"),
+    ('{"a": "\x1b[2J"}', "control character"),
+    ("", "Expecting value"),
+])  # fmt: skip
 def test_json_that_cannot_be_read_is_refused_with_its_place(text, words):
     with pytest.raises(ValueError, match=rf"^here: not JSON that can be read: .*{words}"):
         parse_json(text, "here")

@@ -210,30 +210,19 @@ def test_weights_spoiled_after_their_handle_was_made_are_refused_by_name():
 # ---- written tensors
 
 
-@pytest.mark.parametrize(
-    ("op", "change", "message"),
-    [
-        ("add_rms_norm", lambda c: {"tap": c["x"]}, "tap is written in place and must not share memory with x"),
-        ("add_rms_norm", lambda c: {"tap": torch.zeros(1, 1, HIDDEN).expand(BATCH, ROWS, -1)}, "evenly spaced"),
-        ("append_kv_", lambda c: {"v_cache": c["k_cache"]}, "k_cache is written in place and must not share memory"),
-        ("append_context_kv_", lambda c: {"k_caches": [c["k_caches"][0]] * 2}, r"k_caches\[0\] is written in place"),
-        (
-            "qkv_norm_rope_append_",
-            lambda c: {"q_out": c["k_cache"].view(-1)[: 2 * 2 * 4 * 8].view(2, 2, 4, 8)},
-            "q_out",
-        ),
-        ("accept_prefix_", lambda c: {"posterior": c["tokens"][:, :ROWS]}, "must not share memory with posterior"),
-        ("accept_path_", lambda c: {"path": c["ids"][:, :2].contiguous(), "ids": c["tokens"][:, :ROWS]}, "with ids"),
-        ("compact_kv_", lambda c: {"v_caches": [c["v_caches"][0], c["k_caches"][0]]}, r"with v_caches\[1\]"),
-        ("gather_rows_", lambda c: {"out": c["x"]}, "out is written in place and must not share memory with x"),
-        (
-            "gated_recurrence_",
-            lambda c: {"q": c["saved_k"][:, :ROWS]},
-            "saved_k is written in place and must not share",
-        ),
-        ("causal_conv_", lambda c: {"x": c["window"][:, 3 : 3 + ROWS]}, "must not share memory with x"),
-    ],
-)
+@pytest.mark.parametrize(("op", "change", "message"), [
+    ("add_rms_norm", lambda c: {"tap": c["x"]}, "tap is written in place and must not share memory with x"),
+    ("add_rms_norm", lambda c: {"tap": torch.zeros(1, 1, HIDDEN).expand(BATCH, ROWS, -1)}, "evenly spaced"),
+    ("append_kv_", lambda c: {"v_cache": c["k_cache"]}, "k_cache is written in place and must not share memory"),
+    ("append_context_kv_", lambda c: {"k_caches": [c["k_caches"][0]] * 2}, r"k_caches\[0\] is written in place"),
+    ("qkv_norm_rope_append_", lambda c: {"q_out": c["k_cache"].view(-1)[: 2 * 2 * 4 * 8].view(2, 2, 4, 8)}, "q_out"),
+    ("accept_prefix_", lambda c: {"posterior": c["tokens"][:, :ROWS]}, "must not share memory with posterior"),
+    ("accept_path_", lambda c: {"path": c["ids"][:, :2].contiguous(), "ids": c["tokens"][:, :ROWS]}, "with ids"),
+    ("compact_kv_", lambda c: {"v_caches": [c["v_caches"][0], c["k_caches"][0]]}, r"with v_caches\[1\]"),
+    ("gather_rows_", lambda c: {"out": c["x"]}, "out is written in place and must not share memory with x"),
+    ("gated_recurrence_", lambda c: {"q": c["saved_k"][:, :ROWS]}, "saved_k is written in place and must not share"),
+    ("causal_conv_", lambda c: {"x": c["window"][:, 3 : 3 + ROWS]}, "must not share memory with x"),
+])  # fmt: skip
 def test_written_tensors_that_overlap_are_refused_by_name(op, change, message):
     call = CALLS[op]()
     call |= change(call)

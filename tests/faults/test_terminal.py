@@ -44,17 +44,14 @@ def test_names_in_messages_are_printable_and_short(show):
 ESCAPE = "\x1b]0;owned\x07\u202e"
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        published(architectures=[ESCAPE]),
-        published(rope_scaling={ESCAPE: {}}),
-        published(quantization_config={ESCAPE: ESCAPE}),
-        published(dflash_config={"mask_token_id": 100, ESCAPE: 1}),
-        published(**{ESCAPE: 1}),
-        speculators(speculators_model_type=ESCAPE),
-    ],
-)
+@pytest.mark.parametrize("config", [
+    published(architectures=[ESCAPE]),
+    published(rope_scaling={ESCAPE: {}}),
+    published(quantization_config={ESCAPE: ESCAPE}),
+    published(dflash_config={"mask_token_id": 100, ESCAPE: 1}),
+    published(**{ESCAPE: 1}),
+    speculators(speculators_model_type=ESCAPE),
+])  # fmt: skip
 def test_errors_and_warnings_about_a_config_are_printable(tmp_path, config):
     folder = save_drafter(tmp_path, config)
     with warnings.catch_warnings(record=True) as caught:

@@ -210,16 +210,12 @@ def test_a_saved_drafter_with_a_reduced_vocabulary_gives_the_same_logits(target,
 # ---------------------------------------------------------------------------------------------- DFlash 2 and DSpark
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"layer_types": ["sliding_attention"] * 2},
-        {"layer_types": ["sliding_attention"] * 2, "sliding_window_non_causal": False, "conv_kernel_size": 3},
-        {"sample_from_anchor": True, "conv_group_size": 8},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {},
+    {"layer_types": ["sliding_attention"] * 2},
+    {"layer_types": ["sliding_attention"] * 2, "sliding_window_non_causal": False, "conv_kernel_size": 3},
+    {"sample_from_anchor": True, "conv_group_size": 8},
+], ids=str)  # fmt: skip
 def test_a_saved_dflash_2_drafter_takes_the_same_path(target, tmp_path, changes):
     model = make(target, "dflash2", **changes)
     model.save_pretrained(tmp_path)
@@ -248,17 +244,13 @@ def test_what_a_config_leaves_out_is_the_librarys_default(target, kind):
         )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"reduced": True},
-        {"sample_from_anchor": False},
-        {"markov_rank": 0, "confidence_head_with_markov": False},
-        {"enable_confidence_head": False, "layer_types": ["sliding_attention", "full_attention"]},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {},
+    {"reduced": True},
+    {"sample_from_anchor": False},
+    {"markov_rank": 0, "confidence_head_with_markov": False},
+    {"enable_confidence_head": False, "layer_types": ["sliding_attention", "full_attention"]},
+], ids=str)  # fmt: skip
 def test_a_saved_dspark_drafter_takes_the_same_path(target, tmp_path, changes):
     model = make(target, "dspark", **changes)
     model.save_pretrained(tmp_path)
