@@ -238,9 +238,7 @@ class TestOneShot:
         output = dflash.generate(target, draft, first, max_new_tokens=4, return_dict_in_generate=True)
         assert output.statistics.num_prefilled_tokens == [14]
         for door in (dflash.generate, dflash.stream):
-            with pytest.raises(
-                TypeError, match=r"a call takes no reuse_prefix: one-shot calls never reuse .* Generator"
-            ):
+            with pytest.raises(TypeError, match=r"a call takes no reuse_prefix: one-shot calls never .* Generator"):
                 door(target, draft, first, max_new_tokens=4, reuse_prefix=True)
         generator = dflash.Generator(target, draft, max_length=40)
         with pytest.raises(TypeError, match="a call takes no reuse_prefix"):
@@ -257,17 +255,6 @@ class TestOneShot:
         assert reference() is None
         assert weight() is None, "a cycle keeps the weights"
         assert kept() is None
-
-    def test_hooks_that_come_and_go_are_noticed(self):
-        target = make_target("qwen3")
-        draft = make_draft(target)
-        before = dflash.generate(target, draft, ids(), max_new_tokens=12)
-        handle = target.model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
-        hooked = dflash.generate(target, draft, ids(), max_new_tokens=12)
-        assert hooked[0, 5:].tolist() == greedy(target, ids()[0], 12).tolist()
-        assert not torch.equal(hooked, before)
-        handle.remove()
-        assert torch.equal(dflash.generate(target, draft, ids(), max_new_tokens=12), before)
 
     def test_a_changed_attribute_counts_after_release(self):
         target = make_target("qwen3")

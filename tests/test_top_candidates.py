@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_select_tokens import draw_case as draw_rows
 from test_select_tokens import parameters
+from test_tree_candidates import best_anywhere
 
 from dflash import ops
 from dflash.ops import reference
@@ -70,29 +71,11 @@ def test_the_first_candidate_is_the_token_that_select_tokens_chooses(kernels):
 
 
 def test_the_best_tokens_may_lie_anywhere(kernels):
-    """All in one place, or far apart, or in rising or falling order."""
-    rising = torch.linspace(-20, 0, 2000)
-    comb = torch.where(torch.arange(2000) % 64 == 7, rising + 5, rising - 9)
-    front = torch.where(torch.arange(2000) < 40, 3.0, -3.0) + rising * 1e-3
-    logits = torch.stack([rising, rising.flip(0), comb, front])[:, None].contiguous()
-    _, positions, seeds, _, _ = draw_case(0, 10, 4, 1)
+    logits, (_, positions, seeds, _, _) = best_anywhere(), draw_case(0, 10, 4, 1)
     for sharpness in (1.0, INFINITY):
         rest = positions, seeds, torch.ones(4), torch.full((4,), sharpness)
         for count in (3, 128):
             assert_equal(kernels.top_candidates(logits, *rest, count), reference.top_candidates(logits, *rest, count))
-
-
-def test_a_row_with_nan_has_no_candidates_and_no_other_row_changes(implementation):
-    logits, *rest = draw_case(0, 130, 6, 3)
-    ids, values = implementation.top_candidates(logits, *rest, 8)
-    spoilt = logits.clone()
-    spoilt[0, 1, 129] = spoilt[1, 0, 3] = spoilt[4, 2, 64] = math.nan
-    dead = spoilt.isnan().any(-1)
-    new_ids, new_values = implementation.top_candidates(spoilt, *rest, 8)
-    assert (new_ids[dead] == -1).all()
-    assert (new_values[dead] == -INFINITY).all()
-    assert torch.equal(new_ids[~dead], ids[~dead])
-    assert torch.equal(new_values[~dead], values[~dead])
 
 
 def test_tokens_of_minus_infinity_are_no_candidates(implementation):

@@ -102,14 +102,16 @@ def test_equal_logits_give_the_lowest_ids(implementation):
     assert torch.allclose(scores, torch.tensor(-math.log(1000)))
 
 
+def best_anywhere():
+    """Logits whose best are all in one place, or far apart, or in rising or falling order."""
+    rising, tokens = torch.linspace(-20, 0, 2000), torch.arange(2000)
+    comb = torch.where(tokens % 64 == 7, rising + 5, rising - 9)
+    front = torch.where(tokens < 40, 3.0, -3.0) + rising * 1e-3
+    return torch.stack([rising, rising.flip(0), comb, front])[:, None].contiguous()
+
+
 def test_the_best_tokens_may_lie_anywhere(kernels):
-    """All in one place, or far apart, or in rising or falling order."""
-    vocab = 2000
-    rising = torch.linspace(-20, 0, vocab)
-    comb = torch.where(torch.arange(vocab) % 64 == 7, rising + 5, rising - 9)
-    front = torch.where(torch.arange(vocab) < 40, 3.0, -3.0) + rising * 1e-3
-    logits = torch.stack([rising, rising.flip(0), comb, front])[:, None].contiguous()
-    _, positions, seeds, _ = draw_case(7, 10, 4, 1)
+    logits, (_, positions, seeds, _) = best_anywhere(), draw_case(7, 10, 4, 1)
     for temperature in (0.0, 1.0):
         rest = positions, seeds, torch.full((4,), temperature)
         for count in (3, 32, 128):
@@ -130,13 +132,15 @@ def test_tokens_of_minus_infinity_are_left_out(implementation):
     assert_best(ids, scores, exact)
 
 
-def test_a_row_with_nan_has_no_candidates_and_no_other_row_changes(implementation):
+@pytest.mark.parametrize("name", ["tree_candidates", "top_candidates"])
+def test_a_row_with_nan_has_no_candidates_and_no_other_row_changes(name, implementation):
     logits, *rest = draw_case(9, 130)
-    ids, scores = implementation.tree_candidates(logits, *rest, 8)
+    op, rest = getattr(implementation, name), [*rest, *([torch.tensor([INFINITY, 2, 1] * 2)] if "top" in name else [])]
+    ids, scores = op(logits, *rest, 8)
     spoilt = logits.clone()
     spoilt[0, 1, 129] = spoilt[1, 0, 3] = spoilt[4, 2, 64] = math.nan
     dead = spoilt.isnan().any(-1)
-    new_ids, new_scores = implementation.tree_candidates(spoilt, *rest, 8)
+    new_ids, new_scores = op(spoilt, *rest, 8)
     assert (new_ids[dead] == -1).all()
     assert (new_scores[dead] == -INFINITY).all()
     assert torch.equal(new_ids[~dead], ids[~dead])

@@ -5,6 +5,7 @@ import pytest
 import torch
 from test_select_tokens import draw_case as draw_rows
 from test_select_tokens import parameters
+from test_top_candidates import assert_equal
 
 from dflash import ops
 from dflash.ops import reference
@@ -37,11 +38,6 @@ def draw_case(seed, slots=4, count=5, codes=40, rank=8, batch=6):
 
 def in_dtype(case, dtype):
     return [x.to(dtype) for x in case[:3]] + case[3:]
-
-
-def assert_equal(have, want):
-    for ours, theirs in zip(have, want, strict=True):
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(("slots", "count", "rank"), [(1, 1, 1), (4, 5, 8), (3, 33, 20), (2, 128, 40), (15, 16, 7)])

@@ -75,7 +75,6 @@ def by_a_fused_optimizer(tensor: torch.Tensor) -> None:
 
 
 WAYS = [in_place, under_inference_mode, through_data, through_numpy, together, by_a_fused_optimizer]
-ways = pytest.mark.parametrize("change", WAYS, ids=lambda way: way.__name__)
 COUNTED = [in_place, under_inference_mode, together]  # by torch's version counters; after others call `reset`
 
 
@@ -126,7 +125,7 @@ def test_tensors_in_other_attributes_are_shared():
 
 class TestReusedPrefix:
     @pytest.mark.parametrize("part", ["everything", "k_proj", "norm"])
-    @pytest.mark.parametrize("change", COUNTED, ids=lambda way: way.__name__)
+    @pytest.mark.parametrize("change", WAYS, ids=lambda way: way.__name__)
     def test_no_key_of_changed_weights_is_used_again(self, part, change):
         model = make_target("qwen3", num_hidden_layers=2)
         generator = dflash.Generator(model, make_draft(model), max_length=80)
@@ -134,15 +133,8 @@ class TestReusedPrefix:
         for name, parameter in model.named_parameters():
             if part in (name.rpartition(".weight")[0].rpartition(".")[2], "everything"):
                 change(parameter)
-        assert answered(generator, longer()) == expected(model, longer())
-
-    @pytest.mark.parametrize("change", [way for way in WAYS if way not in COUNTED], ids=lambda way: way.__name__)
-    def test_after_writes_that_torch_does_not_count_reset_forgets_the_keys(self, change):
-        model = make_target("qwen3", num_hidden_layers=2)
-        generator = dflash.Generator(model, make_draft(model), max_length=80)
-        answered(generator)
-        change(model.model.layers[0].self_attn.v_proj.weight)
-        generator.reset()
+        if change not in COUNTED:
+            generator.reset()
         assert answered(generator, longer()) == expected(model, longer())
 
     def test_weights_that_are_inference_tensors_may_change_in_one_value(self):

@@ -54,31 +54,23 @@ def quantized(model: PreTrainedModel) -> PreTrainedModel:
         return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_dynamic_quantization_is_refused(family):
-    for call in in_every_way(quantized(make_target(family))):
+@pytest.mark.parametrize(("family", "whole"), [("llama", True), ("qwen3_moe", True), ("llama", False)])
+def test_dynamic_quantization_is_refused(family, whole):
+    model = make_target(family)
+    if not whole:
+        model.model.layers[2].mlp = quantized(model.model.layers[2].mlp)
+    for call in in_every_way(quantized(model) if whole else model):
         with pytest.raises(UnsupportedTargetError, match="quantizes activations with one scale for all rows"):
             call()
-
-
-def test_one_quantized_layer_is_refused():
-    model = make_target("llama")
-    model.model.layers[2].mlp = quantized(model.model.layers[2].mlp)
-    with pytest.raises(UnsupportedTargetError, match="quantizes activations with one scale for all rows"):
-        one_shot(model)
 
 
 # ---------------------------------------------------------------------------------------------- odd, but right
 
 
-def neg_bit(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_complex(torch.stack([tensor, -tensor], -1).contiguous()).conj().imag
-
-
 LAYOUTS = {
     "transposed": lambda weight: weight.t().contiguous().t() if weight.dim() == 2 else weight,
     "every other column": lambda weight: torch.stack([weight, weight], -1)[..., 0],
-    "neg bit": neg_bit,
+    "neg bit": lambda weight: torch.view_as_complex(torch.stack([weight, -weight], -1).contiguous()).conj().imag,
     "dense neg bit": lambda weight: torch._neg_view(-weight),
     "one row for all": lambda weight: weight[:1].expand_as(weight),
     "overlapping": lambda weight: weight.flatten().as_strided(weight.shape, (1,) * weight.dim()),
