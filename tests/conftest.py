@@ -5,7 +5,7 @@ import subprocess
 import sys
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -153,6 +153,12 @@ class Done:
     out: str
     err: str
 
+    def assert_refused(self, *words: str) -> None:
+        """Check that the command wrote nothing but one line, an error with these words."""
+        assert (self.code, self.out, self.err.count("\n")) == (2, "", 1), self.err
+        assert self.err.startswith("dflash: ")
+        assert all(word in self.err for word in words), self.err
+
 
 @pytest.fixture
 def shell(monkeypatch, capsys) -> Callable[..., Done]:
@@ -172,6 +178,27 @@ def shell(monkeypatch, capsys) -> Callable[..., Done]:
         return Done(code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Return ``torch.set_num_threads``; after the test there are as many threads as before."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def another_run() -> Iterator[Callable[[], None]]:
+    """Return a function that resets accelerate's state. It exists once per process, and runs must not share it."""
+    from accelerate.state import AcceleratorState
+
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+    reset()
+    yield reset
+    reset()
 
 
 @pytest.fixture

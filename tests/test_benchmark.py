@@ -308,10 +308,5 @@ def test_a_mistake_is_one_line_and_exit_code_2(shell, tiny, three, tmp_path, cha
     given = [] if "--dataset" in change else ["--dataset", three]
     out = tmp_path / "out"
     call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", *given, "--out", out, *change]
-    done = shell(*call)
-    assert done.code == 2
-    assert done.out == ""
-    assert done.err.startswith("dflash: ")
-    assert message in done.err
-    assert done.err.count("\n") == 1
+    shell(*call).assert_refused(message)
     assert not out.exists()

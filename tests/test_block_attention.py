@@ -135,22 +135,17 @@ def test_few_queries_do_not_meet_values_that_are_hidden_from_them(dtype, hidden)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_bits_do_not_depend_on_batch_head_count_or_threads(causal, dtype, kernels):
+def test_bits_do_not_depend_on_batch_head_count_or_threads(causal, dtype, kernels, set_threads):
     q, k_cache, v_cache, lengths = draw((6, 2, 64, 64), [1500, 17, 900], 16, dtype)
     whole = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, causal)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3, 7) if kernels is ops else (1,):
-            torch.set_num_threads(count)
-            assert torch.equal(kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, causal), whole)
-            for b, h in ((0, 1), (1, 0), (2, 1), *(((0, 0), (1, 1), (2, 0)) if kernels is ops else ())):
-                alone = kernels.block_attention(
-                    q[b : b + 1, :, 3 * h : 3 * h + 3], k_cache[b : b + 1, h : h + 1], v_cache[b : b + 1, h : h + 1],
-                    lengths[b : b + 1], 0.125, causal,
-                )  # fmt: skip
-                assert torch.equal(alone, whole[b : b + 1, :, 3 * h : 3 * h + 3])
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 3, 7) if kernels is ops else (1,):
+        set_threads(count)
+        assert torch.equal(kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, causal), whole)
+        for b, h in ((0, 1), (1, 0), (2, 1), *(((0, 0), (1, 1), (2, 0)) if kernels is ops else ())):
+            caches = [cache[b : b + 1, h : h + 1] for cache in (k_cache, v_cache)]
+            queries = q[b : b + 1, :, 3 * h : 3 * h + 3]
+            alone = kernels.block_attention(queries, *caches, lengths[b : b + 1], 0.125, causal)
+            assert torch.equal(alone, whole[b : b + 1, :, 3 * h : 3 * h + 3])
 
 
 def test_bits_do_not_depend_on_the_capacity(dtype, kernels):

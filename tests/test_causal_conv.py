@@ -117,16 +117,13 @@ def test_accepted_rows_give_the_bits_of_rows_run_one_by_one(dtype, implementatio
         assert torch.equal(one["window"][:, :3], verified["window"][m : m + 1, :3]), m
 
 
-def test_bits_do_not_depend_on_batch_channels_or_threads(dtype, kernels):
+def test_bits_do_not_depend_on_batch_channels_or_threads(dtype, kernels, set_threads):
     shape = (600, 4) if kernels is ops else (70, 4)
     call = draw(shape, batch=3, rows=20, dtype=dtype, pending=[1, 0, 6], keep=[0, 20, 2])
-    threads, (want, window) = torch.get_num_threads(), run(kernels, call)
-    try:
-        for count in (1, 2, 3, 7) if kernels is ops else ():
-            torch.set_num_threads(count)
-            assert all(torch.equal(a, b) for a, b in zip(run(kernels, call), (want, window), strict=True))
-    finally:
-        torch.set_num_threads(threads)
+    want, window = run(kernels, call)
+    for count in (1, 2, 3, 7) if kernels is ops else ():
+        set_threads(count)
+        assert all(torch.equal(a, b) for a, b in zip(run(kernels, call), (want, window), strict=True))
     for b in range(3):
         out, alone = run(kernels, sequences(call, slice(b, b + 1)))
         assert torch.equal(out, want[b : b + 1])

@@ -252,7 +252,7 @@ CONVS = [options for options in OPTIONS if "convs" in options]
 @pytest.mark.parametrize("weights", ["wide", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, RECURRENT[1], CONVS[0]])
-def test_bits_do_not_depend_on_the_threads(options, dtype, weights, monkeypatch):
+def test_bits_do_not_depend_on_the_threads(options, dtype, weights, monkeypatch, set_threads):
     """With work enough for threads, more threads than processors, and one loop after the other."""
     for name, size in {"HIDDEN": 192, "WIDTH": 512, "HEADS": 6, "LAYERS": 2}.items():
         monkeypatch.setitem(globals(), name, size)
@@ -262,7 +262,7 @@ def test_bits_do_not_depend_on_the_threads(options, dtype, weights, monkeypatch)
         call = replace(call, layers=[ops.int8_layer(layer) for layer in call.layers])
 
     def everything(count):
-        torch.set_num_threads(count)
+        set_threads(count)
         copied = changed(call, torch.clone)
         return [*copied.run(), *copied.caches]
 
@@ -270,16 +270,12 @@ def test_bits_do_not_depend_on_the_threads(options, dtype, weights, monkeypatch)
         for got, want in zip(results, wanted, strict=True):
             assert torch.equal(got.nan_to_num(9.0), want.nan_to_num(9.0))
 
-    before = torch.get_num_threads()
-    try:
-        wanted = everything(1)
-        for count in [2] * 10 + [3] * 10 + [8] * 10:
-            same(everything(count), wanted)
-        with ThreadPoolExecutor(2) as pool:  # and from two callers at a time
-            for results in pool.map(everything, [2, 3] * 8):
-                same(results, wanted)
-    finally:
-        torch.set_num_threads(before)
+    wanted = everything(1)
+    for count in [2] * 10 + [3] * 10 + [8] * 10:
+        same(everything(count), wanted)
+    with ThreadPoolExecutor(2) as pool:  # and from two callers at a time
+        for results in pool.map(everything, [2, 3] * 8):
+            same(results, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -348,7 +344,11 @@ def test_weights_in_8_bits_are_as_exact_as_in_plain_torch(options, dtype):
 )  # fmt: skip
 def test_weights_in_8_bits_give_one_op_the_bits_of_op_by_op(options, monkeypatch):
     call = make_call(torch.bfloat16, **({"batch": 1, "rows": 10, "context_rows": 0} | options))
-    call = replace(call, layers=[ops.int8_layer(layer) for layer in call.layers])
+    check_op_by_op(replace(call, layers=[ops.int8_layer(layer) for layer in call.layers]), monkeypatch)
+
+
+def check_op_by_op(call, monkeypatch):
+    """One op gives the bits of op by op."""
     whole, parts = changed(call, torch.clone), changed(call, torch.clone)
     wanted = whole.run()
     monkeypatch.setattr(decoder, "ops", OpByOp(ops))
@@ -360,11 +360,7 @@ def test_weights_in_8_bits_give_one_op_the_bits_of_op_by_op(options, monkeypatch
 @pytest.mark.parametrize("options", [{"causal": (1, 1, 1)}, *CONVS])
 def test_one_op_has_the_bits_of_op_by_op(options, dtype, monkeypatch):
     call = make_call(dtype, **({"context_rows": 5} | options))  # rows that all go through the kernel of ops.linear
-    whole, parts = changed(call, torch.clone), changed(call, torch.clone)
-    wanted = whole.run()
-    monkeypatch.setattr(decoder, "ops", OpByOp(ops))
-    for a, b in zip((*parts.run_stack(), *parts.caches), (*wanted, *whole.caches), strict=True):
-        assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+    check_op_by_op(call, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -181,9 +181,4 @@ def test_no_prompt_is_started_when_the_time_is_spent(tiny, monkeypatch, seconds,
     (["--pair", "nowhere"], "no pair in nowhere: there is no target"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(tiny, shell, arguments, message):
-    done = shell("demo", "--pair", tiny, *arguments)
-    assert done.code == 2
-    assert done.out == ""
-    assert done.err.startswith("dflash: ")
-    assert message in done.err
-    assert done.err.count("\n") == 1
+    shell("demo", "--pair", tiny, *arguments).assert_refused(message)

@@ -285,18 +285,14 @@ BOTH = (*TARGET, "--draft", DRAFT)
     ([*BOTH, "--prompts", "./c"], "'./c' is not a file"),
 ])  # fmt: skip
 def test_what_cannot_be_examined_is_refused(doctor, arguments, words):
-    done = doctor(*arguments)
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert words in done.err
+    doctor(*arguments).assert_refused(words)
 
 
 def test_a_bad_file_of_prompts_is_refused_before_anything_is_loaded(doctor, tmp_path):
     path = tmp_path / "bad.jsonl"
     for content, words in (("", "is empty"), ('{"prompt": "a"}\n{"prompt": 3}\n', "prompt must be non-empty text")):
         path.write_text(content)
-        done = doctor("--model", "./missing", "--draft", "./missing", "--prompts", path)
-        assert done.code == 2
-        assert words in done.err
+        doctor("--model", "./missing", "--draft", "./missing", "--prompts", path).assert_refused(words)
 
 
 def test_more_prompts_than_are_examined_are_taken_from_all_over_the_file(tmp_path):
@@ -336,9 +332,7 @@ def test_prompts_that_cannot_be_asked_are_refused_before_weights_are_loaded(
     if "BOS" in changed:
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"bos_token": None}))
     file.write_text(json.dumps(prompt))
-    done = doctor("--model", no_weights, "--draft", DRAFT, "--prompts", file, *options)
-    assert done.code == 2
-    assert words in done.err
+    doctor("--model", no_weights, "--draft", DRAFT, "--prompts", file, *options).assert_refused(words)
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -348,6 +342,4 @@ def test_prompts_that_cannot_be_asked_are_refused_before_weights_are_loaded(
 def test_a_pair_that_does_not_fit_is_refused_before_its_weights_are_loaded(doctor, tmp_path, no_weights, change, words):
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text(json.dumps(HEALTHY | change))
-    done = doctor("--model", no_weights, "--draft", tmp_path / "draft")
-    assert done.code == 2
-    assert words in done.err
+    doctor("--model", no_weights, "--draft", tmp_path / "draft").assert_refused(words)

@@ -146,16 +146,13 @@ def test_nan_spoils_no_row_that_does_not_reach_it(name, reached, dtype, implemen
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_threads(dtype):
-    call, threads = draw((2, 16, 1040, 3, 65), dtype), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        want = run(ops, call)
-        for count in (2, 3, 7):
-            torch.set_num_threads(count)
-            assert all(same_bits(a, b) for a, b in zip(run(ops, call), want, strict=True))
-    finally:
-        torch.set_num_threads(threads)
+def test_bits_do_not_depend_on_threads(dtype, set_threads):
+    call = draw((2, 16, 1040, 3, 65), dtype)
+    set_threads(1)
+    want = run(ops, call)
+    for count in (2, 3, 7):
+        set_threads(count)
+        assert all(same_bits(a, b) for a, b in zip(run(ops, call), want, strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from op_checks import assert_as_exact_as_torch
+from test_causal_conv import INF, NAN, counts
 
 from dflash import ops
 from dflash.ops import reference
 
 pytestmark = pytest.mark.op
 
-NAN, INF = float("nan"), float("inf")
 SHAPES = [(2, 4, 16, 24), (1, 3, 33, 70), (2, 2, 7, 5), (1, 2, 128, 128)]  # key heads, heads, key_dim, value_dim
 KINDS = {"gated delta rule": (True, False), "kda": (True, True), "mamba-2": (False, False), "channels": (False, True)}
 INPUTS = ("q", "k", "v", "log_decay", "beta")
@@ -37,10 +37,6 @@ def draw(kind, shape, batch=2, rows=5, block=6, seed=0, pending=0, keep=0):
         "saved_d": floats(batch, block, heads, value_dim), "saved_a": log_decays(block).exp(),
         "pending": counts(pending, batch), "keep": counts(keep, batch),
     }  # fmt: skip
-
-
-def counts(value, batch):
-    return torch.tensor(value if isinstance(value, list) else [value] * batch, dtype=torch.int64)
 
 
 def run(place, call):
@@ -104,11 +100,8 @@ def test_the_twin_against_one_row_at_a_time(kind):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_float64(kind, shape, kernels):
-    for rows, pending, keep in (
-        (5, [6, 2], [0, 4]),
-        (1, [0, 1], [1, 0]),
-        (21, [3, 0], [21, 8]),
-    ):  # more than a chunk of a GPU
+    cases = (5, [6, 2], [0, 4]), (1, [0, 1], [1, 0]), (21, [3, 0], [21, 8])  # 21: more than a chunk of a GPU
+    for rows, pending, keep in cases:
         call = draw(kind, shape, rows=rows, pending=pending, keep=keep)
         ours, twin, exact = run(kernels, call), run(reference, call), run(reference, double(call))
         assert_as_exact_as_torch(ours[0], twin[0], exact[0])
@@ -155,18 +148,15 @@ def test_accepted_rows_give_the_bits_of_rows_run_one_by_one(kind, implementation
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_do_not_depend_on_batch_heads_columns_or_threads(kind, kernels):
+def test_bits_do_not_depend_on_batch_heads_columns_or_threads(kind, kernels, set_threads):
     shape = (2, 4, 16, 70) if kernels is ops else (2, 4, 16, 34)
     call = draw(kind, shape, batch=3, rows=6, block=4, pending=[1, 0, 4], keep=[0, 6, 2])
-    threads, (want, written) = torch.get_num_threads(), run(kernels, call)
-    try:
-        for count in (1, 2, 3, 7) if kernels is ops else ():
-            torch.set_num_threads(count)
-            out, others = run(kernels, call)
-            assert torch.equal(out, want)
-            assert all(torch.equal(others[name], written[name]) for name in WRITTEN)
-    finally:
-        torch.set_num_threads(threads)
+    want, written = run(kernels, call)
+    for count in (1, 2, 3, 7) if kernels is ops else ():
+        set_threads(count)
+        out, others = run(kernels, call)
+        assert torch.equal(out, want)
+        assert all(torch.equal(others[name], written[name]) for name in WRITTEN)
     for b in range(3):
         out, alone = run(kernels, sequences(call, slice(b, b + 1)))
         assert torch.equal(out, want[b : b + 1])

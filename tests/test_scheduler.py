@@ -3,6 +3,7 @@
 import functools
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from baseline import greedy, prompt
@@ -41,16 +42,12 @@ def test_requests_of_several_threads_write_what_they_write_alone():
     target, draft = pair()
     generator = dflash.Generator(target, draft, max_length=96, batch_size=2, prefill_chunk=8)
     scheduler, prompts = Scheduler(generator), [prompt(3 * n + 1, seed=n) for n in range(12)]
-    got: dict[int, list[int]] = {}
 
-    def ask(index: int) -> None:
-        got[index] = written(submit(scheduler, prompts[index], temperature=index % 2, seed=index))
+    def ask(index: int) -> list[int]:
+        return written(submit(scheduler, prompts[index], temperature=index % 2, seed=index))
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(12) as pool:
+        got = list(pool.map(ask, range(12)))
     scheduler.close()
     assert (scheduler.running, scheduler.waiting) == (0, 0)
     for index, ids in enumerate(prompts):

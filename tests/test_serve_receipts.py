@@ -1,7 +1,7 @@
 """Receipts of the server: they state what was asked, every token follows, and the check holds up nobody for long."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,15 +45,8 @@ def completion(response) -> tuple[str, int]:
 def test_every_answer_of_a_busy_session_follows(tmp_path):
     target, _, tokenizer = pair(torch.bfloat16)
     with serving(rows=4, queue=20, dtype=torch.bfloat16, receipts=tmp_path) as service:
-        answered = []
-        threads = [
-            threading.Thread(target=lambda request=request: answered.append(completion(ask(service, *request))))
-            for request in REQUESTS * 2
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2 * len(REQUESTS)) as pool:
+            answered = list(pool.map(lambda request: completion(ask(service, *request)), REQUESTS * 2))
         names = {f"{name}-{index}.json": (name, index) for name, count in answered for index in range(count)}
         for name, index in names.values():
             found = ask(service, f"/v1/receipts/{name}/verify?index={index}", b"").json()

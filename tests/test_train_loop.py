@@ -8,7 +8,6 @@ from dataclasses import replace
 import datasets
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from baseline import greedy
 from families import VOCAB, make_target
 
@@ -21,19 +20,12 @@ from dflash.train.checkpoint import checkpoints
 from dflash.train.features import TargetFeatures, cache_features
 from dflash.train.trainer import learning_rate
 
+pytestmark = pytest.mark.usefixtures("another_run")
 MASK, BLOCK, TAPS = 1, 8, (0, 2)
 FEW = TrainConfig(
     steps=6, batch_tokens=200, anchors=6, learning_rate=1e-3, mixed_precision="no", eval_rows=0, log_every=1,
     save_every=2,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def another_run():
-    """Reset accelerate's state. It exists once per process, and runs must not share it."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +130,14 @@ def test_a_drafter_learns_a_handful_of_sequences_by_heart(target, rows, tmp_path
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3"])
-def test_any_family_and_dtype_takes_a_step(family, tmp_path):
+def test_any_family_and_dtype_takes_a_step(family, tmp_path, another_run):
     """Covers bfloat16 with and without mixed precision, and a family that scales its embeddings."""
     other = make_target(family, dtype=torch.bfloat16)
     ids = torch.randint(2, VOCAB, (5, 30), generator=torch.Generator().manual_seed(0)).tolist()
     some = datasets.Dataset.from_list([{"input_ids": row, "loss_mask": [0] * 5 + [1] * 25} for row in ids])
     some, held = some.select(range(3)), some.select(range(3, 5))
     for precision in ("no", "bf16"):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        another_run()
         config = changed(steps=2, mixed_precision=precision, eval_rows=2, eval_tokens=4, eval_temperatures=(0.0, 1.0))
         last = trainer(other, some, tmp_path / precision, config, heldout=held).train()
         assert math.isfinite(last["loss"])

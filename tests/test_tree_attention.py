@@ -103,21 +103,17 @@ def test_bits_with_any_heads(heads, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_threads_or_batch(dtype):
+def test_bits_do_not_depend_on_threads_or_batch(dtype, set_threads):
     """With work enough for threads to share chunks."""
     case, tree = draw((6, 1, 64, 64), [1020, 700, 0], 40, dtype), random_shapes(40, 3)
     want = ops.block_attention(*case, **options("all", 6), ancestors=tree.ancestors)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            assert torch.equal(ops.block_attention(*case, **options("all", 6), ancestors=tree.ancestors), want)
-            for b in range(3):
-                alone = [x[b : b + 1] for x in (*case, tree.ancestors)]
-                out = ops.block_attention(*alone[:4], **options("all", 6), ancestors=alone[4])
-                assert torch.equal(out, want[b : b + 1])
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 7):
+        set_threads(threads)
+        assert torch.equal(ops.block_attention(*case, **options("all", 6), ancestors=tree.ancestors), want)
+        for b in range(3):
+            alone = [x[b : b + 1] for x in (*case, tree.ancestors)]
+            out = ops.block_attention(*alone[:4], **options("all", 6), ancestors=alone[4])
+            assert torch.equal(out, want[b : b + 1])
 
 
 # ---- bits of chains on GPUs: around tiles of 16, 32 and 128 positions and a chunk of 256. One to eight query heads per

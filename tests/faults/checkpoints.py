@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from draft_variants import config_dict, random_tensors, save_checkpoint
@@ -73,6 +74,14 @@ for folder in sys.argv[3:]:
         kind, message = type(error).__name__, str(error)
     print(json.dumps([kind, message.replace(folder, ""), time.process_time() - begun]), flush=True)
 """
+
+
+def assert_refused(names: Iterable[str], found: list[tuple[str, str, float]], length: int = 1000) -> None:
+    """Check that `load_in_child` found each folder refused by this name, in a short message and in time."""
+    for name, (kind, message, seconds) in zip(names, found, strict=True):
+        assert (kind, name in message) == ("ValueError", True), (name, kind, message)
+        assert len(message) < length
+        assert seconds < SECONDS, (name, seconds)
 
 
 def load_in_child(good: Path, folders: list[Path], load: str = LOAD_DRAFT) -> list[tuple[str, str, float]]:

@@ -9,7 +9,7 @@ import unicodedata
 import warnings
 
 import pytest
-from checkpoints import MEGABYTES, SECONDS, load_in_child, published, save_drafter, speculators
+from checkpoints import MEGABYTES, SECONDS, assert_refused, load_in_child, published, save_drafter, speculators
 from draft_variants import YARN, sliding
 from examples import examples
 from hypothesis import given
@@ -69,10 +69,7 @@ def test_hostile_configs_are_refused_by_key_within_a_second_and_50_mb(tmp_path):
         folders.append(save_drafter(tmp_path / name))
         (folders[-1] / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     names = [name for name, _ in NAMED] + ["config.json"] * len(TEXTS)
-    for name, (kind, message, seconds) in zip(names, load_in_child(good, folders), strict=True):
-        assert (kind, name in message) == ("ValueError", True), (name, kind, message)
-        assert len(message) < 1000
-        assert seconds < SECONDS, (name, seconds)
+    assert_refused(names, load_in_child(good, folders))
 
 
 @pytest.mark.parametrize("layout", [published, speculators])
@@ -83,18 +80,8 @@ def test_the_configs_that_the_tests_change_load(tmp_path, layout):
 # ---------------------------------------------------------------------------------------------- random changes
 
 BOUNDARIES = [0, 1, -1, 2, 3, 2**31 - 1, 2**31, 2**40, 2**62, 2**63, 2**64, HUGE, -HUGE, 0.5, 1e-300, 1e300, 5e-324]
-WORDS = [
-    "",
-    "qwen3",
-    "yarn",
-    "llama3",
-    "linear",
-    "dflash",
-    "full_attention",
-    "sliding_attention",
-    "a\x1b[2Jb",
-    "\u202e",
-]
+NAMES = ["qwen3", "yarn", "llama3", "linear", "dflash", "full_attention", "sliding_attention"]
+WORDS = ["", *NAMES, "a\x1b[2Jb", "\u202e"]
 EDGES = [None, True, False, math.nan, math.inf, -math.inf, [], {}, *BOUNDARIES, *WORDS]
 LEAVES = st.one_of(st.sampled_from(EDGES), st.integers(), st.floats(), st.text(max_size=20))
 VALUES = st.recursive(
@@ -102,12 +89,8 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-ROPES = [
-    None,
-    YARN_SCALING,
-    {"rope_type": "linear", "factor": 2.0},
-    YARN_SCALING | {"mscale": 1.0, "mscale_all_dim": 0.5},
-]
+LINEAR_SCALING = {"rope_type": "linear", "factor": 2.0}
+ROPES = [None, YARN_SCALING, LINEAR_SCALING, YARN_SCALING | {"mscale": 1.0, "mscale_all_dim": 0.5}]
 EXTRA = [
     *("sliding_window", "use_sliding_window", "is_causal", "attention_sink_bias", "final_logit_softcapping"),
     *("output_multiplier", "max_window_layers", "target_hidden_size", "partial_rotary_factor", "mscale", "beta_fast"),

@@ -5,7 +5,7 @@ import shutil
 import struct
 
 import pytest
-from checkpoints import SECONDS, load_in_child
+from checkpoints import assert_refused, load_in_child
 from families import make_target
 from tiny_pair import save_pair
 
@@ -72,12 +72,7 @@ def test_hostile_configs_are_refused_by_key_within_a_second_and_50_mb(good, tmp_
     texts = [config_of(good, changes) for _, changes in NAMED] + list(TEXTS.values())
     writes = [lambda folder, text=text: (folder / "config.json").write_text(text) for text in texts]
     names = [name for name, _ in NAMED] + ["config.json"] * len(TEXTS)
-    for name, (kind, message, seconds) in zip(
-        names, load_in_child(good, copies(good, tmp_path, writes), LOAD_TARGET), strict=True
-    ):
-        assert (kind, name in message) == ("ValueError", True), (name, kind, message)
-        assert len(message) < 1500
-        assert seconds < SECONDS, (name, seconds)  # a tokenizer, a config and an empty model before
+    assert_refused(names, load_in_child(good, copies(good, tmp_path, writes), LOAD_TARGET), 1500)
 
 
 def hostile_weights(path):
@@ -96,16 +91,9 @@ def hostile_weights(path):
 
 def test_hostile_weights_are_refused_within_a_second_and_50_mb(good, tmp_path):
     files = hostile_weights(good / "model.safetensors")
-    writes = [
-        lambda folder, content=content: (folder / "model.safetensors").write_bytes(content)
-        for content in files.values()
-    ]
-    for name, (kind, message, seconds) in zip(
-        files, load_in_child(good, copies(good, tmp_path, writes), LOAD_TARGET), strict=True
-    ):
-        assert (kind, "model.safetensors: " in message) == ("ValueError", True), (name, kind, message)
-        assert len(message) < 500
-        assert seconds < SECONDS, (name, seconds)
+    writes = [lambda folder, one=one: (folder / "model.safetensors").write_bytes(one) for one in files.values()]
+    names = ["model.safetensors: "] * len(files)
+    assert_refused(names, load_in_child(good, copies(good, tmp_path, writes), LOAD_TARGET), 500)
 
 
 @pytest.mark.parametrize("name", ["x" * 10_000, "../model.safetensors", "\0", ""])

@@ -16,18 +16,11 @@ from dflash.train import CheckpointError, TrainConfig, Trainer, draft_config, ne
 from dflash.train.export import export
 from dflash.train.features import FeatureCache, cache_features
 
+pytestmark = pytest.mark.usefixtures("another_run")
 CONFIG = TrainConfig(
     steps=4, batch_tokens=60, anchors=4, eval_rows=0, mixed_precision="no", log_every=1, save_every=2, keep=1
 )
 NESTED = "[" * 100_000
-
-
-@pytest.fixture(autouse=True)
-def another_run():
-    """Reset accelerate's state. It exists once per process, and runs must not share it."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
