@@ -44,8 +44,10 @@ def cycling(generator, ids, widths=WIDTHS, **call) -> list[dflash.StreamEvent]:
     return events + list(stream)
 
 
-def written(events, row: int) -> list[int]:
-    return [token for event in events for token in event.ids[row]]
+def check_written(events, answers) -> None:
+    """Check that each row of a call has its answer."""
+    for row, answer in enumerate(answers):
+        assert [token for event in events for token in event.ids[row]] == answer.tolist()
 
 
 # ---------------------------------------------------------------------------------------------- the choice
@@ -87,10 +89,8 @@ class TestBudget:
 def test_the_text_is_the_same_at_changing_widths(target, draft, prompts, plain, drawn, temperature):
     ids, mask = left_padded(prompts)
     generator = made(target, draft, batch_size=3)
-    expected = drawn if temperature else plain
     events = cycling(generator, ids, (16, 4, 12, 8), attention_mask=mask, temperature=temperature, seed=3)
-    for row, answer in enumerate(expected):
-        assert written(events, row) == answer.tolist()
+    check_written(events, drawn if temperature else plain)
     rows = events[-1].statistics.rows
     assert rows == list(itertools.islice(itertools.cycle((16, 4, 12, 8)), len(rows)))
 
@@ -99,9 +99,8 @@ def test_right_drafts_are_accepted_at_every_width(target, draft, prompts, plain)
     ids, mask = left_padded(prompts)
     generator = cheat(target, draft, prompts, plain)
     events = cycling(generator, ids, (16, 4, 8), attention_mask=mask)
-    for row, answer in enumerate(plain):
-        assert written(events, row) == answer.tolist()
-        assert events[-1].statistics.acceptance_lengths[row][:3] == [16, 4, 8]
+    check_written(events, plain)
+    assert [row[:3] for row in events[-1].statistics.acceptance_lengths] == [[16, 4, 8]] * 3
     assert [event.accepted for event in events[1:4]] == [[15] * 3, [3] * 3, [7] * 3]
 
 
@@ -113,8 +112,7 @@ def test_bfloat16_equals_one_token_decoding_at_the_same_padded_shapes(prompts):
     one = one.generate(ids, max_new_tokens=NEW, **call)[:, ids.shape[1] :]
     generator = cheat(target, make_draft(target), prompts, list(one))
     events = cycling(generator, ids, **call)
-    for row, answer in enumerate(one):
-        assert written(events, row) == answer.tolist()
+    check_written(events, one)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "lfm2"])
@@ -126,8 +124,7 @@ def test_recurrent_states_follow_changing_widths(family):
     generator = cheat(target, make_draft(target), prompts, answers)
     generator.engine.chain.spoil = 11
     events = cycling(generator, ids, (16, 4, 12, 8), attention_mask=mask)
-    for row, answer in enumerate(answers):
-        assert written(events, row) == answer.tolist()
+    check_written(events, answers)
     assert events[-1].statistics.acceptance_length > 4
 
 
@@ -145,8 +142,7 @@ def check_cycling(target, draft, prompts, answers, **call) -> None:
     widths = chain_widths(generator.block_size)
     at_costs(generator, dict.fromkeys(widths, 1.0))
     events = cycling(generator, ids, (widths[3], widths[0], widths[2], widths[1]), attention_mask=mask, **call)
-    for row, answer in enumerate(answers):
-        assert written(events, row) == answer.tolist()
+    check_written(events, answers)
     assert events[-1].statistics.acceptance_length > 3
 
 
@@ -183,8 +179,7 @@ def test_steps_are_captured_once_per_width(target, draft, prompts, plain):
     generator = record(cheat(target, draft, prompts, plain, costs=EQUAL))
     for _ in range(3):
         events = cycling(generator, ids, (16, 4), attention_mask=mask)
-        for row, answer in enumerate(plain):
-            assert written(events, row) == answer.tolist()
+        check_written(events, plain)
     assert generator.runner.graphs == 2
     assert generator.runner.device.steps["replayed"] > 0
 
@@ -198,8 +193,7 @@ def test_the_compiled_step_follows_the_width(monkeypatch):
     ids, mask = left_padded(prompts)
     generator = made(target, draft, EQUAL, max_length=61, batch_size=2, compile=True)
     events = cycling(generator, ids, (16, 4), attention_mask=mask, temperature=1.0, seed=2)
-    for row, p in enumerate(prompts):
-        assert written(events, row) == sampled(target, p, NEW, fold(2, row), 1.0).tolist()
+    check_written(events, [sampled(target, p, NEW, fold(2, row), 1.0) for row, p in enumerate(prompts)])
 
 
 # ---------------------------------------------------------------------------------------------- costs

@@ -127,10 +127,8 @@ def test_every_line_advised_in_the_speculators_layout_has_its_variant_s_effect(k
 
 def test_a_key_is_advised_where_it_stands():
     wiring = Wiring.read(config_dict(dflash_config={"mask_token_id": 100, "target_layer_ids": [1, 9], "causal": True}))
-    assert wiring.advised({"mask_token_id": 3, "block_size": 8}, speculators=False) == {
-        "dflash_config": {"mask_token_id": 3},
-        "block_size": 8,
-    }
+    advised = wiring.advised({"mask_token_id": 3, "block_size": 8}, speculators=False)
+    assert advised == {"dflash_config": {"mask_token_id": 3}, "block_size": 8}
 
 
 @pytest.mark.parametrize("is_causal", [True, False, None])
@@ -148,10 +146,8 @@ def test_causality_can_be_changed_where_an_export_has_stated_it(is_causal):
 def test_a_copy_at_the_top_level_that_differs_is_advised_too():
     config = config_dict(mask_token_id=100, target_layer_ids=[1, 9], dflash_config={"mask_token_id": 100})
     wiring = Wiring.read(config)
-    assert wiring.advised({"mask_token_id": 3}, speculators=False) == {
-        "dflash_config": {"mask_token_id": 3},
-        "mask_token_id": 3,
-    }
+    advised = wiring.advised({"mask_token_id": 3}, speculators=False)
+    assert advised == {"dflash_config": {"mask_token_id": 3}, "mask_token_id": 3}
     right_above = Wiring.read(config | {"mask_token_id": 3})
     assert right_above.advised({"mask_token_id": 3}, speculators=False) == {"dflash_config": {"mask_token_id": 3}}
     assert wiring.advised({"target_layer_ids": [2, 10]}, speculators=False) == {"target_layer_ids": [2, 10]}

@@ -75,9 +75,7 @@ def test_a_row_gives_the_same_alone_and_in_a_batch(name):
     lengths, counts = [17, 1, 16], [3, draft.config.block_size, 1]
     batched = two_passes(draft, context, block, lengths, counts)
     for row in range(3):
-        alone = two_passes(
-            draft, context[row : row + 1], block[row : row + 1], lengths[row : row + 1], counts[row : row + 1]
-        )
+        alone = two_passes(draft, *(part[row : row + 1] for part in (context, block, lengths, counts)))
         for ours, theirs in zip(batched[:2], alone[:2], strict=True):
             torch.testing.assert_close(ours[row], theirs[0], rtol=2e-5, atol=2e-5)
 
@@ -235,6 +233,11 @@ def shard(folder, tensors, parts=3) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": mapping}))
 
 
+def assert_refused(checkpoint, message: str, error: type[Exception] = ValueError) -> None:
+    with pytest.raises(error, match=message):
+        load_draft(checkpoint.folder)
+
+
 def assert_loaded(draft: Drafter, tensors: dict[str, torch.Tensor]) -> None:
     assert_packed(draft)
     assert not draft.training
@@ -271,8 +274,7 @@ def test_packed_projections_are_split(checkpoint):
     assert_loaded(load_draft(save_checkpoint(checkpoint.folder, checkpoint.config, tensors)), checkpoint.tensors)
     tensors["layers.1.mlp.up_proj.weight"] = checkpoint.tensors["layers.1.mlp.up_proj.weight"]
     save_checkpoint(checkpoint.folder, checkpoint.config, tensors)
-    with pytest.raises(ValueError, match=r"gate_up_proj.weight and layers.1.mlp.up_proj.weight both hold"):
-        load_draft(checkpoint.folder)
+    assert_refused(checkpoint, r"gate_up_proj.weight and layers.1.mlp.up_proj.weight both hold")
 
 
 def test_other_names_for_the_same_tensors_load(tmp_path):
@@ -301,71 +303,52 @@ def test_other_names_for_the_same_tensors_load(tmp_path):
 ])  # fmt: skip
 def test_extra_tensors_are_refused_by_name(checkpoint, name, message):
     save_checkpoint(checkpoint.folder, checkpoint.config, checkpoint.tensors | {name: torch.zeros(4)})
-    with pytest.raises(ValueError, match=message):
-        load_draft(checkpoint.folder)
+    assert_refused(checkpoint, message)
 
 
 def test_missing_and_misshapen_tensors_are_named(checkpoint):
     tensors = dict(checkpoint.tensors)
     del tensors["layers.2.self_attn.o_proj.bias"], tensors["norm.weight"]
     save_checkpoint(checkpoint.folder, checkpoint.config, tensors)
-    with pytest.raises(ValueError, match=r"draft: missing tensors: layers.2.self_attn.o_proj.bias, norm.weight"):
-        load_draft(checkpoint.folder)
+    assert_refused(checkpoint, r"draft: missing tensors: layers.2.self_attn.o_proj.bias, norm.weight")
     tensors = checkpoint.tensors | {"layers.1.self_attn.k_proj.weight": torch.zeros(64, 64)}
     save_checkpoint(checkpoint.folder, checkpoint.config, tensors)
-    with pytest.raises(
-        ValueError, match=r"the config makes tensor layers.1.self_attn.k_proj.weight \[32, 64\], got \[64, 64"
-    ):
-        load_draft(checkpoint.folder)
-    save_checkpoint(
-        checkpoint.folder, checkpoint.config | {"num_hidden_layers": 4, "layer_types": None}, checkpoint.tensors
-    )
-    with pytest.raises(ValueError, match=r"missing tensors: layers.3.* and \d+ more"):
-        load_draft(checkpoint.folder)
+    assert_refused(checkpoint, r"the config makes tensor layers.1.self_attn.k_proj.weight \[32, 64\], got \[64, 64")
+    config = checkpoint.config | {"num_hidden_layers": 4, "layer_types": None}
+    save_checkpoint(checkpoint.folder, config, checkpoint.tensors)
+    assert_refused(checkpoint, r"missing tensors: layers.3.* and \d+ more")
 
 
 def test_quantized_tensors_are_refused(checkpoint):
     tensors = checkpoint.tensors | {"fc.weight": checkpoint.tensors["fc.weight"].to(torch.float8_e4m3fn)}
     save_checkpoint(checkpoint.folder, checkpoint.config, tensors)
-    with pytest.raises(
-        ValueError, match=r"tensor fc.weight is stored as torch.float8_e4m3fn: quantized drafters cannot be loaded"
-    ):
-        load_draft(checkpoint.folder)
+    assert_refused(checkpoint, "tensor fc.weight is stored as torch.float8_e4m3fn: quantized drafters cannot be")
 
 
 def test_missing_files_are_named(checkpoint):
     shard(checkpoint.folder, checkpoint.tensors)
     (checkpoint.folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"shard model-00002-of-00003.safetensors is missing, but .*index.json names it"
-    ):
-        load_draft(checkpoint.folder)
+    lost = r"shard model-00002-of-00003.safetensors is missing, but .*index.json names it"
+    assert_refused(checkpoint, lost, FileNotFoundError)
     index = checkpoint.folder / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"fc.weight": "../model.safetensors"}}')
-    with pytest.raises(ValueError, match=r"'../model.safetensors', not a file in the same folder"):
-        load_draft(checkpoint.folder)
+    assert_refused(checkpoint, r"'../model.safetensors', not a file in the same folder")
     index.write_text('{"weight_map": []}')
-    with pytest.raises(ValueError, match="weight_map must map tensor names to files"):
-        load_draft(checkpoint.folder)
+    assert_refused(checkpoint, "weight_map must map tensor names to files")
     index.unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"draft has neither model.safetensors nor model.safetensors.index.json"
-    ):
-        load_draft(checkpoint.folder)
+    neither = r"draft has neither model.safetensors nor model.safetensors.index.json"
+    assert_refused(checkpoint, neither, FileNotFoundError)
     (checkpoint.folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json: not JSON that can be read"):
-        load_draft(checkpoint.folder)
+    assert_refused(checkpoint, r"config.json: not JSON that can be read")
     (checkpoint.folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"is not a drafter's folder: config.json is missing"):
-        load_draft(checkpoint.folder)
+    assert_refused(checkpoint, r"is not a drafter's folder: config.json is missing", FileNotFoundError)
 
 
 def test_a_tensor_in_two_shards_is_named(checkpoint):
     shard(checkpoint.folder, checkpoint.tensors)
     path = checkpoint.folder / "model-00002-of-00003.safetensors"
     save_file(load_file(path) | {"fc.weight": checkpoint.tensors["fc.weight"]}, path)
-    with pytest.raises(ValueError, match=r"tensor fc.weight is in model-00002.* and in another file"):
-        load_draft(checkpoint.folder)
+    assert_refused(checkpoint, r"tensor fc.weight is in model-00002.* and in another file")
 
 
 @pytest.mark.parametrize("error", [OSError("no route to the hub"), ValueError("gated\nmore")])

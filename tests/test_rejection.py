@@ -222,35 +222,29 @@ class TestGenerate:
         wanted = torch.cat([wanted[often], wanted[~often].sum()[None]]) * rows * rounds
         assert scipy.stats.chisquare(counts, wanted).pvalue > 1e-3
 
-    def test_at_temperature_0_it_is_the_greedy_text(self):
-        target = make_target("qwen3")
-        draft, ids = make_draft(target), prompt(5)[None]
+    def test_at_temperature_0_it_is_the_greedy_text(self, target, draft):
+        ids = prompt(5)[None]
         greedy = dflash.generate(target, draft, ids, max_new_tokens=12)
         assert torch.equal(dflash.generate(target, draft, ids, max_new_tokens=12, acceptance="rejection"), greedy)
 
-    def test_equal_calls_are_equal_and_rows_never_meet(self):
-        target = make_target("qwen3")
-        draft, ids = make_draft(target), prompt(5)[None].expand(3, -1)
+    def test_equal_calls_are_equal_and_rows_never_meet(self, target, draft):
+        ids = prompt(5)[None].expand(3, -1)
         call = {"max_new_tokens": 20, "temperature": 1.0, "acceptance": "rejection"}
         batch = dflash.generate(target, draft, ids, seed=4, **call)
         assert torch.equal(dflash.generate(target, draft, ids, seed=4, **call), batch)
         for row in range(3):
             assert torch.equal(dflash.generate(target, draft, ids[:1], seed=fold(4, row), **call)[0], batch[row])
 
-    def test_unsupported_combinations_are_refused(self):
-        target = make_target("qwen3")
-        draft, ids = make_draft(target), prompt(5)[None]
-        call = {"max_new_tokens": 4, "temperature": 1.0}
+    def test_unsupported_combinations_are_refused(self, target, draft):
+        ids, call = prompt(5)[None], {"max_new_tokens": 4, "temperature": 1.0}
         with pytest.raises(ValueError, match="draft_sharpness must be 1 there"):
             dflash.generate(target, draft, ids, acceptance="rejection", draft_sharpness=2.0, **call)
         generator = dflash.Generator(target, draft, max_length=32, denoise_steps=2)
         with pytest.raises(ValueError, match="needs denoise_steps=1, got 2"):
             generator.generate(ids, acceptance="rejection", **call)
 
-    def test_bans_hold_and_python_processors_are_refused(self):
-        target = make_target("qwen3")
-        draft, ids = make_draft(target), prompt(5)[None]
-        call = {"max_new_tokens": 30, "temperature": 1.5, "seed": 3, "acceptance": "rejection"}
+    def test_bans_hold_and_python_processors_are_refused(self, target, draft):
+        ids, call = prompt(5)[None], {"max_new_tokens": 30, "temperature": 1.5, "seed": 3, "acceptance": "rejection"}
         banned = list(range(40))
         output = dflash.generate(target, draft, ids, suppress_tokens=banned, **call)
         assert not torch.isin(output[0, 5:], torch.tensor(banned)).any()

@@ -45,6 +45,19 @@ def finish(of: Session) -> dict[int, tuple[list[int], int]]:
     return {row: (ids, prefilled[row]) for row, ids in written.items()}
 
 
+def finish_but(of: Session, bad: int, good: int) -> tuple[dict[int, list[int]], str]:
+    """Run all requests; return what they wrote, and the error of the one that fails."""
+    seen, errors = {good: [], bad: []}, {}
+    while of.is_busy:
+        for row, event, error in of.step():
+            seen[row] += event.ids[0]
+            if error:
+                errors[row] = error
+                of.retire(row)
+    assert errors.keys() == {bad}
+    return seen, errors[bad]
+
+
 REFUSED = {
     "two rows": ({"ids": torch.ones(2, 3, dtype=torch.int64)}, "it has 2 rows: each takes a row of its own"),
     "several answers": ({"num_return_sequences": 2, "temperature": 1.0}, "it has 2 rows"),
@@ -191,14 +204,8 @@ def test_nan_logits_end_one_request_and_leave_the_others():
 
     of.generator.engine.target.verify = spoil
     good, bad = admit(of, prompt(9)), admit(of, marked)
-    seen = {good: [], bad: []}
-    while of.is_busy:
-        for row, event, error in of.step():
-            seen[row] += event.ids[0]
-            if error:
-                assert row == bad
-                assert error == f"the target's logits are NaN in row {bad} for position 4"
-                of.retire(row)
+    seen, error = finish_but(of, bad, good)
+    assert error == f"the target's logits are NaN in row {bad} for position 4"
     assert len(seen[bad]) == 1
     assert seen[good] == greedy(target, prompt(9), NEW).tolist()
 
@@ -241,15 +248,8 @@ def test_a_grammar_that_cannot_go_on_ends_its_row_only():
     target, _ = pair()
     of, arguments = session(), MASKED | {"grammar": dflash.Grammar.regex("aéz")}
     good, bad = admit(of, prompt(9)), admit(of, prompt(6), **arguments)
-    seen, errors = {good: [], bad: []}, {}
-    while of.is_busy:
-        for row, event, error in of.step():
-            seen[row] += event.ids[0]
-            if error:
-                errors[row] = error
-                of.retire(row)
-    assert errors.keys() == {bad}
-    assert re.search(rf"grammar (of row {bad} cannot go on|and the other rules together leave no token)", errors[bad])
+    seen, error = finish_but(of, bad, good)
+    assert re.search(rf"grammar (of row {bad} cannot go on|and the other rules together leave no token)", error)
     assert seen[good] == greedy(target, prompt(9), NEW).tolist()
 
 
