@@ -79,8 +79,8 @@ def test_the_advised_line_repairs_the_planted_drafter(tmp_path, name):
     path = folder / "config.json"
     faulty = json.loads(path.read_text())
     path.write_text(json.dumps(merged(faulty, fault.repair)))
-    assert Wiring.read(json.loads(path.read_text())).identity == Wiring.read(healthy.keys).identity
-    assert Wiring.read(faulty).identity != Wiring.read(healthy.keys).identity
+    assert Wiring.read(json.loads(path.read_text())) == Wiring.read(healthy.keys)
+    assert Wiring.read(faulty) != Wiring.read(healthy.keys)
     assert load_draft(folder).config == healthy.drafter.config
 
 

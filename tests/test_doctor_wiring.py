@@ -53,13 +53,6 @@ def test_a_rewired_drafter_drafts_as_one_made_with_that_config(name, change):
     assert drafter.config is before
 
 
-@pytest.mark.parametrize(("scale", "other"), [(0.5, 1.0), (1.0, 0.5)])
-def test_another_value_scale_is_refused_since_the_weights_are_scaled(scale, other):
-    drafter = random_drafter(config_dict(attention_value_scale=scale))
-    with pytest.raises(ValueError, match=f"attention_value_scale must stay {scale} where .*, got {other}: make a"):
-        drafter.rewired(dataclasses.replace(drafter.config, attention_value_scale=other))
-
-
 def test_a_rewired_drafter_keeps_its_own_parts():
     config = DraftConfig.from_config(config_dict(dflash_config={"mask_token_id": 100, "target_layer_ids": [1, 9]}))
     drafter = Drafter(dataclasses.replace(config, own_parts=("embed_tokens", "lm_head")))

@@ -38,7 +38,7 @@ class Wiring:
         dtype: of the drafter; None for its own.
     """
 
-    keys: Mapping[str, Any]
+    keys: Mapping[str, Any] = field(compare=False)  # wirings that draft the same are equal whatever their keys
     config: DraftConfig
     raw_last_tap: bool = False
     is_interleaved: bool = False
@@ -54,11 +54,6 @@ class Wiring:
         keys = from_speculators(keys) if is_speculators(keys) else keys
         with warnings.catch_warnings(action="ignore"):
             return cls(keys, DraftConfig.from_config(keys))
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """Values that are equal for two wirings that draft the same, whatever their keys."""
-        return self.config, self.raw_last_tap, self.is_interleaved, self.dtype
 
     def patched(self, patch: Mapping[str, Any]) -> Wiring | None:
         """Return the wiring with other keys, at the level where each of them stands; None if they cannot be read."""
@@ -160,7 +155,7 @@ class Variant:
 
 def variants(wiring: Wiring, facts: Facts) -> list[Variant]:
     """Return every variant of a wiring, simple ones first, and none twice."""
-    found: dict[tuple[Any, ...], Variant] = {}
+    found: dict[Wiring, Variant] = {}
     for fault, family in FAMILIES.items():
         for change, other, advice in family(wiring, facts):
             keys: dict[str, Any] = {}
@@ -169,7 +164,7 @@ def variants(wiring: Wiring, facts: Facts) -> list[Variant]:
                 other, advice = wiring.patched(other), _in_words(keys) + advice
                 if other is None or other.config == wiring.config:
                     continue
-            found.setdefault(other.identity, Variant(fault, change, other, advice, keys))
+            found.setdefault(other, Variant(fault, change, other, advice, keys))
     return list(found.values())
 
 

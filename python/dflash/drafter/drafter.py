@@ -102,11 +102,6 @@ class Drafter(nn.Module):
 
         Parts of its own stay its own: a ``config.json`` need not list them. ``attention_value_scale`` must be the same.
         """
-        if (scale := config.attention_value_scale) != self.config.attention_value_scale:
-            raise ValueError(
-                f"attention_value_scale must stay {self.config.attention_value_scale} where weights are shared, got "
-                f"{scale}: make a Drafter with that config and load the weights into it"
-            )
         other = copy.copy(self)
         other.config, other._stack = dataclasses.replace(config, own_parts=self.config.own_parts), None
         other._buffers = {**self._buffers, "inv_freq": other._frequencies(self.device)}

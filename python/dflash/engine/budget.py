@@ -63,9 +63,8 @@ class TreeBudget:
 
     def observe(self, rows: int, emitted: Sequence[int], reports: Sequence[RowReport]) -> None:
         """Learn from a step that verified ``rows``. Rows that have ended are left out: the end may cut a path off."""
-        running = [
-            (count, report) for count, report in zip(emitted, reports, strict=True) if report.done == RUNNING and count
-        ]
+        pairs = zip(emitted, reports, strict=True)
+        running = [(count, report) for count, report in pairs if report.done == RUNNING and count]
         if not running:
             return
         place = TREE_SIZES.index(rows)

@@ -185,10 +185,8 @@ def print_benchmark(report: dict[str, Any], console: Console) -> None:
     # 3. Its acceptance by position
     if header["block_size"] > 1:
         say("share of steps that kept each drafted token (of those that kept the one before)")
-        rows = [
-            [str(place + 1), *(_share(found, place) for found in datasets.values())]
-            for place in range(header["block_size"] - 1)
-        ]
+        places = range(header["block_size"] - 1)
+        rows = [[str(place + 1), *(_share(found, place) for found in datasets.values())] for place in places]
         _print_table(console, ("", *datasets), rows)
     for name, found in datasets.items():
         say(f"{name}: steps of 1 .. {header['block_size']} tokens: {' '.join(map(str, found['histogram'][1:]))}")

@@ -22,8 +22,7 @@ import ast
 import inspect
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -46,52 +45,30 @@ class Scope(SimpleNamespace):
     """A call's arguments by name, what was read made contiguous, and the names that the contract gives."""
 
 
-@dataclass
 class Spec:
-    """One tensor, or list of tensors, of a contract."""
+    """One tensor, or list of tensors, of a contract, from the groups of `_TENSOR`.
 
-    name: str
-    count: str | None
-    dims: list[str]
-    dtype: str | None
-    layout: int  # 0: dense; -1: evenly spaced rows; else so many last dimensions are dense
-    is_written: bool = False
-    is_optional: bool = False
+    Attributes:
+        leading: the name of the leading dimensions, if there may be any number.
+        sizes: those after the leading ones.
+        last_may_miss: a tensor may lack the last dimension.
+        layout: 0: dense; -1: evenly spaced rows; else so many last dimensions are dense.
+        codes: the dtype and the one that it may be instead, as contract.h has them.
+        words: the shape as errors spell it.
+    """
 
-    @property
-    def leading(self) -> str | None:
-        """The name of the leading dimensions, if there may be any number."""
-        return self.dims[0][:-2] if self.dims and self.dims[0].endswith("..") else None
-
-    @property
-    def sizes(self) -> list[str]:
-        """The sizes after the leading ones."""
-        return self.dims[1:] if self.leading else self.dims
-
-    @property
-    def last_may_miss(self) -> bool:
-        """True if a tensor may lack the last dimension."""
-        return bool(self.dims) and self.dims[-1].endswith("?")
-
-    @property
-    def codes(self) -> tuple[int, int]:
-        """The dtype and the one that it may be instead, as contract.h has them."""
-        first, _, other = (self.dtype or "").partition("|")
-        return _CODES[first], _CODES[other]
-
-    @property
-    def words(self) -> str:
-        """The shape as errors spell it."""
-        names = ["..." if dim.endswith("..") else dim for dim in self.dims]
-        return ", ".join([*names[:-1], f"{names[-1][:-1]} or none" if self.last_may_miss else names[-1]])
-
-
-def _specs(text: str) -> Iterator[Spec]:
-    for name, count, dims, dtype, flags in _TENSOR.findall(text):
+    def __init__(self, name: str, count: str, dims: str, dtype: str, flags: str) -> None:
+        self.name, self.count, self.dtype = name, count or None, dtype or None
+        self.sizes = [dim.strip() for dim in dims.split(",") if dim.strip()]
+        self.leading = self.sizes.pop(0)[:-2] if dims.partition(",")[0].endswith("..") else None
+        self.last_may_miss = dims.endswith("?")
+        words = [dim[:-1] + " or none" if dim.endswith("?") else dim for dim in self.sizes]
+        self.words = ", ".join([*(["..."] if self.leading else []), *words])
+        first, _, other = dtype.partition("|")
+        self.codes = _CODES[first], _CODES[other]
         digits = re.sub(r"\D", "", flags)
-        layout = -1 if "=" in flags else int(digits or "1") if "~" in flags else 0
-        shape = [dim.strip() for dim in dims.split(",")] if dims.strip() else []
-        yield Spec(name, count or None, shape, dtype or None, layout, "!" in flags)
+        self.layout = -1 if "=" in flags else int(digits or "1") if "~" in flags else 0
+        self.is_written, self.is_optional = "!" in flags, False
 
 
 class Contract:
@@ -115,19 +92,16 @@ class Contract:
         # 1. Parse
         self.op, self.kernel, self.choices = op, kernel, choices or {}
         self.parameters = {p.name: p for p in parameters}
-        self.tensors, self.outputs = [*_specs(tensors)], [*_specs(returns)]
+        self.tensors, self.outputs = ([Spec(*found) for found in _TENSOR.findall(x)] for x in (tensors, returns))
         for spec in self.tensors:
             spec.is_optional = self.parameters[spec.name].annotation == Tensor | None
         self.storage = next((spec.name for spec in self.tensors if spec.dtype is None), None)
-        rules = [rule.partition(":") for rule in where.split(";") if rule.strip()]
-        self.rules = [
-            (rule.strip(), words.strip() or f"{rule.strip()} must hold", _code(rule)) for rule, _, words in rules
-        ]
+        rules = [map(str.strip, rule.partition(":")) for rule in where.split(";") if rule.strip()]
+        self.rules = [(rule, words or f"{rule} must hold", _code(rule)) for rule, _, words in rules]
         pairs = [pair.split("=", 1) for pair in derived.split(";") if pair.strip()]
         self.derived = {name.strip(): (text.strip(), _code(text)) for name, text in pairs}
-        self.expressions = {
-            dim: _code(dim) for s in (*self.tensors, *self.outputs) for dim in s.sizes if not _plain(dim)
-        }
+        sizes = [dim for spec in (*self.tensors, *self.outputs) for dim in spec.sizes]
+        self.expressions = {dim: _code(dim) for dim in sizes if not _plain(dim)}
         self.writes = [spec.name for spec in self.tensors if spec.is_written]
         # 2. Give each name that has a number a slot
         numbers = (int, bool, str) if self.choices else (int, bool)
@@ -208,9 +182,8 @@ class Contract:
                     sides = [emit(side) for side in (node.left, *node.comparators)]
                     names = [type(operation).__name__ for operation in node.ops]
                     pairs = zip(names, sides, sides[1:], strict=False)
-                    return apply(
-                        "And", *(apply("L" + n[1:], b, a) if n[0] == "G" else apply(n, a, b) for n, a, b in pairs)
-                    )
+                    tests = [apply("L" + n[1:], b, a) if n[0] == "G" else apply(n, a, b) for n, a, b in pairs]
+                    return apply("And", *tests)
                 case ast.Call(func=ast.Name(id=("min" | "max") as name)):
                     return apply(name, *map(emit, node.args))
                 case ast.Call(func=ast.Name(id=("at_least" | "at_most") as name), args=[ast.Name(id=number), bound]):

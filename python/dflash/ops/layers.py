@@ -112,10 +112,8 @@ class PackedLayers:
             raise ValueError(f"{_OP}: hidden must be on {self.norm.device} as the layers are, got {s.hidden.device}")
         if self.norm.dtype != s.hidden.dtype:
             raise TypeError(f"{_OP}: hidden must be {self.norm.dtype} as the layers are, got {s.hidden.dtype}")
-        wanted = {
-            "hidden_size": self.norm.shape[0], "attention_layers": len(self.attention),
-            "recurrent_layers": len(self.recurrent),
-        }  # fmt: skip
+        wanted = {"hidden_size": self.norm.shape[0], "attention_layers": len(self.attention)}
+        wanted["recurrent_layers"] = len(self.recurrent)
         if self.recurrent:
             key_heads, heads, key_dim, value_dim, width = self.sizes
             wanted |= {"key_heads": key_heads, "delta_heads": heads, "key_dim": key_dim, "value_dim": value_dim}

@@ -636,9 +636,8 @@ def gated_recurrence_(
         kept = torch.where((t < keep)[:, None, None, None], current, kept)
     state.copy_(kept)
     stored = min(rows, block)
-    saved_k[:, :stored], saved_d[:, :stored], saved_a[:, :stored] = (
-        *(k[:, :stored, ::groups], corrected[:, :stored], a[:, :stored]),
-    )
+    for saved, last in ((saved_k, k[:, :, ::groups]), (saved_d, corrected), (saved_a, a)):
+        saved[:, :stored] = last[:, :stored]
     return out
 
 
