@@ -245,9 +245,8 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     """
     global _cached
     if draft is not None and not isinstance(draft, nn.Module):
-        raise TypeError(
-            f"draft must be a module or None, got {type(draft).__name__}: load it once, draft = dflash.load_draft(...)"
-        )
+        came = type(draft).__name__
+        raise TypeError(f"draft must be a module or None, got {came}: load it once, draft = dflash.load_draft(...)")
     # 1. Take the kept generator if it serves the call.
     cached, is_inside = _cached, _is_inside_a_call()  # another thread may release it meanwhile
     if cached is not None and not is_inside and cached.serves(target, draft, options, call):

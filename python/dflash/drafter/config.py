@@ -502,9 +502,8 @@ def _read_attention(given: Mapping[str, Any], layers: int) -> tuple[tuple[bool, 
         kinds = [FULL if i < num_full else SLIDING for i in range(layers)]
     if not isinstance(kinds, (list, tuple)) or len(kinds) != layers:
         raise ValueError(f"layer_types must name num_hidden_layers = {layers} layers, got {shortened(kinds)}")
-    for kind in kinds:
-        if kind not in (FULL, SLIDING):
-            raise ValueError(f"layer_types must be {FULL} or {SLIDING}, got {shortened(kind)}")
+    if others := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
+        raise ValueError(f"layer_types must be {FULL} or {SLIDING}, got {shortened(others[0])}")
     # 2. The window; use_swa gives one to layers that are full by name
     causal = given.get("is_causal", given.get("causal"))
     everywhere, window = SLIDING not in kinds and given.get("use_swa", False), 0

@@ -130,10 +130,8 @@ class WidthBudget:
 
     def observe(self, rows: int, emitted: Sequence[int], reports: Sequence[RowReport]) -> None:
         """Learn from a step; see `TreeBudget.observe`."""
-        running = {}
-        for row, (count, report) in enumerate(zip(emitted, reports, strict=True)):
-            if report.done == RUNNING and count:
-                running[row] = context_bucket(report.length - count)
+        rows_of = enumerate(zip(emitted, reports, strict=True))
+        running = {row: context_bucket(r.length - n) for row, (n, r) in rows_of if r.done == RUNNING and n}
         for bucket in set(running.values()):
             self._counts[bucket] = self._at(bucket).scaled(_FADING)
         for row, bucket in running.items():

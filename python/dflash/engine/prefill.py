@@ -44,9 +44,8 @@ class Prefill:
         self.counts = list(map(operator.sub, lengths, cached))
         self._cached = list(cached)
         self._logits: list[Tensor | None] = [None] * len(prompts)
-        self._ids = pad_sequence(
-            [prompt[held:] for prompt, held in zip(prompts, cached, strict=True)], batch_first=True
-        )
+        left = [prompt[held:] for prompt, held in zip(prompts, cached, strict=True)]
+        self._ids = pad_sequence(left, batch_first=True)
         state, device, rows = engine.state, engine.state.tokens.device, self.rows
         # 1. The state of the rows
         ids = pad_sequence(prompts, batch_first=True)

@@ -301,10 +301,8 @@ class Engine:
     def _apply_settings(self) -> None:
         """Use the logit rules of all rows from now on, and keep log probabilities if a row asks for them."""
         # 1. Rules of one layout share tensors that never move; the least recently used layouts go.
-        settings, asks = [], False
-        for call in self.calls:
-            settings.append({} if call is None else call.rules)
-            asks = asks or (call is not None and call.logprobs is not None)
+        settings = [{} if call is None else call.rules for call in self.calls]
+        asks = any(call is not None and call.logprobs is not None for call in self.calls)
         layout = LogitRules.layout(settings) if any(settings) else ()
         if layout not in self._rules:
             while len(self._rules) >= _MAX_RULES:
@@ -376,10 +374,8 @@ class Engine:
             self.proposer.rows = rows
             return self._shared(time_step())
 
-        if isinstance(self.budget, TreeBudget):
-            costs = measured_costs(time_step_of, warm_ups)
-        else:
-            costs = measured_costs(time_step_of, warm_ups, chain_widths(self.block_size), math.inf)
+        sizes = () if isinstance(self.budget, TreeBudget) else (chain_widths(self.block_size), math.inf)
+        costs = measured_costs(time_step_of, warm_ups, *sizes)
         self.state.done.copy_(done)
         return costs
 

@@ -70,9 +70,8 @@ class LinkedPredictions(Predictions):
         self, positions: Tensor, s: Sampling, candidate_sharpness: Tensor, sharpness: Tensor, stream: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the path ``[batch, drafts]``, and the candidates' ids and scores along it, each ``[..., top_k]``."""
-        ids, logits = ops.top_candidates(
-            self.logits, positions, s.seeds, s.temperature, candidate_sharpness, self.top_k
-        )  # fmt: skip
+        by = s.seeds, s.temperature, candidate_sharpness
+        ids, logits = ops.top_candidates(self.logits, positions, *by, self.top_k)
         path, scores = ops.walk_candidates(
             self.pairs.queries, self.pairs.predecessors, self.pairs.successors, self.anchor, ids, logits, positions,
             s.seeds, s.temperature, s.top_k, s.top_p, s.min_p, sharpness, stream,
@@ -115,9 +114,8 @@ class DraftPass:
 
     def rows_for(self, state: State, num_drafts: int, drafts: Tensor | None = None) -> DraftRows:
         """Embed a block after each row's last token, with ``drafts [batch, num_drafts]`` int64 or masks."""
-        return DraftRows(*self.draft.embed_block(
-            state.tokens, state.length, num_drafts, self.target.embedding_weight, drafts
-        ))  # fmt: skip
+        table = self.target.embedding_weight
+        return DraftRows(*self.draft.embed_block(state.tokens, state.length, num_drafts, table, drafts))
 
     def predict(self, block: DraftRows, features: Tensor, state: State) -> Predictions:
         """Run the drafter once; ``features [batch, context_rows, hidden]``, fused, go into its cache."""

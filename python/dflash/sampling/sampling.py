@@ -110,14 +110,9 @@ class Sampling:
     def create(cls, batch: int, device: torch.device | str = "cpu") -> Sampling:
         """Return greedy parameters for ``batch`` rows on ``device``."""
 
-        def rows(fill: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((batch,), fill, dtype=dtype, device=device)
-
-        ints, floats = torch.int64, torch.float32
-        return cls(
-            rows(0, ints), rows(0, floats), rows(0, ints), rows(1, floats), rows(0, floats), rows(1, floats),
-            rows(1, floats),
-        )  # fmt: skip
+        ints = torch.zeros(batch, dtype=torch.int64, device=device)
+        zeros = torch.zeros(batch, dtype=torch.float32, device=device)
+        return cls(ints, zeros, ints.clone(), zeros + 1, zeros.clone(), zeros + 1, zeros + 1)
 
     def rows(self, rows: slice) -> Sampling:
         """Return the parameters of some rows; they share these tensors' memory."""

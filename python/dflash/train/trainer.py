@@ -40,15 +40,11 @@ from .model import BlockLoss, TrainableDrafter, block_loss
 # ---------------------------------------------------------------------------------------------- optimizers
 
 _BETAS = (0.9, 0.95)
+Parameters = Sequence[nn.Parameter]
 
 
 def make_muon(
-    matrices: Sequence[nn.Parameter],
-    others: Sequence[nn.Parameter],
-    rate: float,
-    weight_decay: float = 0.0,
-    *,
-    fused: bool | None = True,
+    matrices: Parameters, others: Parameters, rate: float, weight_decay: float = 0.0, *, fused: bool | None = True
 ) -> list[torch.optim.Optimizer]:
     """Return Muon (Jordan et al., 2024) for the matrices and AdamW without decay for the others."""
     muon = torch.optim.Muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
