@@ -65,10 +65,8 @@ class Statistics:
     @property
     def histogram(self) -> list[int]:
         """``histogram[m]`` steps emitted ``m`` tokens, ``m = 0 .. block_size``."""
-        counts = [0] * (self.block_size + 1)
-        for length in self._steps:
-            counts[length] += 1
-        return counts
+        steps = self._steps
+        return [steps.count(length) for length in range(self.block_size + 1)]
 
     @property
     def acceptance_per_position(self) -> list[float]:

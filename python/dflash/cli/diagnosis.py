@@ -53,25 +53,25 @@ def _package(name: str, wanted: tuple[int, int]) -> Check:
     return Check(name, version)
 
 
-def _clash() -> Check:
-    name, version = "import name", version_of("dflash")
+def _clash(name: str) -> Check:
+    version = version_of("dflash")
     if version == "not installed":
         return Check(name, "dflash belongs only to dflash-engine")
     advice = "pip uninstall dflash dflash-engine, then install the one you want"
     return Check(name, f"dflash {version} is installed too and owns the same import name", "error", advice)
 
 
-def _instruction_set() -> Check:
+def _instruction_set(name: str) -> Check:
     chosen, forced = ops.isa(), os.environ.get("DFLASH_ISA")
     if forced:
-        return Check("CPU kernels", f"{chosen}, because DFLASH_ISA is set", "warning", "unset DFLASH_ISA")
+        return Check(name, f"{chosen}, because DFLASH_ISA is set", "warning", "unset DFLASH_ISA")
     better = {"scalar": "avx2", "avx2": "avx512vl", "avx512": "avx512_bf16", "avx512_bf16": "amx_bf16"}.get(chosen)
     if better in processor_flags():
         advice = "install on this machine, or with -C cmake.define.DFLASH_ALL_ISAS=ON"
-        return Check("CPU kernels", f"{chosen}, and this processor has {better} too", "warning", advice)
+        return Check(name, f"{chosen}, and this processor has {better} too", "warning", advice)
     if chosen == "scalar" and platform.machine() in ("x86_64", "AMD64"):
-        return Check("CPU kernels", "scalar", "warning", "this processor has no AVX2: expect low speed")
-    return Check("CPU kernels", chosen)
+        return Check(name, "scalar", "warning", "this processor has no AVX2: expect low speed")
+    return Check(name, chosen)
 
 
 def processor_flags() -> set[str]:
@@ -85,24 +85,23 @@ def _gpu_present() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
-def _gpu() -> Check:
+def _gpu(name: str) -> Check:
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        return Check("GPU", f"{names} (torch CUDA {torch.version.cuda})")
+        return Check(name, f"{names} (torch CUDA {torch.version.cuda})")
     if not _gpu_present():
-        return Check("GPU", "none")
+        return Check(name, "none")
     if torch.version.cuda is None:
         found, advice = "present, but this torch is a CPU build", "install a CUDA build of torch (pytorch.org)"
     else:
         found, advice = "present, but torch cannot use it", "check the driver with nvidia-smi"
-    return Check("GPU", found, "warning", advice)
+    return Check(name, found, "warning", advice)
 
 
 _SLOW = "until then a target runs its own layers, and ops run in plain torch"
 
 
-def _cuda_kernels() -> Check:
-    name = "CUDA kernels"
+def _cuda_kernels(name: str) -> Check:
     if not ops.has_cuda_kernels():
         if not torch.cuda.is_available():
             return Check(name, "not in this build")
@@ -115,8 +114,7 @@ def _cuda_kernels() -> Check:
     return Check(name, "in this build and running")
 
 
-def _cuda_graphs() -> Check:
-    name = "CUDA graphs"
+def _cuda_graphs(name: str) -> Check:
     if not torch.cuda.is_available():
         return Check(name, "no GPU to replay them on: steps run directly")
     if reason := _graph_error():
@@ -135,8 +133,7 @@ def _graph_error() -> str:
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _overlap() -> Check:
-    name = "CUDA overlap"
+def _overlap(name: str) -> Check:
     switches = {"DFLASH_OVERLAP": ops.OVERLAP, "DFLASH_PREFETCH": ops.PREFETCH}
     if off := [switch for switch, is_on in switches.items() if not is_on]:
         return Check(name, f"turned off by {' and '.join(off)}", "warning", f"unset {' and '.join(off)}")
@@ -158,13 +155,13 @@ def examine() -> list[Check]:
         Check("python", platform.python_version()),
         _package("torch", (2, 11)),
         _package("transformers", (5, 15)),
-        _clash(),
-        _instruction_set(),
+        _clash("import name"),
+        _instruction_set("CPU kernels"),
         Check("CPU threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
-        _gpu(),
-        _cuda_kernels(),
-        _overlap(),
-        _cuda_graphs(),
+        _gpu("GPU"),
+        _cuda_kernels("CUDA kernels"),
+        _overlap("CUDA overlap"),
+        _cuda_graphs("CUDA graphs"),
     ]
 
 

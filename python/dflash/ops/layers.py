@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,10 +43,6 @@ class PackedLayers:
         self.replace(layers, norm)
         self.handle = f"layers {next(self._handles)}"
         _live[self.handle] = self
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield every weight."""
-        yield from (tensor for _, tensor in named_tensors(self.layers, self.norm))
 
     def refresh(self, signs: bool = True) -> None:
         """Check the weights again if one has another address, shape, dtype or storage; with ``signs`` also for negative
@@ -104,7 +100,7 @@ class PackedLayers:
                     record[name] = conv.record()
             record["delta_net" if layer.is_recurrent else "attention"] = dict(record)  # by name, as in params.h
             records.append(record)
-        self._records = _C.DecoderLayers(records, [*self.tensors()])
+        self._records = _C.DecoderLayers(records, [tensor for _, tensor in named_tensors(self.layers, self.norm)])
 
     def check_call(self, s: Scope) -> None:
         """Raise unless the sizes of a call are those of the layers."""

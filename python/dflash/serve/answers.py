@@ -237,10 +237,8 @@ class Pieces:
         starts = _Starts(self._tokenizer, skip_special_tokens=False)
         places = [starts.push(token) for token in ids]
         added = max(0, starts.finish() - len(text))
-        return [
-            self.shown(token, max(0, place - added), value)
-            for token, place, value in zip(ids, places, values, strict=True)
-        ]
+        tokens = zip(ids, places, values, strict=True)
+        return [self.shown(token, max(0, place - added), value) for token, place, value in tokens]
 
 
 class _Starts:

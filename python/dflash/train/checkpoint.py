@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 _STATE, _PROGRESS, _NAME = "trainer.pt", "trainer.json", re.compile(r"step-\d{8}")
 _COUNTERS = ("step", "epoch", "place", "tokens", "seconds")  # trainer attributes that checkpoints store
-_MAY_CHANGE = ("keep", "log_every", "save_every", "eval_every")  # settings that a resumed run may change
+# Settings that a resumed run may change; of accumulate, only its product with the number of processes matters.
+_MAY_CHANGE = ("accumulate", "keep", "log_every", "save_every", "eval_every")
 
 
 class CheckpointError(OSError):
@@ -137,7 +138,7 @@ def fingerprint(trainer: Trainer) -> dict[str, Any]:
     """Return the settings that must match for a checkpoint to be resumed."""
     config = dataclasses.asdict(trainer.config)
     config = {k: v for k, v in config.items() if k not in _MAY_CHANGE and not k.startswith("eval_")}
-    config.pop("accumulate")  # only processes times accumulation matters
+
     features = "of the running target" if trainer.features is None else f"cached in {trainer.features.dtype}"
     target = f"{describe_config(trainer.target)} {sample_digest(trainer.target)}"
     return config | {

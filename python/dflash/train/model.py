@@ -392,10 +392,8 @@ class TrainableDrafter(nn.Module):
         block_rotation = _rotation(drafter, slots.flatten(1))
         context_rotation = _rotation(drafter, torch.arange(length, device=anchors.device)[None])
         # 2. Make one mask for each kind of layer
-        masks = {}
-        group = config.num_attention_heads // config.num_kv_heads
-        for kind in set(zip(config.causal, config.window, strict=True)):
-            masks[kind] = make_mask(anchors, length, block, *kind, group)
+        kinds, group = zip(config.causal, config.window, strict=True), config.num_attention_heads // config.num_kv_heads
+        masks = {kind: make_mask(anchors, length, block, *kind, group) for kind in set(kinds)}
         # 3. Run the layers
         residual = drafter.scale_embeddings(block_embeds).flatten(1, 2)
         for layer, *kind in zip(drafter.layers, config.causal, config.window, strict=True):
