@@ -52,13 +52,8 @@ class TreeBudget:
 
     def choose(self) -> int:
         """Return the rows of the next step."""
-        correction = self._accepted / self._predicted
-
-        def tokens_per_cost(size: int) -> float:
-            expected = self._expected[TREE_SIZES.index(size)]
-            return (1 + correction * (expected - 1)) / self.costs[size]
-
-        promised = {size: tokens_per_cost(size) for size in self.costs}
+        correction, expected = self._accepted / self._predicted, dict(zip(TREE_SIZES, self._expected, strict=True))
+        promised = {size: (1 + correction * (expected[size] - 1)) / cost for size, cost in self.costs.items()}
         return min(size for size, tokens in promised.items() if tokens >= _EQUAL * max(promised.values()))
 
     def observe(self, rows: int, emitted: Sequence[int], reports: Sequence[RowReport]) -> None:

@@ -157,11 +157,8 @@ class Rule:
 
     def __init__(self, rows: Sequence[Settings | None], vocab_size: int, device: torch.device) -> None:
         """``rows`` holds the settings of each row with this rule, all with the same constants; None for the others."""
-        settings = next(row for row in rows if row is not None)
-        for name, value in self.constants(settings).items():
-            setattr(self, name, value)
-        for name, tensor in self.stacked(rows, vocab_size).items():
-            setattr(self, name, tensor.to(device))
+        values = {name: tensor.to(device) for name, tensor in self.stacked(rows, vocab_size).items()}
+        vars(self).update(self.constants(next(row for row in rows if row is not None)), **values)
 
     @classmethod
     def stacked(cls, rows: Sequence[Settings | None], vocab_size: int) -> dict[str, Tensor]:
