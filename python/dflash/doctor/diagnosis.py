@@ -228,10 +228,6 @@ class Replay:
         places = torch.tensor(where, dtype=torch.int64, device=drafter.device).view(-1, 2)
         self.rows, self.anchors = places.unbind(1)
 
-    def can_read(self, wiring: Wiring) -> bool:
-        """True if the states that the wiring taps were recorded."""
-        return all(layer in self.recordings[0].states for layer in self.layers(wiring))
-
     def layers(self, wiring: Wiring) -> list[int]:
         """Return the recorded layers that the wiring taps."""
         is_raw = wiring.raw_last_tap
@@ -458,7 +454,8 @@ def _search(out: Diagnosis, replay: Replay, wiring: Wiring, facts: Facts, show: 
 
 def _best(out: Diagnosis, replay: Replay, wiring: Wiring, facts: Facts, show: Show) -> tuple[Variant, Score]:
     """Return the variant that accepts most; ``out`` gets the trials of the first round."""
-    every = [variant for variant in variants(wiring, facts) if replay.can_read(variant.wiring)]
+    recorded = replay.recordings[0].states
+    every = [variant for variant in variants(wiring, facts) if recorded.keys() >= {*replay.layers(variant.wiring)}]
     # 1. A short look at all of them
     first = []
     for number, variant in enumerate(every):

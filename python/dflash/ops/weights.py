@@ -268,12 +268,11 @@ def int8_layer(layer: DecoderLayer | DeltaNetLayer) -> DecoderLayer | DeltaNetLa
     return layer._replace(**{name: Int8Weight.of(weight) for name, weight in weights if weight is not None})
 
 
-def named_tensors(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) -> list[tuple[str, Tensor]]:
-    """Return every weight with its name."""
-    named = [("norm", norm)]
+def named_tensors(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight with its name."""
+    yield "norm", norm
     for i, layer in enumerate(layers):
-        named += _tensors_of(f"layers[{i}]", layer)
-    return named
+        yield from _tensors_of(f"layers[{i}]", layer)
 
 
 def _tensors_of(
