@@ -190,6 +190,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             ours(target, draft, prompt(5)[None], **arguments)
 
+    @pytest.mark.parametrize("name", ["cache_implementation", "output_scores", "num_beams", "prompt_lookup_num_tokens"])
+    def test_generate_refuses_what_custom_generate_does(self, draft, name):
+        target, value = make_target("qwen3"), {"cache_implementation": "quantized", "num_beams": 2}.get(name, 3)
+        setattr(target.generation_config, name, value)
+        with pytest.raises(ValueError, match=f"generation_config asks for {name}={value!r}, which is not applied"):
+            dflash.generate(target, draft, prompt(5)[None])
+
     def test_processors_and_criteria_that_cannot_see_padding_are_refused(self, target, draft):
         ids, mask = left_padded([prompt(3), prompt(7)])
         for call, name in (

@@ -318,6 +318,7 @@ WRONG_GRAMMARS = [
     (lambda: Grammar.json_schema({"type": "array", "uniqueItems": True}), ValueError, r"Unimplemented keys.*uniqueIt"),
     (lambda: Grammar.json_schema({"allOf": [{"type": "string"}, {"type": "null"}]}), ValueError, "Unsatisfiable"),
     (lambda: Grammar.json_schema({"enum": [object()]}), TypeError, "a JSON schema must hold JSON values only"),
+    (lambda: Grammar.regex("a" * 2**18 + "a"), ValueError, "a regex must have at most 262144 bytes, got 262145"),
 ]
 
 
@@ -348,6 +349,25 @@ def test_a_wrong_call_is_refused_before_any_work(target, draft, prompts, monkeyp
     monkeypatch.setattr(target, "forward", lambda *_, **__: pytest.fail("the target ran"))
     with pytest.raises(error, match=message):
         dflash.generate(target, draft, prompts[1][None], **call(Grammar.regex("a+")) | changes)
+
+
+def chained_schema(link) -> Grammar:
+    definitions = {f"{i:x}": link({"$ref": f"#/$defs/{i + 1:x}"}) for i in range(4000)} | {"fa0": {"type": "null"}}
+    return Grammar.json_schema({"$defs": definitions, "$ref": "#/$defs/0"})
+
+
+@pytest.mark.parametrize("make", [
+    lambda: chained_schema(lambda ref: ref),
+    lambda: chained_schema(lambda ref: {"properties": {"a": ref}}),
+    lambda: chained_schema(lambda ref: {"items": ref, "type": "array"}),
+    lambda: chained_schema(lambda ref: {"anyOf": [ref, {"type": "null"}]}),
+    lambda: chained_schema(lambda ref: {"allOf": [ref]}),
+    lambda: Grammar.lark("start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(18_000)) + 'r18000: "a"'),
+    lambda: Grammar.lark("start: T0\n" + "".join(f"T{i}: T{i + 1}\n" for i in range(18_000)) + 'T18000: "a"'),
+], ids=["$ref", "properties", "items", "anyOf", "allOf", "rules", "terminals"])  # fmt: skip
+def test_a_long_chain_of_references_does_not_end_the_process(pair, make):
+    matcher = make().begin(pair[2], [0])
+    matcher.fill_(torch.zeros(1, matcher.words, dtype=torch.int32), [-1])
 
 
 def test_a_missing_extra_is_named(monkeypatch):

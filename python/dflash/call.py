@@ -128,7 +128,7 @@ class Call:
         # 3. What they are together.
         _check_together(values)
         sampling = SamplingArguments(*map(values.__getitem__, _SAMPLING))
-        repeats, stop, strings = (values[name] for name in ("num_return_sequences", "stop_token_ids", "stop_strings"))
+        repeats, stop, strings = values["num_return_sequences"], values["stop_token_ids"], values["stop_strings"]
         prompts, rows = ids.shape[0], ids.shape[0] * repeats
         if sampling.seed is not None:
             sampling.seeds(rows)  # raises

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import threading
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +27,9 @@ _WHITESPACE = r" ?(\r?\n[ \t]{0,32})?"
 _MAX_REASON = 500  # characters of an error; some repeat the grammar
 _MAX_VOCABULARIES = 8  # stop lists per tokenizer, which clients of a server may choose
 _MAX_COMPILED = 64  # grammars per tokenizer and stop list that are kept compiled
+# llguidance recurses along references with up to 10 KB of stack for one, and an overflow ends the process. A text of
+# this size cannot hold more of them than this stack, of which the system takes only what is used.
+_MAX_BYTES, _STACK_BYTES = 2**18, 2**29
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,9 @@ class Grammar:
 
     def _checked(self) -> Grammar:
         """Return the grammar; raise ValueError if llguidance does not take it."""
-        if reason := _llguidance().LLMatcher.validate_grammar(self.source):
+        if (size := len(self.text.encode())) > _MAX_BYTES:
+            raise ValueError(f"a {_NAMES[self.kind]} must have at most {_MAX_BYTES} bytes, got {size}")
+        if reason := _on_large_stack(_llguidance().LLMatcher.validate_grammar, self.source):
             raise ValueError(f"this {_NAMES[self.kind]} cannot be used: {reason.strip()[:_MAX_REASON]}")
         return self
 
@@ -134,7 +141,8 @@ class _Vocabulary:
         self.start = functools.lru_cache(_MAX_COMPILED)(self._start)
 
     def _start(self, grammar: Grammar) -> Matcher:
-        matcher: LLMatcher = _llguidance().LLMatcher(self.tokens, grammar.source, log_level=0)
+        make = functools.partial(_llguidance().LLMatcher, log_level=0)
+        matcher: LLMatcher = _on_large_stack(make, self.tokens, grammar.source)
         matcher.compute_bitmask()  # finds what only shows with a vocabulary
         if matcher.is_error():
             kind = _NAMES[grammar.kind]
@@ -142,6 +150,7 @@ class _Vocabulary:
         return Matcher(grammar, matcher, self.tokens.vocab_size, self.stop)
 
 
+_stack_size = threading.Lock()  # Python has one setting for all threads
 _vocabularies: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Vocabulary]] = weakref.WeakKeyDictionary()
 
 
@@ -158,6 +167,18 @@ def _vocabulary(tokenizer: Any, stop: tuple[int, ...]) -> _Vocabulary:
             kept.pop(next(iter(kept), None), None)
         kept[key] = vocabulary
     return kept[key]
+
+
+def _on_large_stack(function: Callable[..., Any], *arguments: object) -> Any:
+    """Call a function of llguidance, which releases Python's lock, in a thread of its own."""
+    with ThreadPoolExecutor(1) as threads:
+        with _stack_size:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                result = threads.submit(function, *arguments)
+            finally:
+                threading.stack_size(before)
+        return result.result()
 
 
 def _llguidance() -> Any:

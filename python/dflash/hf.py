@@ -38,14 +38,6 @@ _RULE_NAMES = {name for name, _ in _RULES.values()}
 _NO_EFFECT = ("LogitNormalization",)  # a constant added to all logits changes no choice
 # Not functions of a row's ids and scores.
 _STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "ConfidenceCriteria")
-# Further settings that ask for another decoding or another output: name -> off.
-_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-_OFF = {
-    **dict.fromkeys((*_OUTPUTS, "use_mtp"), (None, False)),
-    **dict.fromkeys(("prompt_lookup_num_tokens", "speculation_type", "prefill_chunk_size"), (None,)),
-    "num_beam_groups": (None, 1),
-    "diversity_penalty": (None, 0.0),
-}
 # What transformers prepares for its own forward; it does not change a token, or is checked below.
 _PREPARED = (
     *("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"),
@@ -191,11 +183,8 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
         raise _refuse("synced_gpus=True")
     asked: Any = types.SimpleNamespace(generation_config=config, get_input_embeddings=target.get_input_embeddings)
     defaults = TargetDefaults.of(asked)
-    others = {name: value for name, off in _OFF.items() if (value := getattr(config, name, None)) not in off}
-    for name, value in (defaults.settings["unsupported"] | others).items():
+    for name, value in defaults.settings["unsupported"].items():
         raise _refuse(f"generation_config.{name}={value!r}")
-    if getattr(config, "cache_implementation", None) == "quantized":
-        raise _refuse("generation_config.cache_implementation='quantized'")
     _check_model_arguments(model_kwargs, input_ids)
     if streamer is not None:
         check_streamer(streamer, input_ids.shape[0])

@@ -21,6 +21,12 @@ from .streaming import Streamer, Tokenizer
 MAX_LOGPROBS = 20
 """The most probable tokens per position that a call may ask for; OpenAI's limit."""
 
+# What one call's rules may cost in memory and time, since strangers send them to servers and in files. Sequences of ids
+# are counted as rows of the longest; those of one id do not count. Stop strings: transformers' table takes 13 bytes for
+# the square of their characters.
+_MAX_NGRAM, _MAX_SEQUENCES = 2**8, 2**16
+_MAX_STRINGS, _MAX_CHARACTERS = 2**6, 2**10
+
 TreeSize = int | Literal["auto"] | None
 """Rows of a draft tree; "auto" to choose them as a call proceeds; None for chains."""
 
@@ -176,7 +182,16 @@ def _words(name: str, value: object, vocab_size: int) -> tuple[tuple[int, ...], 
     found = dict.fromkeys(_tokens(name, word, vocab_size) for word in words)
     if () in found:
         raise ValueError(f"{name} must not hold an empty list")
-    return tuple(found)
+    return _few(name, tuple(found), found)
+
+
+def _few(name: str, value: Any, sequences: Iterable[tuple[int, ...]]) -> Any:
+    """Return ``value``; raise ValueError if its sequences would fill the memory."""
+    lengths = [len(ids) for ids in sequences if len(ids) > 1]
+    if (cells := len(lengths) * max(lengths, default=0)) > _MAX_SEQUENCES:
+        wanted = f"sequences times the longest of them must be at most {_MAX_SEQUENCES}, got {cells}"
+        raise ValueError(f"{name}: {wanted}: leave out the longest")
+    return value
 
 
 def _biases(name: str, value: object, vocab_size: int) -> tuple[tuple[tuple[int, ...], float], ...]:
@@ -192,7 +207,7 @@ def _biases(name: str, value: object, vocab_size: int) -> tuple[tuple[tuple[int,
         whose = f"{name} of token {ids[0]}" if len(ids) == 1 else f"{name} of tokens {list(ids)}"
         number = _number("be a finite number or -inf", lambda x: x < math.inf)(whose, bias, vocab_size)
         (single if len(ids) == 1 else longer)[ids] = number
-    return (*single.items(), *longer.items())
+    return _few(name, (*single.items(), *longer.items()), longer)
 
 
 def _seed(name: str, value: object, _: int) -> int | tuple[int, ...]:
@@ -215,7 +230,17 @@ def _strings(name: str, value: object, _: int) -> tuple[str, ...]:
     for text in strings:
         if not isinstance(text, str) or not text:
             raise ValueError(f"{name} must be strings that are not empty, got {text!r}")
+        string(name, text)
+    if len(strings) > _MAX_STRINGS or sum(map(len, strings)) > _MAX_CHARACTERS:
+        wanted = f"be at most {_MAX_STRINGS} strings with {_MAX_CHARACTERS} characters together"
+        raise ValueError(f"{name} must {wanted}, got {len(strings)} with {sum(map(len, strings))}")
     return strings
+
+
+def _ngram_size(name: str, value: object, _: int) -> int:
+    if (size := integer_from(0, name, value)) > _MAX_NGRAM:
+        raise ValueError(f"{name} must be at most {_MAX_NGRAM}, got {size}")
+    return size
 
 
 def _callables(name: str, value: object, _: int) -> tuple[object, ...]:
@@ -287,13 +312,14 @@ class GenerateArguments(TypedDict, total=False):
             processors or criteria. At temperature 0 both are greedy.
         stop_token_ids: ids that end a row, emitted as its last token; an empty list for none.
         stop_strings: strings that end a row with the token that completes one of them, wherever in a block it stands,
-            exactly as transformers does it in one-token decoding (its ``StopStringCriteria``). They need ``tokenizer``.
+            exactly as transformers does it in one-token decoding (its ``StopStringCriteria``). They need ``tokenizer``;
+            at most 64, with 1,024 characters together.
         repetition_penalty: positive. Divides the positive logits, and multiplies the negative ones, of tokens in the
             prompt or the answer so far (1).
         presence_penalty, frequency_penalty: -1e30 .. 1e30. A token drawn ``c`` times in the answer so far loses
             ``c * frequency_penalty + (c > 0) * presence_penalty`` from its logit, as in OpenAI's API: the prompt does
             not count. Applied right after repetition_penalty (0).
-        no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and answer together (0).
+        no_repeat_ngram_size: no n-gram of this size, at most 256, occurs twice in prompt and answer together (0).
         logit_bias: maps a token id to a number that is added to its logit, finite or -inf. A tuple of ids as the key,
             as in transformers' ``sequence_bias``, biases the last of them where the others came before ({}).
         bad_words_ids: sequences of ids that are never completed; a stop token on its own cannot be one ([]).
@@ -382,7 +408,7 @@ class GenerateArguments(TypedDict, total=False):
     presence_penalty: Annotated[float | None, Setting(_penalty, 0.0, "rule", "stated", request="presence_penalty")]
     frequency_penalty: Annotated[float | None, Setting(_penalty, 0.0, "rule", "stated", request="frequency_penalty")]
     no_repeat_ngram_size: Annotated[int | None, Setting(
-        _at_least(0), 0, "rule", "stated", request="no_repeat_ngram_size", config="no_repeat_ngram_size",
+        _ngram_size, 0, "rule", "stated", request="no_repeat_ngram_size", config="no_repeat_ngram_size",
         processor=("NoRepeatNGramLogitsProcessor", "ngram_size"),
     )]
     logit_bias: Annotated[Mapping[int | tuple[int, ...], float] | None, Setting(

@@ -301,8 +301,10 @@ class Engine:
     def _apply_settings(self) -> None:
         """Use the logit rules of all rows from now on, and keep log probabilities if a row asks for them."""
         # 1. Rules of one layout share tensors that never move; the least recently used layouts go.
-        settings = [{} if call is None else call.rules for call in self.calls]
-        asks = any(call is not None and call.logprobs is not None for call in self.calls)
+        settings, asks = [], False
+        for call in self.calls:
+            settings.append({} if call is None else call.rules)
+            asks = asks or (call is not None and call.logprobs is not None)
         layout = LogitRules.layout(settings) if any(settings) else ()
         if layout not in self._rules:
             while len(self._rules) >= _MAX_RULES:

@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 # Bytes of a receipt: ids of a million tokens; its answers, and what else is read of it.
 MAX_BYTES, MAX_ANSWERS = 2**23, 2**10
 MAX_VOCABULARY, MAX_BLOCK_SIZE, MAX_POSITIONS = 2**24, 2**12, 2**31 - 1
-# What rules may cost in memory and time: the words of bad_words_ids or logit_bias times the longest of them;
-# no_repeat_ngram_size; stop strings, for which transformers looks at every token of the vocabulary; a grammar.
-MAX_WORD_CELLS, MAX_NGRAM = 2**16, 2**8
-MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 2**6, 2**10  # of all together
-MAX_GRAMMAR_CHARACTERS = 2**18
 
 STATED = tuple(name for name, row in SETTINGS.items() if row.receipt == "stated")
 
@@ -101,26 +96,13 @@ class RecordedSettings(dataclasses.make_dataclass("_Stated", [(name, Any) for na
     """
 
     def __post_init__(self) -> None:
-        """Raise ValueError if checking a text by these settings could cost memory or time out of proportion to it."""
-        strings, grammar, costs = self.stop_strings, self.grammar.text if self.grammar else "", []
-        for name, words in (("bad_words_ids", self.bad_words_ids), ("logit_bias", dict(self.logit_bias))):
-            lengths = [len(word) for word in words if len(word) > 1]
-            cells = len(lengths) * max(lengths, default=0)
-            costs.append((f"{name}: sequences times the longest of them", cells, MAX_WORD_CELLS))
-        for what, cost, most in (
-            *costs,
-            ("no_repeat_ngram_size", self.no_repeat_ngram_size, MAX_NGRAM),
-            ("max_new_tokens", self.max_new_tokens, MAX_POSITIONS),
-            ("stop_strings: their number", len(strings), MAX_STOP_STRINGS),
-            ("stop_strings: their characters", sum(map(len, strings)), MAX_STOP_CHARACTERS),
-            ("grammar: its characters", len(grammar), MAX_GRAMMAR_CHARACTERS),
-        ):
-            if cost > most:
-                raise ValueError(f"{what} must be at most {most} in a receipt, got {cost}")
+        """Raise ValueError if no answer can have so many tokens."""
+        if self.max_new_tokens > MAX_POSITIONS:
+            raise ValueError(f"max_new_tokens must be at most {MAX_POSITIONS}, got {self.max_new_tokens}")
 
     @classmethod
     def of(cls, call: Call) -> RecordedSettings:
-        """Return the settings of a call. Raises ValueError if a rule is too large, or grammars differ."""
+        """Return the settings of a call. Raises ValueError if grammars differ."""
         stated = call.stated()
         if len(grammars := set(stated.pop("grammar"))) > 1:
             raise ValueError(f"a receipt states one grammar for all answers, got {len(grammars)}: make several calls")
@@ -156,7 +138,7 @@ def _parse_grammar(value: object) -> Grammar | None:
     """Return a grammar from its kind and text, None from an empty object."""
     if value == {}:
         return None
-    checks = {"kind": _one_of("json_schema", "regex", "lark"), "text": _text(MAX_GRAMMAR_CHARACTERS)}
+    checks = {"kind": _one_of("json_schema", "regex", "lark"), "text": _text(MAX_BYTES)}
     try:
         given = parse_object(value, checks, "it")
         text = json.loads(given["text"]) if given["kind"] == "json_schema" else given["text"]

@@ -48,8 +48,11 @@ def config_values(config: Any, key: str) -> list[Any]:
 
     transformers raises if a key that differs from layer to layer (``per_layer_config``) is read of the whole config.
     """
-    configs = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    return [value for each in configs if (value := getattr(each, key, None)) is not None]
+    values: list[Any] = []
+    for each in config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]:
+        if (value := getattr(each, key, None)) is not None:
+            values.append(value)
+    return values
 
 
 def max_positions(model: nn.Module) -> int | None:
@@ -158,14 +161,20 @@ def shard_of(tensor: Tensor) -> Tensor | None:
 
 # ---------------------------------------------------------------------------------------------- generation defaults
 
-# Settings that would change the text and are not applied here, and the values that turn them off.
+# What is read of a generation_config: settings, by our names, and what decides how they count.
+_READ = {name: row.config for name, row in SETTINGS.items() if row.config}
+_READ |= {name: name for name in ("do_sample", "max_length", "pad_token_id")}
+# Settings that would change the text or the output and are not applied here, and the values that turn them off.
 _UNSUPPORTED: dict[str, tuple] = {
     **dict.fromkeys(("max_time", "penalty_alpha", "top_h", "dola_layers", "constraints", "force_words_ids"), (None,)),
     **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), (None,)),
     **dict.fromkeys(("encoder_repetition_penalty", "typical_p", "guidance_scale"), (None, 1.0)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "encoder_no_repeat_ngram_size"), (None, 0)),
     **dict.fromkeys(("token_healing", "remove_invalid_values"), (None, False)),
-    "num_beams": (None, 1),
+    **dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), (None, False)),
+    **dict.fromkeys(("prompt_lookup_num_tokens", "speculation_type", "prefill_chunk_size"), (None,)),
+    **{"num_beams": (None, 1), "num_beam_groups": (None, 1), "diversity_penalty": (None, 0.0)},
+    "use_mtp": (None, False),
     "renormalize_logits": (None, False, True),  # a constant added to all logits changes no choice
 }
 
@@ -173,25 +182,27 @@ _UNSUPPORTED: dict[str, tuple] = {
 def generation_defaults(model: nn.Module) -> dict[str, Any]:
     """Return what ``model.generation_config`` gives for the settings of a call, by our names; None if unset.
 
-    ``do_sample``, ``max_length`` and ``pad_token_id`` are added. ``unsupported`` maps every setting that would change
-    the text but is not applied here to its value.
+    ``do_sample``, ``max_length`` and ``pad_token_id`` are added. ``unsupported`` maps every setting that is not
+    applied here, and that is on, to its value.
     """
     config = model.generation_config
     vocab, eos = embedding_table(model).shape[0], config.eos_token_id
     eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    found = {name: getattr(config, row.config, None) for name, row in SETTINGS.items() if row.config}
+    found = {name: getattr(config, key, None) for name, key in _READ.items()}
     if (pairs := found["logit_bias"]) is not None:  # a dict of tuples, or a list of pairs
         pairs = pairs.items() if isinstance(pairs, dict) else pairs
         found["logit_bias"] = {tuple(sequence): bias for sequence, bias in pairs}
+    unsupported = {
+        name: value
+        for name, off in _UNSUPPORTED.items()
+        if (value := getattr(config, name, None)) not in (*off, [], (), {})
+    }
+    if getattr(config, "cache_implementation", None) == "quantized":  # all others hold the same numbers
+        unsupported["cache_implementation"] = "quantized"
     return {
         **found,
-        **{name: getattr(config, name, None) for name in ("do_sample", "max_length", "pad_token_id")},
         "stop_token_ids": [token for token in eos if 0 <= token < vocab],  # ids past the vocabulary are never emitted
-        "unsupported": {
-            name: value
-            for name, off in _UNSUPPORTED.items()
-            if (value := getattr(config, name, None)) not in (*off, [], (), {})
-        },
+        "unsupported": unsupported,
     }
 
 
