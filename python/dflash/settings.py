@@ -116,6 +116,15 @@ def _at_least(low: int) -> Check:
     return functools.partial(integer_from, low)
 
 
+def _up_to(most: int) -> Check:
+    def check(name: str, value: object, _: int) -> int:
+        if (number := integer_from(0, name, value)) > most:
+            raise ValueError(f"{name} must be at most {most}, got {number}")
+        return number
+
+    return check
+
+
 def _number(wanted: str, holds: Callable[[float], bool]) -> Callable[[str, object, int], float]:
     """Check a real number; ``wanted`` completes "``name`` must ..." in the error."""
 
@@ -237,12 +246,6 @@ def _strings(name: str, value: object, _: int) -> tuple[str, ...]:
     return strings
 
 
-def _ngram_size(name: str, value: object, _: int) -> int:
-    if (size := integer_from(0, name, value)) > _MAX_NGRAM:
-        raise ValueError(f"{name} must be at most {_MAX_NGRAM}, got {size}")
-    return size
-
-
 def _callables(name: str, value: object, _: int) -> tuple[object, ...]:
     if not isinstance(value, Iterable) or not is_list(value):
         raise TypeError(f"{name} must be a list of callables, got {type(value).__name__}")
@@ -250,12 +253,6 @@ def _callables(name: str, value: object, _: int) -> tuple[object, ...]:
         if not callable(item):
             raise TypeError(f"{name} must be a list of callables, got {item!r} in it")
     return found
-
-
-def _logprobs(name: str, value: object, _: int) -> int:
-    if (count := integer_from(0, name, value)) > MAX_LOGPROBS:
-        raise ValueError(f"{name} must be at most {MAX_LOGPROBS}, got {count}")
-    return count
 
 
 def _true_or_false(name: str, value: object, _: int) -> bool:
@@ -408,7 +405,7 @@ class GenerateArguments(TypedDict, total=False):
     presence_penalty: Annotated[float | None, Setting(_penalty, 0.0, "rule", "stated", request="presence_penalty")]
     frequency_penalty: Annotated[float | None, Setting(_penalty, 0.0, "rule", "stated", request="frequency_penalty")]
     no_repeat_ngram_size: Annotated[int | None, Setting(
-        _ngram_size, 0, "rule", "stated", request="no_repeat_ngram_size", config="no_repeat_ngram_size",
+        _up_to(_MAX_NGRAM), 0, "rule", "stated", request="no_repeat_ngram_size", config="no_repeat_ngram_size",
         processor=("NoRepeatNGramLogitsProcessor", "ngram_size"),
     )]
     logit_bias: Annotated[Mapping[int | tuple[int, ...], float] | None, Setting(
@@ -444,7 +441,7 @@ class GenerateArguments(TypedDict, total=False):
     grammar: Annotated[AnswerGrammar | Sequence[AnswerGrammar | None] | None, Setting(receipt="stated")]
     logits_processor: Annotated[Sequence[LogitsProcessor] | None, Setting(_callables, ())]
     stopping_criteria: Annotated[Sequence[StoppingCriterion] | None, Setting(_callables, ())]
-    logprobs: Annotated[int | None, Setting(_logprobs, receipt="needless")]
+    logprobs: Annotated[int | None, Setting(_up_to(MAX_LOGPROBS), receipt="needless")]
     prompt_logprobs: Annotated[bool | None, Setting(_true_or_false, False, receipt="needless")]
     tokenizer: Annotated[Tokenizer | None, Setting(receipt="needless")]
     streamer: Annotated[Streamer | None, Setting(receipt="needless")]
