@@ -1,5 +1,6 @@
 """Structured output of the server: schemas, tools, regular expressions, reasoning, and what is refused."""
 
+import functools
 import json
 import re
 
@@ -16,7 +17,7 @@ from served import SUM, ask, chat, direct, pair, prompt_ids, serving
 import dflash
 from dflash.serve.answers import CallText
 from dflash.serve.prompts import EncodedPrompt, ToolForm, answer_grammar, find_form, read_tools
-from dflash.serve.protocol import ChatRequest
+from dflash.serve.protocol import ApiError, ChatRequest
 
 CHAT = "/v1/chat/completions"
 RECORD = "ini to json:\n[item]\nname=oak\nsize=12\ncolor=amber\nport=8080"
@@ -191,8 +192,8 @@ GRAMMARS = {
 @pytest.mark.parametrize(("fields", "reasoning", "whole", "begun", "wrong"), GRAMMARS.values(), ids=GRAMMARS)
 def test_answers_keep_to_what_was_asked(fields, reasoning, whole, begun, wrong):
     request, tokenizer = ChatRequest.model_validate(chat(**{"tools": TOOLS} | fields)), pair()[2]
-    tools = read_tools(request, ToolForm("<tool_call>\n", "\n</tool_call>", "\n"))
-    grammar = answer_grammar(request, EncodedPrompt([], "", reasoning), tools)
+    tools = read_tools(request, ToolForm("<tool_call>\n", "\n</tool_call>", "\n"), [])
+    grammar = answer_grammar(request, EncodedPrompt([], "", reasoning), tools, [])
     tokens = from_tokenizer(tokenizer, eos_token=[tokenizer.eos_token_id])
     for text in (*whole, *begun, *wrong):
         matcher = LLMatcher(tokens, grammar.source, log_level=0)
@@ -283,6 +284,67 @@ BAD = {
 def service():
     with serving() as service:
         yield service
+
+
+LOOKS = {"type": "string", "pattern": "^(?=b)[a-c]{3}$"}
+UNLIKE = {  # a value's schema, words of the warning, and of the refusal where it is strict
+    "lookahead": (LOOKS, r'pattern "^(?=b)[a-c]{3}$"', "look-ahead"),
+    "name": ({"type": "object", "patternProperties": {"^(?!a)": {}}}, 'patternProperties "^(?!a)"', "look-ahead"),
+    "reference": ({"type": "string", "pattern": r"(a)\1"}, r'pattern "(a)\\1"', "backreferences"),
+    "multiple": ({"type": "integer", "multipleOf": 999983}, "multipleOf 999983", "must be at most 100000"),
+    "uniqueItems": ({"type": "array", "uniqueItems": True, "maxItems": 1}, "uniqueItems", "uniqueItems"),
+    "propertyNames": ({"type": "object", "propertyNames": {"maxLength": 1}}, "propertyNames", "propertyNames"),
+    "format": ({"type": "string", "format": "color", "maxLength": 3}, "format: color", "Unknown format: color"),
+    "oneOf": ({"oneOf": [{"const": 1}, {"const": 2}]}, "oneOf not fully supported", "oneOf"),
+    "if, not": ({"enum": [1], "if": {}, "then": {}, "not": {}}, '["if", "not", "then"]', '["if", "not", "then"]'),
+}
+
+
+@pytest.mark.parametrize(("value", "words", "refusal"), UNLIKE.values(), ids=UNLIKE)
+def test_what_a_grammar_cannot_say_is_left_out_with_a_warning_or_refused_where_strict(service, value, words, refusal):
+    parameters = {"type": "object", "properties": {"a": value}, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    asked = {"tools": [tool], "tool_choice": "required"}
+    response = ask(service, CHAT, chat(SUM, **asked, max_tokens=1))
+    assert response.status_code == 200, response.text
+    [warning] = response.json()["warnings"]
+    assert warning.startswith("tools.0.function.parameters: not enforced: ")
+    assert words in warning
+    assert json.loads(response.headers["x-dflash-warnings"]) == [warning]
+    tool["function"]["strict"] = True
+    assert refusal in ask(service, CHAT, chat(SUM, **asked)).json()["error"]["message"]
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": parameters}}
+    events = ask(service, CHAT, chat(SUM, response_format=form, max_tokens=1, stream=True))
+    assert words in json.loads(events.headers["x-dflash-warnings"])[0]
+    assert words in json.loads(events.text.split("data: ")[1])["warnings"][0]
+
+
+def test_the_header_of_warnings_is_bounded(service):
+    names = {f"a{i}": {"type": "string", "pattern": f"(?=é{i}){'€' * 300}"} for i in range(100)}
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "object", "properties": names}}}
+    response = ask(service, CHAT, chat(SUM, response_format=form, max_tokens=1))
+    assert len(response.headers["x-dflash-warnings"]) <= 2048
+    shown, warnings = json.loads(response.headers["x-dflash-warnings"]), response.json()["warnings"]
+    assert 0 < len(shown) < len(warnings) <= 16
+    assert shown == warnings[: len(shown)]
+
+
+DEEP = functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(90), {"type": "null"})
+
+
+@pytest.mark.parametrize("wrong", [DEEP, {"type": "any"}, {"x-guidance": 3}, {"$ref": "http://a/b"}], ids=str)
+def test_a_schema_that_cannot_be_used_fails_forced_calls_only(wrong):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": wrong}} | (
+        wrong if "x-guidance" in wrong else {}
+    )}}  # fmt: skip
+    form = ToolForm("<tool_call>\n", "\n</tool_call>", "\n")
+    read, warnings = (lambda **fields: read_tools(ChatRequest.model_validate(chat(**fields)), form, warnings)), []
+    with pytest.raises(ApiError, match=r"tools\.0\.function\.parameters: "):
+        read(tools=[tool], tool_choice="required")
+    tools = read(tools=[*TOOLS, tool | {"function": tool["function"] | {"strict": False}}])
+    assert [*tools.schemas] == ["store", "list_all", "f"]
+    assert warnings[0].startswith("tools.2.function.parameters: not enforced: ")
+    assert [*read(tools=[tool, *TOOLS], tool_choice=STORE).schemas] == ["store"]
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), BAD.values(), ids=BAD)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
+import re
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,13 +26,24 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _NAMES = {"json_schema": "JSON schema", "regex": "regex", "lark": "Lark grammar"}
-_WHITESPACE = r" ?(\r?\n[ \t]{0,32})?"
+_GUIDANCE = {"whitespace_pattern": r" ?(\r?\n[ \t]{0,32})?"}
 _MAX_REASON = 500  # characters of an error; some repeat the grammar
 _MAX_VOCABULARIES = 8  # stop lists per tokenizer, which clients of a server may choose
-_MAX_COMPILED = 64  # grammars per tokenizer and stop list that are kept compiled
 # llguidance recurses along references with up to 10 KB of stack for one, and an overflow ends the process. A text of
 # this size cannot hold more of them than this stack, of which the system takes only what is used.
-_MAX_BYTES, _STACK_BYTES = 2**18, 2**29
+_MAX_BYTES, _MAX_DEPTH, _STACK_BYTES = 2**18, 100, 2**29
+# Fuel bounds a grammar's lexer: 300 date-times take 58,000, 6,000 words of an enum 73,000. A regex whose n parts may
+# all be missing takes memory by n^2: 63 MB with a fuel of 20,000, over 1 GB with 100,000, so only schemas have as much.
+_REGEX_FUEL, _JSON_FUEL, _MAX_SQUARES = 20_000, 100_000, 2**24
+_MAX_REMAINDERS = 100_000  # llguidance's states for multipleOf, which fuel does not count: 30 us and 1 KB each
+_MAX_STATES, _MAX_ITEMS = 2**17, 20_000  # of the lexer, 0.4 to 1.4 KB each; of the parser, in one step
+# A compiled grammar took up to 1 KB per byte of text, and 64 MB for the states of a regex that explodes.
+_TEXT_BYTES, _STATES_BYTES, _MAX_KEPT_BYTES = 2**10, 2**26, 2**30
+_NUMBERS = {"multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+_DATA = {"const", "enum", "default", "examples", "x-guidance"}  # their values are not schemas
+# Escapes and classes are skipped. Group 1: look-around, a back-reference, a word boundary.
+_UNREADABLE = re.compile(r"\\[^0-9bBk]|\[(?:\\.?|[^]\\])*\]?|(\(\?<?[=!]|\\.)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -59,13 +73,28 @@ class Grammar:
                 installed.
             TypeError: it is not a dict of JSON values.
         """
-        if not isinstance(schema, Mapping):
-            raise TypeError(f"a JSON schema must be a dict, got {type(schema).__name__}")
-        try:
-            text = json.dumps(dict(schema), allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise TypeError(f"a JSON schema must hold JSON values only: {error}") from None
-        return cls("json_schema", text)._checked()
+        return cls("json_schema", json.dumps(_read_schema(schema)))._checked()
+
+    @classmethod
+    def lenient_json_schema(cls, schema: Mapping[str, object]) -> tuple[Grammar, list[str]]:
+        """Return the grammar of a schema without what it cannot express, and words for each thing left out.
+
+        ``oneOf`` counts as ``anyOf``. Patterns that llguidance cannot read are left out; where it refuses the schema
+        still, all patterns and ``multipleOf`` are. Raises what `json_schema` does for other faults of the schema.
+        """
+        given = _read_schema(schema)
+        given["x-guidance"] = {"lenient": True} | given.get("x-guidance", _GUIDANCE)
+        grammar = cls("json_schema", json.dumps(given))
+        is_refused, reasons = grammar._validated()
+        left_out: list[str] = []
+        for drops_all in (False, True):
+            if is_refused and (dropped := _drop(given, drops_all)):
+                left_out += dropped
+                grammar = cls("json_schema", json.dumps(given))
+                is_refused, reasons = grammar._validated()
+        if is_refused:
+            raise ValueError(f"this JSON schema cannot be used: {reasons[0]}")
+        return grammar, [*dict.fromkeys([*left_out, *reasons])]
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -108,7 +137,7 @@ class Grammar:
 
     @property
     def _schema(self) -> dict[str, object]:
-        return {"x-guidance": {"whitespace_pattern": _WHITESPACE}} | json.loads(self.text)
+        return {"x-guidance": _GUIDANCE} | json.loads(self.text)
 
     def begin(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> Matcher:
         """Return the place of a row that has not begun; ``stop_token_ids`` end it.
@@ -118,13 +147,159 @@ class Grammar:
         """
         return _vocabulary(tokenizer, tuple(stop_token_ids)).start(self)
 
+    @property
+    def limits(self) -> Any:
+        """What llguidance may use for the grammar, as it takes it."""
+        has_json = self.kind == "json_schema" or (self.kind == "lark" and "%json" in self.text)
+        return _limits(_JSON_FUEL if has_json else _REGEX_FUEL)
+
     def _checked(self) -> Grammar:
-        """Return the grammar; raise ValueError if llguidance does not take it."""
+        """Return the grammar; raise ValueError if it cannot be used."""
+        is_refused, reasons = self._validated()
+        if is_refused:
+            raise ValueError(f"this {_NAMES[self.kind]} cannot be used: {reasons[0]}")
+        return self
+
+    def _validated(self) -> tuple[bool, list[str]]:
+        """Return whether the grammar is refused, and the reason or llguidance's warnings."""
+        # 1. What must be bounded before llguidance sees it.
         if (size := len(self.text.encode())) > _MAX_BYTES:
             raise ValueError(f"a {_NAMES[self.kind]} must have at most {_MAX_BYTES} bytes, got {size}")
-        if reason := _on_large_stack(_llguidance().LLMatcher.validate_grammar, self.source):
-            raise ValueError(f"this {_NAMES[self.kind]} cannot be used: {reason.strip()[:_MAX_REASON]}")
-        return self
+        schemas, plain = _split(self.text) if self.kind == "lark" else ([self.text], "")
+        if self.kind != "regex" and (reason := _excess(schemas)):
+            return True, [reason]
+        # 2. Regexes next to JSON have no more fuel than without it.
+        if plain != self.text and self.kind == "lark":
+            is_refused, reasons = _validated(Grammar("lark", plain).source, _limits(_REGEX_FUEL))
+            if is_refused and "lexer of more" in reasons[0]:
+                return True, reasons
+        return _validated(self.source, self.limits)
+
+
+def _limits(fuel: int) -> Any:
+    return _llguidance().LLParserLimits(
+        initial_lexer_fuel=fuel,
+        max_lexer_states=_MAX_STATES,
+        step_max_items=_MAX_ITEMS,
+        precompute_large_lexemes=False,  # it counts no states
+    )
+
+
+def _validated(source: str, limits: Any) -> tuple[bool, list[str]]:
+    check = functools.partial(_llguidance().LLMatcher.validate_grammar_with_warnings, limits=limits)
+    is_refused, reasons = _on_large_stack(check, source)
+    if is_refused and "lexer configuration" in reasons[0]:
+        fuel, cure = limits.initial_lexer_fuel, "use fewer or shorter patterns, formats and enum values"
+        reasons = [f"it needs a lexer of more than {fuel} units: {cure}"]
+    return is_refused, [reason.strip()[:_MAX_REASON] for reason in reasons]
+
+
+def _read_schema(schema: object) -> dict[str, Any]:
+    """Return a copy of a JSON schema; raises TypeError if it is not one, ValueError for wrong options."""
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"a JSON schema must be a dict, got {type(schema).__name__}")
+    try:
+        given: dict[str, Any] = json.loads(json.dumps(dict(schema), allow_nan=False))
+    except RecursionError:
+        raise ValueError(f"a JSON schema may be nested at most {_MAX_DEPTH} deep") from None
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"a JSON schema must hold JSON values only: {error}") from None
+    if not isinstance(options := given.get("x-guidance", {}), dict):
+        raise ValueError(f'"x-guidance" in a JSON schema must be an object, got {json.dumps(options)[:_MAX_REASON]}')
+    return given
+
+
+def _split(lark: str) -> tuple[list[str], str]:
+    """Return the schemas in a Lark grammar, up to one that cannot be read, and the grammar with empty ones instead."""
+    schemas, plain, begin = [], "", 0
+    for found in re.finditer(r"%json\s*", lark):
+        if found.end() < begin:
+            continue
+        try:
+            end = json.JSONDecoder().raw_decode(lark, found.end())[1]
+        except (ValueError, RecursionError):
+            break
+        schemas.append(lark[found.end() : end])
+        plain, begin = f"{plain}{lark[begin : found.end()]}{{}}", end
+    return schemas, plain + lark[begin:]
+
+
+def _excess(schemas: Sequence[str]) -> str:
+    """Return which bound these JSON schemas pass, empty for none. Constants count, since references may lead there."""
+    pairs: list[tuple[str, Any]] = []
+    for schema in schemas:
+        marks = re.sub(r'"(?:[^"\\]|\\.)*"|[^][{}]+', "", schema)
+        if (depth := max(itertools.accumulate(1 if mark in "[{" else -1 for mark in marks), default=0)) > _MAX_DEPTH:
+            return f"it may be nested at most {_MAX_DEPTH} deep, and is {depth} deep"
+        json.loads(schema, object_pairs_hook=lambda found: pairs.extend(found) or dict(found))
+    patterns = [value for key, value in pairs if key == "pattern" and isinstance(value, str)]
+    patterns += [
+        name for key, value in pairs if key == "patternProperties" and isinstance(value, dict) for name in value
+    ]
+    if (squares := sum(len(pattern) ** 2 for pattern in patterns)) > _MAX_SQUARES:
+        return f"the squares of its patterns' lengths may add up to {_MAX_SQUARES}, and are {squares}: use shorter ones"
+    multiples = {value for key, value in pairs if key == "multipleOf" and type(value) in (int, float) and value > 0}
+    decimals = [Decimal(str(value)).normalize() for value in multiples if math.isfinite(value)]
+    scale = max([0, *(-int(number.as_tuple().exponent) for number in decimals)])
+    numbers, common = sum(key in _NUMBERS for key, _ in pairs), 1
+    for number in decimals:
+        common = math.lcm(common, int(number.scaleb(scale)))
+        if common * numbers > _MAX_REMAINDERS:
+            return (
+                f"the least common multiple of its multipleOf, counted in units of their last digit, times its "
+                f"{numbers} bounds of numbers must be at most {_MAX_REMAINDERS}: use smaller or fewer ones"
+            )
+    return ""
+
+
+def _drop(schema: dict[str, Any], drops_all: bool) -> list[str]:
+    """Drop patterns that llguidance cannot read from a schema, or all and ``multipleOf``; return words for them."""
+
+    def is_wrong(pattern: object) -> bool:
+        return isinstance(pattern, str) and (drops_all or any(found[1] for found in _UNREADABLE.finditer(pattern)))
+
+    left_out, rest = [], [schema]  # no recursion: a schema may be deep
+    while rest:
+        item = rest.pop()
+        if isinstance(item, list):
+            rest += item
+        if not isinstance(item, dict):
+            continue
+        for key in ("pattern", "multipleOf"):
+            if is_wrong(item.get(key)) or (key == "multipleOf" and key in item and drops_all):
+                left_out.append(f"{key} {json.dumps(item.pop(key))}")
+        names = item.get("patternProperties")
+        if isinstance(names, dict) and any(map(is_wrong, names)):
+            left_out += [f"patternProperties {json.dumps(name)}" for name in names if is_wrong(name)]
+            item["patternProperties"] = {name: value for name, value in names.items() if not is_wrong(name)}
+            if item.pop("additionalProperties", None) is not None:  # it must not apply to these names
+                left_out.append("additionalProperties next to patternProperties")
+        for key, value in item.items():
+            if key in _NAMED and isinstance(value, dict):
+                rest += value.values()
+            elif key not in _DATA:
+                rest.append(value)
+    return left_out
+
+
+class _Kept:
+    """Compiled grammars by grammar, made where none is kept; the oldest go when all would take too many bytes."""
+
+    def __init__(self, make: Callable[[Grammar], Matcher]) -> None:
+        self._make, self._kept = make, dict[Grammar, Any]()
+
+    def __call__(self, grammar: Grammar) -> Matcher:
+        matcher = self._kept.pop(grammar, None)
+        if matcher is None or not matcher.is_usable():
+            matcher = self._make(grammar)
+        self._kept[grammar] = matcher
+        sizes = [(kept, _STATES_BYTES + _TEXT_BYTES * len(kept.text)) for kept in list(self._kept)]
+        excess = sum(size for _, size in sizes) - _MAX_KEPT_BYTES
+        for kept, size in sizes[:-1]:
+            if excess > 0:
+                self._kept.pop(kept, None)
+                excess -= size
+        return matcher
 
 
 class _Vocabulary:
@@ -138,10 +313,10 @@ class _Vocabulary:
         if plain := [token for token in stop if not self.tokens.is_special_token(token)]:
             raise ValueError(f"stop_token_ids {plain} are text to this tokenizer: with a grammar, name special ones")
         self.stop = frozenset(stop)
-        self.start = functools.lru_cache(_MAX_COMPILED)(self._start)
+        self.start = _Kept(self._start)
 
     def _start(self, grammar: Grammar) -> Matcher:
-        make = functools.partial(_llguidance().LLMatcher, log_level=0)
+        make = functools.partial(_llguidance().LLMatcher, log_level=0, limits=grammar.limits)
         matcher: LLMatcher = _on_large_stack(make, self.tokens, grammar.source)
         matcher.compute_bitmask()  # finds what only shows with a vocabulary
         if matcher.is_error():
@@ -209,6 +384,12 @@ class Matcher:
     def masks(self, state: State, rows: int) -> GrammarMasks:
         """Return masks for a running batch and blocks of up to ``rows`` rows, for grammars of this tokenizer."""
         return GrammarMasks(state, rows, self.words)
+
+    def is_usable(self) -> bool:
+        """Return False once copies of it have learned all that llguidance's limits allow, which ends them all."""
+        state = self._state.deep_copy()
+        state.compute_bitmask()
+        return not state.is_error()
 
     def copy(self) -> Matcher:
         """Return another at the same place; what both have learned of the grammar is shared."""

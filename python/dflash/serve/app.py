@@ -30,6 +30,7 @@ from .service import Choice, Completion, Service, refusal_of
 _CLIENT_GONE = 499  # as nginx logs it; nobody reads it
 # Of a request: 128 bytes per token of a context of 32,768, and ids of one of 500,000.
 _MAX_BODY_BYTES = 4 * 2**20
+_MAX_HEADER = 2048  # bytes of warnings; servers and proxies refuse headers of 4 or 8 KB
 _BODY_SECONDS = 30.0  # to send a body
 _AFTER_GRACE = 5.0  # seconds for streams to send their last event
 _UNREAD_SECONDS = 60.0  # a client may read nothing, then its connection is closed
@@ -207,15 +208,22 @@ async def completions(body: CompletionRequest, request: Request, service: Served
 
 async def _respond(service: Service, request: Request, body: GenerationRequest, kind: type[Format]) -> Response:
     choices = await to_thread.run_sync(service.read, body)
-    form = kind(service.name, service.fingerprint, prompts=len(choices) // (body.n or 1))
+    warnings = choices[0].warnings
+    form = kind(service.name, service.fingerprint, len(choices) // (body.n or 1), warnings)
+    shown = [*warnings]
+    while len(json.dumps(shown)) > _MAX_HEADER:
+        shown.pop()
+    headers = {"X-DFlash-Warnings": json.dumps(shown)} if warnings else {}
     completion = Completion(service, choices, form.id)
     if body.stream:
-        return _Stream(completion, _lines(body, completion, form))
+        return _Stream(completion, _lines(body, completion, form), headers)
     try:
         is_finished = await _unless_gone(request, completion.finish())
     finally:
         completion.end()
-    return JSONResponse(form.whole(choices)) if is_finished else Response(status_code=_CLIENT_GONE)
+    if not is_finished:
+        return Response(status_code=_CLIENT_GONE)
+    return JSONResponse(form.whole(choices), headers=headers)
 
 
 async def _unless_gone(request: Request, work: Any) -> bool:
@@ -240,8 +248,8 @@ async def _unless_gone(request: Request, work: Any) -> bool:
 class _Stream(StreamingResponse):
     """A stream of server-sent events whose rows are freed whatever happens."""
 
-    def __init__(self, completion: Completion, lines: AsyncIterator[str]) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    def __init__(self, completion: Completion, lines: AsyncIterator[str], headers: dict[str, str]) -> None:
+        headers = {**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(lines, media_type="text/event-stream", headers=headers)
         self._completion = completion
 

@@ -52,9 +52,11 @@ class Format:
     A subclass has what chats and texts do not share: names, the chunk before a choice's text, and an answer's place.
     """
 
-    def __init__(self, model: str, fingerprint: str, prompts: int = 1) -> None:
+    def __init__(self, model: str, fingerprint: str, prompts: int = 1, warnings: Sequence[str] = ()) -> None:
         self._prompts, self.id = prompts, f"{self.prefix}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+        if warnings:
+            self._head["warnings"] = warnings
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the response to a request without ``stream``."""

@@ -25,6 +25,7 @@ class ToolForm(NamedTuple):
     between: str = "\n"
 
 
+_MAX_WARNING = 200  # characters; they are a header too
 _CALL = {"type": "function", "function": {"name": "probe", "arguments": {"a": "b"}}}
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [_CALL, _CALL]}]
 _HERMES = re.compile(r'(<tool_call>\s*)\{"name": "probe", "arguments": \{"a": "b"\}\}(\s*</tool_call>)(\s*)<tool_call>')
@@ -51,7 +52,7 @@ class Tools:
     """The tools of a request: those shown to the chat template, and the functions that may be called."""
 
     shown: Sequence[dict[str, Any]]
-    callable: Sequence[protocol.Function]
+    schemas: dict[str, Grammar]  # of the arguments, by the names of the functions that may be called
     form: ToolForm
     is_forced: bool
     is_single: bool
@@ -79,15 +80,17 @@ class Tools:
                 f"TEXT: /(?s:.*)/{free}",
             ]
         end, calls, schemas = json.dumps("}" + self.form.end), [], []
-        for number, function in enumerate(self.callable):
-            head = begin + f'{{"name": "{function.name}", "arguments": '
+        for number, (name, schema) in enumerate(self.schemas.items()):
+            head = begin + f'{{"name": "{name}", "arguments": '
             calls.append(f"{json.dumps(head)} arguments_{number} {end}")
-            schemas.append(f"arguments_{number}: {_schema(function).rule}")
+            schemas.append(f"arguments_{number}: {schema.rule}")
         return [*rules, "call: " + " | ".join(calls), *schemas]
 
 
-def read_tools(request: protocol.ChatRequest, form: ToolForm | None) -> Tools | None:
+def read_tools(request: protocol.ChatRequest, form: ToolForm | None, warnings: list[str]) -> Tools | None:
     """Return the tools of a request; None if none may be called. ``form`` is the chat template's for calls, if known.
+
+    What a schema asks for and its grammar does not is added to ``warnings``.
 
     Raises:
         ApiError: they contradict each other, a schema cannot be followed, or the template has no form for free calls.
@@ -107,20 +110,35 @@ def read_tools(request: protocol.ChatRequest, form: ToolForm | None) -> Tools | 
     if form is None and not is_forced:
         message = "this server knows no form of free tool calls for this chat template: set tool_choice to "
         raise bad_request(f'{message}"required", to a function or to "none"', "tool_choice" if choice else "tools")
+    schemas = {}
     for number, function in enumerate(functions):
-        with refusing("tools", f"tools.{number}.function.parameters: "):
+        where = f"tools.{number}.function.parameters: "
+        with refusing("tools", where):
             if (function.parameters or {}).get("type", "object") != "object":
                 raise ValueError('"type" must be "object"')
-            _schema(function)
+            nothing = {"properties": {}, "additionalProperties": False}
+            schema = {"type": "object"} | (nothing if function.parameters is None else function.parameters)
+            if named not in (None, function.name):
+                continue  # it cannot be called
+            try:
+                schemas[function.name] = _schema(schema, function.strict, where, warnings)
+            except (ValueError, TypeError) as error:
+                if is_forced or function.strict:
+                    raise
+                schemas[function.name] = Grammar.json_schema({"type": "object"})
+                warnings.append(f"{where}not enforced: {str(error)[:_MAX_WARNING]}")
     shown = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in request.tools or ()]
     single = named is not None or request.parallel_tool_calls is False
-    callable_ = [function for function in functions if named in (None, function.name)]
-    return Tools(shown, callable_, form or ToolForm(), is_forced, single)
+    return Tools(shown, schemas, form or ToolForm(), is_forced, single)
 
 
-def _schema(function: protocol.Function) -> Grammar:
-    nothing = {"properties": {}, "additionalProperties": False}
-    return Grammar.json_schema({"type": "object"} | (nothing if function.parameters is None else function.parameters))
+def _schema(schema: dict[str, Any], strict: bool | None, where: str, warnings: list[str]) -> Grammar:
+    """Return the grammar of a schema, which without ``strict`` may lack what it cannot express."""
+    if strict:
+        return Grammar.json_schema(schema)
+    grammar, left_out = Grammar.lenient_json_schema(schema)
+    warnings += [f"{where}not enforced: {words[:_MAX_WARNING]}" for words in left_out]
+    return grammar
 
 
 class EncodedPrompt(NamedTuple):
@@ -215,13 +233,17 @@ _KINDS: dict[str, Callable[[Any], Grammar]] = {
 }
 
 
-def answer_grammar(request: protocol.GenerationRequest, prompt: EncodedPrompt, tools: Tools | None) -> Grammar | None:
+def answer_grammar(
+    request: protocol.GenerationRequest, prompt: EncodedPrompt, tools: Tools | None, warnings: list[str]
+) -> Grammar | None:
     """Return what an answer must match, its reasoning included; None if its text is free.
+
+    What a schema asks for and its grammar does not is added to ``warnings``.
 
     Raises:
         ApiError: a grammar is invalid, or fields contradict each other.
     """
-    field, answer = _asked(request)
+    field, answer = _asked(request, warnings)
     if tools is not None and answer is not None and field != "response_format":
         raise bad_request(f"{field} cannot be combined with tools: set tool_choice to none", field)
     if answer is None and tools is None:
@@ -246,7 +268,7 @@ def answer_grammar(request: protocol.GenerationRequest, prompt: EncodedPrompt, t
         return Grammar.lark("\n".join([f"start: {start}", *rules]))
 
 
-def _asked(request: protocol.GenerationRequest) -> tuple[str, Grammar | None]:
+def _asked(request: protocol.GenerationRequest, warnings: list[str]) -> tuple[str, Grammar | None]:
     given = [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in _KINDS]
     given += [("structured_outputs", kind, value) for kind, value in (request.structured_outputs or {}).items()]
     if (form := request.response_format) is not None and form.type != "text":
@@ -257,5 +279,7 @@ def _asked(request: protocol.GenerationRequest) -> tuple[str, Grammar | None]:
         raise bad_request(f"give one of {' and '.join(field for field, _, _ in given)}", given[1][0])
     for field, kind, value in given:
         with refusing(field, f"{field}: "):
+            if field == "response_format" and form is not None and form.json_schema is not None:
+                return field, _schema(value, form.json_schema.strict, f"{field}: ", warnings)
             return field, _KINDS[kind](value)
     return "", None

@@ -94,7 +94,7 @@ class StreamOptions(_not_applied(_Strict, include_obfuscation=())):
 
 
 class JsonSchema(_Strict):
-    """The schema of an answer. It is followed whether ``strict`` or not."""
+    """The schema of an answer. What of it cannot be followed is refused only with ``strict``."""
 
     name: Name
     description: str | None = None
@@ -162,7 +162,7 @@ class TextPart(_Strict):
 
 
 class Function(_Strict):
-    """A function that the model may call. Its schema is followed whether ``strict`` or not."""
+    """A function that the model may call. What of its schema cannot be followed is refused only with ``strict``."""
 
     name: Name
     description: str | None = None

@@ -34,6 +34,7 @@ from .scheduler import Item, QueueFullError, Scheduler, Ticket
 
 _ENDS = "the server is about to end: try again later"
 _COMPLETION_TOKENS = 16  # OpenAI's default for text completions
+_MAX_WARNINGS = 16  # they are a header too
 _NAMES = {row.request: name for name, row in SETTINGS.items() if row.request}  # of arguments, by field
 _RECEIPT = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{24}")  # the id of a completion: no other path is opened
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -58,6 +59,7 @@ class Choice:
         calls: splits the tool calls off its content; None if it has none.
         pieces: of the vocabulary; None if no log probabilities are asked for.
         is_empty: only the prompt is asked for. The engine's one token is not shown.
+        warnings: what its grammar leaves out of the request's schemas.
         tokens: shown so far, the prompt's first; only with ``pieces``.
         finish_reason: ``"stop"``, ``"length"`` or ``"tool_calls"`` once it has ended.
         statistics: of its last event.
@@ -69,6 +71,7 @@ class Choice:
     calls: CallText | None = None
     pieces: Pieces | None = None
     is_empty: bool = False
+    warnings: Sequence[str] = ()
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
@@ -349,9 +352,10 @@ class Service:
         """
         self.check_model(request.model)
         generator, count = self.scheduler.generator, request.n or 1
+        warnings: list[str] = []
         # 1. The prompts.
         if isinstance(request, ChatRequest):
-            tools = read_tools(request, self.reader.tool_form)
+            tools = read_tools(request, self.reader.tool_form, warnings)
             prompts = [self.reader.read_chat(request, tools)]
             default, thinks = generator.max_length, self.reader.thinks
         else:
@@ -363,7 +367,7 @@ class Service:
         seed = secrets.randbits(63) if request.seed is None else request.seed
         choices = []
         for prompt in prompts:
-            grammar = answer_grammar(request, prompt, tools)
+            grammar = answer_grammar(request, prompt, tools, warnings)
             arguments = _arguments(request, len(prompt.ids), default, generator.max_length)
             arguments |= {"tokenizer": self.tokenizer, "grammar": grammar}
             ids = torch.tensor([prompt.ids], dtype=torch.int64, device=generator.engine.target.device)
@@ -378,7 +382,8 @@ class Service:
                 calls = None if tools is None else tools.text()
                 pieces = None if call.logprobs is None else self._pieces
                 echo = prompt.text if request.echo else ""
-                choices.append(Choice(call, text, echo, calls, pieces, is_empty=request.max_tokens == 0))
+                is_empty, found = request.max_tokens == 0, [*dict.fromkeys(warnings)][:_MAX_WARNINGS]
+                choices.append(Choice(call, text, echo, calls, pieces, is_empty, found))
         return choices
 
     def receipts_or_refuse(self) -> ReceiptFolder:
