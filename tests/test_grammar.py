@@ -351,14 +351,15 @@ def test_a_wrong_call_is_refused_before_any_work(target, draft, prompts, monkeyp
         dflash.generate(target, draft, prompts[1][None], **call(Grammar.regex("a+")) | changes)
 
 
-def chained_schema(link) -> Grammar:
-    definitions = {f"{i:x}": link({"$ref": f"#/$defs/{i + 1:x}"}) for i in range(4000)} | {"fa0": {"type": "null"}}
+def chained_schema(link, length: int = 4000) -> Grammar:
+    definitions = {f"{i:x}": link({"$ref": f"#/$defs/{i + 1:x}"}) for i in range(length)}
+    definitions[f"{length:x}"] = {"type": "null"}
     return Grammar.json_schema({"$defs": definitions, "$ref": "#/$defs/0"})
 
 
 @pytest.mark.parametrize("make", [
     lambda: chained_schema(lambda ref: ref),
-    lambda: chained_schema(lambda ref: {"properties": {"a": ref}}),
+    lambda: chained_schema(lambda ref: {"properties": {"a": ref}}, 900),  # 1,900 need too large a lexer
     lambda: chained_schema(lambda ref: {"items": ref, "type": "array"}),
     lambda: chained_schema(lambda ref: {"anyOf": [ref, {"type": "null"}]}),
     lambda: chained_schema(lambda ref: {"allOf": [ref]}),
@@ -368,6 +369,31 @@ def chained_schema(link) -> Grammar:
 def test_a_long_chain_of_references_does_not_end_the_process(pair, make):
     matcher = make().begin(pair[2], [0])
     matcher.fill_(torch.zeros(1, matcher.words, dtype=torch.int32), [-1])
+
+
+TOO_LARGE = {
+    "regex": (lambda: Grammar.regex("a?" * 40_000), "this regex .* a lexer of more than 20000 units: use fewer or sh"),
+    "lark": (lambda: Grammar.lark(f"start: %json {{}} | /{'a?' * 9000}/"), "a lexer of more than 20000 units"),
+    "schema": (lambda: Grammar.json_schema({"enum": [f"{i:09}" for i in range(20_000)]}), "more than 100000 units"),
+    "pattern": (lambda: Grammar.json_schema({"pattern": "^" + "a?" * 4000 + "$"}), "may add up to 16777216"),
+    "multiple": (lambda: Grammar.json_schema({"multipleOf": 999983}), "multipleOf.* must be at most 100000"),
+    "multiples": (lambda: Grammar.json_schema({"allOf": [{"multipleOf": n} for n in (997, 991, 3)]}), "at most 100000"),
+    "in Lark": (lambda: Grammar.lark('start: %json {"multipleOf": 999983}'), "at most 100000"),
+    "depth": (lambda: Grammar.json_schema({"const": json.loads("[" * 100 + "]" * 100)}), "nested at most 100 deep"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), TOO_LARGE.values(), ids=TOO_LARGE)
+def test_a_grammar_that_would_take_seconds_or_gigabytes_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_large_grammars_of_schemas_are_taken(pair):
+    dates = schema(**{f"p{i}": {"type": "string", "format": "date-time"} for i in range(300)})
+    prices = schema(**{f"p{i}": {"type": "number", "multipleOf": 0.01, "minimum": 0} for i in range(100)})
+    for wanted in (dates, prices, {"enum": [f"word{i}" for i in range(6000)]}):
+        Grammar.json_schema(wanted).begin(pair[2], [0])
 
 
 def test_a_missing_extra_is_named(monkeypatch):

@@ -169,7 +169,7 @@ class Grammar:
         if self.kind != "regex" and (reason := _excess(schemas)):
             return True, [reason]
         # 2. Regexes next to JSON have no more fuel than without it.
-        if plain != self.text and self.kind == "lark":
+        if self.kind == "lark" and "%json" in self.text:
             is_refused, reasons = _validated(Grammar("lark", plain).source, _limits(_REGEX_FUEL))
             if is_refused and "lexer of more" in reasons[0]:
                 return True, reasons
@@ -177,12 +177,9 @@ class Grammar:
 
 
 def _limits(fuel: int) -> Any:
-    return _llguidance().LLParserLimits(
-        initial_lexer_fuel=fuel,
-        max_lexer_states=_MAX_STATES,
-        step_max_items=_MAX_ITEMS,
-        precompute_large_lexemes=False,  # it counts no states
-    )
+    given = {"initial_lexer_fuel": fuel, "max_lexer_states": _MAX_STATES, "step_max_items": _MAX_ITEMS}
+    # Computing large lexemes in advance counts no states.
+    return _llguidance().LLParserLimits(**given, precompute_large_lexemes=False)
 
 
 def _validated(source: str, limits: Any) -> tuple[bool, list[str]]:
@@ -245,10 +242,8 @@ def _excess(schemas: Sequence[str]) -> str:
     for number in decimals:
         common = math.lcm(common, int(number.scaleb(scale)))
         if common * numbers > _MAX_REMAINDERS:
-            return (
-                f"the least common multiple of its multipleOf, counted in units of their last digit, times its "
-                f"{numbers} bounds of numbers must be at most {_MAX_REMAINDERS}: use smaller or fewer ones"
-            )
+            what = "the least common multiple of its multipleOf, in units of their last digit, times its"
+            return f"{what} {numbers} bounds of numbers must be at most {_MAX_REMAINDERS}: use smaller or fewer ones"
     return ""
 
 
@@ -286,19 +281,18 @@ class _Kept:
     """Compiled grammars by grammar, made where none is kept; the oldest go when all would take too many bytes."""
 
     def __init__(self, make: Callable[[Grammar], Matcher]) -> None:
-        self._make, self._kept = make, dict[Grammar, Any]()
+        self._make, self._kept = make, dict[Grammar, Matcher]()
 
     def __call__(self, grammar: Grammar) -> Matcher:
         matcher = self._kept.pop(grammar, None)
         if matcher is None or not matcher.is_usable():
             matcher = self._make(grammar)
         self._kept[grammar] = matcher
-        sizes = [(kept, _STATES_BYTES + _TEXT_BYTES * len(kept.text)) for kept in list(self._kept)]
-        excess = sum(size for _, size in sizes) - _MAX_KEPT_BYTES
-        for kept, size in sizes[:-1]:
-            if excess > 0:
+        size = 0
+        for kept in reversed(list(self._kept)):  # the newest first, which stays
+            size += _STATES_BYTES + _TEXT_BYTES * len(kept.text)
+            if size > _MAX_KEPT_BYTES:
                 self._kept.pop(kept, None)
-                excess -= size
         return matcher
 
 
