@@ -39,6 +39,10 @@ _MAX_REMAINDERS = 100_000  # llguidance's states for multipleOf, which fuel does
 _MAX_STATES, _MAX_ITEMS = 2**17, 20_000  # of the lexer, 0.4 to 1.4 KB each; of the parser, in one step
 # A compiled grammar took up to 1 KB per byte of text, and 64 MB for the states of a regex that explodes.
 _TEXT_BYTES, _STATES_BYTES, _MAX_KEPT_BYTES = 2**10, 2**26, 2**30
+# llguidance looks ahead for all text that can only follow, at 4 us and 0.4 KB per byte, unless told not to. Then masks
+# allow every way to split such text into tokens.
+_UNFORCED, _MAX_FORCED = '%llguidance {"no_forcing": true}', 2**17
+_LITERALS = re.compile(r"""\"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/""")
 _NUMBERS = {"multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 _DATA = {"const", "enum", "default", "examples", "x-guidance"}  # their values are not schemas
@@ -122,18 +126,23 @@ class Grammar:
     @property
     def source(self) -> str:
         """The grammar as llguidance takes it."""
-        if self.kind == "regex":
-            return _llguidance().LLMatcher.grammar_from_regex(self.text)
-        given = {"lark_grammar": self.text} if self.kind == "lark" else {"json_schema": self._schema}
-        return json.dumps({"grammars": [given]})
+        if (is_short := self._is_short) and self.kind == "json_schema":
+            return json.dumps({"grammars": [{"json_schema": self._schema}]})
+        lark = f"start: {self.rule}" if self.kind == "json_schema" else self._lark
+        return json.dumps({"grammars": [{"lark_grammar": lark if is_short else f"{lark}\n{_UNFORCED}"}]})
 
     @property
     def rule(self) -> str:
         """The grammar as what a rule of a larger Lark grammar stands for."""
         if self.kind == "json_schema":
             return f"%json {json.dumps(self._schema)}"
-        lark = self.text if self.kind == "lark" else json.loads(self.source)["grammars"][0]["lark_grammar"]
-        return f"%lark {{\n{lark}\n}}"
+        return f"%lark {{\n{self._lark}\n}}"
+
+    @property
+    def _lark(self) -> str:
+        if self.kind == "lark":
+            return self.text
+        return json.loads(_llguidance().LLMatcher.grammar_from_regex(self.text))["grammars"][0]["lark_grammar"]
 
     @property
     def _schema(self) -> dict[str, object]:
@@ -146,6 +155,23 @@ class Grammar:
             ValueError: the grammar allows no token of this tokenizer, or the tokenizer cannot be used.
         """
         return _vocabulary(tokenizer, tuple(stop_token_ids)).start(self)
+
+    @property
+    def _is_short(self) -> bool:
+        """True if no more than `_MAX_FORCED` bytes can follow from repetitions without a choice."""
+        schemas, plain = _split(self.text) if self.kind == "lark" else ([], self.text)
+        if self.kind == "json_schema":
+            schemas, plain = [self.text], ""
+        # Terminals that name others may double at every step. Rules may not: the parser's items are bounded.
+        name = ""
+        for piece in re.split(r"[\n{]", _LITERALS.sub("", plain) if self.kind == "lark" else ""):
+            head, colon, body = piece.partition(":")
+            name, body = (head.strip(), body) if colon else (name, piece)
+            if name.isupper() and re.search("[A-Z]", body):
+                return False
+        texts = [plain, *_patterns(_pairs(schemas))]
+        counts = (math.prod(max(1, int(count)) for count in re.findall(r"[{~]\s*(\d+)", text)) for text in texts)
+        return sum(len(text) * count for text, count in zip(texts, counts, strict=True)) <= _MAX_FORCED
 
     @property
     def limits(self) -> Any:
@@ -223,17 +249,12 @@ def _split(lark: str) -> tuple[list[str], str]:
 
 def _excess(schemas: Sequence[str]) -> str:
     """Return which bound these JSON schemas pass, empty for none. Constants count, since references may lead there."""
-    pairs: list[tuple[str, Any]] = []
     for schema in schemas:
         marks = re.sub(r'"(?:[^"\\]|\\.)*"|[^][{}]+', "", schema)
         if (depth := max(itertools.accumulate(1 if mark in "[{" else -1 for mark in marks), default=0)) > _MAX_DEPTH:
             return f"it may be nested at most {_MAX_DEPTH} deep, and is {depth} deep"
-        json.loads(schema, object_pairs_hook=lambda found: pairs.extend(found) or dict(found))
-    patterns = [value for key, value in pairs if key == "pattern" and isinstance(value, str)]
-    patterns += [
-        name for key, value in pairs if key == "patternProperties" and isinstance(value, dict) for name in value
-    ]
-    if (squares := sum(len(pattern) ** 2 for pattern in patterns)) > _MAX_SQUARES:
+    pairs = _pairs(schemas)
+    if (squares := sum(len(pattern) ** 2 for pattern in _patterns(pairs))) > _MAX_SQUARES:
         return f"the squares of its patterns' lengths may add up to {_MAX_SQUARES}, and are {squares}: use shorter ones"
     multiples = {value for key, value in pairs if key == "multipleOf" and type(value) in (int, float) and value > 0}
     decimals = [Decimal(str(value)).normalize() for value in multiples if math.isfinite(value)]
@@ -245,6 +266,20 @@ def _excess(schemas: Sequence[str]) -> str:
             what = "the least common multiple of its multipleOf, in units of their last digit, times its"
             return f"{what} {numbers} bounds of numbers must be at most {_MAX_REMAINDERS}: use smaller or fewer ones"
     return ""
+
+
+def _pairs(schemas: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return all keys in these JSON texts, at every depth, with their values."""
+    pairs: list[tuple[str, Any]] = []
+    for schema in schemas:
+        json.loads(schema, object_pairs_hook=lambda found: pairs.extend(found) or dict(found))
+    return pairs
+
+
+def _patterns(pairs: Sequence[tuple[str, Any]]) -> list[str]:
+    patterns = [value for key, value in pairs if key == "pattern" and isinstance(value, str)]
+    named = [value for key, value in pairs if key == "patternProperties" and isinstance(value, dict)]
+    return patterns + [name for names in named for name in names]
 
 
 def _drop(schema: dict[str, Any], drops_all: bool) -> list[str]:
