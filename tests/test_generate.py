@@ -1,5 +1,6 @@
 """Test the generator from the caller's side: arguments, errors, statistics and state between calls."""
 
+import dataclasses
 import gc
 import weakref
 
@@ -9,6 +10,7 @@ from baseline import greedy, left_padded, prompt
 from families import cheat, draft_config, make_draft, make_target
 
 import dflash
+from dflash.options import check_config
 
 NAN = float("nan")
 
@@ -106,6 +108,15 @@ UNFIT = {
 def test_a_drafter_that_does_not_fit_is_refused(target, message):
     with pytest.raises((ValueError, TypeError), match=message):
         dflash.generate(target, UNFIT[message](target), ids(), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", 64), ("vocab_size", 97)])
+def test_a_drafter_is_compared_with_the_config_of_each_layer(draft, key, value):
+    layered = make_target("qwen3", per_layer_config={1: {key: value}})
+    check_config(layered, draft.config)
+    other = dataclasses.replace(draft.config, **{key: value + 8})
+    with pytest.raises(ValueError, match=f"its {key} is {value + 8}, the target's is {value}"):
+        check_config(layered, other)
 
 
 def test_nan_logits_of_the_target_are_an_error_that_says_where(target, draft):

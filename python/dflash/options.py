@@ -11,7 +11,7 @@ from .call import check_combination, check_tree
 from .drafter import DraftConfig, Drafter, check_draft_weights, load_draft
 from .ops import WeightStorage
 from .settings import BlockSize, TreeSize, checked, integer_from
-from .targets import embedding_table, max_positions, ranks_in, refusal_of_weights, text_config
+from .targets import config_values, embedding_table, max_positions, ranks_in, refusal_of_weights, text_config
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ def check_fit(target: nn.Module, draft: Drafter) -> None:
 def check_config(target: nn.Module, config: DraftConfig) -> None:
     """Do what `check_fit` does with a drafter's config; ``target`` may be on the meta device."""
     theirs, embedding = text_config(target), embedding_table(target)
-    _check_equal("hidden_size", config.hidden_size, theirs.hidden_size)
+    for key in ("hidden_size", "vocab_size"):
+        for value in config_values(theirs, key) if getattr(config, key) is not None else ():
+            _check_equal(key, getattr(config, key), value)
     if config.num_target_layers is not None:
         _check_equal("num_target_layers", config.num_target_layers, theirs.num_hidden_layers)
-    if config.vocab_size is not None:
-        _check_equal("vocab_size", config.vocab_size, theirs.vocab_size)
     if config.own_parts and config.vocab_size is not None:
         _check_equal("vocab_size", config.vocab_size, embedding.shape[0])
     taps, last = config.target_layer_ids, theirs.num_hidden_layers - 1

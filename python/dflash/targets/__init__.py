@@ -5,6 +5,7 @@ from .fingerprint import Fingerprint, KnownWeights, describe_config, sample_dige
 from .folder import check_target_config, check_target_size, check_target_weights
 from .model import (
     UnsupportedTargetError,
+    config_values,
     embedding_table,
     find_layers,
     first_hook,
