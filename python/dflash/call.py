@@ -187,10 +187,8 @@ def _check_ids(ids: Tensor, attention_mask: Tensor | None, vocab_size: int, devi
         raise ValueError(f"ids must be on the target's device, {device}, got {ids.device}")
     if ids.numel() == 0:
         raise ValueError(f"ids must hold at least one token in each row, got shape {list(ids.shape)}")
-    everything = torch.ones_like(ids, dtype=torch.bool)
-    mask = everything if attention_mask is None else _check_mask(attention_mask, ids)
-    live = ids[mask]
-    low, high = int(live.min()), int(live.max())
+    mask = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else _check_mask(attention_mask, ids)
+    low, high = map(int, ids[mask].aminmax())
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise ValueError(f"ids must lie in 0 .. {vocab_size - 1} (the target's vocabulary), got {wrong}")
@@ -215,8 +213,15 @@ def _check_mask(attention_mask: Tensor, ids: Tensor) -> Tensor:
 
 
 def _configured(settings: Mapping[str, Any], given: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Return what the generation_config asks for; its filters count where it samples, or the caller does."""
-    found = dict(settings)
+    """Return what the generation_config asks for; its filters count where it samples, or the caller does.
+
+    If it has no stop token and every row has a grammar, which needs one, that is the tokenizer's EOS.
+    """
+    found, grammar = dict(settings), given.get("grammar")
+    eos = getattr(given.get("tokenizer"), "eos_token_id", None)
+    has_grammars = isinstance(grammar, AnswerGrammar) or (isinstance(grammar, list | tuple) and None not in grammar)
+    if has_grammars and eos is not None and not found.get("stop_token_ids"):
+        found["stop_token_ids"] = eos
     if found.get("max_new_tokens") is None:
         total = found.get("max_length")
         found["max_new_tokens"] = _DEFAULT_NEW_TOKENS if total is None else total - length
@@ -284,9 +289,7 @@ def _grammars(values: Mapping[str, Any], prompts: int) -> tuple[Any, ...]:
 
 def tree_rows(tree: TreeSize) -> int:
     """Return the most rows of a tree of this size; 0 for chains."""
-    if tree is None:
-        return 0
-    return MAX_TREE_ROWS if tree == "auto" else tree
+    return 0 if tree is None else MAX_TREE_ROWS if tree == "auto" else tree
 
 
 def check_room(call: Call, batch_size: int, max_length: int, tree: TreeSize) -> None:
