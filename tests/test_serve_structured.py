@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
-from served import SUM, ask, chat, direct, pair, prompt_ids, serving
+from served import SUM, ask, chat, direct, pair, prompt_ids, serve, serving
 
 import dflash
 from dflash.serve.answers import CallText
-from dflash.serve.prompts import EncodedPrompt, ToolForm, answer_grammar, find_form, read_tools
+from dflash.serve.prompts import EncodedPrompt, PromptReader, ToolForm, answer_grammar, read_tools
 from dflash.serve.protocol import ApiError, ChatRequest
 
 CHAT = "/v1/chat/completions"
@@ -202,28 +202,87 @@ def test_answers_keep_to_what_was_asked(fields, reasoning, whole, begun, wrong):
         assert (fits and matcher.is_accepting()) == (text in whole), text
 
 
-def test_a_conversation_with_calls_is_written_by_the_template():
-    with serving(template=HERMES) as service:
-        seen = []
-        render = service.tokenizer.apply_chat_template
-        service.tokenizer.apply_chat_template = lambda *a, **k: seen.append(render(*a, **k)) or seen[-1]
-        called = {"id": "call_1", "type": "function", "function": {"name": "store", "arguments": '{"port": 3}'}}
-        messages = [
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": None, "tool_calls": [called]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "done"},
-        ]
-        body = {"messages": messages, "tools": TOOLS[1:], "max_tokens": 2}
-        assert ask(service, CHAT, body).status_code == 200
-    shown = json.dumps({"type": "function", "function": {"name": "list_all"}})
-    calls = '\n<tool_call>\n{"name": "store", "arguments": {"port": 3}}\n</tool_call>'
-    assert seen[-1] == f"<tools>{shown}</tools>hi{calls}<tool_response>done</tool_response>\n=>\n"
+def written(service, body: dict) -> str:
+    """Ask for an answer; return what the chat template wrote for it."""
+    seen, tokenizer = [], service.tokenizer
+    render = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *a, **k: seen.append(render(*a, **k)) or seen[-1]
+    response = ask(service, CHAT, {"max_tokens": 2} | body)
+    del tokenizer.apply_chat_template
+    assert response.status_code == 200, response.text
+    return seen[-1]
 
 
-def test_the_form_of_calls_is_read_from_the_template():
+@pytest.mark.parametrize("given", [[], 0, False, [1], "[]", 3.5])
+def test_arguments_that_are_no_object_are_refused(given):
+    call = {"id": "call_1", "type": "function", "function": {"name": "store", "arguments": given}}
     with serving(template=HERMES) as service:
-        assert find_form(service.tokenizer) == ("<tool_call>\n", "\n</tool_call>", "\n")
-    assert find_form(pair()[2]) is None
+        said = [*chat("hi")["messages"], {"role": "assistant", "tool_calls": [call]}, *chat("hi")["messages"]]
+        response = ask(service, CHAT, {"messages": said})
+    assert response.status_code == 400
+    assert "arguments" in response.text
+
+
+LISTED = "<tools>" + json.dumps({"type": "function", "function": {"name": "list_all"}}) + "</tools>"
+
+
+@pytest.mark.parametrize("given", ['{"port": 3}', {"port": 3}, "", " ", "null", None, "nothing"])
+def test_a_conversation_with_calls_is_written_by_the_template(given):
+    function = {"name": "store"} | ({} if given == "nothing" else {"arguments": given})
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "index": 0, "function": function}]},
+        {
+            "role": "tool",
+            "tool_call_id": "call_1",
+            "content": [{"type": "text", "text": text} for text in ("do", "ne")],
+        },
+    ]
+    shown = '{"port": 3}' if "port" in str(given) else "{}"
+    calls = f'\n<tool_call>\n{{"name": "store", "arguments": {shown}}}\n</tool_call>'
+    named = {"default": "{% for m in messages %}{{ m.content }}{% endfor %}", "tool_use": HERMES}
+    parts = HERMES.replace("message.content", "message.content | map(attribute='text') | join('+')")
+    for template, tools, result in (
+        (HERMES, TOOLS[1:], "do\nne"), (named, TOOLS[1:], "do\nne"), (named, None, "do\nne"), (parts, None, "do+ne")
+    ):  # fmt: skip
+        with serving(template=template) as service:
+            assert service.reader.tool_form == ("<tool_call>\n", "\n</tool_call>", "\n")
+            text = written(service, {"messages": messages, "tools": tools})
+        assert text == f"{LISTED * bool(tools)}hi{calls}<tool_response>{result}</tool_response>\n=>\n"
+
+
+def test_a_template_that_the_form_of_calls_is_not_known_of_gets_what_it_asks_for():
+    template = (
+        "{% for t in tools %}{{ t.function.description + t.function.name }}{% endfor %}{% for m in messages %}"
+        "{% if m.role == 'tool' and m.name is not defined %}{{ raise_exception('no name') }}{% endif %}"
+        "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments + c.id }}{% endfor %}"
+        "{{ m.name }}{{ m.tool_call_id }}{% endfor %}"
+    )
+    call = {"id": "call_123456789", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    messages = [
+        *chat("hi")["messages"],
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "done"},
+    ]
+    with serving(template=template) as service:
+        text = written(service, {"messages": messages, "tools": TOOLS[1:], "tool_choice": "required"})
+    assert text == 'list_allhif{"a":1}123456789donef123456789'
+    assert PromptReader(pair()[2]).tool_form is None
+
+
+def test_a_template_that_loses_the_users_text_is_not_served():
+    with pytest.raises(ValueError, match="the chat template for tools shows no text of user messages"):
+        serve(template={"default": HERMES, "tool_use": "{% for m in messages %}{{ m.role }}{% endfor %}"})
+
+
+def test_json_ends_with_the_tokenizers_eos_if_the_config_has_none(monkeypatch):
+    monkeypatch.setattr(pair()[0].generation_config, "eos_token_id", None)
+    with serving() as service:
+        body = chat(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 1}}})
+        (choice,) = ask(service, CHAT, body).json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("1", "stop")
+        text = ask(service, CHAT, chat(max_tokens=99)).json()["choices"][0]
+        assert text["finish_reason"] == "length"  # as transformers' generate does without a stop token
 
 
 # ---------------------------------------------------------------------------------------------- reasoning

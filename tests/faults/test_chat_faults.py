@@ -120,6 +120,33 @@ def test_a_template_that_refuses_the_system_message_is_one_line(shell, command, 
     assert done.err == "dflash: --system: the chat template refuses these messages: no room for system\n"
 
 
+LOST = "{% for m in messages if m.role == 'nobody' %}{{ m.content }}{% endfor %}w92"
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "serve", "benchmark", "doctor", "regenerate", "train"])
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_template_that_loses_text_is_refused_before_the_weights_are_read(shell, command, role, pair, tmp_path):
+    shutil.copytree(pair, tmp_path / "pair")
+    (tmp_path / "pair" / "target" / "model.safetensors").unlink()
+    template = LOST.replace("nobody", "user") if role == "assistant" else LOST
+    (tmp_path / "pair" / "target" / "chat_template.jinja").write_text(template)
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "w5", "response": "w6"}) + "\n")
+    models = ["--model", tmp_path / "pair" / "target"]
+    models += [] if command in ("regenerate", "train") else ["--draft", tmp_path / "pair" / "draft"]
+    new = tmp_path / "new"
+    more = {"generate": ["w5"], "serve": ["--port", 0], "benchmark": ["--dataset", data], "doctor": ["--prompts", data]}
+    more |= {
+        "regenerate": [data, "--out", new],
+        "train": ["--data", data, "--output", new, "--mask-token-id", 95, "--taps", "1"],
+    }
+    done = shell(command, *models, *more.get(command, []))
+    assert done.code == 2
+    lost = f"the chat template shows no text of {role} messages, as a string or as parts: correct the model's"
+    assert (lost in done.err) == (role == "user" or command in ("chat", "train")), done.err
+    assert not new.exists()
+
+
 @pytest.mark.parametrize("tokens", [0, 2])
 def test_a_stopped_answer_keeps_what_was_written(tokens, chat, target, monkeypatch):
     add, events = text._StreamedAnswer.add, []

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from ..api import stream
-from ..evaluate import PAIR, check_encoding, check_text, mean_acceptance, prompt_ids
+from ..evaluate import PAIR, check_encoding, check_template, check_text, mean_acceptance, prompt_ids
 from ..generator import Generator
 from ..receipts import Receipt, Recorder, lines_of
 from ..receipts import verify as verify_receipt
@@ -197,6 +197,7 @@ def chat(
     tokenizer = options.load_tokenizer(source)
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: use dflash generate")
+    check_template(tokenizer, "user", "assistant")
     _check_system(tokenizer, system)
     target, drafter, device = models.load(source)
     length = options.room_of(target, max_length)
@@ -381,6 +382,8 @@ def serve(
     # 2. Load the models.
     source = models.source()
     tokenizer = options.load_tokenizer(source)
+    if tokenizer.chat_template is not None:
+        check_template(tokenizer, "user", tools=True)
     target, drafter, _ = models.load(source)
     from ..serve import Scheduler
     from ..serve.service import ReceiptFolder, Service

@@ -16,6 +16,7 @@ import torch
 import typer
 
 from ..drafter import DFlash2Config, load_draft
+from ..evaluate import check_encoding
 from ..evaluate.progress import bars
 from ..options import check_config
 from ..targets import check_target, text_config
@@ -315,6 +316,7 @@ class _Asking:
         models = options.ModelOptions(self.model, self.draft, self.dtype, self.device, self.trust_remote_code)
         source = models.source(quiet=self.as_json)
         tokenizer = options.load_tokenizer(source)
+        check_encoding(tokenizer, self.raw, bos=False)
         target, drafter, _ = models.load(source)
         common |= {"name": self.model, "batch_size": self.batch_size, "bos": self.bos}
         return LocalWriter(target, tokenizer, drafter, **common)

@@ -1,6 +1,7 @@
 """Measuring a pair: prompts, answers compared with one-token decoding, reports."""
 
+from .chat import call_marks, check_template, render_chat
 from .compare import Decoding, GeneratorRunner, add_up, mean_acceptance
 from .pair import ARROW, FIRST_GENERATION, PAIR, demo_pair, demo_prompts, draft_folder, encode, load_target
 from .pretrained import Pretrained
-from .prompts import check_encoding, check_text, prompt_ids, render_chat, text_ids
+from .prompts import check_encoding, check_text, prompt_ids, render_prompt, text_ids

@@ -58,11 +58,9 @@ class BenchmarkConfig(Decoding):
         """Encode ``messages``, by the user and the model in turn, as token ids; ``history`` comes before them."""
         if history and self.raw:
             raise ValueError("--raw continues a text, and a prompt is a conversation")
-        if history or not (self.raw or tokenizer.chat_template is None):
-            said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
-            prompt: dict[str, Any] = {"messages": [*history, *said]}
-        else:
-            prompt = {"prompt": messages[-1]}
+        said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
+        is_chat = history or (tokenizer.chat_template is not None and not self.raw)
+        prompt: dict[str, Any] = {"messages": [*history, *said]} if is_chat else {"prompt": messages[-1]}
         template = {} if self.thinking is None else {"enable_thinking": self.thinking}
         return prompt_ids(tokenizer, prompt, raw=self.raw, bos=self.bos, template=template)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..files import parse_json
 from ..terminal import shortened
+from .chat import check_template, render_chat
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -111,6 +112,8 @@ def load_conversations(dataset: str, data: str | Path | None = None, limit: int 
 
 def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
     messages, turns = parse_prompt(row, where)
+    if parse_tools(row, where):
+        raise ValueError(f"{where}: a benchmark shows no tools: leave them out")
     if messages is None:
         return Conversation(tuple(turns))
     *history, last = messages
@@ -206,9 +209,17 @@ def parse_prompt(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any
 
 
 def first_prompt(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a row's prompt as ``{"prompt"}`` or ``{"messages"}``. Of several turns, the first is used."""
+    """Return a row's ``prompt`` or ``messages``, with its tools. Of several turns, the first is used."""
     messages, turns = parse_prompt(row, where)
-    return {"prompt": turns[0]} if messages is None else {"messages": messages}
+    prompt: dict[str, Any] = {"prompt": turns[0]} if messages is None else {"messages": messages}
+    return prompt | parse_tools(row, where)
+
+
+def parse_tools(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the ``tools`` of a row, a list or its JSON text; nothing if it has none."""
+    tools = row.get("tools") or None
+    tools = parse_json(tools, f"{where}: tools") if isinstance(tools, str) else tools
+    return {"tools": tools} if tools else {}
 
 
 def parse_messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -248,7 +259,8 @@ def check_encoding(tokenizer: Any, raw: bool, bos: bool, options: Mapping[str, b
     """Return True if prompts become messages of a chat. ``options`` need that; by name, whether they were given.
 
     Raises:
-        ValueError: such an option or ``bos`` was given and does not fit, or the tokenizer has no BOS token.
+        ValueError: such an option or ``bos`` was given and does not fit, the tokenizer has no BOS token, or its chat
+            template loses the user's text.
     """
     has_template = tokenizer.chat_template is not None and not raw
     for name, is_given in (options or {}).items():
@@ -258,6 +270,11 @@ def check_encoding(tokenizer: Any, raw: bool, bos: bool, options: Mapping[str, b
         raise ValueError("--bos is for raw prompts, and this tokenizer has a chat template: leave --bos out")
     if bos and tokenizer.bos_token_id is None:
         raise ValueError("--bos: this tokenizer has no BOS token")
+    if has_template:
+        try:
+            check_template(tokenizer, "user")
+        except ValueError as error:
+            raise ValueError(f"{error}, or continue texts without it (--raw)") from None
     return has_template
 
 
@@ -271,12 +288,23 @@ def prompt_ids(
 ) -> list[int]:
     """Encode a prompt, ``{"prompt": text}`` or ``{"messages": [...]}``, as the target's input ids.
 
-    A text becomes a user's message if the tokenizer has a chat template, unless ``raw``.
+    A text becomes a user's message if the tokenizer has a chat template, unless ``raw``. ``tools`` need a template.
     """
-    if "messages" in prompt or not (raw or tokenizer.chat_template is None):
-        text = render_chat(tokenizer, as_messages(prompt), True, template)
+    if prompt.keys() & {"messages", "tools"} or not (raw or tokenizer.chat_template is None):
+        text = render_prompt(tokenizer, prompt, as_messages(prompt), True, template)
         return tokenizer(text, add_special_tokens=False).input_ids
     return text_ids(tokenizer, prompt["prompt"], bos=bos)
+
+
+def render_prompt(
+    tokenizer: Any, prompt: Mapping[str, Any], messages: Any, asks: bool, template: Mapping[str, Any] | None
+) -> str:
+    """Write messages as `render_chat` does, with the tools of a prompt, which must be shown."""
+    tools = prompt.get("tools")
+    text = render_chat(tokenizer, messages, asks, {**(template or {}), "tools": tools})
+    if lost := [name for tool in tools or () if (name := tool["function"]["name"]) not in text]:
+        raise ValueError(f"the chat template does not show the tool {shortened(lost[0])}: leave tools out")
+    return text
 
 
 def text_ids(tokenizer: Any, text: str, *, bos: bool = False) -> list[int]:
@@ -288,15 +316,3 @@ def text_ids(tokenizer: Any, text: str, *, bos: bool = False) -> list[int]:
         if ids[:1] != [tokenizer.bos_token_id]:
             ids.insert(0, tokenizer.bos_token_id)
     return ids
-
-
-def render_chat(
-    tokenizer: Any, messages: list[dict[str, Any]], asks: bool, template: Mapping[str, Any] | None = None
-) -> str:
-    """Write messages by the chat template; ``asks`` adds the beginning of the next message, the assistant's."""
-    if tokenizer.chat_template is None:
-        raise ValueError("messages need a chat template, and this tokenizer has none")
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=asks, tokenize=False, **(template or {}))
-    except Exception as error:  # templates raise their own: a role they do not know, roles that do not alternate
-        raise ValueError(f"the chat template refuses these messages: {error}") from error

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ..evaluate import check_text, render_chat, text_ids
+from ..evaluate import call_marks, check_template, check_text, render_chat, text_ids
 from ..grammar import Grammar
 from . import protocol
 from .answers import CLOSE, OPEN, CallText
@@ -26,20 +26,6 @@ class ToolForm(NamedTuple):
 
 
 _MAX_WARNING = 200  # characters; they are a header too
-_CALL = {"type": "function", "function": {"name": "probe", "arguments": {"a": "b"}}}
-_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [_CALL, _CALL]}]
-_HERMES = re.compile(r'(<tool_call>\s*)\{"name": "probe", "arguments": \{"a": "b"\}\}(\s*</tool_call>)(\s*)<tool_call>')
-
-
-def find_form(tokenizer: Any) -> ToolForm | None:
-    """Return the form in which a chat template writes calls, if it is Hermes' (Qwen 2.5 and 3, Hermes 3); else None."""
-    try:
-        found = _HERMES.search(render_chat(tokenizer, _PROBE, False))
-    except ValueError:
-        return None
-    if found is None or is_special(tokenizer, "<tool_call>") or is_special(tokenizer, "</tool_call>"):
-        return None
-    return ToolForm(*found.groups())
 
 
 def is_special(tokenizer: Any, mark: str) -> bool:
@@ -162,41 +148,40 @@ class PromptReader:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._template = tokenizer.get_chat_template() if tokenizer.chat_template is not None else ""
-        self.thinks = CLOSE in self._template
+        template = tokenizer.chat_template
+        self.has_template, self.thinks = template is not None, CLOSE in str(template)
+        if self.has_template:
+            check_template(tokenizer, "user", tools=True)
 
     @functools.cached_property
     def tool_form(self) -> ToolForm | None:
-        """How the chat template writes tool calls, if that form is known."""
-        return find_form(self.tokenizer) if self._template else None
+        """How the chat template writes tool calls, if that is Hermes' form (Qwen 2.5 and 3, Hermes 3)."""
+        marks = call_marks(self.tokenizer)
+        is_hidden = any(is_special(self.tokenizer, mark) for mark in ("<tool_call>", "</tool_call>"))
+        return None if marks is None or is_hidden else ToolForm(*marks)
 
     def read_chat(self, request: protocol.ChatRequest, tools: Tools | None = None) -> EncodedPrompt:
-        """Write a conversation by the chat template, which is shown ``tools`` if it reads them.
+        """Write a conversation by the chat template, which gets ``tools``.
 
         Raises:
             ApiError: there is no template, or it does not take these messages or arguments.
         """
-        if not self._template:
+        if not self.has_template:
             raise bad_request("this model has no chat template: use /v1/completions", "messages")
-        arguments = request.chat_template_kwargs or {}
+        arguments, shown = request.chat_template_kwargs or {}, None if tools is None else tools.shown
         own = inspect.signature(self.tokenizer.apply_chat_template).parameters  # transformers would take these itself
         for name in arguments:
-            if name in own or name == "messages" or not self._reads(name):
+            template = self.tokenizer.get_chat_template(tools=shown)
+            if name in own or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", template):
                 raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
-        if tools is not None and self._reads("tools"):
-            arguments = {**arguments, "tools": tools.shown}
-        if any(message.tool_calls for message in request.messages) and not self._reads("tool_calls"):
-            raise bad_request("the chat template does not write tool_calls", "messages")
         with refusing("messages"):
-            text = render_chat(self.tokenizer, [*map(_message, request.messages)], True, arguments)
+            messages = [*map(_message, request.messages)]
+            text = render_chat(self.tokenizer, messages, True, {**arguments, "tools": shown})
         ids = list(self.tokenizer(_unicode(text, "messages"), add_special_tokens=False).input_ids)
         if not self.thinks or text.rstrip().endswith(CLOSE):
             return EncodedPrompt(ids, text)
         reasoning = "begun" if text.rstrip().endswith(OPEN) else "optional"
         return EncodedPrompt(ids, text, reasoning, is_special(self.tokenizer, CLOSE))
-
-    def _reads(self, name: str) -> bool:
-        return re.search(rf"\b{re.escape(name)}\b", self._template) is not None
 
     def read_completion(self, request: protocol.CompletionRequest) -> list[EncodedPrompt]:
         """Return the prompts; raises ApiError if one is empty or not Unicode."""
@@ -216,8 +201,9 @@ class PromptReader:
 
 
 def _message(message: protocol.Message) -> dict[str, Any]:
-    given = message.model_dump(include={"reasoning_content", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
-    return {"role": "system" if message.role == "developer" else message.role, "content": message.text, **given}
+    fields = {"content", "reasoning_content", "name", "tool_calls", "tool_call_id"}
+    given = message.model_dump(include=fields, exclude_none=True)
+    return {**given, "role": "system" if message.role == "developer" else message.role}
 
 
 def _unicode(text: str, field: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -184,17 +185,24 @@ class NamedChoice(_Strict):
     function: NamedFunction
 
 
+def _arguments(value: object) -> object:
+    return json.dumps(value) if isinstance(value, dict) else "" if value is None else value
+
+
 class CalledFunction(_Strict):
-    """A call as chat templates read it: OpenAI's API has the arguments as JSON text, here they are parsed."""
+    """A function that was called. Its arguments are JSON text; clients also send an object, null or nothing."""
 
     name: str
-    arguments: pydantic.Json[dict[str, Any]]
+    arguments: Annotated[str, BeforeValidator(_arguments, str | dict[str, Any] | None)] = ""
 
 
 class ToolCall(_Strict):
+    """A call as it was answered. Clients that join the pieces of a stream may send its ``index`` too, or no type."""
+
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
+    index: Annotated[int | None, Field(exclude=True)] = None
 
 
 class Message(_not_applied(_Strict, refusal=(), audio=(), annotations=([],), function_call=("none",))):
@@ -214,10 +222,6 @@ class Message(_not_applied(_Strict, refusal=(), audio=(), annotations=([],), fun
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise PydanticCustomError("pairs", "tool_call_id belongs to messages of the role tool, which must have it")
         return self
-
-    @property
-    def text(self) -> str:
-        return "\n".join(part.text for part in self.content or ())
 
 
 _ChatFields = _not_applied(
