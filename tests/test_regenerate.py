@@ -45,6 +45,16 @@ def rows_of(path) -> dict[tuple[int, int], dict]:
 MIXED = RegenerateConfig(temperatures=(0.0, 1.0), samples=2, seed=3, max_new_tokens=12, top_k=20)
 
 
+def test_prompts_that_lose_their_text_are_not_asked(target, prompts, tmp_path):
+    template = "{% for m in messages %}<{{ m.role }}> {{ m.content.replace('w15', 'w7 w8') }}{% endfor %}"
+    writer, out = LocalWriter(target, spoken(template), name="tiny"), tmp_path / "out.jsonl"
+    with pytest.raises(ValueError, match="prompt on line 3: the prompt differs from that of the prompt on line 1, and"):
+        regenerate(load_prompts(prompts), writer, out, MIXED)
+    assert not out.exists()
+    twice = [{**prompt, "prompt": "w7 w8"} for prompt in load_prompts(prompts)[:2]]
+    assert regenerate(twice, writer, out, MIXED).written == 6
+
+
 @pytest.mark.parametrize("drafted", [False, True])
 def test_a_response_does_not_depend_on_its_batch(target, prompts, tmp_path, drafted):
     tokenizer, out = spoken(), tmp_path / "out.jsonl"
@@ -205,7 +215,7 @@ class Server:
             choice["message"] |= self.message
         reply = {"choices": [choice], "usage": {"completion_tokens": 3}}
         if body.get("return_token_ids"):
-            choice["token_ids"], reply["prompt_token_ids"] = [9, 1], [7]
+            choice["token_ids"], reply["prompt_token_ids"] = [9, 1], [int(word[1:]) for word in body["prompt"].split()]
         return json.dumps(reply).encode()
 
 
@@ -265,7 +275,14 @@ def test_a_server_completes_raw_prompts_and_tells_ids(server, prompts, tmp_path)
     regenerate(load_prompts(prompts), writer, tmp_path / "raw.jsonl")
     assert {path for path, _, _ in server.requests} == {"/v1/completions"}
     for row in rows_of(tmp_path / "raw.jsonl").values():
-        assert (row["prompt_ids"], row["response_ids"]) == ([7], [9, 1])
+        assert (row["prompt_ids"], row["response_ids"]) == ([int(word[1:]) for word in row["prompt"].split()], [9, 1])
+    # A server that loses the prompts' text.
+    lost = json.loads(server.answer("/completions", {"prompt": "w7", "return_token_ids": True}))
+    server.failures = [(200, json.dumps(lost))] * 2
+    one = ServerWriter(server.url, "served", raw=True, token_ids=True, concurrency=1)
+    with pytest.raises(ValueError, match="on line 2: the prompt differs from that of the prompt on line 1, and its"):
+        regenerate(load_prompts(prompts), one, tmp_path / "lost.jsonl")
+    assert set(rows_of(tmp_path / "lost.jsonl")) == {(1, 0)}
     server.reply = b'{"choices": [{"text": "w9", "finish_reason": "stop"}]}'
     with pytest.raises(ValueError, match="token_ids was asked for, and is not there"):
         regenerate(load_prompts(prompts), writer, tmp_path / "none.jsonl")

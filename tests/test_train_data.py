@@ -141,6 +141,70 @@ def test_the_stop_token_is_the_one_that_the_target_writes(jsonl):
     assert only(jsonl(row), spoken(thinking)) == ([USER, 7, LINE, ASSISTANT, 90, 9, LINE], [0] * 5 + [1, 1])
 
 
+def test_rows_whose_prompts_lost_their_text_are_refused(jsonl):
+    lossy = spoken("{% for m in messages %}<{{ m.role }}> {{ 'w9' if m.content == 'w8' else m.content }} {% endfor %}")
+    asked = [
+        {"prompt": "w8", "response": "w7"},
+        {"prompt": "w9 ", "response": "w7"},
+        {"prompt": " w9", "response": "w6"},
+    ]
+    chats = [[{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": "w7"}] for row in asked]
+    ids = [row | {"prompt_ids": [USER, 9], "response_ids": [7]} for row in asked[:2]]
+    for rows in (asked, [{"messages": chat} for chat in chats], [asked[2], ids[0]], ids):
+        with pytest.raises(ValueError, match=r"line 2: the prompt differs from that of .*line 1, and its token ids do"):
+            load_rows(jsonl(*rows), lossy, 32)
+    assert len(load_rows(jsonl(*asked[1:], *asked[1:]), lossy, 32)) == 4  # spaces around a text are not text
+
+
+def test_what_templates_leave_out_lawfully_is_not_lost(jsonl):
+    usual = "[{'role': 'system', 'content': 'w15'}]"
+    template = f"{{% set said = messages if messages[0].role == 'system' else {usual} + messages %}}" + (
+        "{% for m in said if m.content %}<{{ m.role }}> {{ m.content.split('</think>')[-1] }} {% endfor %}"
+    )
+    said = [
+        [("user", "w8"), ("assistant", f"{thought}w7"), ("user", "w6"), ("assistant", "w9")]
+        for thought in ("", "<think> w1 </think> ", "<think> w2 </think> ")
+    ]
+    said += [[("system", system), *said[0]] for system in ("", "w15")]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in said]
+    for count in (2, 3, 5):
+        assert len(load_rows(jsonl(*rows[:count]), spoken(template), 32)) == count
+    rows[-1]["messages"][0]["content"] = "w14"
+    lossy = template.replace("m in said if m.content", "m in messages if m.role != 'system'")
+    with pytest.raises(ValueError, match="line 2: the chat template shows no text of system messages"):
+        load_rows(jsonl(rows[0], rows[-1]), spoken(lossy), 32)
+    lossy = template.replace("m.content.split", "('w15' if m.content == 'w14' else m.content).split")
+    with pytest.raises(ValueError, match=r"line 2: the prompt differs from that of .*line 1, and its token ids do"):
+        load_rows(jsonl(rows[0], rows[-1]), spoken(lossy), 32)
+
+
+def test_tools_of_rows_are_shown_by_the_template_or_refused(jsonl):
+    shows = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    turns = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+    tools = [{"type": "function", "function": {"name": "w13"}}]
+    chat = [{"role": "user", "content": "w8"}, {"role": "assistant", "content": "w9"}]
+    named = {"default": turns, "tool_use": shows + turns}
+    for row in ({"prompt": "w8", "response": "w9"}, {"messages": chat}):
+        for template, given in ((shows + turns, tools), (named, json.dumps(tools))):
+            assert only(jsonl(row | {"tools": given}), spoken(template))[0][:3] == [13, USER, 8]
+        for template, given, wrong in (
+            (turns, tools, "the chat template does not show the tool 'w13'"),
+            (None, tools, "messages need a chat template"),
+            (named, ["w13"], "tools must be objects with a function"),
+            (named, "w13", "line 1: tools"),
+        ):
+            with pytest.raises(ValueError, match=wrong):
+                load_rows(jsonl(row | {"tools": given}), spoken(template), 32)
+        assert only(jsonl(row | {"tools": []}), spoken(turns))[0][:2] == [USER, 8]
+
+
+def test_rows_are_written_in_the_form_that_the_template_reads(jsonl):
+    row, turn = {"prompt": "w8", "response": "w7"}, "{{% for m in messages %}}<{{{{ m.role }}}}> {} {{% endfor %}}"
+    assert only(jsonl(row), spoken(turn.format("{{ m.content[0].text }}")))[0][:2] == [USER, 8]
+    with pytest.raises(ValueError, match="line 1: the chat template shows no text of user messages"):
+        load_rows(jsonl(row), spoken(turn.format("")), 32)
+
+
 def marked(*, bos: bool = False, eos: bool = False):
     """Return a tokenizer that adds a BOS token before a text, or an EOS token after it, by itself."""
     tokenizer = spoken(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import unicodedata
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..evaluate import prompt_ids, render_chat, text_ids
-from ..evaluate.prompts import as_messages, first_prompt, import_datasets, parse_messages, read_records
+from ..evaluate import prompt_ids, render_prompt, text_ids
+from ..evaluate.prompts import as_messages, first_prompt, import_datasets, parse_messages, parse_tools, read_records
+from ..targets import config_values
 from ..terminal import listed, shortened
 
 if TYPE_CHECKING:
@@ -104,6 +106,51 @@ _WRITTEN = {"line", "sample", "seed", "model", "max_new_tokens"}  # fields that 
 _Row = tuple[list[int], list[int]]  # ids and loss mask
 
 
+def _bare(text: str) -> str:
+    """Return a text without what tokenizers may change: white space, case and composed characters."""
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+class DistinctPrompts:
+    """Finds prompts that lost their text: the same token ids, and texts that these do not show.
+
+    Without a ``tokenizer``, which decodes ids, all texts are compared. Thoughts are no text: templates leave them out.
+    """
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self._tokenizer = tokenizer
+        self._sources: dict[str, int] = {}
+        # By digest of the ids: their first place, packed to take little memory; and the digest of what they lost.
+        self._places: dict[int, int] = {}
+        self._lost: dict[int, int] = {}
+
+    def add(self, ids: Sequence[int], prompt: Mapping[str, Any], where: str) -> None:
+        """Raise ``ValueError`` if another prompt has these ids and lost another text. ``where`` ends with a number."""
+        shown = "" if self._tokenizer is None else _bare(self._tokenizer.decode(ids))
+        said = [(message["role"], message["content"]) for message in as_messages(prompt)]
+        texts = [_bare(text.rpartition("</think>")[2] if role == "assistant" else text) for role, text in said]
+        lost = "".join(text for text in texts if text not in shown)
+        key, digest = _digest(repr(list(ids))), _digest(lost) if lost else None
+        if key not in self._places:
+            source, _, number = where.rpartition(" ")
+            self._places[key] = int(number) << 20 | self._sources.setdefault(source, len(self._sources))
+            if digest is not None:
+                self._lost[key] = digest
+        elif self._lost.get(key) != digest:
+            first = f"{[*self._sources][self._places[key] % 2**20]} {self._places[key] >> 20}"
+            what = f"{where}: the prompt differs from that of {first}, and its token ids do not"
+            raise ValueError(f"{what}: the chat template or the tokenizer loses text")
+
+
+def _bare(text: str) -> str:
+    """Return a text without what tokenizers may change: white space, case and composed characters."""
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:7], "little")
+
+
 @dataclass
 class RowEncoder:
     """Converts source rows to training rows.
@@ -132,6 +179,7 @@ class RowEncoder:
             raise ValueError(f"max_length must be an integer of at least 2, got {self.max_length!r}")
         eos, added = self.tokenizer.eos_token_id, getattr(self.tokenizer, "added_tokens_decoder", {})
         self.stops = list(dict.fromkeys([*([] if eos is None else [eos]), *self.stop_token_ids]))
+        self.prompts = DistinctPrompts(self.tokenizer)
         self.special = {*self.tokenizer.all_special_ids, *(token for token, about in added.items() if about.special)}
 
     def __call__(self, row: Mapping[str, Any], where: str) -> list[_Row]:
@@ -160,11 +208,13 @@ class RowEncoder:
             prompt, response = self.ids(row, "prompt_ids"), self.ids(row, "response_ids")
             if row.get("response") not in (None, self.tokenizer.decode(response, skip_special_tokens=True)):
                 raise ValueError("response_ids do not decode to response: the row is of a model with another tokenizer")
+            if row.get("prompt") or row.get("messages"):
+                self.prompts.add(prompt, first_prompt(row, where), where)
             return _joined((prompt, 0), (response, 1))
         if "response" in row:
-            return self.answered(first_prompt(row, where), row)
+            return self.answered(first_prompt(row, where), row, where)
         if "messages" in row:
-            return self.conversation(parse_messages(row, where))
+            return self.conversation(parse_messages(row, where), parse_tools(row, where), where)
         if any(field in row for field in ("prompt", "question", "turns")):
             raise ValueError("the prompt has no response: let the target write one with dflash regenerate")
         raise ValueError(f"a row has prompt and response, messages, text or input_ids and loss_mask, got {listed(row)}")
@@ -181,18 +231,20 @@ class RowEncoder:
     def plain(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
-    def answered(self, prompt: dict[str, Any], row: Mapping[str, Any]) -> _Row:
+    def answered(self, prompt: dict[str, Any], row: Mapping[str, Any], where: str) -> _Row:
         response = row["response"]
         if not isinstance(response, str):
             raise ValueError(f"response must be text, got {shortened(response)}")
         asked, stop = self.asked(row), self.stops[:1]
         given, template = prompt_ids(self.tokenizer, prompt, **asked), asked["template"]
+        self.prompts.add(given, prompt, where)
         if row.get("finish_reason") == "length":
             stop = []
         elif "messages" in prompt or not (asked["raw"] or self.tokenizer.chat_template is None):
             messages = as_messages(prompt)
-            before = render_chat(self.tokenizer, messages, True, template)
-            said = render_chat(self.tokenizer, [*messages, {"role": "assistant", "content": response}], False, template)
+            before = render_prompt(self.tokenizer, prompt, messages, True, template)
+            messages = [*messages, {"role": "assistant", "content": response}]
+            said = render_prompt(self.tokenizer, prompt, messages, False, template)
             if said.startswith(before):
                 return _joined((given, 0), *self.until_stop(self.plain(said[len(before) :])))
             # The template's generation prompt has text that the finished turn drops, such as an empty thought.
@@ -215,14 +267,14 @@ class RowEncoder:
                     raise ValueError(f"the row was written with {name} {theirs[name]}, it cannot use {ours[name]}")
         return theirs
 
-    def conversation(self, messages: list[dict[str, Any]]) -> _Row:
+    def conversation(self, messages: list[dict[str, Any]], tools: dict[str, Any], where: str) -> _Row:
         """Encode a conversation up to the assistant's last turn, as the chat template renders it."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise ValueError("messages has no assistant turn to learn from")
 
         def render(part: list[dict[str, Any]], asks: bool) -> str:
-            return render_chat(self.tokenizer, part, asks, self.template)
+            return render_prompt(self.tokenizer, tools, part, asks, self.template)
 
         whole = render(messages[: turns[-1] + 1], False)
         pieces, done = [], 0
@@ -231,6 +283,8 @@ class RowEncoder:
             said = render(messages[: turn + 1], False)
             if whole.startswith(asked) and whole.startswith(said) and done <= len(asked) < len(said):
                 pieces.append((self.plain(whole[done : len(asked)]), 0))
+                if not done:
+                    self.prompts.add(pieces[0][0], {"messages": messages[:turn]}, where)
                 pieces += self.until_stop(self.plain(whole[len(asked) : len(said)]))
                 done = len(said)
         if done < len(whole):
@@ -299,13 +353,14 @@ class MeasuredRows:
 
 def _check_row(name: str, ids: Sequence[int], mask: Sequence[int], config: Any, mask_token_id: int) -> None:
     """Raise ``ValueError`` for a row that the target cannot have written or the drafter cannot learn from."""
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = min(config_values(config, "max_position_embeddings"), default=None)
+    vocabulary = min(config_values(config, "vocab_size"))
     if len(ids) != len(mask):
         raise ValueError(f"{name} has {len(ids)} input_ids and a loss_mask of {len(mask)}")
     if positions is not None and len(ids) > positions:
         raise ValueError(f"{name} has {len(ids)} tokens, the target has {positions} positions: cut it shorter")
-    if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
-        raise ValueError(f"{name} has token ids outside 0 .. {config.vocab_size - 1}, the vocabulary")
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise ValueError(f"{name} has token ids outside 0 .. {vocabulary - 1}, the vocabulary")
     if mask_token_id in ids and any(t == mask_token_id and m for t, m in zip(ids, mask, strict=True)):
         raise ValueError(f"{name} must not teach the mask token {mask_token_id}: choose another (--mask-token-id)")
 

@@ -30,13 +30,14 @@ from ..settings import checked
 from ..targets import max_positions
 from ..terminal import printable, shortened
 from .batches import pad
+from .data import DistinctPrompts
 from .files import check_writable
 
 _PREFILL_ROWS = 16384  # tokens per forward pass, over all rows of a batch
 _OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # settings that rows name only if they are on
 # What must agree with the rows of an earlier run, in the order in which differences are named.
 _ASKED = ("temperature", "seed", "model", "max_new_tokens", *_OFF, "raw", "bos", "template")
-_ASKED += ("prompt", "messages", "prompt_ids")
+_ASKED += ("prompt", "messages", "tools", "prompt_ids")
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Writer(ABC):
         skip_long: leave out prompts that do not fit the target together with their response, instead of raising.
         skipped: lines of prompts left out because they are too long.
         acceptance_length: mean tokens per step so far; None if the writer does not know it.
+        distinct: finds prompts that lost their text, by their ids.
     """
 
     name: str = ""
@@ -122,6 +124,7 @@ class Writer(ABC):
     skip_long: bool = False
     skipped: set[int] = field(default_factory=set, init=False)
     acceptance_length: float | None = field(default=None, init=False)
+    distinct: DistinctPrompts = field(default_factory=DistinctPrompts, init=False)
 
     @property
     def encoding(self) -> dict[str, Any]:
@@ -224,7 +227,7 @@ def _found_key(line: bytes, where: str, wanted: Mapping[tuple[int, int], Row]) -
         if row.get(name) == ours.get(name) or (name == "prompt_ids" and name not in ours):
             continue
         difference = f"was written with {name} {row.get(name)!r}, now it is {ours.get(name)!r}"
-        if name in ("prompt", "messages"):
+        if name in ("prompt", "messages", "tools"):
             difference = f"answers another prompt than line {key[0]}'s"
         elif name == "prompt_ids":
             difference = f"was asked with other tokens than line {key[0]}'s are now (tokenizer, chat template, --raw, "
@@ -276,6 +279,7 @@ class LocalWriter(Writer):
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        self.distinct = DistinctPrompts(self.tokenizer)
         self._steps = self._step_tokens = 0
 
     def check(self, rows: Sequence[Row]) -> None:
@@ -291,6 +295,7 @@ class LocalWriter(Writer):
                 raise ValueError(f"the prompt on line {line}: {error}") from error
             if not ids:
                 raise ValueError(f"the prompt on line {line} has no token")
+            self.distinct.add(ids, row, f"the prompt on line {line}")
             if positions is None or len(ids) + new <= positions:
                 continue
             if not self.skip_long:
@@ -400,6 +405,8 @@ class ServerWriter(Writer):
         for row in rows:
             if self.raw and "messages" in row:
                 raise ValueError(f"the prompt on line {row['line']} is a conversation, which cannot be continued raw")
+            if "tools" in row:  # a server answers with calls that it has read, not with the text
+                raise ValueError(f"the prompt on line {row['line']} has tools: let the target itself answer (--model)")
 
     def answers(self, rows: Sequence[Row]) -> Iterator[list[tuple[Row, int]]]:
         """Yield answers as they arrive; see `Writer`. The first request that fails after all retries ends the run.
@@ -451,6 +458,8 @@ class ServerWriter(Writer):
         except self._openai.OpenAIError as error:  # no connection, reset, timed out
             raise self._unanswered(line, printable(str(error.__cause__ or "") or str(error))) from error
         answer, tokens = self._read(reply.http_response.content, f"the answer of {self.endpoint} to line {line}")
+        if self.token_ids:
+            self.distinct.add(answer["prompt_ids"], row, f"the prompt on line {line}")
         return row | answer, tokens
 
     def _unanswered(self, line: int, reason: str) -> ValueError:
