@@ -108,6 +108,7 @@ class TestCustomGenerate:
         printed = capsys.readouterr().out
         assert torch.equal(ours(target, draft, p[None], streamer=TextStreamer(tokenizer), **call), expected)
         assert capsys.readouterr().out == printed
+        assert torch.equal(ours(target, draft, p[None], acceptance="rejection", **call), expected)
         wrapped = functools.partial(dflash.custom_generate, draft=draft)
         call["streamer"] = TextStreamer(tokenizer)
         assert torch.equal(target.generate(p[None], custom_generate=wrapped, max_new_tokens=NEW, **call), expected)

@@ -2,20 +2,24 @@
 
 import contextlib
 import gc
+import os
 import random
 import weakref
 
 import pytest
 import torch
 from baseline import greedy, left_padded, prompt, sampled
+from examples import examples
 from families import cheat, make_draft, make_target
+from hypothesis import given
+from hypothesis import strategies as st
 from recorded import record
-from tiny_tokenizers import byte_fallback, byte_level
+from tiny_tokenizers import byte_fallback, byte_level, random_tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import dflash
 from dflash.sampling import fold
-from dflash.streaming import TextDecoder
+from dflash.streaming import StopMatcher, TextDecoder
 
 NEW = 40
 NAN = float("nan")
@@ -196,6 +200,47 @@ class TestStopStrings:
         output = dflash.generate(target, draft, p[None], max_new_tokens=9, stop_strings=string, tokenizer=tokenizer)
         assert output.shape[1] == len(p) + 1
 
+    @examples(40)
+    @given(st.randoms(use_true_random=False), st.sampled_from([40, 300, 300, 900]))
+    def test_a_match_ends_with_the_token_that_completes_it_in_the_text(self, chance, size):
+        tokenizer, ids = random_tokenizer(chance), []
+        of_bytes = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in range(256)]
+        share = chance.choice([0.02, 0.3, 0.95]) if isinstance(of_bytes[128], int) and of_bytes[128] else 0
+        while len(ids) < size:
+            if chance.random() >= share:
+                ids.append(chance.randrange(len(tokenizer)))
+                continue
+            run = [*"".join(chance.choices("aé€😀 .", k=chance.choice([1, 3, 30, 300]))).encode()]
+            if chance.random() < 0.2:
+                run.insert(chance.randrange(len(run)), chance.randrange(256))
+            ids += [of_bytes[byte] for byte in run]
+        start = chance.randrange(1, size - 1)
+        before, text, strings = tokenizer.decode(ids[:start]), tokenizer.decode(ids), ["no such text"]
+        for _ in range(chance.randint(1, 3)):
+            at = chance.choice([chance.randrange(len(text) + 1), max(0, len(before) - chance.randint(0, 5))])
+            strings.append(text[at : at + chance.choice([1, 2, 3, 9, 100])] or "a")
+        expected = None
+        for end in range(start + 1, len(ids) + 1):
+            text = tokenizer.decode(ids[:end])
+            shared = len(os.path.commonprefix([text, before]))  # noqa: RUF071 - of characters
+            if any(text.find(string, max(0, shared + 1 - len(string))) >= 0 for string in strings):
+                expected = end
+                break
+        matcher, found, block = StopMatcher(tokenizer, strings, ids[:start]), None, chance.choice([1, 5, 16])
+        for first in range(start, len(ids), block):
+            if found is None and (count := matcher.push(ids[first : first + block])) is not None:
+                found = first + count
+        assert found == expected, strings
+
+    def test_a_call_reads_no_vocabulary(self, target, draft):
+        tokenizer, calls = byte_level(), []
+        for name in ("get_vocab", "convert_ids_to_tokens"):
+            setattr(tokenizer, name, calls.append)
+        call = {"tokenizer": tokenizer, "max_new_tokens": NEW, "stop_strings": ["ab", "no such text"]}
+        events = list(dflash.stream(target, draft, prompt(9)[None], **call))
+        assert "".join(event.text[0] for event in events) == tokenizer.decode(joined(events, 1)[0])
+        assert calls == []
+
     def test_a_conversation_continues_after_a_stop_string(self, target, draft, tokenizer):
         p = prompt(10, seed=4)
         answer = greedy(target, p, NEW)
@@ -218,6 +263,8 @@ class TestStopStrings:
         call = {"ids": prompt(4)[None], "max_new_tokens": 4}
         with pytest.raises(ValueError, match=r"stop_strings \['x'\] need the target's tokenizer"):
             dflash.generate(target, draft, stop_strings="x", **call)
+        with pytest.raises(ValueError, match="need the target's tokenizer, got object: pass tokenizer="):
+            dflash.generate(target, draft, stop_strings="x", tokenizer=object(), **call)
         with pytest.raises(ValueError, match="stop_strings must be strings that are not empty, got ''"):
             dflash.generate(target, draft, stop_strings=["a", ""], tokenizer=tokenizer, **call)
         with pytest.raises(ValueError, match="stop_strings must be strings that are not empty, got 7"):

@@ -1,6 +1,7 @@
 """Small tokenizers of the kinds that make streaming hard: half characters, byte fallback, cleaned spaces."""
 
 import itertools
+import random
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
@@ -48,6 +49,34 @@ def word_pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", clean_up_tokenization_spaces=True
     )
+
+
+def random_tokenizer(chance: random.Random) -> PreTrainedTokenizerFast:
+    """One of the kinds above, with random pieces, with or without byte tokens, cleaning and a stripped first space."""
+    kind = chance.choice([BPE, models.Unigram, WordPiece, byte_level])
+    if kind is byte_level:
+        return byte_level()
+    pieces = ["".join(chance.choices("abcd.,!?' né€", k=chance.randint(1, 4))) for _ in range(30)]
+    if kind is WordPiece:
+        pieces = [chance.choice(["", "##"]) + piece.replace(" ", "") for piece in pieces] + ["n't", "'s", "'", "."]
+    has_bytes = kind is BPE or (kind is models.Unigram and chance.random() < 0.5)
+    tokens = ["<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256 * has_bytes)), "▁"]
+    tokens = [*dict.fromkeys(tokens + [piece.replace(" ", "▁") for piece in pieces if piece])]
+    vocabulary = {piece: index for index, piece in enumerate(tokens)}
+    if kind is BPE:
+        tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    elif kind is WordPiece:
+        tokenizer = Tokenizer(WordPiece(vocab=vocabulary, unk_token="<unk>"))
+        tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=chance.random() < 0.3)
+    else:
+        tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in tokens], 0))
+    if kind is not WordPiece:
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(parts[: chance.choice([3, 4])])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>",
+        clean_up_tokenization_spaces=kind is not BPE and chance.random() < 0.7,
+    )  # fmt: skip
 
 
 def words() -> PreTrainedTokenizerFast:

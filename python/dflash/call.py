@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,8 @@ from .settings import (
     resolve,
     resolve_rules,
 )
-from .streaming import StopCriterion, Streamer, Tokenizer, check_streamer
-from .targets import embedding_table, generation_defaults, has_recurrent_layers, stop_string_criterion
+from .streaming import StopFinder, StopMatcher, Streamer, Tokenizer, check_streamer
+from .targets import embedding_table, generation_defaults, has_recurrent_layers
 
 __all__ = ["Call", "GenerateArguments", "TargetDefaults", "check_stream_arguments"]
 
@@ -64,7 +65,7 @@ class Call:
         pad_token_id: pads the answers.
         rules: the logit rules that are on, by name of their setting.
         host_rules: Python processors and criteria; None without any.
-        stop_criteria: transformers' stop-string criteria.
+        stops: makes what finds stop strings in a row from its prompt's ids; None without any.
         grammars: per row, a `dflash.grammar.Matcher` at the start, or None; empty if no row has a grammar.
     """
 
@@ -77,7 +78,7 @@ class Call:
     pad_token_id: int
     rules: Mapping[str, Any]
     host_rules: HostRules | None
-    stop_criteria: tuple[StopCriterion, ...]
+    stops: Callable[[list[int]], StopFinder] | None
     stop_strings: tuple[str, ...]
     tokenizer: Tokenizer | None
     streamer: Streamer | None
@@ -148,7 +149,7 @@ class Call:
             "pad_token_id": (stop or [0])[0] if (pad := target.settings.get("pad_token_id")) is None else pad,
             "rules": rules,
             "host_rules": HostRules(processors, criteria, rows) if processors or criteria else None,
-            "stop_criteria": (stop_string_criterion(values["tokenizer"], list(strings)),) if strings else (),
+            "stops": functools.partial(StopMatcher, values["tokenizer"], strings) if strings else None,
             "grammars": () if values["grammar"] is None else _grammars(values, prompts),
         }
         return cls(**kept | own)
@@ -164,7 +165,7 @@ class Call:
         """Return what decides the text and the shapes of a step, with one ``repr`` in every process."""
         return (
             *([prompt.tolist() for prompt in self.prompts], self.stated(), self.sampling, self.acceptance, self.tree),
-            *(self.host_rules is None, len(self.stop_criteria)),
+            *(self.host_rules is None, self.stops is None),
         )
 
 
@@ -254,8 +255,11 @@ def _check_together(values: Mapping[str, Any]) -> None:
         if values["grammar"] is not None:
             raise ValueError('acceptance="rejection" cannot be combined with grammar: the drafts are not masked')
     check_combination(values["tree"], None, steps, values["acceptance"], sharpness)
-    if values["stop_strings"] and values["tokenizer"] is None:
-        raise ValueError(f"stop_strings {list(values['stop_strings'])} need the target's tokenizer: pass tokenizer=")
+    tokenizer = values["tokenizer"]
+    if values["stop_strings"] and not hasattr(tokenizer, "convert_tokens_to_ids"):
+        got = "" if tokenizer is None else f", got {type(tokenizer).__name__}"
+        strings = list(values["stop_strings"])
+        raise ValueError(f"stop_strings {strings} need the target's tokenizer{got}: pass tokenizer=")
     if values["logprobs"] is None and values["prompt_logprobs"]:
         raise ValueError(f"prompt_logprobs=True needs logprobs too, a number from 0 to {MAX_LOGPROBS}")
     if values["logprobs"] is not None and values["tree"] is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 import types
@@ -38,6 +39,7 @@ _RULE_NAMES = {name for name, _ in _RULES.values()}
 _NO_EFFECT = ("LogitNormalization",)  # a constant added to all logits changes no choice
 # Not functions of a row's ids and scores.
 _STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "ConfidenceCriteria")
+_NO_TOKEN = 2**31 - 1  # past every vocabulary; transformers takes it for a token that matches nothing
 # What transformers prepares for its own forward; it does not change a token, or is checked below.
 _PREPARED = (
     *("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"),
@@ -114,6 +116,22 @@ def _criteria(criteria: Sequence[Any], ids: Tensor) -> tuple[int | None, list[in
         else:
             called.append(criterion)
     return new, stop, strings, called
+
+
+class _StopCriteria:
+    """Finds a row's end by ``StopStringCriteria``: transformers hands no tokenizer to a callable (seen in 5.24)."""
+
+    def __init__(self, criteria: Sequence[Any], prompt: list[int]) -> None:
+        self._criteria, self._width = criteria, max(criterion.maximum_token_len for criterion in criteria)
+        self._ids = [_NO_TOKEN] * self._width + prompt
+
+    def push(self, new: list[int]) -> int | None:
+        """See `StopFinder`."""
+        ids = self._ids[-self._width :] + new
+        rows = [ids[at : at + self._width] for at in range(1, len(new) + 1)]
+        self._ids = rows[-1]
+        found = [criterion(torch.tensor(rows, device="cpu"), None).tolist() for criterion in self._criteria]
+        return next((count for count, stops in enumerate(zip(*found, strict=True), 1) if any(stops)), None)
 
 
 def _check_called(called: Sequence[Any], mask: Tensor | None, rows: int) -> None:
@@ -198,7 +216,7 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
         "attention_mask": mask,
         "max_new_tokens": new,
         "stop_token_ids": [token for token in stop if 0 <= token < defaults.vocab_size],  # others are never emitted
-        "stop_strings": (),  # they come as a criterion
+        "stop_strings": (),  # they come as criteria
         "num_return_sequences": 1,  # the rows have been repeated
         "logits_processor": processors or None,
         "stopping_criteria": criteria or None,
@@ -206,7 +224,8 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
         **{"tree": tree, "streamer": streamer},
     }
     call = Call.resolve(dataclasses.replace(defaults, settings=settings), input_ids, given)
-    call = dataclasses.replace(call, stop_criteria=tuple(strings))
+    if strings:
+        call = dataclasses.replace(call, stops=functools.partial(_StopCriteria, strings))
     # 3. Run it.
     options = PairOptions(block_size=block_size, weights=weights, draft_weights=draft_weights)
     output = generate_call(target, draft, call, options, prompt_was_put=prompt_was_put)

@@ -309,8 +309,8 @@ class GenerateArguments(TypedDict, total=False):
             processors or criteria. At temperature 0 both are greedy.
         stop_token_ids: ids that end a row, emitted as its last token; an empty list for none.
         stop_strings: strings that end a row with the token that completes one of them, wherever in a block it stands,
-            exactly as transformers does it in one-token decoding (its ``StopStringCriteria``). They need ``tokenizer``;
-            at most 64, with 1,024 characters together.
+            as one-token decoding would. They are looked for in what prompt and answer decode to, special tokens too,
+            and need ``tokenizer``; at most 64, with 1,024 characters together.
         repetition_penalty: positive. Divides the positive logits, and multiplies the negative ones, of tokens in the
             prompt or the answer so far (1).
         presence_penalty, frequency_penalty: -1e30 .. 1e30. A token drawn ``c`` times in the answer so far loses

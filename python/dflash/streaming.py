@@ -5,17 +5,19 @@ Nothing here knows the model: token ids go in, text or a position comes out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for bytes that are not a character (yet)
+_BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 _WINDOW = 64  # tokens that every push decodes again; at most twice as many
+_LONG_RUN = 512  # byte tokens in a row above which a window begins among them
+_SETTLED = 8  # characters: the beginning of a shorter text may still change
 # What tokenizers replace when they clean up spaces: text that may become one of these is not final.
 _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
-_NO_TOKEN = 2**31 - 1  # past every vocabulary; transformers' criterion takes it for a token that matches nothing
 
 
 class Tokenizer(Protocol):
@@ -25,12 +27,15 @@ class Tokenizer(Protocol):
         """Return the text of token ids."""
         ...
 
-    def get_vocab(self) -> dict[str, int]:
-        """Return the id of every token."""
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]:
+        """Return the ids of tokens."""
         ...
 
     @property
     def all_special_ids(self) -> list[int]: ...
+
+    @property
+    def unk_token_id(self) -> int | None: ...
 
 
 class Streamer(Protocol):
@@ -45,13 +50,11 @@ class Streamer(Protocol):
         ...
 
 
-class StopCriterion(Protocol):
-    """Parts that are used of transformers' ``StopStringCriteria``."""
+class StopFinder(Protocol):
+    """What finds the end of a row by its text."""
 
-    maximum_token_len: int
-
-    def __call__(self, input_ids: Tensor, scores: None) -> Tensor:
-        """Return ``[batch]`` bool: whether ``input_ids [batch, length]`` ends in a stop string."""
+    def push(self, new: list[int]) -> int | None:
+        """Add ids; return how many of them a one-token loop would have emitted before it stopped, or None for all."""
         ...
 
 
@@ -64,6 +67,11 @@ def open_suffix(text: str, patterns: Sequence[str]) -> int:
                 longest = length
                 break
     return longest
+
+
+def byte_ids(tokenizer: Tokenizer) -> set[int | None]:
+    """Return the ids of the byte tokens ``<0x00>`` to ``<0xFF>`` that a tokenizer has."""
+    return {*tokenizer.convert_tokens_to_ids(_BYTE_TOKENS)} - {None, tokenizer.unk_token_id}
 
 
 class TextDecoder:
@@ -87,9 +95,7 @@ class TextDecoder:
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):
             self._held_back += _CLEANED
         # A run of byte tokens is decoded as a whole or not at all: another wrong byte changes the characters before it.
-        vocabulary = tokenizer.get_vocab()
-        names = (f"<0x{byte:02X}>" for byte in range(256))
-        self._open = {vocabulary[name] for name in names if name in vocabulary}
+        self._open = byte_ids(tokenizer)
         if self._open and skip_special_tokens:
             self._open.update(tokenizer.all_special_ids)  # a token that is skipped does not end a run
         self._ids: list[int] = []
@@ -150,28 +156,80 @@ class BatchDecoder:
         return text
 
 
-def first_stop(criteria: Sequence[StopCriterion], history: list[int], new: int) -> int | None:
-    """Return how many of the last ``new`` ids of ``history`` a one-token loop would have emitted before it stopped.
+class StopMatcher:
+    """Finds the token with which a row's text contains a stop string, wherever in a block it stands.
+
+    The text is what prompt and answer decode to, special tokens too. A match ends after what this text shares with the
+    prompt's, where it may begin. A push costs the same however long the row is.
 
     Args:
-        criteria: transformers' ``StopStringCriteria``; called with one row for every prefix, all in one batch.
-        history: prompt and answer so far.
-        new: how many ids at the end are new.
-
-    Returns:
-        1 .. new, or None if nothing stops.
+        tokenizer: one of transformers.
+        stop_strings: not empty.
+        prompt: ids.
     """
-    stops = None
-    for criterion in criteria:
-        width = criterion.maximum_token_len
-        padded = [_NO_TOKEN] * width + history
-        ends = range(len(padded) - new + 1, len(padded) + 1)
-        rows = torch.tensor([padded[end - width : end] for end in ends], dtype=torch.int64, device="cpu")
-        found: Tensor = criterion(rows, None)
-        stops = found if stops is None else stops | found
-    if stops is None or not stops.any():
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], prompt: list[int]) -> None:
+        self._decode, self._strings, self._bytes = tokenizer.decode, stop_strings, byte_ids(tokenizer)
+        self._longest = max(map(len, stop_strings))
+        # Characters that later tokens may take back: what is not complete yet, and spaces that are cleaned up.
+        passing = _REPLACEMENT + " " * getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._looks_at_each = any(character in string for string in stop_strings for character in passing)
+        # What is decoded at every push, how many characters of it are wrong since it is cut, and the text before it.
+        start = len(prompt) - max(len(string.encode()) for string in stop_strings) - _WINDOW
+        self._ids, self._wrong, self._before = prompt[self._run_start(prompt, start) :], 0, ""
+        self._prompt = self._text([])
+        self._forget(self._prompt)
+
+    def push(self, new: list[int]) -> int | None:
+        """See `StopFinder`. Decodes the text after each id if one of them may end a match."""
+        text = self._text(new)
+        if self._looks_at_each or _REPLACEMENT in text or self._has_match(text):
+            for count in range(1, len(new) + 1):
+                if self._has_match(self._text(new[:count])):
+                    return count
+        self._ids += new
+        self._forget(text)
         return None
-    return int(stops.int().argmax()) + 1
+
+    def _text(self, new: list[int]) -> str:
+        return self._before + self._decode(self._ids + new)[self._wrong :]
+
+    def _has_match(self, text: str) -> bool:
+        shared = len(self._prompt) if text.startswith(self._prompt) else _common(text, self._prompt)
+        return any(text.find(string, max(0, shared + 1 - len(string))) >= 0 for string in self._strings)
+
+    def _run_start(self, ids: list[int], at: int) -> int:
+        """Return ``at``, or where the run of byte tokens begins that it would cut: they are decoded as a whole."""
+        at = max(0, at)
+        while at and ids[at] in self._bytes and ids[at - 1] in self._bytes:
+            at -= 1
+        return at
+
+    def _forget(self, text: str) -> None:
+        """Decode less from now on, if the end of the ids decodes to the end of the text and will continue to."""
+        end = len(self._ids)
+        if end <= 2 * _WINDOW:
+            return
+        at = end - _WINDOW
+        if at - (start := self._run_start(self._ids, at)) < _LONG_RUN:
+            at = start
+        ids = self._ids[at:]
+        if at != start and text.endswith(_REPLACEMENT):  # a character is not complete, unless the run is wrong anyway
+            shorter = (part[:-cut] for part in (self._ids, ids) for cut in (1, 2, 3))
+            if not all(self._decode(part).endswith(_REPLACEMENT) for part in shorter):
+                return
+        tail = self._decode(ids)
+        same = _common(reversed(text), reversed(tail))
+        if same < _SETTLED:
+            return
+        first = max(0, len(text) - same - self._longest)
+        self._ids, self._wrong, self._before = ids, len(tail) - same, text[first : len(text) - same]
+        self._prompt = self._prompt[first:]
+
+
+def _common(text: Iterable[str], other: Iterable[str]) -> int:
+    """Return how many characters two texts share at their beginning."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
 
 
 def check_streamer(streamer: object, rows: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..call import Call
 from ..outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from ..state import FULL, INVALID, RUNNING, STOPPED, Logprobs, RowReport, State
-from ..streaming import BatchDecoder, first_stop
+from ..streaming import BatchDecoder, StopFinder
 from .graphs import Replay
 from .prefill import Prefill
 from .step import Engine, host_step, step
@@ -32,7 +32,7 @@ class Answer:
     num_prefilled_tokens: int  # tokens of the prompt that are run
     filled: int  # tokens of the prompt that the caches hold
     reads_ids: bool  # False leaves new_ids and accepted empty
-    history: list[int] = field(default_factory=list)  # prompt and answer so far, for the criteria
+    stops: StopFinder | None = None  # None without stop strings
     length: int = 0  # the index of the last emitted token
     done: int | None = None  # RUNNING, STOPPED, FULL or INVALID; None until the prompt has been run
     new_ids: list[int] = field(default_factory=list)  # of the last report
@@ -73,8 +73,8 @@ class Answer:
             self.error = f"the target's logits are NaN{grammar} in row {self.row} for position {position}"
         if self.reads_ids:
             self.new_ids = new_ids
-            if self.call.stop_criteria and new_ids:
-                self._end_at_stop_string(state)
+            if self.stops is not None and new_ids and (count := self.stops.push(new_ids)) is not None:
+                self._end_after(count, state)
 
     def read_logprobs(self, start: int, kept: Logprobs) -> list[TokenLogprobs]:
         """Return the log probabilities of the tokens from ``start`` to the last."""
@@ -86,12 +86,8 @@ class Answer:
             return None
         return [None, *kept.read(self.row, 1, self.prompt_length, self.call.logprobs or 0)]
 
-    def _end_at_stop_string(self, state: State) -> None:
-        """End the row if its new ids complete a stop string, after the token that did."""
-        self.history += self.new_ids
-        count = first_stop(self.call.stop_criteria, self.history, len(self.new_ids))
-        if count is None:
-            return
+    def _end_after(self, count: int, state: State) -> None:
+        """End the row after the first ``count`` of its new ids."""
         # 1. The host's view
         dropped = len(self.new_ids) - count
         self.new_ids, self.accepted = self.new_ids[:count], min(self.accepted, count)
@@ -192,11 +188,12 @@ class Run:
         """
         self.consistent = False
         prefill = Prefill(self.engine, call, cached, first=first, chunk=chunk, snapshot=snapshot)
-        follows, answers = bool(call.stop_criteria), []
+        answers = []
         for row, (prompt, count, held) in enumerate(zip(call.prompts, prefill.counts, cached, strict=True)):
-            history, grammar = prompt.tolist() if follows else [], call.grammars[row] if call.grammars else None
+            stops = None if call.stops is None else call.stops(prompt.tolist())
+            grammar = call.grammars[row] if call.grammars else None
             answers.append(Answer(
-                first + row, call, len(prompt), count, held, self.reads_ids or follows, history,
+                first + row, call, len(prompt), count, held, self.reads_ids or stops is not None, stops,
                 has_grammar=grammar is not None,
             ))  # fmt: skip
         self.answers[prefill.rows] = answers

@@ -20,8 +20,8 @@ from ..generator import plain_settings
 from ..ops import WeightStorage
 from ..sampling import Sampling
 from ..state import RUNNING, Block, State
-from ..streaming import StopCriterion, Tokenizer, first_stop
-from ..targets import Target, check_target, embedding_table, int8_obstacle, max_positions, stop_string_criterion
+from ..streaming import StopMatcher, Tokenizer
+from ..targets import Target, check_target, embedding_table, int8_obstacle, max_positions
 from ..terminal import printable
 from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings
 
@@ -29,7 +29,7 @@ from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings
 # types, and in float32, where only sums are rounded, what a few layers make of them.
 _ROUNDING = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-16}
 _LARGEST_MARGIN, _HALVINGS = 1024.0, 40
-_AT_ONCE = 512  # tokens that a stop-string criterion is asked about
+_AT_ONCE = 16  # tokens in which stop strings are looked for
 _NOTHING = -1  # pads answers; no token has this id
 _ROWS = 128  # of a pass, over all answers: on a GPU they cost little more than a block
 _TOKENS_AT_ONCE = 2**16  # prompts and answers, padding included, above which answers are checked one by one
@@ -209,13 +209,11 @@ class Verifier:
                     break
             found += mismatches
         # 2. Does each end where it must?
-        strings = list(receipt.settings.stop_strings)
-        criteria = [stop_string_criterion(self._tokenizer, strings)] if strings else []
         checked = []
         for answer, mismatches in zip(answers, found, strict=True):
             first = next((mismatch for mismatch in mismatches if not mismatch.is_near_tie), None)
             near_ties = tuple(mismatch for mismatch in mismatches if mismatch.is_near_tie)
-            end = "" if first is not None else _wrong_end(answer, receipt.settings, criteria)
+            end = "" if first is not None else _wrong_end(answer, receipt.settings, self._tokenizer)
             checked.append(CheckedAnswer(len(answer.ids), first, near_ties, end))
         yield tuple(checked)
 
@@ -295,14 +293,20 @@ def _least(is_enough: Callable[[float], bool]) -> float:
     return _LARGEST_MARGIN * (index + 1) / 2**_HALVINGS
 
 
-def _wrong_end(answer: RecordedAnswer, settings: RecordedSettings, criteria: Sequence[StopCriterion]) -> str:
-    """Return why an answer cannot end where it does; empty if it can. ``criteria`` look for stop strings."""
+def _wrong_end(answer: RecordedAnswer, settings: RecordedSettings, tokenizer: Tokenizer | None) -> str:
+    """Return why an answer cannot end where it does; empty if it can. Stop strings need the tokenizer."""
     count = len(answer.ids)
     if count > settings.max_new_tokens:
         return f"it has {count} tokens, and max_new_tokens is {settings.max_new_tokens}"
-    stop, ends = {*settings.stop_token_ids}, [_stop_string_end(answer, criteria)] if criteria else []
+    stop, ends = {*settings.stop_token_ids}, []
+    if settings.stop_strings and tokenizer is not None:
+        stops = StopMatcher(tokenizer, settings.stop_strings, list(answer.prompt))
+        for start in range(0, count, _AT_ONCE):
+            if (found := stops.push(list(answer.ids[start : start + _AT_ONCE]))) is not None:
+                ends.append(start + found)
+                break
     ends += [index for index, token in enumerate(answer.ids, 1) if token in stop][:1]
-    end = min((end for end in ends if end is not None), default=None)
+    end = min(ends, default=None)
     if end is not None and end < count:
         return f"it has {count} tokens, and token {end} ends it"
     if end is None and count < settings.max_new_tokens:
@@ -311,19 +315,6 @@ def _wrong_end(answer: RecordedAnswer, settings: RecordedSettings, criteria: Seq
     if reason != answer.finish_reason:
         return f'its finish_reason is "{answer.finish_reason}", and it ends by "{reason}"'
     return ""
-
-
-def _stop_string_end(answer: RecordedAnswer, criteria: Sequence[StopCriterion]) -> int | None:
-    """Return after how many tokens a stop string is complete; None if never."""
-    width = max(criterion.maximum_token_len for criterion in criteria)
-    history = [*answer.prompt, *answer.ids]
-    for start in range(0, len(answer.ids), _AT_ONCE):
-        new = min(_AT_ONCE, len(answer.ids) - start)
-        end = len(answer.prompt) + start + new
-        found = first_stop(criteria, history[max(0, end - new - width) : end], new)
-        if found is not None:
-            return start + found
-    return None
 
 
 def _mismatches_of(

@@ -11,7 +11,6 @@ from .model import (
     first_hook,
     generation_defaults,
     max_positions,
-    stop_string_criterion,
     tapped_modules,
     text_config,
     transformers_version,

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedModel, StopStringCriteria
+from transformers import PreTrainedModel
 
 from ..settings import SETTINGS
 
@@ -204,13 +203,3 @@ def generation_defaults(model: nn.Module) -> dict[str, Any]:
         "stop_token_ids": [token for token in eos if 0 <= token < vocab],  # ids past the vocabulary are never emitted
         "unsupported": unsupported,
     }
-
-
-def stop_string_criterion(tokenizer: Any, stop_strings: list[str]) -> StopStringCriteria:
-    """Return transformers' own test of stop strings. It decodes the tokenizer's vocabulary token by token."""
-    try:
-        with torch.device("cpu"):  # its tables; it moves them to the ids that it is asked about
-            return StopStringCriteria(tokenizer, stop_strings)
-    except ValueError as error:
-        name = type(tokenizer).__name__
-        raise ValueError(f"stop_strings: transformers cannot match strings with this {name}: {error}") from error
