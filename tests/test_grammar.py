@@ -4,6 +4,7 @@ import json
 import re
 import sys
 
+import llguidance.hf
 import pytest
 import torch
 from baseline import check_answers, left_padded, prompt, sampled
@@ -190,13 +191,23 @@ def test_a_row_stops_at_a_match_and_nowhere_else(target, draft, prompts, pattern
     assert "stop" in output.finish_reasons
 
 
-def test_every_stop_token_ends_a_match(target, draft, prompts):
-    ids, stop = torch.stack([prompts[1]] * 8), [EOS, 1]
+@pytest.mark.parametrize("stop", [[EOS], [EOS, 1], [1]])  # 1 is not the tokenizer's EOS
+def test_every_stop_token_ends_a_match(target, draft, prompts, stop):
+    ids = torch.stack([prompts[1]] * 8)
     arguments = call(Grammar.regex("a{3,6}"), temperature=3.0, seed=5, stop_token_ids=stop)
     answers = dflash.generate(target, draft, ids, **arguments)[:, ids.shape[1] :].tolist()
+    assert dflash.generate(target, draft, ids, tree=8, **arguments)[:, ids.shape[1] :].tolist() == answers
     ends = [next(token for token in answer if token in stop) for answer in answers]
     assert set(ends) == set(stop)
     assert all(re.fullmatch("a{3,6}", TOKENIZER.decode(a[: a.index(e)])) for a, e in zip(answers, ends, strict=True))
+
+
+def test_a_tokenizer_is_read_once_whatever_the_stop_lists(monkeypatch):
+    tokenizer, read, readings = byte_level(), llguidance.hf.from_tokenizer, []
+    monkeypatch.setattr(llguidance.hf, "from_tokenizer", lambda *a, **rest: readings.append(a) or read(*a, **rest))
+    for stop in ([1], [EOS], [EOS, 1], [1, EOS]):
+        Grammar.regex("a+").begin(tokenizer, stop)
+    assert len(readings) == 1
 
 
 def test_a_stop_string_ends_a_row_earlier(target, draft, prompts):

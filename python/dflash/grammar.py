@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _NAMES = {"json_schema": "JSON schema", "regex": "regex", "lark": "Lark grammar"}
 _GUIDANCE = {"whitespace_pattern": r" ?(\r?\n[ \t]{0,32})?"}
 _MAX_REASON = 500  # characters of an error; some repeat the grammar
-_MAX_VOCABULARIES = 8  # stop lists per tokenizer, which clients of a server may choose
 # llguidance recurses along references with up to 10 KB of stack for one, and an overflow ends the process. A text of
 # this size cannot hold more of them than this stack, of which the system takes only what is used.
 _MAX_BYTES, _MAX_DEPTH, _STACK_BYTES = 2**18, 100, 2**29
@@ -154,7 +153,7 @@ class Grammar:
         Raises:
             ValueError: the grammar allows no token of this tokenizer, or the tokenizer cannot be used.
         """
-        return _vocabulary(tokenizer, tuple(stop_token_ids)).start(self)
+        return _vocabulary(tokenizer, stop_token_ids[0]).begin(self, frozenset(stop_token_ids))
 
     @property
     def _is_short(self) -> bool:
@@ -315,12 +314,15 @@ def _drop(schema: dict[str, Any], drops_all: bool) -> list[str]:
 class _Kept:
     """Compiled grammars by grammar, made where none is kept; the oldest go when all would take too many bytes."""
 
-    def __init__(self, make: Callable[[Grammar], Matcher]) -> None:
-        self._make, self._kept = make, dict[Grammar, Matcher]()
+    def __init__(self, make: Callable[[Grammar], LLMatcher]) -> None:
+        self._make, self._kept = make, dict[Grammar, Any]()
 
-    def __call__(self, grammar: Grammar) -> Matcher:
+    def __call__(self, grammar: Grammar) -> LLMatcher:
         matcher = self._kept.pop(grammar, None)
-        if matcher is None or not matcher.is_usable():
+        # Copies share what they learn of a grammar, and end once that is all that llguidance's limits allow.
+        if matcher is not None:
+            (trial := matcher.deep_copy()).compute_bitmask()
+        if matcher is None or trial.is_error():
             matcher = self._make(grammar)
         self._kept[grammar] = matcher
         size = 0
@@ -332,45 +334,46 @@ class _Kept:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance reads it, and the grammars compiled for it; the ids ``stop`` end a row."""
+    """A tokenizer as llguidance reads it, with ``eos`` as its end, and the grammars compiled for it."""
 
-    def __init__(self, tokenizer: Any, stop: tuple[int, ...]) -> None:
+    def __init__(self, tokenizer: Any, eos: int) -> None:
         try:
-            self.tokens = _llguidance().hf.from_tokenizer(tokenizer, eos_token=list(stop))
-        except (ValueError, AttributeError) as error:
+            self.size, self._eos = len(tokenizer), eos  # tokens may be added
+            self._tokens = _llguidance().hf.from_tokenizer(tokenizer, eos_token=eos)
+        except (TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"grammars cannot be used with this {type(tokenizer).__name__}: {error}") from error
-        if plain := [token for token in stop if not self.tokens.is_special_token(token)]:
-            raise ValueError(f"stop_token_ids {plain} are text to this tokenizer: with a grammar, name special ones")
-        self.stop = frozenset(stop)
-        self.start = _Kept(self._start)
+        self._compiled = _Kept(self._compile)
 
-    def _start(self, grammar: Grammar) -> Matcher:
+    def begin(self, grammar: Grammar, stop: frozenset[int]) -> Matcher:
+        if plain := [token for token in sorted(stop) if not self._tokens.is_special_token(token)]:
+            raise ValueError(f"stop_token_ids {plain} are text to this tokenizer: with a grammar, name special ones")
+        return Matcher(grammar, self._compiled(grammar), self._tokens.vocab_size, self._eos, stop)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
         make = functools.partial(_llguidance().LLMatcher, log_level=0, limits=grammar.limits)
-        matcher: LLMatcher = _on_large_stack(make, self.tokens, grammar.source)
+        matcher: LLMatcher = _on_large_stack(make, self._tokens, grammar.source)
         matcher.compute_bitmask()  # finds what only shows with a vocabulary
         if matcher.is_error():
             kind = _NAMES[grammar.kind]
             raise ValueError(f"no token of this tokenizer can begin a match of this {kind}: {_reason(matcher)}")
-        return Matcher(grammar, matcher, self.tokens.vocab_size, self.stop)
+        return matcher
 
 
 _stack_size = threading.Lock()  # Python has one setting for all threads
-_vocabularies: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Vocabulary]] = weakref.WeakKeyDictionary()
+_vocabularies: weakref.WeakKeyDictionary[Any, _Vocabulary] = weakref.WeakKeyDictionary()
 
 
-def _vocabulary(tokenizer: Any, stop: tuple[int, ...]) -> _Vocabulary:
+def _vocabulary(tokenizer: Any, stop: int) -> _Vocabulary:
     """Return the vocabulary of a tokenizer. Making one takes about a second for 150,000 tokens, so it is kept."""
     try:
-        kept = _vocabularies.setdefault(tokenizer, {})
-        key = len(tokenizer), *stop  # tokens may have been added
+        kept = _vocabularies.get(tokenizer)
+        is_stale = kept is None or kept.size != len(tokenizer)
     except TypeError as error:
         raise ValueError(f"grammars cannot be used with this {type(tokenizer).__name__}: {error}") from error
-    if key not in kept:
-        vocabulary = _Vocabulary(tokenizer, stop)
-        while len(kept) >= _MAX_VOCABULARIES:
-            kept.pop(next(iter(kept), None), None)
-        kept[key] = vocabulary
-    return kept[key]
+    if is_stale:
+        eos = getattr(tokenizer, "eos_token_id", None)
+        kept = _vocabularies[tokenizer] = _Vocabulary(tokenizer, stop if eos is None else eos)
+    return kept
 
 
 def _on_large_stack(function: Callable[..., Any], *arguments: object) -> Any:
@@ -403,26 +406,21 @@ class Matcher:
         grammar: what is matched; only kept.
         state: llguidance's, not in error.
         vocab_size: tokens that it knows.
+        eos: the id that it allows where a match may end.
         stop: the ids that end a row.
     """
 
-    def __init__(self, grammar: Hashable, state: LLMatcher, vocab_size: int, stop: frozenset[int]) -> None:
-        self.grammar, self._state, self._vocab_size, self._stop = grammar, state, vocab_size, stop
+    def __init__(self, grammar: Hashable, state: LLMatcher, vocab_size: int, eos: int, stop: frozenset[int]) -> None:
+        self.grammar, self._state, self._vocab_size, self._eos, self._stop = grammar, state, vocab_size, eos, stop
         self.words = -(-vocab_size // 32)
 
     def masks(self, state: State, rows: int) -> GrammarMasks:
         """Return masks for a running batch and blocks of up to ``rows`` rows, for grammars of this tokenizer."""
         return GrammarMasks(state, rows, self.words)
 
-    def is_usable(self) -> bool:
-        """Return False once copies of it have learned all that llguidance's limits allow, which ends them all."""
-        state = self._state.deep_copy()
-        state.compute_bitmask()
-        return not state.is_error()
-
     def copy(self) -> Matcher:
         """Return another at the same place; what both have learned of the grammar is shared."""
-        return Matcher(self.grammar, self._state.deep_copy(), self._vocab_size, self._stop)
+        return Matcher(self.grammar, self._state.deep_copy(), self._vocab_size, self._eos, self._stop)
 
     def consume(self, ids: Sequence[int]) -> None:
         """Move on by emitted tokens; raises ValueError if the grammar bans one or passes llguidance's limits."""
@@ -446,6 +444,7 @@ class Matcher:
             state = self._state.deep_copy()  # a draft may lead to an error, which llguidance never leaves
             state.unsafe_compute_mask_ptr_with_draft_token(masks.data_ptr(), 4 * self.words, drafts)
             if not state.is_error():
+                self._end_(masks)
                 return
             ids, parents = [ids[0], *drafts], range(-1, len(drafts))
         children: list[list[int]] = [[] for _ in ids]
@@ -462,11 +461,22 @@ class Matcher:
                 raise ValueError(_reason(state))
             masks[row] = 0
             return
+        self._end_(masks[row])
         for child in children[row]:
             if _has(masks[row], ids[child]):
                 ahead = state.deep_copy()
                 ahead.consume_token(ids[child])
                 self._visit(ahead, child, masks, ids, children)
+
+    def _end_(self, masks: Tensor) -> None:
+        """Allow stop tokens where llguidance allows its ``eos``, and that only if it is one."""
+        if self._stop == {self._eos}:
+            return
+        may_end = masks[..., self._eos // 32] >> self._eos % 32 & 1
+        for token in self._stop:
+            masks[..., token // 32] |= may_end << token % 32
+        if self._eos not in self._stop:
+            masks[..., self._eos // 32] &= ~(may_end << self._eos % 32)
 
     def _is_text(self, token: int) -> bool:
         return 0 <= token < self._vocab_size and token not in self._stop
