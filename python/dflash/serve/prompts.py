@@ -160,6 +160,10 @@ class PromptReader:
         is_hidden = any(is_special(self.tokenizer, mark) for mark in ("<tool_call>", "</tool_call>"))
         return None if marks is None or is_hidden else ToolForm(*marks)
 
+    @functools.cached_property
+    def _hides_reasoning(self) -> bool:
+        return is_special(self.tokenizer, CLOSE)
+
     def read_chat(self, request: protocol.ChatRequest, tools: Tools | None = None) -> EncodedPrompt:
         """Write a conversation by the chat template, which gets ``tools``.
 
@@ -181,7 +185,7 @@ class PromptReader:
         if not self.thinks or text.rstrip().endswith(CLOSE):
             return EncodedPrompt(ids, text)
         reasoning = "begun" if text.rstrip().endswith(OPEN) else "optional"
-        return EncodedPrompt(ids, text, reasoning, is_special(self.tokenizer, CLOSE))
+        return EncodedPrompt(ids, text, reasoning, self._hides_reasoning)
 
     def read_completion(self, request: protocol.CompletionRequest) -> list[EncodedPrompt]:
         """Return the prompts; raises ApiError if one is empty or not Unicode."""
