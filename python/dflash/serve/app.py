@@ -67,7 +67,8 @@ _CHOICE = _object(index=_COUNT, finish_reason=_TEXT, logprobs={"type": ["object"
 _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 _CHOICES = {"type": "array", "minItems": 1, "items": _CHOICE}
 _WHOLE = _object(id=_TEXT, object=_TEXT, created=_COUNT, model=_TEXT, choices=_CHOICES, usage=_USAGE)
-_EVENTS = {"type": "string", "description": "With stream=true: chunks or an error, then [DONE]."}
+# No type: some readers of the document take it for that of the stream, others for that of each event.
+_EVENTS = {"description": "With stream=true: chunks or an error, then [DONE]."}
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: _documented("The answers.", **{"application/json": _WHOLE, "text/event-stream": _EVENTS})
 }
