@@ -20,20 +20,20 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from torch import nn
 
 from ..drafter import Drafter
 from ..evaluate.prompts import as_messages, check_text, prompt_ids
 from ..generator import Generator
 from ..sampling import fold
+from ..session import Session
 from ..settings import checked
 from ..targets import max_positions
 from ..terminal import printable, shortened
-from .batches import pad
 from .data import DistinctPrompts
 from .files import check_writable
 
-_PREFILL_ROWS = 16384  # tokens per forward pass, over all rows of a batch
 _OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # settings that rows name only if they are on
 # What must agree with the rows of an earlier run, in the order in which differences are named.
 _ASKED = ("temperature", "seed", "model", "max_new_tokens", *_OFF, "raw", "bos", "template")
@@ -310,47 +310,43 @@ class LocalWriter(Writer):
     def answers(self, rows: Sequence[Row]) -> Iterator[list[tuple[Row, int]]]:
         if not rows:
             return
+        # 1. Let each row of a generator answer one prompt after the other
         batch = min(self.batch_size, len(rows))
         generator = Generator(
             self.target,
             self.draft,
             max_length=max(len(row["prompt_ids"]) + row["max_new_tokens"] for row in rows),
             batch_size=batch,
-            prefill_chunk=max(1, min(512, _PREFILL_ROWS // batch)),
-            reuse_prefix=False,
         )
-        for temperature in dict.fromkeys(row["temperature"] for row in rows):
-            same = [row for row in rows if row["temperature"] == temperature]
-            same.sort(key=lambda row: len(row["prompt_ids"]), reverse=True)
-            for start in range(0, len(same), batch):
-                yield self._answer_batch(generator, same[start : start + batch])
-
-    def _answer_batch(self, generator: Generator, rows: list[Row]) -> list[tuple[Row, int]]:
-        # 1. Pad the prompts to the right, and generate, each row with its own seed
-        ids = pad(row["prompt_ids"] for row in rows)
-        mask = pad([1] * len(row["prompt_ids"]) for row in rows)
-        device = self.target.get_input_embeddings().weight.device
-        out = generator.generate(
-            ids.to(device),
-            attention_mask=mask.to(device),
-            max_new_tokens=rows[0]["max_new_tokens"],
-            temperature=rows[0]["temperature"],
-            seed=[row["seed"] for row in rows],
-            return_dict_in_generate=True,
-            **{name: rows[0].get(name, off) for name, off in _OFF.items()},
-        )
-        found = out.statistics
-        self._steps += sum(map(len, found.acceptance_lengths))
-        self._step_tokens += sum(map(sum, found.acceptance_lengths))
-        if self.draft is not None and self._steps:
-            self.acceptance_length = self._step_tokens / self._steps
-        # 2. Decode each row up to its own end
-        answered, new = [], out.sequences[:, ids.shape[1] :].tolist()
-        for row, tokens, length, reason in zip(rows, new, found.num_new_tokens, out.finish_reasons, strict=True):
-            text = self.tokenizer.decode(tokens[:length], skip_special_tokens=True)
-            complete = row | {"response": text, "finish_reason": reason, "response_ids": tokens[:length]}
-            answered.append((complete, length))
-        return answered
+        session, device = Session(generator), self.target.get_input_embeddings().weight.device
+        waiting, answering = iter(rows), dict[int, tuple[Row, list[int]]]()
+        while True:
+            for row in itertools.islice(waiting, len(session.idle)):
+                ids = torch.tensor([row["prompt_ids"]], device=device)
+                settings = {name: row.get(name, off) for name, off in _OFF.items()}
+                settings |= {name: row[name] for name in ("max_new_tokens", "temperature", "seed")}
+                answering[session.admit(session.resolve(ids, **settings))] = row, []
+            if not answering:
+                return
+            # 2. Collect the answers that end
+            ended = []
+            for place, event, error in session.step():
+                row, tokens = answering[place]
+                if error:
+                    raise ValueError(f"the prompt on line {row['line']}: {error}")
+                if tokens:  # the prompt's own pass writes the first
+                    self._steps, self._step_tokens = self._steps + 1, self._step_tokens + len(event.ids[0])
+                tokens += event.ids[0]
+                if (reason := event.finish_reasons[0]) is not None:
+                    session.retire(place)
+                    del answering[place]
+                    text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                    answer = {"response": text, "finish_reason": reason, "response_ids": tokens}
+                    ended.append((row | answer, len(tokens)))
+            if self.draft is not None and self._steps:
+                self.acceptance_length = self._step_tokens / self._steps
+            if ended:
+                yield ended
 
 
 # ---------------------------------------------------------------------------------------------- a server
