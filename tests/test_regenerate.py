@@ -9,11 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 from families import make_draft, make_target
-from tiny_tokenizers import spoken
+from tiny_tokenizers import byte_level, spoken
 
 import dflash
 from dflash.train.data import load_prompts, load_rows, prompt_ids
 from dflash.train.regenerate import LocalWriter, RegenerateConfig, ServerWriter, jobs, regenerate
+from dflash.train.self_prompts import user_turn, write_prompts
 
 PROMPTS = ["w7 w8", "w9 w10 w11 w12 w13 w14", "w15", "w16 w17 w18", "w19 w20 w21 w22"]
 
@@ -167,6 +168,81 @@ def test_long_prompts_are_left_out_and_counted(target, tmp_path, server):
 def test_impossible_settings_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         RegenerateConfig(**arguments)
+
+
+# ---------------------------------------------------------------------------------------------- its own prompts
+
+
+def test_the_target_continues_the_users_turn(target, tmp_path):
+    tokenizer, out = spoken("<user> {{ messages[0].content }} <line> <assistant>"), tmp_path / "prompts.jsonl"
+    prompts, counts = write_prompts(LocalWriter(target, tokenizer, name="tiny", batch_size=8), 40, out, seed=3)
+    rows = {line: row for (line, _), row in rows_of(out).items()}
+    assert list(rows) != sorted(rows), "the test needs a prompt that ends before an earlier one"
+    for row in rows.values():
+        ids, new = torch.tensor([row["prompt_ids"]]), {"max_new_tokens": 128, "stop_token_ids": [1, 3]}
+        alone = dflash.generate(target, None, ids, temperature=1.0, top_p=0.95, seed=row["seed"], **new)
+        assert tokenizer.decode(row["prompt_ids"]) == "<user>"
+        assert row["prompt_ids"] + row["response_ids"] == alone[0].tolist()
+    assert {row["response_ids"][-1] for row in rows.values()} >= {1, 3}, "the test needs both ends"
+    assert counts["written"] == 40 == sum(counts.values()) - counts["written"]
+    assert counts["kept"] == len(prompts) > 1
+    assert all(rows[prompt["line"]]["response"] == prompt["prompt"] for prompt in prompts)
+    # A shorter run is the beginning of a longer one, whatever the batch
+    few = tmp_path / "few.jsonl"
+    writer = LocalWriter(target, tokenizer, name="tiny", batch_size=3)
+    assert write_prompts(writer, 24, few, seed=3)[0] == [prompt for prompt in prompts if prompt["line"] <= 24]
+    assert write_prompts(writer, 40, few, seed=3) == (prompts, counts)
+    with pytest.raises(ValueError, match="was written with seed"):
+        write_prompts(writer, 40, few, seed=4)
+
+
+def test_useless_prompts_of_the_target_are_dropped_and_counted(target, tmp_path):
+    tokenizer, out = spoken("w90\nw91 {{ messages[0].content }} <end> <line>"), tmp_path / "prompts.jsonl"
+    writer = LocalWriter(target, tokenizer, name="tiny")
+    write_prompts(writer, 10, out)
+    long = " ".join(f"w{word}" for word in range(10, 30))
+    written = {
+        "w7 w8": "kept", "w7 w8 w9": "kept", long: "kept", f"{long[:31]} w7": "duplicates", "w7  w8": "duplicates",
+        "w7 w8 w9 w10 " * 9: "loops", " ": "empty", "w20 <user> w21": "with_marks", "w20 w91 w21": "with_marks",
+        "w22 w23": "cut_off",
+    }  # fmt: skip
+    rows = sorted(rows_of(out).values(), key=lambda row: row["line"])
+    for row, (text, fate) in zip(rows, written.items(), strict=True):
+        ids = [*tokenizer(text).input_ids, 1]
+        row |= {"response": tokenizer.decode(ids, skip_special_tokens=True), "response_ids": ids}
+        row["finish_reason"] = "length" if fate == "cut_off" else "stop"
+    out.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    prompts, counts = write_prompts(writer, 10, out)
+    assert prompts == [{"line": 1, "prompt": "w7 w8"}, {"line": 2, "prompt": "w7 w8 w9"}, {"line": 3, "prompt": long}]
+    assert counts == {"written": 10, **{fate: list(written.values()).count(fate) for fate in written.values()}}
+    out.write_text(json.dumps(rows[0] | {"response": "", "response_ids": [1]}) + "\n")
+    with pytest.raises(ValueError, match=r"none of the 1 prompts .* can be used \(1 written, 1 empty\)"):
+        write_prompts(writer, 1, out)
+
+
+def test_a_users_turn_is_found_in_the_chat_template():
+    found = {
+        "{{ '<|user|>\n' + messages[0].content + '<|end|>\n' }}<a>": ("<|user|>\n", ["<|end|>", "<a>"]),
+        "<s>[INST] {{ messages[0].content | trim }} [/INST]": ("<s>[INST]", ["[/INST]"]),
+        "Be kind.\n\nUSER: {{ messages[0].content }}\nASSISTANT:": ("Be kind.\n\nUSER:", ["ASSISTANT:"]),
+    }
+    for template, turn in found.items():
+        assert user_turn(spoken(template)) == turn
+    text = "{{ messages[0].content }}"
+    for template in (None, f"{text} <end>", f"<user> {text}", f"<user> {text} {text} <end>", "<user> <end>"):
+        with pytest.raises(ValueError, match="chat template"):
+            user_turn(spoken(template))
+
+
+def test_a_prompt_ends_before_the_text_that_follows_it_in_the_template(target, tmp_path):
+    tokenizer, out = byte_level(), tmp_path / "prompts.jsonl"
+    tokenizer.chat_template = "€ {{ messages[0].content }} cd"
+    prompts, counts = write_prompts(LocalWriter(target, tokenizer), 40, out)
+    assert counts["kept"] == len(prompts) > 1
+    texts = [rows_of(out)[prompt["line"], 0]["response"] for prompt in prompts]
+    assert any("cd" in text[-3:] for text in texts), "the test needs a prompt that the text ends"
+    assert not any("cd" in text[:-3] for text in texts), "nothing is written after it"
+    assert [prompt["prompt"] for prompt in prompts] == [text.partition("cd")[0].strip() for text in texts]
 
 
 # ---------------------------------------------------------------------------------------------- servers
@@ -383,6 +459,21 @@ def test_the_command_writes_responses(shell, target, prompts, tmp_path, server):
     assert len(rows_of(tmp_path / "served.jsonl")) == 5
     assert run(*served, "--draft", "x")[::2] == (2, "dflash: --draft does not go with --server: the server decides\n")
     assert run(*command, "--seed", 1)[0] == 2
+    own = ("regenerate", "--model", tmp_path / "target", "--out", tmp_path / "own.jsonl", "--self-prompts", 16)
+    own += ("--max-new-tokens", 4)
+    done = json.loads(run(*own, "--limit", 2, "--json")[1])
+    assert done["self_prompts"]["written"] == len(rows_of(tmp_path / "own.prompts.jsonl")) == 16
+    assert done["written"] == len(rows_of(tmp_path / "own.jsonl")) == 2
+    assert "self prompts: 16 written, " in run(*own)[2]
+    chat = "--self-prompts needs a tokenizer with a chat template, and no --raw"
+    for more, message in (
+        (prompts, "one of the two"),
+        ("--raw", chat),
+        (f"--server={server.url}", "its chat template"),
+    ):
+        code, _, error = run(*own, more)
+        assert code == 2
+        assert message in error
     missing = run("regenerate", tmp_path / "none.jsonl", "--model", tmp_path, "--out", out)
     assert missing[0] == 2
     assert "there is no data file" in missing[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -28,6 +29,7 @@ from ..train.features import FeatureCache, cache_features, cache_size
 from ..train.files import check_writable
 from ..train.regenerate import LocalWriter, RegenerateConfig, ServerWriter, Summary, Writer, check_out
 from ..train.regenerate import regenerate as write_responses
+from ..train.self_prompts import tell, user_turn, write_prompts
 from ..train.trainer import Trainer, make_accelerator
 from . import options
 
@@ -289,6 +291,10 @@ class _Asking:
     out: Annotated[Path, "JSONL of responses; an interrupted run continues."]
     draft: Annotated[str | None, "A drafter for the target; faster in small batches."] = None
     server: Annotated[str | None, "Ask an OpenAI-compatible server: http://HOST:PORT/v1."] = None
+    self_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Instead of PROMPTS, let the target write so many, and keep the useful ones."),
+    ] = None
     raw: options.Raw = False
     bos: options.Bos = False
     no_thinking: options.NoThinking = False
@@ -308,15 +314,20 @@ class _Asking:
         template = {"enable_thinking": False} if self.no_thinking else {}
         common: Any = {"raw": self.raw, "template": template, "skip_long": self.skip_long}
         if self.server is not None:
-            local = {"draft": self.draft, "bos": self.bos, "trust-remote-code": self.trust_remote_code}
+            local = {"self-prompts": self.self_prompts, "draft": self.draft, "bos": self.bos}
+            local["trust-remote-code"] = self.trust_remote_code
             if given := [name for name, value in local.items() if value]:
-                raise ValueError(f"--{given[0]} does not go with --server: the server decides")
+                why = "it hides its chat template" if self.self_prompts else "the server decides"
+                raise ValueError(f"--{given[0]} does not go with --server: {why}")
             common |= {"concurrency": self.concurrency, "token_ids": self.token_ids}
             return ServerWriter(self.server, self.model, api_key=os.environ.get("OPENAI_API_KEY"), **common)
         models = options.ModelOptions(self.model, self.draft, self.dtype, self.device, self.trust_remote_code)
         source = models.source(quiet=self.as_json)
         tokenizer = options.load_tokenizer(source)
-        check_encoding(tokenizer, self.raw, bos=False)
+        own = self.self_prompts is not None
+        check_encoding(tokenizer, self.raw, self.bos and own, {"--self-prompts": own})
+        if own:
+            user_turn(tokenizer, template)
         target, drafter, _ = models.load(source)
         common |= {"name": self.model, "batch_size": self.batch_size, "bos": self.bos}
         return LocalWriter(target, tokenizer, drafter, **common)
@@ -324,33 +335,43 @@ class _Asking:
 
 @options.command(config=("temperatures",))
 def regenerate(
-    prompts: Annotated[str, typer.Argument(help="JSONL with prompt, messages, question or turns; or a hub name.")],
+    prompts: Annotated[
+        str | None, typer.Argument(help="JSONL with prompt, messages, question or turns; or a hub name.")
+    ] = None,
     *,
     asking: _Asking,
     temperature: Annotated[list[float] | None, "0 is greedy; may be repeated; default: 0."] = None,
     config: RegenerateConfig,
 ) -> None:
-    """Let the target answer PROMPTS, as training data for its drafter.
+    """Let the target answer PROMPTS, or prompts of its own, as training data for its drafter.
 
     An interrupted run continues if it is started again with the same arguments. The server's API key is read from
     OPENAI_API_KEY.
     """
     # 1. Check the output, and read the prompts
+    count = asking.self_prompts
+    if (prompts is None) == (count is None):
+        raise ValueError("give PROMPTS, or --self-prompts N to let the target write them: one of the two")
     check_out(asking.out)
     config = replace(config, temperatures=tuple(temperature or [0.0]))
-    rows = load_prompts(prompts, split=asking.split)[: asking.limit]
-    # 2. Answer them
-    writer = asking.writer()
-    with bars(["responses"]) as show:
+    rows = [] if prompts is None else load_prompts(prompts, split=asking.split)
+    writer, counts = asking.writer(), None
+    with bars([*["self prompts"] * (count is not None), "responses"]) as show:
 
-        def shown(so_far: Summary, total: int) -> None:
+        def shown(so_far: Summary, total: int, bar: str = "responses") -> None:
             rate = f"{so_far.tokens_per_second:.0f} tokens/s"
             if so_far.acceptance_length:
                 rate += f", acceptance length {so_far.acceptance_length:.2f}"
-            show("responses", so_far.written, total, rate)
+            show(bar, so_far.written, total, rate)
 
-        summary = write_responses(rows, writer, asking.out, config, progress=shown)
-    # 3. Report
+        # 2. Let the target write its own
+        if count is not None:
+            out, progress = asking.out.with_suffix(".prompts.jsonl"), functools.partial(shown, bar="self prompts")
+            rows, counts = write_prompts(cast(LocalWriter, writer), count, out, seed=config.seed, progress=progress)
+        # 3. Answer them
+        summary = write_responses(rows[: asking.limit], writer, asking.out, config, progress=shown)
+    summary.self_prompts = counts
+    # 4. Report
     if asking.as_json:
         typer.echo(json.dumps({**asdict(summary), "tokens_per_second": summary.tokens_per_second}))
     else:
@@ -358,7 +379,8 @@ def regenerate(
 
 
 def _summary_text(summary: Summary) -> str:
-    text = f"{summary.written} responses in {summary.seconds:.1f} s, {summary.tokens_per_second:.0f} tokens/s"
+    text = f"self prompts: {tell(summary.self_prompts)}\n" if summary.self_prompts else ""
+    text += f"{summary.written} responses in {summary.seconds:.1f} s, {summary.tokens_per_second:.0f} tokens/s"
     text += f", {summary.truncated} cut off" if summary.truncated else ""
     text += f", {summary.skipped} left out, too long" if summary.skipped else ""
     text += f", acceptance length {summary.acceptance_length:.2f}" if summary.acceptance_length else ""

@@ -177,10 +177,10 @@ class RowEncoder:
     def __post_init__(self) -> None:
         if not isinstance(self.max_length, int) or self.max_length < 2:
             raise ValueError(f"max_length must be an integer of at least 2, got {self.max_length!r}")
-        eos, added = self.tokenizer.eos_token_id, getattr(self.tokenizer, "added_tokens_decoder", {})
+        eos = self.tokenizer.eos_token_id
         self.stops = list(dict.fromkeys([*([] if eos is None else [eos]), *self.stop_token_ids]))
         self.prompts = DistinctPrompts(self.tokenizer)
-        self.special = {*self.tokenizer.all_special_ids, *(token for token, about in added.items() if about.special)}
+        self.special = special_ids(self.tokenizer)
 
     def __call__(self, row: Mapping[str, Any], where: str) -> list[_Row]:
         try:
@@ -311,6 +311,12 @@ class RowEncoder:
             ids += self.stops[:1]
         pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
         return [(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of a tokenizer's special tokens, those of its template too."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(token for token, about in added.items() if about.special)}
 
 
 def _joined(*pieces: tuple[list[int], int]) -> _Row:

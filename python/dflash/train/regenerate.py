@@ -37,7 +37,7 @@ from .files import check_writable
 _OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # settings that rows name only if they are on
 # What must agree with the rows of an earlier run, in the order in which differences are named.
 _ASKED = ("temperature", "seed", "model", "max_new_tokens", *_OFF, "raw", "bos", "template")
-_ASKED += ("prompt", "messages", "tools", "prompt_ids")
+_ASKED += ("prompt", "messages", "tools", "prompt_ids", "stop_token_ids", "stop_strings")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def jobs(prompts: Sequence[dict[str, Any]], config: RegenerateConfig) -> list[Ro
 @dataclass
 class Summary:
     """Responses written and found in the file; tokens, cut-off responses and mean tokens per step (None without a
-    drafter) of the written ones; seconds spent writing; prompts left out as too long; and the file.
+    drafter) of the written ones; seconds spent writing; prompts left out as too long; the file; and what became of
+    prompts that the target wrote itself.
     """
 
     written: int = 0
@@ -98,6 +99,7 @@ class Summary:
     acceptance_length: float | None = None
     skipped: int = 0
     out: str = ""
+    self_prompts: dict[str, int] | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -290,7 +292,7 @@ class LocalWriter(Writer):
             if line in known:
                 continue
             try:
-                ids = known[line] = prompt_ids(self.tokenizer, row, **self.encoding)
+                ids = known[line] = row.get("prompt_ids") or prompt_ids(self.tokenizer, row, **self.encoding)
             except ValueError as error:
                 raise ValueError(f"the prompt on line {line}: {error}") from error
             if not ids:
@@ -311,12 +313,14 @@ class LocalWriter(Writer):
         if not rows:
             return
         # 1. Let each row of a generator answer one prompt after the other
-        batch = min(self.batch_size, len(rows))
+        first = rows[0]["prompt_ids"]
+        are_same = all(row["prompt_ids"] == first for row in rows)
         generator = Generator(
             self.target,
             self.draft,
             max_length=max(len(row["prompt_ids"]) + row["max_new_tokens"] for row in rows),
-            batch_size=batch,
+            batch_size=min(self.batch_size, len(rows)),
+            prefill_chunk=max(1, min(512, len(first) - 1)) if are_same else 512,  # whole chunks are run once per row
         )
         session, device = Session(generator), self.target.get_input_embeddings().weight.device
         waiting, answering = iter(rows), dict[int, tuple[Row, list[int]]]()
@@ -325,6 +329,8 @@ class LocalWriter(Writer):
                 ids = torch.tensor([row["prompt_ids"]], device=device)
                 settings = {name: row.get(name, off) for name, off in _OFF.items()}
                 settings |= {name: row[name] for name in ("max_new_tokens", "temperature", "seed")}
+                settings |= {name: row[name] for name in ("stop_token_ids", "stop_strings") if name in row}
+                settings["tokenizer"] = self.tokenizer if "stop_strings" in row else None
                 answering[session.admit(session.resolve(ids, **settings))] = row, []
             if not answering:
                 return
