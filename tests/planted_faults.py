@@ -159,8 +159,8 @@ FAULTS = [
           "        safe -= open_suffix(text[:safe], self._held_back)\n", "", [f"{STREAM}::TestText"]),
     Fault("half a character is written", "streaming.py", "safe = len(text.rstrip(_REPLACEMENT))", "safe = len(text)",
           [f"{STREAM}::TestText"]),
-    Fault("the last of several stops counts", "streaming.py", "for count in range(1, len(new) + 1):",
-          "for count in range(len(new), 0, -1):", [f"{STREAM}::TestStopStrings"]),
+    Fault("the last of several stops counts", "streaming.py", "for count in range(1, len(new)):",
+          "for count in range(len(new) - 1, 0, -1):", [f"{STREAM}::TestStopStrings"]),
     # The server and receipts
     Fault("a request for no tokens passes", "serve/service.py", "if asked == 0 and not request.echo:", "if False:",
           ["test_serve_logprobs.py::test_what_cannot_be_given_is_refused_by_name"]),

@@ -189,14 +189,9 @@ class TestStopStrings:
         assert cut > 2
 
     def test_a_stop_string_may_begin_in_the_prompt(self, target, draft, tokenizer):
-        p = prompt(8, seed=3)
-        first = greedy(target, p, 1)
-        vocabulary = tokenizer.get_vocab()
-        p = torch.cat([p[:-1], torch.tensor([vocabulary["a"]])])
-        first = greedy(target, p, 1)
-        string = "a" + tokenizer.decode(first)[:1]
-        if "\ufffd" in string:
-            pytest.skip("this model's first token is half a character")
+        p = torch.cat([prompt(7, seed=3), torch.tensor(tokenizer.encode("a"))])
+        string = "a" + tokenizer.decode(greedy(target, p, 1))[:1]
+        assert "\ufffd" not in string
         output = dflash.generate(target, draft, p[None], max_new_tokens=9, stop_strings=string, tokenizer=tokenizer)
         assert output.shape[1] == len(p) + 1
 

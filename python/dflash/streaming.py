@@ -14,6 +14,7 @@ from torch import Tensor
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for bytes that are not a character (yet)
 _BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 _WINDOW = 64  # tokens that every push decodes again; at most twice as many
+_TAIL = 16  # the same where nothing is shown
 _LONG_RUN = 512  # byte tokens in a row above which a window begins among them
 _SETTLED = 8  # characters: the beginning of a shorter text may still change
 # What tokenizers replace when they clean up spaces: text that may become one of these is not final.
@@ -175,7 +176,7 @@ class StopMatcher:
         passing = _REPLACEMENT + " " * getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._looks_at_each = any(character in string for string in stop_strings for character in passing)
         # What is decoded at every push, how many characters of it are wrong since it is cut, and the text before it.
-        start = len(prompt) - max(len(string.encode()) for string in stop_strings) - _WINDOW
+        start = len(prompt) - max(len(string.encode()) for string in stop_strings) - _TAIL
         self._ids, self._wrong, self._before = prompt[self._run_start(prompt, start) :], 0, ""
         self._prompt = self._text([])
         self._forget(self._prompt)
@@ -183,10 +184,12 @@ class StopMatcher:
     def push(self, new: list[int]) -> int | None:
         """See `StopFinder`. Decodes the text after each id if one of them may end a match."""
         text = self._text(new)
-        if self._looks_at_each or _REPLACEMENT in text or self._has_match(text):
-            for count in range(1, len(new) + 1):
+        if (ends := self._has_match(text)) or self._looks_at_each or _REPLACEMENT in text:
+            for count in range(1, len(new)):
                 if self._has_match(self._text(new[:count])):
                     return count
+        if ends:
+            return len(new)
         self._ids += new
         self._forget(text)
         return None
@@ -208,9 +211,9 @@ class StopMatcher:
     def _forget(self, text: str) -> None:
         """Decode less from now on, if the end of the ids decodes to the end of the text and will continue to."""
         end = len(self._ids)
-        if end <= 2 * _WINDOW:
+        if end <= 2 * _TAIL:
             return
-        at = end - _WINDOW
+        at = end - _TAIL
         if at - (start := self._run_start(self._ids, at)) < _LONG_RUN:
             at = start
         ids = self._ids[at:]

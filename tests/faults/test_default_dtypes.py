@@ -17,7 +17,6 @@ from tiny_pair import save_pair
 from tiny_tokenizers import byte_level
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.generation.stopping_criteria import STOP_STRING_EMBEDDING_CACHE
 
 import dflash
 from dflash.ops import registry
@@ -107,7 +106,6 @@ states = {"plain": None, "float64": torch.float64, "bfloat16": torch.bfloat16, "
 seen = {}
 for state, default in states.items():
     dflash.release()
-    STOP_STRING_EMBEDDING_CACHE.clear()  # every state makes the same tensors
     tried = attempts()
     while True:
         if isinstance(default, torch.dtype):
