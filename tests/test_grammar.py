@@ -390,6 +390,10 @@ TOO_LARGE = {
     "multiple": (lambda: Grammar.json_schema({"multipleOf": 999983}), "multipleOf.* must be at most 100000"),
     "multiples": (lambda: Grammar.json_schema({"allOf": [{"multipleOf": n} for n in (997, 991, 3)]}), "at most 100000"),
     "in Lark": (lambda: Grammar.lark('start: %json {"multipleOf": 999983}'), "at most 100000"),
+    "after a comment": (lambda: Grammar.lark('// %json x\nstart: %json {"multipleOf": 999983}'), "at most 100000"),
+    "after a string": (lambda: Grammar.lark('start: "%json x" | %json {"multipleOf": 999983}'), "at most 100000"),
+    "repetition": (lambda: Grammar.regex("a{" + "9" * 5000 + "}"), "this regex cannot be used"),
+    "open literals": (lambda: Grammar.lark("start: " + "/\\" * 100_000), "this Lark grammar cannot be used"),
     "depth": (lambda: Grammar.json_schema({"const": json.loads("[" * 100 + "]" * 100)}), "nested at most 100 deep"),
 }
 

@@ -41,7 +41,7 @@ _TEXT_BYTES, _STATES_BYTES, _MAX_KEPT_BYTES = 2**10, 2**26, 2**30
 # llguidance looks ahead for all text that can only follow, at 4 us and 0.4 KB per byte, unless told not to. Then masks
 # allow every way to split such text into tokens.
 _UNFORCED, _MAX_FORCED = '%llguidance {"no_forcing": true}', 2**17
-_LITERALS = re.compile(r"""\"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/""")
+_LITERALS = re.compile(r"""\"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])+/?""")
 _NUMBERS = {"multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 _DATA = {"const", "enum", "default", "examples", "x-guidance"}  # their values are not schemas
@@ -169,7 +169,7 @@ class Grammar:
             if name.isupper() and re.search("[A-Z]", body):
                 return False
         texts = [plain, *_patterns(_pairs(schemas))]
-        counts = (math.prod(max(1, int(count)) for count in re.findall(r"[{~]\s*(\d+)", text)) for text in texts)
+        counts = (math.prod(max(1, int(count)) for count in re.findall(r"[{~]\s*(\d{1,9})", text)) for text in texts)
         return sum(len(text) * count for text, count in zip(texts, counts, strict=True)) <= _MAX_FORCED
 
     @property
@@ -232,7 +232,7 @@ def _read_schema(schema: object) -> dict[str, Any]:
 
 
 def _split(lark: str) -> tuple[list[str], str]:
-    """Return the schemas in a Lark grammar, up to one that cannot be read, and the grammar with empty ones instead."""
+    """Return the schemas in a Lark grammar that can be read, and the grammar with empty ones instead."""
     schemas, plain, begin = [], "", 0
     for found in re.finditer(r"%json\s*", lark):
         if found.end() < begin:
@@ -240,7 +240,7 @@ def _split(lark: str) -> tuple[list[str], str]:
         try:
             end = json.JSONDecoder().raw_decode(lark, found.end())[1]
         except (ValueError, RecursionError):
-            break
+            continue  # words in a comment or a string; of a schema, llguidance says why it cannot be read
         schemas.append(lark[found.end() : end])
         plain, begin = f"{plain}{lark[begin : found.end()]}{{}}", end
     return schemas, plain + lark[begin:]

@@ -157,3 +157,37 @@ CALL = {"type": "function", "function": {"arguments": {}}}
 def test_what_is_no_text_is_an_error(message, tools, wrong):
     with pytest.raises(ValueError, match=wrong):
         render_chat(spoken("{% for m in messages %}{{ m.content }}{% endfor %}"), [message], True, {"tools": tools})
+
+
+TALK = [("system", "S"), ("user", "U1"), ("assistant", "A1"), ("system", "LATE"), ("user", "U2")]
+LOSING = {
+    "a later system message": (
+        "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }};{% endif %}{% endfor %}",
+        [{"role": role, "content": text} for role, text in TALK],
+        "loses the text of message 4",
+    ),
+    "all but the last": (
+        "{{ messages[-1].content }}",
+        [{"role": role, "content": text} for role, text in TALK[1:3] + TALK[4:]],
+        "loses the text of message 1",
+    ),
+    "the end of a text": (
+        "{% for m in messages %}{{ m.content[:5] }}{% endfor %}",
+        [{"role": "user", "content": "U1"}],
+        "shows no text of user messages",
+    ),
+    "a second call": (
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function | tojson if m.tool_calls }}{% endfor %}",
+        [
+            {"role": "user", "content": "U1"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name}} for name in "fg"]},
+        ],
+        "loses a call in message 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("template", "messages", "message"), LOSING.values(), ids=LOSING)
+def test_a_template_that_loses_a_text_of_this_conversation_is_refused(template, messages, message):
+    with pytest.raises(ValueError, match=message):
+        render_chat(spoken(template), messages, False)

@@ -69,12 +69,45 @@ def render_chat(
     _check_given(messages, tools)
     try:
         fitted = [_fitted(tokenizer, tools is not None, message) for message in messages]
+        _check_shown(tokenizer, fitted, asks, tools, arguments)
         return _render(tokenizer, fitted, asks, tools, **arguments)
     except ValueError:
         has_calls = any(message.get("tool_calls") for message in messages)
         if tools is not None or not (has_calls and isinstance(tokenizer.chat_template, dict)):
             raise
     return render_chat(tokenizer, messages, asks, {**arguments, "tools": []})  # the template for tools may write calls
+
+
+def _check_shown(tokenizer: Any, messages: Sequence[Any], asks: bool, tools: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if the template loses a text or a call: render once more, with words in their places.
+
+    A text next to calls may be lost, which some templates do with all of them, and so may a thought.
+    """
+    words: dict[str, str] = {}
+
+    def mark(what: str) -> str:
+        words[word := f"zword{len(words)}z"] = what
+        return word
+
+    marked = []
+    for number, message in enumerate(messages, 1):
+        content, what = message["content"], f"the text of message {number}"
+        if calls := message.get("tool_calls"):
+            names = [mark(f"a call in message {number}") for _ in calls]
+            pairs = zip(calls, names, strict=True)
+            calls = [{**call, "function": {**call["function"], "name": name}} for call, name in pairs]
+            message = {**message, "tool_calls": calls}
+        elif isinstance(content, list):
+            content = [{**part, "text": mark(what)} if part["text"].strip() else part for part in content]
+        elif content.rpartition("</think>")[2].strip():
+            content = mark(what)
+        marked.append({**message, "content": content})
+    try:
+        text = _render(tokenizer, marked, asks, tools, **arguments)
+    except ValueError:  # the template does not take every text
+        return
+    if lost := [what for word, what in words.items() if word not in text]:
+        raise ValueError(f"the chat template loses {lost[0]}: leave it out, or correct the model's chat_template.jinja")
 
 
 def _check_given(messages: Sequence[Any], tools: Any) -> None:
@@ -182,7 +215,8 @@ def _form(tokenizer: Any, has_tools: bool, role: str, *forms: str) -> str | None
     """Return the form in which the template shows messages best, any if it refuses all; None if it loses them."""
     shown = {form: _shown(tokenizer, has_tools, role, form) for form in forms}
     best = max(forms, key=lambda form: shown[form] or 0)
-    return best if shown[best] or 0 not in shown.values() else None
+    is_text = "string" in forms  # which must not come as code; arguments may
+    return best if shown[best] == 2 or (shown[best] and not is_text) or not {0, 1} & {*shown.values()} else None
 
 
 def _fitted(tokenizer: Any, has_tools: bool, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,13 +100,13 @@ def read_tools(request: protocol.ChatRequest, form: ToolForm | None, warnings: l
     for number, function in enumerate(functions):
         where = f"tools.{number}.function.parameters: "
         with refusing("tools", where):
-            if (function.parameters or {}).get("type", "object") != "object":
-                raise ValueError('"type" must be "object"')
             nothing = {"properties": {}, "additionalProperties": False}
             schema = {"type": "object"} | (nothing if function.parameters is None else function.parameters)
             if named not in (None, function.name):
                 continue  # it cannot be called
             try:
+                if schema["type"] != "object":
+                    raise ValueError('"type" must be "object"')
                 schemas[function.name] = _schema(schema, function.strict, where, warnings)
             except (ValueError, TypeError) as error:
                 if is_forced or function.strict:

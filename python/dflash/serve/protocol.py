@@ -76,7 +76,7 @@ def _parts(value: object) -> object:
 
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-TokenIds = list[Annotated[int, Field(ge=0)]]
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]  # OpenAI's range; numbers near the largest would make logits infinite
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Top = Annotated[int, Field(ge=0, le=20)]

@@ -119,32 +119,22 @@ class DistinctPrompts:
 
     def __init__(self, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer
-        self._sources: dict[str, int] = {}
-        # By digest of the ids: their first place, packed to take little memory; and the digest of what they lost.
-        self._places: dict[int, int] = {}
-        self._lost: dict[int, int] = {}
+        self._found: dict[int, tuple[str, int]] = {}  # by digest of the ids: where, and the digest of what they lost
 
     def add(self, ids: Sequence[int], prompt: Mapping[str, Any], where: str) -> None:
-        """Raise ``ValueError`` if another prompt has these ids and lost another text. ``where`` ends with a number."""
-        shown = "" if self._tokenizer is None else _bare(self._tokenizer.decode(ids))
-        said = [(message["role"], message["content"]) for message in as_messages(prompt)]
-        texts = [_bare(text.rpartition("</think>")[2] if role == "assistant" else text) for role, text in said]
-        lost = "".join(text for text in texts if text not in shown)
-        key, digest = _digest(repr(list(ids))), _digest(lost) if lost else None
-        if key not in self._places:
-            source, _, number = where.rpartition(" ")
-            self._places[key] = int(number) << 20 | self._sources.setdefault(source, len(self._sources))
-            if digest is not None:
-                self._lost[key] = digest
-        elif self._lost.get(key) != digest:
-            first = f"{[*self._sources][self._places[key] % 2**20]} {self._places[key] >> 20}"
+        """Raise ``ValueError`` if another prompt has these ids and lost another text."""
+        shown, end, lost = "" if self._tokenizer is None else _bare(self._tokenizer.decode(ids)), 0, []
+        for message in as_messages(prompt):
+            said = message["content"]
+            text = _bare(said.rpartition("</think>")[2] if message["role"] == "assistant" else said)
+            if (at := shown.find(text, end)) >= 0:
+                end = at + len(text)
+            else:
+                lost.append(text)
+        first, theirs = self._found.setdefault(_digest(repr(list(ids))), (where, ours := _digest("\0".join(lost))))
+        if ours != theirs:
             what = f"{where}: the prompt differs from that of {first}, and its token ids do not"
             raise ValueError(f"{what}: the chat template or the tokenizer loses text")
-
-
-def _bare(text: str) -> str:
-    """Return a text without what tokenizers may change: white space, case and composed characters."""
-    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def _digest(text: str) -> int:
