@@ -195,6 +195,7 @@ class TestStopStrings:
         output = dflash.generate(target, draft, p[None], max_new_tokens=9, stop_strings=string, tokenizer=tokenizer)
         assert output.shape[1] == len(p) + 1
 
+    @pytest.mark.long
     @examples(40)
     @given(st.randoms(use_true_random=False), st.sampled_from([40, 300, 300, 900]))
     def test_a_match_ends_with_the_token_that_completes_it_in_the_text(self, chance, size):

@@ -129,7 +129,7 @@ def test_a_prompt_has_every_text_or_is_refused(data):
     tokenizer = spoken(template)
     whole = whole_prompts(tokenizer, messages, words, tools)
     try:
-        text = render_chat(tokenizer, messages, False, {"tools": tools})
+        text = render_chat(tokenizer, messages, True, {"tools": tools})
     except ValueError:
         assert next(whole, None) is None
     else:
@@ -190,4 +190,4 @@ LOSING = {
 @pytest.mark.parametrize(("template", "messages", "message"), LOSING.values(), ids=LOSING)
 def test_a_template_that_loses_a_text_of_this_conversation_is_refused(template, messages, message):
     with pytest.raises(ValueError, match=message):
-        render_chat(spoken(template), messages, False)
+        render_chat(spoken(template), messages, True)

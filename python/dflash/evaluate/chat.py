@@ -69,7 +69,8 @@ def render_chat(
     _check_given(messages, tools)
     try:
         fitted = [_fitted(tokenizer, tools is not None, message) for message in messages]
-        _check_shown(tokenizer, fitted, asks, tools, arguments)
+        if asks:  # an answered turn may drop what was shown when it was asked, such as a system message
+            _check_shown(tokenizer, fitted, tools, arguments)
         return _render(tokenizer, fitted, asks, tools, **arguments)
     except ValueError:
         has_calls = any(message.get("tool_calls") for message in messages)
@@ -78,7 +79,7 @@ def render_chat(
     return render_chat(tokenizer, messages, asks, {**arguments, "tools": []})  # the template for tools may write calls
 
 
-def _check_shown(tokenizer: Any, messages: Sequence[Any], asks: bool, tools: Any, arguments: Mapping[str, Any]) -> None:
+def _check_shown(tokenizer: Any, messages: Sequence[Any], tools: Any, arguments: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if the template loses a text or a call: render once more, with words in their places.
 
     A text next to calls may be lost, which some templates do with all of them, and so may a thought.
@@ -103,7 +104,7 @@ def _check_shown(tokenizer: Any, messages: Sequence[Any], asks: bool, tools: Any
             content = mark(what)
         marked.append({**message, "content": content})
     try:
-        text = _render(tokenizer, marked, asks, tools, **arguments)
+        text = _render(tokenizer, marked, True, tools, **arguments)
     except ValueError:  # the template does not take every text
         return
     if lost := [what for word, what in words.items() if word not in text]:
