@@ -153,6 +153,9 @@ def _chain_logits(target: Target, ids: Tensor, cache: KVCache) -> Tensor:
 # ---------------------------------------------------------------------------------------------- masks
 
 
+_NOTHING = torch.zeros(1, 1, 1, 1, dtype=torch.float32, device="cpu")  # keys and values that nothing reads
+
+
 class _LongCache(DynamicCache):
     """The cache that ``generate`` makes of a config, past every window and chunk, for passes in which nothing attends.
 
@@ -168,7 +171,8 @@ class _LongCache(DynamicCache):
     is_compileable = False
 
     def __init__(self, config: Any, rows: int) -> None:
-        DynamicCache.__init__(self, config=config)
+        with torch.device("cpu"):  # its layers make tensors on the default device
+            DynamicCache.__init__(self, config=config)
         limits = [value for key in ("sliding_window", "attention_chunk_size") for value in config_values(config, key)]
         self.is_plain = not any([*limits, *self.is_sliding, *getattr(self, "is_dummy", ())])
         self.rows, self.length = rows, min(max(limits, default=0), _LONGEST) + _MASKED_ROWS
@@ -176,7 +180,7 @@ class _LongCache(DynamicCache):
         self.num_keys: dict[int, int] = {}  # by layer
         for layer in self.layers:
             if rows == 1 and hasattr(layer, "get_mask_sizes"):
-                layer.update(*[torch.zeros(1, 1, self.length, 1)] * 2)
+                layer.update(*[_NOTHING.expand(1, 1, self.length, 1)] * 2)
 
     def get_seq_length(self, *_: Any) -> int:
         return self.length
@@ -188,7 +192,7 @@ class _LongCache(DynamicCache):
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **_options: Any) -> tuple[Tensor, Tensor]:
         if self.rows == 1:
-            kept, _values = self.layers[layer_idx].update(*[torch.zeros(1, 1, 1, 1)] * 2)
+            kept, _values = self.layers[layer_idx].update(*[_NOTHING] * 2)
             self.num_keys[layer_idx] = kept.shape[2]
         return key, value
 
@@ -199,7 +203,7 @@ _Mask = tuple[int | None, int, Tensor]  # a layer, the window that its module ap
 def _mask_fault(layer: int | None, window: int, seen: Tensor, fused_windows: dict[int, int]) -> str:
     """Return how a layer that sees ``seen`` masks otherwise than our attention, or an empty string."""
     rows, positions = seen.shape
-    window, slots = fused_windows.get(layer, window), torch.arange(positions)
+    window, slots = fused_windows.get(layer, window), torch.arange(positions, device="cpu")
     distance = slots[-rows:, None] - slots
     if torch.equal(seen, (distance >= 0) & (distance < (window or positions))):
         return ""
@@ -238,7 +242,9 @@ def _note_mask(
     cache, layer, mask = module.long_cache, getattr(module, "layer_idx", None), attention_mask
     rows, total = cache.rows, cache.length + cache.rows
     num_keys = cache.num_keys.get(layer, total if mask is None else mask.shape[-1])
-    seen = torch.ones(rows, num_keys).tril(num_keys - rows) > 0 if mask is None else (mask[0, 0] >= 0).cpu()
+    seen = torch.ones(rows, num_keys, dtype=torch.bool, device="cpu").tril(num_keys - rows)
+    if mask is not None:
+        seen = (mask[0, 0] >= 0).cpu()
     if seen.shape[1] != num_keys:
         raise ValueError(f"layer {layer} has a mask of {seen.shape[1]} positions for {num_keys} keys")
     seen = nn.functional.pad(seen, (total - num_keys, 0))
