@@ -164,12 +164,17 @@ LOSING = {
     "a later system message": (
         "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }};{% endif %}{% endfor %}",
         [{"role": role, "content": text} for role, text in TALK],
-        "loses the text of message 4",
+        "loses text of message 4",
     ),
-    "all but the last": (
-        "{{ messages[-1].content }}",
+    "a part": (
+        "{% for m in messages %}{{ m.content[0].text + m.content[1].text }}{% endfor %}",
+        [{"role": "user", "content": [{"type": "text", "text": text} for text in "PQR"]}],
+        "text of",
+    ),
+    "the last message": (
+        "{% for m in messages %}{{ m.content if loop.index < 3 }}{% endfor %}",
         [{"role": role, "content": text} for role, text in TALK[1:3] + TALK[4:]],
-        "loses the text of message 1",
+        "loses text of message 3",
     ),
     "the end of a text": (
         "{% for m in messages %}{{ m.content[:5] }}{% endfor %}",
@@ -182,7 +187,7 @@ LOSING = {
             {"role": "user", "content": "U1"},
             {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name}} for name in "fg"]},
         ],
-        "loses a call in message 2",
+        "loses a call of message 2",
     ),
 }
 

@@ -82,33 +82,35 @@ def render_chat(
 def _check_shown(tokenizer: Any, messages: Sequence[Any], tools: Any, arguments: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if the template loses a text or a call: render once more, with words in their places.
 
-    A text next to calls may be lost, which some templates do with all of them, and so may a thought.
+    It may forget earlier turns, a text next to calls, and thoughts. It may not forget what the last message or the
+    system says, nor a part of a message.
     """
-    words: dict[str, str] = {}
-
-    def mark(what: str) -> str:
-        words[word := f"zword{len(words)}z"] = what
-        return word
-
-    marked = []
+    marked, words = [], []
     for number, message in enumerate(messages, 1):
-        content, what = message["content"], f"the text of message {number}"
-        if calls := message.get("tool_calls"):
-            names = [mark(f"a call in message {number}") for _ in calls]
-            pairs = zip(calls, names, strict=True)
-            calls = [{**call, "function": {**call["function"], "name": name}} for call, name in pairs]
-            message = {**message, "tool_calls": calls}
-        elif isinstance(content, list):
-            content = [{**part, "text": mark(what)} if part["text"].strip() else part for part in content]
-        elif content.rpartition("</think>")[2].strip():
-            content = mark(what)
-        marked.append({**message, "content": content})
+        content, calls = message["content"], message.get("tool_calls") or ()
+        parts = content if isinstance(content, list) and not calls else ()
+        count = len(parts or calls) or bool(content and content.rpartition("</think>")[2].strip())
+        found = [f"zword{number}and{i}z" for i in range(count)]
+        words.append(found)
+        if calls:
+            pairs = zip(calls, found, strict=True)
+            calls = [{**call, "function": {**call["function"], "name": word}} for call, word in pairs]
+            marked.append({**message, "tool_calls": calls})
+        elif parts:
+            marked.append({**message, "content": _parts(*found)})
+        else:
+            marked.append({**message, "content": found[0] if found else content})
     try:
         text = _render(tokenizer, marked, True, tools, **arguments)
     except ValueError:  # the template does not take every text
         return
-    if lost := [what for word, what in words.items() if word not in text]:
-        raise ValueError(f"the chat template loses {lost[0]}: leave it out, or correct the model's chat_template.jinja")
+    for number, (message, found) in enumerate(zip(messages, words, strict=True), 1):
+        shown = sum(word in text for word in found)
+        must_show = number == len(messages) or message["role"] in ("system", "developer") or shown
+        if shown < len(found) and must_show:
+            what = "a call" if message.get("tool_calls") else "text"
+            advice = "leave it out, or correct the model's chat_template.jinja"
+            raise ValueError(f"the chat template loses {what} of message {number}: {advice}")
 
 
 def _check_given(messages: Sequence[Any], tools: Any) -> None:
