@@ -122,7 +122,7 @@ class Grammar:
         """
         return cls("lark", string("a Lark grammar", grammar))._checked()
 
-    @property
+    @functools.cached_property
     def source(self) -> str:
         """The grammar as llguidance takes it."""
         if (is_short := self._is_short) and self.kind == "json_schema":

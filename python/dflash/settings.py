@@ -22,8 +22,7 @@ MAX_LOGPROBS = 20
 """The most probable tokens per position that a call may ask for; OpenAI's limit."""
 
 # What one call's rules may cost in memory and time, since strangers send them to servers and in files. Sequences of ids
-# are counted as rows of the longest; those of one id do not count. Stop strings: transformers' table takes 13 bytes for
-# the square of their characters.
+# are counted as rows of the longest; those of one id do not count. Every step looks for the stop strings.
 _MAX_NGRAM, _MAX_SEQUENCES = 2**8, 2**16
 _MAX_STRINGS, _MAX_CHARACTERS = 2**6, 2**10
 

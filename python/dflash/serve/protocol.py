@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -185,15 +184,11 @@ class NamedChoice(_Strict):
     function: NamedFunction
 
 
-def _arguments(value: object) -> object:
-    return json.dumps(value) if isinstance(value, dict) else "" if value is None else value
-
-
 class CalledFunction(_Strict):
     """A function that was called. Its arguments are JSON text; clients also send an object, null or nothing."""
 
     name: str
-    arguments: Annotated[str, BeforeValidator(_arguments, str | dict[str, Any] | None)] = ""
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(_Strict):
