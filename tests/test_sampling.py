@@ -87,6 +87,8 @@ def test_integers_and_extreme_numbers_are_accepted():
     ("logit_bias", [(1, 2.0)], TypeError, r"logit_bias must map token ids to numbers, got"),
     ("logit_bias", {97: 1.0}, ValueError, r"logit_bias must hold token ids in 0 \.\. 96, got 97"),
     ("logit_bias", {"5": 1.0}, TypeError, r"logit_bias must hold token ids in 0 \.\. 96, got '5'"),
+    ("repetition_penalty", 1e-60, ValueError, r"repetition_penalty must be .* a normal one in float32, got 1e-60"),
+    ("logit_bias", {(5, 6): -3.402823466385289e38}, ValueError, r"logit_bias of tokens \[5, 6\] must be .* in float32"),
     ("logit_bias", {(5, 6): math.nan}, ValueError, r"logit_bias of tokens \[5, 6\] must be a finite number"),
     ("logit_bias", {(5, 97): 1.0}, ValueError, r"logit_bias must hold token ids in 0 \.\. 96, got 97"),
     ("logit_bias", {(): 1.0}, ValueError, r"logit_bias must not hold an empty tuple"),

@@ -213,7 +213,7 @@ def _biases(name: str, value: object, vocab_size: int) -> tuple[tuple[tuple[int,
         if not ids:
             raise ValueError(f"{name} must not hold an empty tuple")
         whose = f"{name} of token {ids[0]}" if len(ids) == 1 else f"{name} of tokens {list(ids)}"
-        number = _number("be a finite number or -inf", lambda x: x < math.inf)(whose, bias, vocab_size)
+        number = _bias(whose, bias, vocab_size)
         (single if len(ids) == 1 else longer)[ids] = number
     return _few(name, (*single.items(), *longer.items()), longer)
 
@@ -273,11 +273,15 @@ def _tree(name: str, value: object, _: int) -> int | str:
 # -------------------------------------------------------------------------------------------------------------- table
 
 _FLOAT32 = torch.finfo(torch.float32).max
+_TINY = torch.finfo(torch.float32).tiny
 _temperature = _number("be a finite number of at least 0", lambda x: 0 <= x <= _FLOAT32)
 _top_p = _number("lie in (0, 1] (1 is off)", lambda x: 0 < x <= 1)
 _min_p = _number("lie in [0, 1] (0 is off)", lambda x: 0 <= x <= 1)
 _sharpness = _number("be a number of at least 0 (infinity is allowed)", lambda x: x >= 0)
-_repetition = _number("be a finite number of more than 0 (1 is off)", lambda x: 0 < x < math.inf)
+_repetition = _number(
+    "be a finite number of more than 0 (1 is off), a normal one in float32", lambda x: _TINY <= x <= _FLOAT32
+)
+_bias = _number("be a finite number or -inf, in float32 too", lambda x: abs(x) <= _FLOAT32 or x == -math.inf)
 _penalty = _number("lie in -1e30 .. 1e30", lambda x: abs(x) <= 1e30)  # a count times it stays finite in float32
 
 
