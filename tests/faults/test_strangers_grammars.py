@@ -122,7 +122,8 @@ def test_texts_keep_to_all_of_a_schema_that_was_not_warned_about(schema, seed):
     masks, draw = torch.empty(1, matcher.words, dtype=torch.int32), random.Random(seed)
     while len(ids) < 200:
         matcher.fill_(masks, [-1])
-        allowed = [token for token in range(len(WORDY)) if masks[0, token // 32] >> token % 32 & 1]
+        words = masks[0].tolist()
+        allowed = [token for token in range(len(WORDY)) if words[token // 32] >> token % 32 & 1]
         if stop in allowed:
             value = json.loads(WORDY.decode(ids))
             assert jsonschema_rs.is_valid(enforced(schema, "; ".join(warnings)), value), (value, warnings)
