@@ -33,7 +33,7 @@ from ..terminal import printable
 from ..train.files import check_writable
 
 # Options that several commands have; a text is the help, see `command`.
-Model = Annotated[str, "The target: a folder or a hub id."]
+Model = Annotated[str, "The target: a folder, a hub id or a GGUF file (FILE.gguf, owner/name:FILE.gguf)."]
 Draft = Annotated[str, "Its DFlash drafter: a folder or a hub id."]
 PairModel = Annotated[str | None, "The target: a folder or a hub id; default: the package's pair."]
 MaxNewTokens = Annotated[int, SETTINGS["max_new_tokens"].help]
@@ -81,7 +81,7 @@ class Source(Pretrained):
 def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
     """On a terminal, show a spinner while ``what`` is loaded, or the hub's bars for a download, on standard error."""
     console = Console(stderr=True)
-    quiet, local = quiet or not console.is_terminal, Path(source).is_dir()
+    quiet, local = quiet or not console.is_terminal, Path(source).exists()
     with contextlib.ExitStack() as stack:
         if not quiet and local:
             size = sum(file.stat().st_size for file in Path(source).glob("*.safetensors")) / 1e9
@@ -100,7 +100,7 @@ def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
 def load_tokenizer(source: Source) -> Any:
     """Load it; raises ValueError for a missing path, before any download."""
     name = source.name
-    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
+    if source.gguf is None and not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise ValueError(f"no folder {name!r}, and it is not a hub id (owner/name) either")
     with _waiting("tokenizer", name, source.quiet):
         return source.load_tokenizer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from ..files import read_json
+from ..gguf import find_gguf, read_gguf, require_gguf
 from ..targets import check_target_config, check_target_size, check_target_weights
 from ..terminal import listed, named, printable, shortened
 
@@ -29,7 +31,7 @@ class Pretrained:
     Methods raise ``ValueError`` for files that are broken or need code that may not run, ``OSError`` if there are none.
 
     Attributes:
-        name: a folder or a hub id.
+        name: a folder, a hub id, or a GGUF file as `dflash.gguf.find_gguf` takes it.
         trust_remote_code: run the Python code that comes with them, with the rights of this process.
         advice: what to do about code that may not run, for the error.
         local_files_only: download nothing.
@@ -39,6 +41,23 @@ class Pretrained:
     trust_remote_code: bool = False
     advice: str = "it would have your rights, so read it first, then allow it with --trust-remote-code"
     local_files_only: bool = False
+
+    @functools.cached_property
+    def gguf(self) -> Path | None:
+        """The GGUF file that holds it all, checked; None if there is none."""
+        path = find_gguf(self.name, local_files_only=self.local_files_only)
+        if path is not None and (file := read_gguf(path)).is_draft:
+            raise ValueError(
+                f"{printable(path)} is a DFlash drafter ({file.architecture}), not a target: give it as draft"
+            )
+        if path is not None and importlib.util.find_spec("accelerate") is None:
+            raise ValueError(f"{printable(path)} needs the accelerate package: pip install '.[gguf]'")
+        return path
+
+    @functools.cached_property
+    def _reader(self) -> Any:
+        # It takes seconds for a vocabulary, and transformers would read it for each part that it loads.
+        return functools.cache(require_gguf(Path(self.name)).GGUFReader)
 
     def load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
@@ -65,15 +84,21 @@ class Pretrained:
         from transformers import AutoModelForCausalLM
 
         config, folder = self.load_config(), (self._base() or self)._folder()
-        if folder is not None:  # before transformers allocates anything
-            is_quantized = getattr(config, "quantization_config", None) is not None
-            check_target_size(self.load_empty_target(config), check_target_weights(folder), is_quantized=is_quantized)
+        files = check_target_weights(folder) if folder is not None else [self.gguf] if self.gguf is not None else []
+        if files:  # before transformers allocates anything
+            is_quantized = self.gguf is not None or getattr(config, "quantization_config", None) is not None
+            check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)
         target, found = self._load(AutoModelForCausalLM, config=config, dtype=dtype, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
                 f"{printable(self.name)} has no weights for {listed(missing)}: its files are incomplete, or "
                 "config.json belongs to another model"
             )
+        if self.gguf is not None:
+            self.__dict__.pop("_reader", None)  # it has the whole vocabulary
+            if not any(type(part).__name__.startswith("Gguf") for part in target.modules()):  # dense: it can be saved
+                target.hf_quantizer = target.config.quantization_config = None
+                target.is_quantized = False
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
 
@@ -101,10 +126,20 @@ class Pretrained:
                 read_json(path)
         options |= {"trust_remote_code": self.trust_remote_code, "local_files_only": self.local_files_only}
         with self._readable_errors(), self._quiet():
-            return loader.from_pretrained(self.name, **options)
+            if self.gguf is None:
+                return loader.from_pretrained(self.name, **options)
+            gguf = require_gguf(self.gguf)
+            reader = gguf.GGUFReader
+            try:
+                gguf.GGUFReader = self._reader
+                return loader.from_pretrained(self.gguf.parent, gguf_file=self.gguf.name, **options)
+            finally:
+                gguf.GGUFReader = reader
 
     def _folder(self) -> Path | None:
-        """Return the local folder, of a hub id its snapshot so far. None if there is none: the loader says why."""
+        """Return the local folder, of a hub id its snapshot so far. None for a GGUF file, or if there is none."""
+        if self.gguf is not None:
+            return None
         if Path(self.name).is_dir():
             return Path(self.name)
         from transformers.utils import cached_file
