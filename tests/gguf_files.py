@@ -1,4 +1,4 @@
-"""Small GGUF files: a Llama with a byte-level tokenizer, as llama.cpp writes them."""
+"""Small GGUF files as llama.cpp's converter writes them: a Llama with a byte-level tokenizer, and drafters."""
 
 from pathlib import Path
 
@@ -13,6 +13,24 @@ _NAMES = {
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers.": "blk.",
 }  # fmt: skip
+_DRAFT_NAMES = {  # spelled out independently of the package, after conversion/qwen.py and gguf-py's tensor_mapping.py
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
+    "self_attn.attention_sink_bias": "attn_sinks.weight",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "hidden_norm": "enc.output_norm",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "embed_tokens": "token_embd",
+    "candidate_selector.hidden_projection": "selector_hidden",
+    "markov_head.markov_w": "markov_w",
+    "layers.": "blk.",
+    **_NAMES,
+}
+MASK = "tokenizer.ggml.mask_token_id"
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
 
@@ -26,6 +44,65 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_chat_template(TEMPLATE)
+
+
+def draft_keys(config: dict, arch: str = "dflash") -> dict:
+    """Return the metadata that converters write of a published config: llama.cpp's, or for other names a fork's."""
+    section = config.get("dflash_config") or {}
+    given = {**config, **section}
+    names = {
+        "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+        "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+        "attention.value_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "rope.freq_base": "rope_theta", "logit_scale": "output_multiplier", "embedding_scale": "input_embedding_scale",
+        "attention.value_scale": "attention_value_scale", "attention.causal": "is_causal", "block_size": "block_size",
+        **{key: key for key in ("final_logit_softcapping", "conv_kernel_size", "conv_group_size", "selector_rank")},
+        **{key: key for key in ("selector_top_k", "sample_from_anchor")},
+    }  # fmt: skip
+    keys = {f"{arch}.{theirs}": given[ours] for theirs, ours in names.items() if given.get(ours) is not None}
+    if given.get("use_sliding_window"):
+        keys[f"{arch}.attention.sliding_window"] = given["sliding_window"]
+        keys[f"{arch}.attention.sliding_window_pattern"] = [k == "sliding_attention" for k in given["layer_types"]]
+    taps = given["target_layer_ids"]
+    if arch == "dflash":
+        return keys | {"dflash.target_layers": [tap + 1 for tap in taps], MASK: given["mask_token_id"]}
+    keys[f"{arch}.dflash.block_size"] = keys.pop(f"{arch}.block_size")
+    own = {"n_target_layers": len(taps), "target_layer_ids": taps, "mask_token_id": given["mask_token_id"]}
+    return keys | {f"{arch}.vocab_size": given["vocab_size"]} | {f"{arch}.dflash.{key}": own[key] for key in own}
+
+
+def draft_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return published tensors under llama.cpp's names."""
+    out = {}
+    for name, tensor in tensors.items():
+        for ours, theirs in (_DRAFT_NAMES | {"norm.weight": "output_norm.weight"}).items():
+            is_whole = ours not in ("norm.weight", "hidden_norm") or name.startswith(ours)
+            name = name.replace(ours, theirs) if is_whole else name
+        out[name] = tensor
+    return out
+
+
+def write_draft(
+    path: Path, keys: dict, tensors: dict[str, torch.Tensor], quantization=gguf.GGMLQuantizationType.F32,
+    arch: str = "dflash", tokens: int = 101,
+) -> Path:  # fmt: skip
+    """Write a drafter's file; ``keys`` that are None are left out. Matrices are stored in ``quantization``."""
+    writer, types = gguf.GGUFWriter(path, arch), gguf.GGUFValueType
+    if arch == "dflash":
+        writer.add_token_list([f"t{index}" for index in range(tokens)])
+    for key, value in ((key, value) for key, value in keys.items() if value is not None):
+        writer.add_key_value(key, value, types.UINT32 if type(value) is int else types.get_type(value))
+    for name, tensor in tensors.items():
+        is_matrix = tensor.dim() > 1 and name.endswith(".weight") and tensor.shape[-1] % 32 == 0
+        if name == "d2t":
+            writer.add_tensor(name, tensor.numpy())
+            continue
+        kind = quantization if is_matrix else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+    write(writer)
+    return path
 
 
 def write(writer: gguf.GGUFWriter) -> None:

@@ -21,10 +21,11 @@ _STRING, _ARRAY = 8, 9
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
-def find_gguf(name: str | os.PathLike, *, local_files_only: bool = False) -> Path | None:
+def find_gguf(name: str | os.PathLike, *, revision: str | None = None, local_files_only: bool = False) -> Path | None:
     """Return the file that ``name`` means, downloading it if need be; None if it means none.
 
-    That is a file ``*.gguf``, a folder that holds one and no safetensors, or ``owner/name:FILE.gguf`` on the hub.
+    That is a file ``*.gguf``, a folder that holds one and no safetensors, or ``owner/name:FILE.gguf`` on the hub, at
+    ``revision``.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -46,7 +47,8 @@ def find_gguf(name: str | os.PathLike, *, local_files_only: bool = False) -> Pat
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.hf_hub_download(repository, file, local_files_only=local_files_only))
+        options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
+        return Path(huggingface_hub.hf_hub_download(repository, file, **options))
     except (OSError, ValueError) as error:  # not found, gated, offline, nothing cached
         reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         raise FileNotFoundError(f"{printable(name)} is not a reachable file of a hub repository: {reason}") from error

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -22,11 +22,10 @@ from rich.table import Table
 
 from .. import ops
 from ..doctor import Diagnosis, Pair, Prompts, diagnose, find_prompts
-from ..drafter import DraftConfig, draft_folder
+from ..drafter import DraftConfig, find_draft, read_draft_config
 from ..engine.graphs import captured
 from ..evaluate import check_encoding
 from ..evaluate.progress import bars
-from ..files import read_json
 from ..options import check_config
 from ..targets import check_target, version_of
 from ..terminal import printable
@@ -174,7 +173,7 @@ _HEALTHY = "published drafters keep the first draft in about 80 % of the steps, 
 def doctor(
     context: typer.Context,
     model: Annotated[str | None, "Examine a pair: its target, a folder or a hub id."] = None,
-    draft: Annotated[str | None, "Its DFlash drafter: a folder or a hub id."] = None,
+    draft: Annotated[str | None, "Its DFlash drafter: a folder, a GGUF file or a hub id."] = None,
     prompts: Annotated[
         str | None, "JSON lines to answer, 32 at most; default: a few of the pair's or of our own."
     ] = None,
@@ -212,19 +211,16 @@ def doctor(
     rows, origin = find_prompts(prompts, str(source.name))
     tokenizer = options.load_tokenizer(source)
     check_encoding(tokenizer, False, bos)
-    folder = draft_folder(draft)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{printable(folder)} is not a drafter's folder: config.json is missing")
-    keys: Any = read_json(path, unique_keys=True)
+    path = find_draft(draft)
     with warnings.catch_warnings(action="ignore"):  # loading the drafter warns of unknown keys
+        keys = read_draft_config(path)
         config = DraftConfig.from_config(keys, str(path))
     empty = check_target(source.load_empty_target(), loaded=False)
     check_config(empty, config)
     asked = Prompts(rows, tokenizer, {"enable_thinking": False} if no_thinking else {}, bos=bos, origin=origin)
     asked.check_room(empty)
     # 2. Load the weights, and run.
-    target, drafter, _ = options.ModelOptions(model, str(folder), dtype, device).load(source)
+    target, drafter, _ = options.ModelOptions(model, str(path), dtype, device).load(source)
     with bars(["answers", "wirings"], shown=not as_json) as show:
         found = diagnose(Pair(target, drafter, keys), asked, max_new_tokens, show=show)
     if as_json:

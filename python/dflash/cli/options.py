@@ -34,7 +34,7 @@ from ..train.files import check_writable
 
 # Options that several commands have; a text is the help, see `command`.
 Model = Annotated[str, "The target: a folder, a hub id or a GGUF file (FILE.gguf, owner/name:FILE.gguf)."]
-Draft = Annotated[str, "Its DFlash drafter: a folder or a hub id."]
+Draft = Annotated[str, "Its DFlash drafter: a folder, a GGUF file or a hub id."]
 PairModel = Annotated[str | None, "The target: a folder or a hub id; default: the package's pair."]
 MaxNewTokens = Annotated[int, SETTINGS["max_new_tokens"].help]
 Sharpness = Annotated[float, SETTINGS["draft_sharpness"].help]
@@ -145,7 +145,7 @@ class ModelOptions:
     """Target and drafter, how their weights are stored and how many rows a step has."""
 
     model: PairModel = None
-    draft: Annotated[str | None, "Its DFlash drafter: a folder or a hub id."] = None
+    draft: Annotated[str | None, "Its DFlash drafter: a folder, a GGUF file or a hub id."] = None
     dtype: Dtype = "auto"
     device: Device = None
     trust_remote_code: TrustRemoteCode = False

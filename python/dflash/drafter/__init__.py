@@ -1,6 +1,6 @@
 """The DFlash drafter: its config, its forward pass and its checkpoints."""
 
-from .checkpoint import MASK_EMBEDDING_FILE, draft_folder, load_draft
+from .checkpoint import MASK_EMBEDDING_FILE, find_draft, load_draft, read_draft_config
 from .config import DFlash2Config, DraftConfig
 from .drafter import (
     CandidateSelector,

@@ -1,4 +1,4 @@
-"""Load a drafter from a folder, a repository of the Hugging Face hub, or a module that holds its weights."""
+"""Load a drafter from a folder, a GGUF file, a repository of the Hugging Face hub, or a module with its weights."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..files import find_shards, open_tensors, read_json, read_torch_file
+from ..gguf import find_gguf, read_gguf
 from ..terminal import listed, named, printable, shortened
 from .config import DFLASH2_KEYS, DraftConfig
 from .drafter import Drafter, target_ids
+from .gguf import gguf_config, gguf_tensors
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -54,10 +57,12 @@ def load_draft(
 
             - a folder with ``config.json`` and safetensors (one file, or shards with an index),
             - a repository of the Hugging Face hub,
+            - a GGUF file of llama.cpp or one of its forks, a folder with one, or ``owner/name:FILE.gguf`` on the hub,
             - a module with a drafter's parameter names and ``.config``, such as one loaded by the reference package or
               through ``AutoModel``; its weights are copied,
             - a `Drafter`, which is returned as it is, or copied if ``dtype`` or ``device`` differ.
-        dtype: dtype of the parameters; None for that of the checkpoint's ``fc.weight``.
+        dtype: dtype of the parameters; None for that of the checkpoint's ``fc.weight``, float32 if it is
+            quantized.
         device: device of the parameters; None for the CPU, or the module's own.
         revision: branch, tag or commit of the repository.
 
@@ -76,17 +81,18 @@ def load_draft(
         return _from_module(getattr(draft, "_orig_mod", draft), dtype, device)
     if not isinstance(draft, (str, os.PathLike)):
         raise TypeError(f"draft must be a folder, a hub repository or a module, got {type(draft).__name__}")
-    return _from_folder(draft_folder(draft, revision), dtype, device)
+    return _from_path(find_draft(draft, revision), dtype, device)
 
 
-def draft_folder(draft: str | os.PathLike, revision: str | None = None) -> Path:
-    """Return the local folder of a checkpoint, downloading it if ``draft`` is a repository; see `load_draft`."""
+def find_draft(draft: str | os.PathLike, revision: str | None = None) -> Path:
+    """Return a checkpoint's folder or GGUF file, downloading it if it is on the hub; see `load_draft`."""
     name = os.fspath(draft)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if revision is not None:
-            raise ValueError(f"revision {revision!r} is for a hub repository, but {name!r} is a folder")
-        return folder
+    path = Path(name).expanduser()
+    if revision is not None and path.exists():
+        kind = "folder" if path.is_dir() else "file"
+        raise ValueError(f"revision {revision!r} is for a hub repository, but {name!r} is a {kind}")
+    if (file := find_gguf(name, revision=revision)) is not None or path.is_dir():
+        return file or path
     import huggingface_hub
 
     patterns = ["*.json", "*.safetensors", MASK_EMBEDDING_FILE]
@@ -112,21 +118,32 @@ def _from_module(module: nn.Module, dtype: torch.dtype | None, device: torch.dev
     return _load(config, source, dict(module.state_dict()), dtype, device)
 
 
-def _from_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{printable(folder)} is not a drafter's folder: {path.name} is missing")
-    config = DraftConfig.from_config(read_json(path, unique_keys=True), str(path))
+def read_draft_config(path: Path) -> dict[str, Any]:
+    """Return the parsed ``config.json`` of a checkpoint's folder, or what would be that of a GGUF file."""
+    if path.is_file():
+        return gguf_config(read_gguf(path))
+    if not (path / "config.json").is_file():
+        advice = "config.json is missing (a GGUF file on the hub is owner/name:FILE.gguf)"
+        raise FileNotFoundError(f"{printable(path)} is not a drafter's folder: {advice}")
+    return read_json(path / "config.json", unique_keys=True)
+
+
+def _from_path(path: Path, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
+    if path.is_file():
+        file = read_gguf(path)
+        config = DraftConfig.from_config(gguf_config(file), str(path))
+        return _load(config, printable(path), gguf_tensors(file, config.num_hidden_layers), dtype, device)
+    config = DraftConfig.from_config(read_draft_config(path), str(path / "config.json"))
     stored: dict[str, Tensor] = {}
-    for shard in find_shards(folder):
-        with open_tensors(shard) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a mapping
+    for shard in find_shards(path):
+        with open_tensors(shard) as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is not a mapping
         if twice := stored.keys() & tensors.keys():
-            raise ValueError(f"{printable(folder)}: tensor {named(min(twice))} is in {shard.name} and in another file")
+            raise ValueError(f"{printable(path)}: tensor {named(min(twice))} is in {shard.name} and in another file")
         stored |= tensors
-    if (folder / MASK_EMBEDDING_FILE).exists():
-        stored[MASK_EMBEDDING_FILE] = _read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
-    return _load(config, printable(folder), stored, dtype, device)
+    if (path / MASK_EMBEDDING_FILE).exists():
+        stored[MASK_EMBEDDING_FILE] = _read_mask_embedding(path / MASK_EMBEDDING_FILE, config)
+    return _load(config, printable(path), stored, dtype, device)
 
 
 def _load(

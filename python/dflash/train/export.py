@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..drafter import MASK_EMBEDDING_FILE, DraftConfig, Drafter, draft_folder, load_draft
+from ..drafter import MASK_EMBEDDING_FILE, DraftConfig, Drafter, find_draft, load_draft, read_draft_config
 from ..drafter.config import FULL, KEYS, LAYER, ROPE_TYPES, SLIDING, from_speculators, is_speculators
 from ..files import read_architectures, read_json
 from ..terminal import listed
@@ -349,9 +349,9 @@ def export(
         raise ValueError(f"{out} is not an empty folder: choose another")
     check_writable(out.parent)
     # 2. Read the drafter, and describe it in the layout. A target in a folder is found from any folder
-    folder = draft_folder(draft, revision)
-    drafter = load_draft(folder, dtype=dtype)
-    raw, read, verifier = read_json(folder / "config.json"), drafter.config, target or ""
+    path = find_draft(draft, revision)
+    drafter = load_draft(path, dtype=dtype)
+    raw, read, verifier = read_draft_config(path), drafter.config, target or ""
     config = _to_transformers(read) if layout == "transformers" else _to_published(raw, read, layout)
     if layout == "speculators":
         path, architectures = Path(verifier).expanduser() / "config.json", []

@@ -1,0 +1,169 @@
+"""GGUF drafters: llama.cpp's files and its forks', and what is refused."""
+
+import dataclasses
+import warnings
+
+import draft_variants
+import gguf
+import pytest
+import torch
+from draft_variants import config_dict, dflash2_dict, dspark_dict, sliding
+from gguf_files import MASK, draft_keys, draft_tensors, write_draft, write_llama
+
+import dflash
+
+Q8_0, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "F16", "BF16"))
+FORKS = ("dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
+SCALES = {"attention_value_scale": 0.5, "input_embedding_scale": 8.0, "output_multiplier": 0.25}
+KINDS = {
+    "first": config_dict(dflash_config={"mask_token_id": 100, "target_layer_ids": [1, 9]}),
+    "windows": config_dict(**sliding("sfs", 24), is_causal=True, rms_norm_eps=3e-5, rope_theta=12345.0),
+    "scaled": config_dict(
+        dflash_config={"mask_token_id": 100, "target_layer_ids": [0, 3], "final_logit_softcapping": 30.0, **SCALES}
+    ),
+    "dflash2": dflash2_dict(**sliding("ss", 12), is_causal=False),
+    "dspark": dspark_dict(sample_from_anchor=True),
+    "dspark-bonus": dspark_dict(sample_from_anchor=False),
+}
+
+
+def make(folder, config, **more):
+    """Save a random drafter as safetensors; return it and its tensors, ``more`` among them."""
+    tensors = draft_variants.random_tensors(dflash.DraftConfig.from_config(config)) | more
+    return dflash.load_draft(draft_variants.save_checkpoint(folder, config, tensors)), tensors
+
+
+def same(a: dflash.Drafter, b: dflash.Drafter) -> bool:
+    """Equal bit for bit; a file says nothing of the number of the target's layers."""
+    config, ours, theirs = dataclasses.replace(a.config, num_target_layers=None), a.state_dict(), b.state_dict()
+    equal = ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    return equal and config == b.config and a.dtype == b.dtype
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("arch", ["dflash", "dflash-draft"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_converted_file_is_the_same_drafter_as_its_safetensors(tmp_path, kind, arch):
+    drafter, tensors = make(tmp_path / "draft", KINDS[kind])
+    path = write_draft(tmp_path / "x.gguf", draft_keys(KINDS[kind], arch), draft_tensors(tensors), arch=arch)
+    assert same(drafter, dflash.load_draft(path))
+    assert same(drafter, dflash.load_draft(tmp_path)), "a folder with one file"
+
+
+@pytest.mark.parametrize("arch", FORKS)
+def test_names_of_the_forks_are_read(tmp_path, arch):
+    drafter, tensors = make(tmp_path / "draft", KINDS["first"])
+    tensors = draft_tensors(tensors)
+    tensors["dflash_fc.weight" if arch == FORKS[0] else "dflash.fc.weight"] = tensors.pop("fc.weight")
+    tensors["dflash.hidden_norm.weight"] = tensors.pop("enc.output_norm.weight")
+    if arch == FORKS[2]:
+        tensors["blk.0.post_attention_norm.weight"] = tensors.pop("blk.0.ffn_norm.weight")
+    path = write_draft(tmp_path / "x.gguf", draft_keys(KINDS["first"], arch), tensors, arch=arch)
+    assert same(drafter, dflash.load_draft(path))
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [(Q8_0, torch.float32), (F16, torch.float16), (BF16, torch.bfloat16)])
+def test_weights_are_dequantized_and_plain_types_are_kept(tmp_path, stored, dtype):
+    drafter, tensors = make(tmp_path / "draft", KINDS["first"])
+    path = write_draft(tmp_path / "x.gguf", draft_keys(KINDS["first"]), draft_tensors(tensors), stored)
+    weight = tensors["layers.1.mlp.gate_proj.weight"].numpy()
+    expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight, stored), stored))
+    read = dflash.load_draft(path)
+    assert read.dtype == dtype
+    assert torch.equal(read.layers[1].mlp.gate_proj.weight.float(), expected)
+    assert dflash.load_draft(path, dtype=torch.float64).dtype == torch.float64
+    assert drafter.config.target_layer_ids == read.config.target_layer_ids == (1, 9)
+
+
+def test_parts_of_its_own_are_read(tmp_path):
+    """llama.cpp stores the target's ids in d2t, and predicts with the embedding if there is no head."""
+    drafter, tensors = make(tmp_path / "draft", KINDS["first"])
+    keys, head, table = draft_keys(KINDS["first"]), torch.randn(5, 64), torch.randn(101, 64)
+    own = {"output.weight": head, "d2t": torch.tensor([3, 4, 8, 50, 100])}
+    reduced = dflash.load_draft(write_draft(tmp_path / "r.gguf", keys, draft_tensors(tensors) | own))
+    hidden = torch.randn(2, 64)
+    logits = reduced.logits(hidden, None)
+    assert logits.isfinite().nonzero()[:5, 1].tolist() == [3, 4, 8, 50, 100]
+    torch.testing.assert_close(logits[:, [3, 4, 8, 50, 100]], hidden @ head.T)
+    tied = dflash.load_draft(
+        write_draft(tmp_path / "t.gguf", keys, draft_tensors(tensors) | {"token_embd.weight": table})
+    )
+    assert tied.config.own_parts == ("embed_tokens", "lm_head")
+    assert torch.equal(tied.lm_head.weight, table)
+    assert drafter.config.own_parts == ()
+
+
+REFUSED = [
+    ({"dflash.target_layers": None}, {}, "x.gguf: dflash.target_layers is missing"),
+    ({"dflash.target_layers": [0, 5]}, {}, r"dflash.target_layers .counted from 1. must be an integer >= 1"),
+    ({"dflash.embedding_length": None}, {}, "x.gguf: dflash.embedding_length is missing"),
+    ({"dflash.block_count": [1, 2]}, {}, r"dflash.block_count must be an integer >= 1, got \[1, 2\]"),
+    ({MASK: None}, {}, "tokenizer.ggml.mask_token_id is missing"),
+    ({"dflash.hidden_activation": "gelu"}, {}, "dflash.hidden_activation = 'gelu' is not supported: only silu"),
+    ({"dflash.rope.dimension_count": 8}, {}, "dflash.rope.dimension_count = 8 is not supported: it must be 16"),
+    ({"dflash.rope.dimension_sections": [4, 2, 2, 0]}, {}, "dimension_sections = .* is not supported: only one is"),
+    ({"dflash.rope.scaling.type": "longrope"}, {}, "RoPE type 'longrope' is not supported"),
+    ({"dflash.attention.scale": 0.5}, {}, "dflash.attention.scale = 0.5 is not supported: it must be 0.25"),
+    ({"dflash.hyper_connection.count": 4}, {}, "dflash.hyper_connection.count = 4 is not supported"),
+    ({"dflash.attention.sliding_window": 9}, {}, "sliding_window_pattern is missing"),
+    ({"dflash.attention.sliding_window_pattern": [True, False, False]}, {}, "sliding_window is missing"),
+    ({"dflash.attention.sliding_window_pattern": [1, 0, 0]}, {}, "sliding_window_pattern must be 3 booleans"),
+    ({"dflash.embedding_length": 32}, {}, r"the config makes tensor .* \[88, 32\], got \[88, 64\]|got \[64, 128\]"),
+    ({}, {"blk.1.attn_gate.weight": (4, 64)}, "blk.1.attn_gate.weight is not supported: gated attention"),
+    ({}, {"dflash.domino.head.w1": (4, 64)}, "dflash.domino.head.w1 is not supported: a Domino head"),
+    ({}, {"blk.0.post_attention_norm.weight": (64,)}, "a norm after attention is not implemented"),
+    ({}, {"blk.0.layer_output_scale.weight": (1,)}, "scaled layers is not implemented|scaled layers"),
+    ({}, {"rope_freqs.weight": (8,)}, "RoPE with frequencies of its own"),
+    ({}, {"blk.0.attn_q.bias": (64,), "blk.3.attn_q.weight": (64, 64)}, "unknown tensors: blk.0.attn_q.bias, blk.3"),
+    ({}, {"blk.2.attn_v.weight": None}, "missing tensors: layers.2.self_attn.v_proj.weight"),
+    ({}, {"d2t": (101,)}, "missing tensors: lm_head|must map"),
+]
+
+
+@pytest.mark.parametrize(("keys", "tensors", "message"), REFUSED)
+def test_what_cannot_be_read_is_refused_by_name(tmp_path, keys, tensors, message):
+    stored = draft_tensors(make(tmp_path / "draft", KINDS["first"])[1])
+    stored |= {name: shape and torch.ones(shape) for name, shape in tensors.items()}
+    stored = {name: tensor.long() if name == "d2t" else tensor for name, tensor in stored.items() if tensor is not None}
+    path = write_draft(tmp_path / "x.gguf", draft_keys(KINDS["first"]) | keys, stored)
+    with pytest.raises(ValueError, match=message) as raised:
+        dflash.load_draft(path)
+    assert "x.gguf" in str(raised.value)
+
+
+def test_other_files_are_refused_by_name(tmp_path):
+    write_llama(tmp_path / "llama.gguf")
+    with pytest.raises(ValueError, match="architecture llama, not a DFlash drafter: give it as target"):
+        dflash.load_draft(tmp_path / "llama.gguf")
+    tensors = draft_tensors(make(tmp_path / "draft", KINDS["first"])[1])
+    path = write_draft(tmp_path / "x.gguf", draft_keys(KINDS["first"]), tensors)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match="not a complete GGUF file"):
+        dflash.load_draft(path)
+    for name in ("missing.gguf", "."):
+        with pytest.raises((FileNotFoundError, ValueError), match=r"there is no file|several GGUF files"):
+            dflash.load_draft(tmp_path / name)
+    with pytest.raises(ValueError, match=r"revision 'main' is for a hub repository, but .* is a file"):
+        dflash.load_draft(path, revision="main")
+
+
+def test_a_file_of_the_hub_is_downloaded_at_its_revision(tmp_path, monkeypatch):
+    drafter, tensors = make(tmp_path / "draft", KINDS["first"])
+    path, asked = write_draft(tmp_path / "x.gguf", draft_keys(KINDS["first"]), draft_tensors(tensors)), []
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names, **more: asked.append((names, more)) or path)
+    assert same(drafter, dflash.load_draft("owner/name:x.gguf", revision="v1"))
+    assert asked == [(("owner/name", "x.gguf"), {"revision": "v1", "local_files_only": False})]
+
+
+def test_what_changes_nothing_known_is_warned_about(tmp_path):
+    config = config_dict(**sliding("sfs", 24))  # no rule of causality: the published layout has one by default
+    stored = draft_tensors(make(tmp_path / "draft", config)[1])
+    path = write_draft(tmp_path / "x.gguf", draft_keys(config) | {"dflash.new_key": 1}, stored)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert dflash.load_draft(path).config.causal == (False, False, False)
+    texts = [str(warning.message) for warning in caught]
+    assert any("dflash.attention.causal is missing: no layer is causal" in text for text in texts)
+    assert any("unknown keys are ignored: dflash.new_key" in text for text in texts)
