@@ -101,6 +101,8 @@ FAULTS = [
           ["test_gguf_drafters.py::test_a_converted_file_is_the_same_drafter_as_its_safetensors"]),
     Fault("llama.cpp's d2t is read as differences", "drafter/gguf.py", 'if "d2t" in out and not is_fork:', "if False:",
           ["test_gguf_drafters.py::test_parts_of_its_own_are_read"]),
+    Fault("a file's tokens are fewer than a drafter's rows", "train/gguf.py", "map(pads[key], range(len(value), rows))",
+          "()", ["test_gguf_drafters.py::test_an_exported_file_is_the_same_drafter"]),
     # Sampling
     Fault("top_p of one row is every row's", CHOICE, "self.top_p[rows] = arguments.top_p",
           "self.top_p[:] = arguments.top_p", [SAMPLING]),

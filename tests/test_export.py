@@ -220,8 +220,8 @@ def test_a_folder_is_written_atomically(tmp_path, monkeypatch):
     (taken / "notes").write_text("mine")
     with pytest.raises(ValueError, match="is not an empty folder"):
         export(tmp_path / "draft", taken, "published")
-    with pytest.raises(ValueError, match="must be published, speculators or transformers, got 'gguf'"):
-        export(tmp_path / "draft", tmp_path / "out", "gguf")
+    with pytest.raises(ValueError, match="must be published, speculators, transformers or gguf, got 'onnx'"):
+        export(tmp_path / "draft", tmp_path / "out", "onnx")
     with pytest.raises(ValueError, match=r"give it \(--target\)"):
         export(tmp_path / "draft", tmp_path / "out", "speculators")
 

@@ -1,16 +1,20 @@
-"""GGUF drafters: llama.cpp's files and its forks', and what is refused."""
+"""GGUF drafters: llama.cpp's files and its forks', what is refused, and the export."""
 
 import dataclasses
+import json
 import warnings
 
 import draft_variants
 import gguf
 import pytest
+import tiny_tokenizers
 import torch
-from draft_variants import config_dict, dflash2_dict, dspark_dict, sliding
+from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, dflash2_dict, dspark_dict, sliding
 from gguf_files import MASK, draft_keys, draft_tensors, write_draft, write_llama
+from transformers import LlamaConfig
 
 import dflash
+from dflash.train.export import export
 
 Q8_0, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "F16", "BF16"))
 FORKS = ("dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
@@ -38,6 +42,16 @@ def same(a: dflash.Drafter, b: dflash.Drafter) -> bool:
     config, ours, theirs = dataclasses.replace(a.config, num_target_layers=None), a.state_dict(), b.state_dict()
     equal = ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     return equal and config == b.config and a.dtype == b.dtype
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A folder with the config and the byte-level tokenizer of a target of 40 layers with M-RoPE."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny_tokenizers.byte_level().save_pretrained(folder)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    LlamaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=40, rope_parameters=rope).save_pretrained(folder)
+    return folder
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -167,3 +181,145 @@ def test_what_changes_nothing_known_is_warned_about(tmp_path):
     texts = [str(warning.message) for warning in caught]
     assert any("dflash.attention.causal is missing: no layer is causal" in text for text in texts)
     assert any("unknown keys are ignored: dflash.new_key" in text for text in texts)
+
+
+# ---------------------------------------------------------------------------------------------- the export
+
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 128}
+OWN = {"lm_head.weight": torch.randn(9, 64), "d2t": torch.tensor([0, 1, 1, 4, 5, 8, 50, 70, 92])}
+WRITTEN = KINDS | {
+    "linear": VARIANTS["linear-rope"],
+    "yarn": config_dict(rope_scaling=YARN),
+    "sinks": config_dict(dflash_config={"mask_token_id": 9, "target_layer_ids": [5], "attention_sink_bias": True}),
+    "reduced": config_dict(draft_vocab_size=9),
+    "narrow": config_dict(vocab_size=None),
+    "dflash2-scaled": DFLASH2_VARIANTS["DFlash2-scaled"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:vLLM")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_an_exported_file_is_the_same_drafter(tmp_path, target, kind, dtype):
+    make(tmp_path / "draft", WRITTEN[kind], **(OWN if kind == "reduced" else {}))
+    export(tmp_path / "draft", tmp_path / "x.gguf", "gguf", target=str(target), dtype=dtype)
+    read = dflash.load_draft(tmp_path / "x.gguf")
+    expected = dflash.load_draft(tmp_path / "draft", dtype=dtype)
+    if kind == "narrow":  # a file has as many tokens as its mask token needs
+        expected.config = dataclasses.replace(expected.config, vocab_size=101)
+    assert same(expected, read)
+    export(tmp_path / "x.gguf", tmp_path / "back", "published")
+    assert same(read, dflash.load_draft(tmp_path / "back"))
+
+
+def fields(path) -> dict:
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def test_the_file_has_what_llama_cpp_reads(tmp_path, target):
+    make(tmp_path / "draft", KINDS["dspark"])
+    export(tmp_path / "draft", tmp_path / "x.gguf", "gguf", target=str(target))
+    keys, tokenizer = fields(tmp_path / "x.gguf"), tiny_tokenizers.byte_level()
+    assert (keys["general.architecture"], keys["dflash.target_layers"], keys["dflash.block_size"]) == (
+        "dflash",
+        [2, 10],
+        7,
+    )
+    assert (keys["dflash.sample_from_anchor"], keys["dflash.has_confidence_head"], keys[MASK]) == (True, False, 100)
+    assert keys["dflash.rope.dimension_sections"] == [8, 0, 0, 0], "the target has M-RoPE"
+    tokens = keys["tokenizer.ggml.tokens"]
+    assert tokens[:97] == tokenizer.convert_ids_to_tokens(list(range(97)))
+    assert tokens[97:] == ["[PAD97]", "[PAD98]", "[PAD99]", "[PAD100]"], "a token per row of the Markov head"
+    assert keys["tokenizer.ggml.token_type"] == [3, 3, *[1] * 95, *[5] * 4]
+    assert (keys["tokenizer.ggml.model"], keys["tokenizer.ggml.eos_token_id"]) == ("gpt2", 0)
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors}
+    assert (
+        kinds.keys() == draft_tensors(draft_variants.tensor_shapes(dflash.load_draft(tmp_path / "draft").config)).keys()
+    )
+    export(tmp_path / "draft", tmp_path / "q.gguf", "gguf", target=str(target), dtype="q8_0")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "q.gguf").tensors}
+    assert (kinds["fc.weight"], kinds["blk.0.attn_norm.weight"], kinds["markov_w1.weight"]) == ("Q8_0", "F32", "F16")
+
+
+def test_a_gguf_target_gives_its_tokenizer(tmp_path):
+    write_llama(tmp_path / "target.gguf")
+    config = config_dict(num_target_layers=4, dflash_config={"mask_token_id": 1, "target_layer_ids": [0, 2]})
+    make(tmp_path / "draft", config)
+    export(tmp_path / "draft", tmp_path / "x.gguf", "gguf", target=str(tmp_path / "target.gguf"))
+    theirs, ours = fields(tmp_path / "target.gguf"), fields(tmp_path / "x.gguf")
+    for key in (key for key in theirs if key.startswith("tokenizer.") and not key.endswith(("tokens", "token_type"))):
+        assert ours[key] == theirs[key]
+    assert "dflash.rope.dimension_sections" not in ours
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    (VARIANTS["gpt-oss-20b"], "cannot have biases"),
+    (VARIANTS["Llama-3.1-8B"], "cannot have RoPE of type llama3"),
+    (config_dict(rope_scaling=YARN | {"truncate": False}), "cannot have RoPE of type yarn with its own truncate"),
+    (config_dict(rope_scaling=YARN | {"attention_factor": 1.5}), "with its own truncate or attention_factor"),
+    (VARIANTS["Qwen3.6-27B"], r"cannot have some causal layers .\[True, True, False\]"),
+    (DFLASH2_VARIANTS["DFlash2-wide-kernel"], "cannot have selector_top_k 97 at hidden_size 64"),
+    (dspark_dict(output_multiplier=0.5), "cannot have scaled logits with a Markov head"),
+    (dspark_dict(markov_rank=0), "cannot have drafts from the anchor's row without a Markov head"),
+    (VARIANTS["Kimi-K2.5"], "the drafter reads layer 58 of a target that is 64 wide, and this target has 40 layers"),
+    (config_dict(vocab_size=90, dflash_config={"mask_token_id": 1, "target_layer_ids": [1]}), "has 97 tokens"),
+])  # fmt: skip
+def test_what_llama_cpp_cannot_run_is_refused_by_name(tmp_path, target, config, message):
+    make(tmp_path / "draft", config)
+    with pytest.raises(ValueError, match=message):
+        export(tmp_path / "draft", tmp_path / "x.gguf", "gguf", target=str(target))
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
+def test_wrong_arguments_and_tokenizers_are_refused_and_nothing_is_left(tmp_path, target, monkeypatch):
+    make(tmp_path / "draft", KINDS["first"])
+    (tmp_path / "taken.gguf").write_text("mine")
+    for out, layout, options, message in [
+        ("x.gguf", "gguf", {}, r"carries the target's tokenizer: give .*--target"),
+        ("x", "gguf", {"target": str(target)}, "the name of a file.gguf that does not exist"),
+        ("taken.gguf", "gguf", {"target": str(target)}, "the name of a file.gguf that does not exist"),
+        ("x", "published", {"dtype": "q8_0"}, "q8_0 is for the format gguf"),
+        ("x.gguf", "gguf", {"target": str(target), "dtype": torch.float64}, "float32, float16 or bfloat16, got"),
+        ("x.gguf", "gguf", {"target": str(tmp_path / "draft")}, "draft has no tokenizer: its files are missing"),
+    ]:
+        with pytest.raises((ValueError, OSError), match=message):
+            export(tmp_path / "draft", tmp_path / out, layout, **options)
+    other = tmp_path / "draft" / "target"
+    LlamaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=40).save_pretrained(other)
+    tiny_tokenizers.byte_fallback().save_pretrained(other)
+    with pytest.raises(ValueError, match=r"only byte-level BPE tokenizers are written, .* convert the target to GGUF"):
+        export(tmp_path / "draft", tmp_path / "x.gguf", "gguf", target=str(other))
+
+    def full(*_arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
+    with pytest.raises(OSError, match=r"x.gguf could not be written: .*No space left on device"):
+        export(tmp_path / "draft", tmp_path / "x.gguf", "gguf", target=str(target))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "taken.gguf"]
+
+
+def test_the_commands_take_and_write_files(tmp_path, shell):
+    write_llama(tmp_path / "target.gguf")
+    config = config_dict(
+        block_size=4, vocab_size=97, num_target_layers=4, dflash_config={"mask_token_id": 1, "target_layer_ids": [0, 2]}
+    )
+    make(tmp_path / "draft", config)
+    models = ("--model", tmp_path / "target.gguf", "--draft")
+    arguments = (
+        "--out",
+        tmp_path / "x.gguf",
+        "--format",
+        "gguf",
+        "--target",
+        tmp_path / "target.gguf",
+        "--dtype",
+        "q8_0",
+    )
+    done = shell("export", "--draft", tmp_path / "draft", *arguments, "--json")
+    assert (done.code, json.loads(done.out)["format"]) == (0, "gguf"), done.err
+    texts = [
+        json.loads(shell("generate", "abc de", *models, draft, "--max-new-tokens", 8, "--json").out)["text"]
+        for draft in (tmp_path / "x.gguf", tmp_path / "draft")
+    ]
+    assert texts[0] == texts[1]

@@ -390,19 +390,22 @@ def _summary_text(summary: Summary) -> str:
 @options.command()
 def export(
     draft: options.Draft,
-    out: Annotated[Path, "Folder to write; must not exist, or be empty."],
-    layout: Annotated[str, typer.Option("--format", help="published, speculators or transformers.")],
-    target: Annotated[str | None, "The target's name, which the speculators layout stores."] = None,
-    dtype: options.Dtype = "auto",
+    out: Annotated[Path, "Folder to write, missing or empty; with --format gguf a FILE.gguf that does not exist."],
+    layout: Annotated[str, typer.Option("--format", help="published, speculators, transformers or gguf (llama.cpp).")],
+    target: Annotated[str | None, "The target: its name for speculators; for gguf its tokenizer, or GGUF file."] = None,
+    dtype: Annotated[str, "float32, bfloat16, float16 or auto (as it is); with --format gguf also q8_0."] = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Convert a drafter from the published or the speculators layout to the one given by --format."""
-    options.check_dtype(dtype)
+    """Convert a drafter to the layout given by --format, from the published or the speculators one, or from GGUF."""
+    if dtype != "q8_0":
+        options.check_dtype(dtype)
+    kind: Any = dtype if dtype == "q8_0" else None if dtype == "auto" else getattr(torch, dtype)
     with warnings.catch_warnings(record=True) as caught:  # printed without their place in the code, before an error too
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", UserWarning)
         try:
-            export_draft(draft, out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
+            export_draft(draft, out, layout, target=target, dtype=kind, trust_remote_code=trust_remote_code)
         finally:
             for warning in caught:
                 typer.echo(f"dflash: {printable(warning.message)}", err=True)

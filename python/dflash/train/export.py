@@ -12,17 +12,19 @@ import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ..drafter import MASK_EMBEDDING_FILE, DraftConfig, Drafter, find_draft, load_draft, read_draft_config
 from ..drafter.config import FULL, KEYS, LAYER, ROPE_TYPES, SLIDING, from_speculators, is_speculators
-from ..files import read_architectures, read_json
+from ..evaluate import Pretrained
+from ..files import read_architectures, read_json, write_atomically
 from ..terminal import listed
 from .files import atomic_folder, check_writable, one_line_errors, save_tensors, write_json
+from .gguf import FLOATING, QUANTIZED, gguf_metadata, read_gguf_target, write_gguf
 
-FORMATS = ("published", "speculators", "transformers")
+FORMATS = ("published", "speculators", "transformers", "gguf")
 _SCALES = ("attention_value_scale", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 _SHAPE = ("block_size", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 
@@ -317,26 +319,28 @@ def export(
     layout: str,
     *,
     target: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["q8_0"] | None = None,
     revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Path:
-    """Write a drafter in the published, the speculators or transformers' layout.
+    """Write a drafter in the published, the speculators or transformers' layout, or as a GGUF file for llama.cpp.
 
-    Warns of what vLLM reads differently, and of targets that it does not find by itself.
+    Warns of what engines read differently, and of targets that vLLM does not find by itself.
 
     Args:
-        draft: a folder or a hub repository, in the published or the speculators layout.
-        out: a folder that does not exist or is empty. It is written atomically.
-        layout: ``"published"`` (the reference package, SGLang, vLLM), ``"speculators"`` (vLLM, speculators) or
-            ``"transformers"`` (``generate(speculation_type="dflash")``).
-        target: folder or hub repository of the target, which the speculators layout stores. A folder is stored with
-            its absolute path.
-        dtype: dtype of the written weights; None keeps them bit for bit.
+        draft: a folder or a hub repository, in the published or the speculators layout, or a GGUF file.
+        out: a folder that does not exist or is empty, or ``FILE.gguf`` that does not exist. It is written atomically.
+        layout: ``"published"`` (the reference package, SGLang, vLLM), ``"speculators"`` (vLLM, speculators),
+            ``"transformers"`` (``generate(speculation_type="dflash")``) or ``"gguf"`` (llama.cpp).
+        target: folder, hub repository or GGUF file of the target. The speculators layout stores its name; a folder is
+            stored with its absolute path. A GGUF file carries its tokenizer.
+        dtype: dtype of the written weights, for ``"gguf"`` also ``"q8_0"``; None keeps them bit for bit.
         revision: revision of the hub repository.
+        trust_remote_code: run the Python code that comes with the target's tokenizer, for ``"gguf"``.
 
     Raises:
-        FileNotFoundError, ValueError: the drafter does not exist or cannot be read, ``out`` is not empty, or the layout
-            cannot describe the drafter. Nothing is written.
+        FileNotFoundError, ValueError: the drafter or the target does not exist or cannot be read, ``out`` is taken, or
+            the layout cannot describe the drafter. Nothing is written.
         OSError: the disk is full or cannot be written.
     """
     # 1. Check the arguments
@@ -344,19 +348,30 @@ def export(
         raise ValueError(f"the format must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, got {layout!r}")
     if layout == "speculators" and not target:
         raise ValueError("the speculators layout stores the target's name: give it (--target)")
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if layout == "gguf" and not target:
+        raise ValueError("a GGUF file carries the target's tokenizer: give its folder, name or GGUF file (--target)")
+    out, is_quantized = Path(out), dtype == QUANTIZED
+    if layout != "gguf" and is_quantized:
+        raise ValueError(f"{QUANTIZED} is for the format gguf: the layout {layout} has no quantized drafters")
+    if layout == "gguf" and (out.suffix != ".gguf" or out.exists()):
+        raise ValueError(f"{out} must be the name of a file.gguf that does not exist: choose another")
+    if layout != "gguf" and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not an empty folder: choose another")
     check_writable(out.parent)
     # 2. Read the drafter, and describe it in the layout. A target in a folder is found from any folder
     path = find_draft(draft, revision)
-    drafter = load_draft(path, dtype=dtype)
-    raw, read, verifier = read_draft_config(path), drafter.config, target or ""
+    drafter = load_draft(path, dtype=None if isinstance(dtype, str) else dtype)
+    read, verifier = drafter.config, target or ""
+    if layout == "gguf":
+        _export_gguf(out, drafter, Pretrained(verifier, trust_remote_code), is_quantized)
+        return out
+    raw = read_draft_config(path)
     config = _to_transformers(read) if layout == "transformers" else _to_published(raw, read, layout)
     if layout == "speculators":
-        path, architectures = Path(verifier).expanduser() / "config.json", []
-        if path.is_file():
-            verifier, architectures = str(path.parent.resolve()), read_architectures(read_json(path), path)
+        verifier_config, architectures = Path(verifier).expanduser() / "config.json", []
+        if verifier_config.is_file():
+            verifier = str(verifier_config.parent.resolve())
+            architectures = read_architectures(read_json(verifier_config), verifier_config)
         config = _to_speculators(config, read, verifier, architectures)
     config["dtype"] = str(drafter.dtype).removeprefix("torch.")
     # 3. Write it
@@ -374,6 +389,19 @@ def export(
     for difference in differences:
         warnings.warn(difference, UserWarning, stacklevel=2)
     return out
+
+
+def _export_gguf(out: Path, drafter: Drafter, files: Pretrained, is_quantized: bool) -> None:
+    if drafter.dtype not in FLOATING:
+        raise ValueError(f"a GGUF drafter must be float32, float16 or bfloat16, got {drafter.dtype}: give its dtype")
+    target = read_gguf_target(files)
+    metadata = gguf_metadata(drafter.config, target)
+    with one_line_errors(f"{out} could not be written"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, lambda path: write_gguf(path, drafter, metadata, is_quantized=is_quantized))
+    if max(drafter.config.target_layer_ids) == target.num_layers - 1:
+        what = "llama.cpp reads a target's last layer for a few architectures only (DeepSeek-V4, MiMo2, Nemotron-H)"
+        warnings.warn(f"{what}, and this drafter reads it: layer {target.num_layers - 1}", UserWarning, stacklevel=3)
 
 
 def _write(out: Path, config: dict[str, Any], drafter: Drafter, names: Mapping[str, str]) -> None:
