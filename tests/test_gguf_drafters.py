@@ -3,17 +3,20 @@
 import dataclasses
 import json
 import warnings
+from pathlib import Path
 
 import draft_variants
 import gguf
 import pytest
-import tiny_tokenizers
 import torch
 from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, dflash2_dict, dspark_dict, sliding
 from gguf_files import MASK, draft_keys, draft_tensors, write_draft, write_llama
+from tiny_tokenizers import byte_fallback, byte_level
 from transformers import LlamaConfig
 
 import dflash
+from dflash.doctor.diagnosis import check_file
+from dflash.gguf import GgufFile
 from dflash.train.export import export
 
 Q8_0, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "F16", "BF16"))
@@ -48,7 +51,7 @@ def same(a: dflash.Drafter, b: dflash.Drafter) -> bool:
 def target(tmp_path_factory):
     """A folder with the config and the byte-level tokenizer of a target of 40 layers with M-RoPE."""
     folder = tmp_path_factory.mktemp("target")
-    tiny_tokenizers.byte_level().save_pretrained(folder)
+    byte_level().save_pretrained(folder)
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
     LlamaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=40, rope_parameters=rope).save_pretrained(folder)
     return folder
@@ -219,7 +222,7 @@ def fields(path) -> dict:
 def test_the_file_has_what_llama_cpp_reads(tmp_path, target):
     make(tmp_path / "draft", KINDS["dspark"])
     export(tmp_path / "draft", tmp_path / "x.gguf", "gguf", target=str(target))
-    keys, tokenizer = fields(tmp_path / "x.gguf"), tiny_tokenizers.byte_level()
+    keys, tokenizer = fields(tmp_path / "x.gguf"), byte_level()
     assert (keys["general.architecture"], keys["dflash.target_layers"], keys["dflash.block_size"]) == (
         "dflash",
         [2, 10],
@@ -286,7 +289,7 @@ def test_wrong_arguments_and_tokenizers_are_refused_and_nothing_is_left(tmp_path
             export(tmp_path / "draft", tmp_path / out, layout, **options)
     other = tmp_path / "draft" / "target"
     LlamaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=40).save_pretrained(other)
-    tiny_tokenizers.byte_fallback().save_pretrained(other)
+    byte_fallback().save_pretrained(other)
     with pytest.raises(ValueError, match=r"only byte-level BPE tokenizers are written, .* convert the target to GGUF"):
         export(tmp_path / "draft", tmp_path / "x.gguf", "gguf", target=str(other))
 
@@ -323,3 +326,29 @@ def test_the_commands_take_and_write_files(tmp_path, shell):
         for draft in (tmp_path / "x.gguf", tmp_path / "draft")
     ]
     assert texts[0] == texts[1]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc de"}\n')
+    given = ("--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", 8, "--json")
+    found = json.loads(shell("doctor", *models, tmp_path / "x.gguf", *given).out)
+    assert "vocabulary" not in [finding["fault"] for finding in found["findings"]]
+    # a drafter of a target with other tokens
+    keys, tensors = draft_keys(config), draft_tensors(make(tmp_path / "draft", config)[1])
+    write_draft(tmp_path / "other.gguf", keys | {"tokenizer.ggml.token_type": [1] * 97}, tensors, tokens=97)
+    done = shell("doctor", *models, tmp_path / "other.gguf", *given)
+    finding = next(finding for finding in json.loads(done.out)["findings"] if finding["fault"] == "vocabulary")
+    assert (done.code, "97 of 97 tokens" in finding["found"]) == (1, True)
+
+
+@pytest.mark.parametrize(("changes", "faults"), [
+    ({}, []),
+    ({"tokens": ["<eos>", "<mask>", "a", "c"]}, ["vocabulary"]),
+    ({"token_type": [3, 3, 1, 4], "tokens": ["<eos>", "<mask>", "a", "c"]}, []),  # not an ordinary token
+    ({"sections": [8, 0, 0, 0]}, []),
+    ({"sections": None}, ["rope sections"]),
+])  # fmt: skip
+def test_the_doctor_finds_another_tokenizer_and_missing_sections(target, changes, faults):
+    tokens = {"tokens": ["<eos>", "<mask>", "a", "b"], "token_type": [3, 3, 1, 1]} | changes
+    sections = tokens.pop("sections", [8, 0, 0, 0])
+    keys = {f"tokenizer.ggml.{key}": value for key, value in tokens.items()}
+    keys |= {"general.architecture": "dflash"} | ({"dflash.rope.dimension_sections": sections} if sections else {})
+    found = check_file(GgufFile(Path("x.gguf"), keys, {}, {}), LlamaConfig.from_pretrained(target), byte_level())
+    assert [finding.fault for finding in found] == faults

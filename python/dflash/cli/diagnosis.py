@@ -26,6 +26,7 @@ from ..drafter import DraftConfig, find_draft, read_draft_config
 from ..engine.graphs import captured
 from ..evaluate import check_encoding
 from ..evaluate.progress import bars
+from ..gguf import read_gguf
 from ..options import check_config
 from ..targets import check_target, version_of
 from ..terminal import printable
@@ -213,8 +214,8 @@ def doctor(
     check_encoding(tokenizer, False, bos)
     path = find_draft(draft)
     with warnings.catch_warnings(action="ignore"):  # loading the drafter warns of unknown keys
-        keys = read_draft_config(path)
-        config = DraftConfig.from_config(keys, str(path))
+        keys, file = read_draft_config(path), read_gguf(path) if path.is_file() else None
+        config = DraftConfig.from_config(keys, str(path / "config.json" if file is None else path))
     empty = check_target(source.load_empty_target(), loaded=False)
     check_config(empty, config)
     asked = Prompts(rows, tokenizer, {"enable_thinking": False} if no_thinking else {}, bos=bos, origin=origin)
@@ -222,7 +223,7 @@ def doctor(
     # 2. Load the weights, and run.
     target, drafter, _ = options.ModelOptions(model, str(path), dtype, device).load(source)
     with bars(["answers", "wirings"], shown=not as_json) as show:
-        found = diagnose(Pair(target, drafter, keys), asked, max_new_tokens, show=show)
+        found = diagnose(Pair(target, drafter, keys, file), asked, max_new_tokens, show=show)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found)))
     else:

@@ -19,15 +19,17 @@ from ..drafter.config import is_speculators
 from ..evaluate import Decoding, GeneratorRunner, add_up, mean_acceptance
 from ..evaluate.prompts import first_prompt, prompt_ids, read_jsonl
 from ..generator import Generator
+from ..gguf import GgufFile
 from ..outputs import Statistics
 from ..proposers import ChainProposer
 from ..sampling import Sampling
-from ..terminal import listed
+from ..terminal import listed, shortened
 from .wiring import Facts, Variant, Wiring, variants
 
 Show = Callable[..., None]  # show(name, done, total, text)
 
 RAW_LAST = -1  # the last layer, before the final norm
+_NORMAL_TOKEN = 1  # kind of token in a GGUF file
 _CACHE_BYTES = 2**28  # of the drafter's caches and logits in one pass
 _COUNT = 8  # of the prompts next to a target
 _MOST = 32  # of --prompts: the target's states over all answers are kept in memory
@@ -44,11 +46,12 @@ _OWN = (
 
 
 class Pair(NamedTuple):
-    """A causal language model, its drafter, and the drafter's parsed ``config.json``."""
+    """A causal language model, its drafter, the drafter's parsed ``config.json``, and its GGUF file if it has one."""
 
     target: Any
     drafter: Drafter
     keys: Mapping[str, Any]
+    file: GgufFile | None = None
 
 
 class Answered(NamedTuple):
@@ -307,6 +310,10 @@ def _cast(target: targets.Target, dtype: torch.dtype) -> Any:
 
 _TARGET_DTYPE = "run the pair in bfloat16 or float32 (--dtype)"
 _TARGET_WEIGHTS = "these are not the weights of the model that the drafter was trained on"
+_REWRITE = (
+    "the drafter is a GGUF file: dflash export --format published makes a folder with such a config.json, and --format "
+    "gguf a file again; the taps there are target_layers, counted from 1"
+)
 _NEAR_ZERO = 1e-10  # mean square of a tap or of fused features; those of trained pairs are from 1e-4 on
 
 _LEAST_GAIN = 0.05  # of the tokens per step as configured
@@ -402,6 +409,8 @@ def diagnose(
     longest = max(len(one.ids) for one in answers.sequences)
     out.findings += check_weights(pair.drafter)
     out.findings += check_positions(pair.keys, max(one.prompt_length for one in answers.sequences), longest)
+    if pair.file is not None:
+        out.findings += check_file(pair.file, targets.text_config(pair.target), prompts.tokenizer)
     # 2. Record the target's states over the answers, and look at them
     target, reach = targets.text_config(pair.target), range(-_REACH, _REACH + 1)
     layers = range(target.num_hidden_layers)
@@ -426,6 +435,8 @@ def diagnose(
         _search(out, replay, wiring, facts, show)
         _compare_encodings(out, pair, prompts, max_new_tokens, show)
         _explain_low_acceptance(out)
+    if pair.file is not None and any(finding.config for finding in out.findings):
+        out.notes.append(_REWRITE)
     out.seconds = time.perf_counter() - began
     return out
 
@@ -577,3 +588,22 @@ def check_positions(keys: Mapping[str, Any], longest_prompt: int, longest: int) 
         "if the drafter was trained on texts this long, max_position_embeddings in its config.json is wrong; if not, "
         "expect low acceptance there",
     )
+
+
+def check_file(file: GgufFile, target: Any, tokenizer: Any) -> Iterator[Finding]:
+    """Find in a drafter's GGUF file another target's tokenizer, and what llama.cpp misses. ``target`` is a config."""
+    # 1. Ordinary tokens: others are written differently by some converters
+    tokens, kinds = (file.metadata.get(f"tokenizer.ggml.{key}") or () for key in ("tokens", "token_type"))
+    theirs = tokenizer.convert_ids_to_tokens(list(range(min(len(tokens), len(tokenizer)))))
+    rows = enumerate(zip(tokens, theirs, kinds, strict=False))
+    if other := [index for index, (token, text, kind) in rows if kind == _NORMAL_TOKEN and text and token != text]:
+        first = f"token {other[0]} is {shortened(tokens[other[0]])} there and {shortened(theirs[other[0]])} here"
+        found = f"{len(other)} of {len(theirs)} tokens of the drafter's file are not the target's: {first}"
+        yield Finding("vocabulary", found, "it was made for another target, or for another revision of this one")
+    # 2. Without sections llama.cpp rotates drafts by other positions than the target's
+    sections = f"{file.architecture}.rope.dimension_sections"
+    if "mrope_section" in (getattr(target, "rope_parameters", None) or {}) and sections not in file.metadata:
+        found = f"the target has M-RoPE, and {sections} is missing: llama.cpp cannot follow its positions"
+        yield Finding(
+            "rope sections", found, "export the drafter again, with this target (dflash export --format gguf)"
+        )
