@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,14 @@ class GgufFile:
     Attributes:
         metadata: every key, such as ``general.architecture``.
         shapes: of the tensors, in torch's order.
+        types: of the metadata, as numbers of the format; of a list also that of its items.
     """
 
     path: Path
     metadata: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     _places: dict[str, tuple[Any, int, int]]  # type, first byte, bytes
+    types: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -129,14 +131,15 @@ def read_gguf(path: Path) -> GgufFile:
         (kind, count) = (*take("I"), *take("Q"))
         return list(take(_FORMATS[kind], count)) if kind in _FORMATS else [value(kind, 1) for _ in range(count)]
 
-    metadata, shapes, places = {}, {}, {}
+    metadata, shapes, places, types = {}, {}, {}, {}
     try:
         version, tensors, keys = (*take("I"), *take("Q", 2))
         if version not in (2, 3):
             raise ValueError(f"{where}: GGUF version {version} is not supported: 2 and 3 are")
         for _ in range(keys):
-            key = string()
-            metadata[key] = value(take("I")[0])
+            key, (kind,) = string(), take("I")
+            types[key] = (kind, *(struct.unpack_from("<I", data, place) if kind == _ARRAY else ()))
+            metadata[key] = value(kind)
         infos = [(string(), take("Q", take("I")[0]), *take("I"), *take("Q")) for _ in range(tensors)]
         start = -(-place // (align := metadata.get("general.alignment", 32))) * align
         for name, shape, number, offset in infos:
@@ -144,7 +147,7 @@ def read_gguf(path: Path) -> GgufFile:
             block, size = gguf.GGML_QUANT_SIZES[kind]
             shapes[name] = shape[::-1]
             places[name] = kind, start + offset, math.prod(shape) // block * size
-            if sum(places[name][1:]) > total:
+            if not shape or sum(places[name][1:]) > total:
                 raise struct.error
     except (struct.error, KeyError, ArithmeticError, TypeError) as error:
         raise ValueError(f"{where}: not a complete GGUF file (truncated or corrupt?)") from error
@@ -152,4 +155,4 @@ def read_gguf(path: Path) -> GgufFile:
         if where in str(error):
             raise
         raise ValueError(f"{where}: a tensor has a type that the gguf package does not know: {error}") from error
-    return GgufFile(path, metadata, shapes, places)
+    return GgufFile(path, metadata, shapes, places, types)

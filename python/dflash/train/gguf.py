@@ -44,11 +44,14 @@ def read_gguf_target(files: Pretrained) -> GgufTarget:
         rope = getattr(config, "rope_parameters", None) or {}
         sizes = config.hidden_size, config.num_hidden_layers, getattr(config, "max_position_embeddings", None)
         return GgufTarget(_byte_level(files, config.vocab_size), *sizes, "mrope_section" in rope)
-    file, reader = read_gguf(files.gguf), require_gguf(files.gguf).GGUFReader(files.gguf)
+    file, kinds = read_gguf(files.gguf), require_gguf(files.gguf).GGUFValueType
     keys = ("embedding_length", "block_count", "context_length", "rope.dimension_sections")
     hidden, layers, positions, sections = (file.metadata.get(f"{file.architecture}.{key}") for key in keys)
-    fields = [field for field in reader.fields.values() if field.name.startswith("tokenizer.")]
-    tokenizer = {field.name: (field.contents(), field.types[0], field.types[-1]) for field in fields}
+    tokenizer = {
+        key: (value, *map(kinds, file.types[key]))
+        for key, value in file.metadata.items()
+        if key.startswith("tokenizer.")
+    }
     return GgufTarget(tokenizer, hidden, layers, positions, any(sections or ()))
 
 
