@@ -175,7 +175,8 @@ def _prepare(arguments: argparse.Namespace, pair, folder: Path) -> tuple[Job, li
     from dflash.evaluate import draft_folder
     from dflash.train.export import export
 
-    draft, target = folder / "draft", arguments.pair / "target"
+    draft = folder / ("draft.gguf" if arguments.layout == "gguf" else "draft")
+    target = arguments.pair / "target"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # how to start vLLM
         export(draft_folder(arguments.pair, 1), draft, arguments.layout, target=str(target), dtype=pair.first.dtype)
