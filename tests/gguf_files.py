@@ -112,15 +112,28 @@ def write(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def write_llama(path: Path, quantization=gguf.GGMLQuantizationType.F32) -> LlamaForCausalLM:
-    """Write a random Llama, and return the model."""
+def write_llama(
+    path: Path, quantization=gguf.GGMLQuantizationType.F32, rope: dict | None = None, keys: dict | None = None
+) -> LlamaForCausalLM:  # fmt: skip
+    """Write a random Llama, and return the model. ``rope`` scales its RoPE, ``keys`` are more of the metadata."""
     torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 10000.0} | (rope or {})
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, eos_token_id=0, bos_token_id=0, tie_word_embeddings=False,
-        initializer_range=0.3,
+        initializer_range=0.3, rope_parameters=rope,
     )).eval()  # fmt: skip
     writer, config = gguf.GGUFWriter(path, "llama"), model.config
+    if rope["rope_type"] == "llama3":  # as conversion/llama.py
+        plain = 10000.0 ** -(torch.arange(8) / 8)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    elif rope["rope_type"] != "default":  # as conversion/base.py
+        writer.add_string("llama.rope.scaling.type", rope["rope_type"])
+        writer.add_float32("llama.rope.scaling.factor", rope["factor"])
+        if "original_max_position_embeddings" in rope:
+            writer.add_uint32("llama.rope.scaling.original_context_length", rope["original_max_position_embeddings"])
+    for key, value in (keys or {}).items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     writer.add_name("tiny")
     writer.add_block_count(4)
     writer.add_context_length(256)

@@ -54,6 +54,48 @@ def test_a_file_and_its_folder_are_loaded_with_tokenizer_and_template(pair, tmp_
     assert (tmp_path / "saved" / "model.safetensors").is_file()
 
 
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_scaled_rope_is_that_of_the_file(tmp_path, rope):
+    model, ids = write_llama(tmp_path / "x.gguf", rope=rope), torch.arange(100)[None] % 97
+    found = Pretrained(tmp_path / "x.gguf").load_target("auto")
+    assert found.config.rope_parameters["rope_type"] == rope["rope_type"]
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_every_stop_token_of_a_file_counts(tmp_path):
+    write_llama(tmp_path / "x.gguf", keys={"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 0})
+    files = Pretrained(tmp_path / "x.gguf")
+    target = files.load_target("auto")
+    assert files.load_stop_token_ids(target.config) == target.generation_config.eos_token_id == [0, 5]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")])
+def test_the_dtype_is_the_files_own_unless_another_is_asked_for(tmp_path, kind, dtype):
+    write_llama(tmp_path / "x.gguf", gguf.GGMLQuantizationType[kind])
+    files = Pretrained(tmp_path / "x.gguf")
+    assert files.load_target("auto").dtype == getattr(torch, dtype)
+    assert files.load_target(torch.float32).dtype == torch.float32
+
+
+def test_a_folder_may_hold_target_drafter_and_projector(pair, tmp_path):
+    shutil.copy(pair[0] / "target.gguf", tmp_path)
+    (tmp_path / "mmproj-x.gguf").write_bytes(b"")
+    broken(tmp_path, "draft")
+    assert Pretrained(tmp_path).load_config().num_hidden_layers == 4
+
+
 def test_a_vocabulary_is_read_once(pair, monkeypatch):
     reads, reader = [], gguf.GGUFReader
     monkeypatch.setattr(gguf, "GGUFReader", lambda path: reads.append(path) or reader(path))
@@ -86,6 +128,9 @@ def broken(folder, kind):
     if kind == "several":
         path.write_bytes(whole)
         return folder
+    if kind in ("llama.rope.scaling.type", "split.count"):
+        write_llama(path, keys={kind: "longrope" if "rope" in kind else 3})
+        return path
     if kind == "draft":
         writer = gguf.GGUFWriter(path, "dflash")
         writer.add_block_count(1)
@@ -107,6 +152,8 @@ def broken(folder, kind):
         ("truncated", "not a complete GGUF file"),
         ("header", "not a complete GGUF file"),
         ("other", "is not a GGUF file"),
+        ("llama.rope.scaling.type", "RoPE is scaled as transformers cannot read it here .rope.scaling.type = longrope"),
+        ("split.count", "one of 3 parts of a model: merge them"),
     ],
 )
 def test_what_is_no_target_is_refused_by_name(pair, tmp_path, kind, message):
@@ -120,6 +167,12 @@ def test_a_missing_package_is_named(pair, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(ValueError, match=r"needs the gguf package: pip install '.\[gguf\]'"):
         Pretrained(pair[0] / "target.gguf").load_tokenizer()
+
+
+@pytest.mark.parametrize("name", ["owner/name-GGUF", "owner/name:Q4_K_M", "missing.GGUF"])
+def test_a_name_without_a_file_is_refused_by_the_form_that_it_must_have(name):
+    with pytest.raises(FileNotFoundError, match=r"one on the hub is owner/name:FILE\.gguf"):
+        Pretrained(name).load_config()
 
 
 def test_a_file_of_a_hub_is_asked_for_by_repository_and_name(pair, monkeypatch):

@@ -21,28 +21,33 @@ _STRING, _ARRAY = 8, 9
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
-def find_gguf(name: str | os.PathLike, *, revision: str | None = None, local_files_only: bool = False) -> Path | None:
+def find_gguf(
+    name: str | os.PathLike, *, is_draft: bool = False, revision: str | None = None, local_files_only: bool = False
+) -> Path | None:
     """Return the file that ``name`` means, downloading it if need be; None if it means none.
 
     That is a file ``*.gguf``, a folder that holds one and no safetensors, or ``owner/name:FILE.gguf`` on the hub, at
-    ``revision``.
+    ``revision``. Of a folder's files that of a drafter counts if ``is_draft``, else that of a target.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the folder holds several.
     """
-    path, (repository, _, file) = Path(name).expanduser(), os.fspath(name).partition(":")
+    path, (repository, colon, file) = Path(name).expanduser(), os.fspath(name).partition(":")
     if path.is_dir():
         has_weights = any(any(path.glob(f"{kind}*")) for kind in ("*.safetensors", "pytorch_model.bin"))
-        found = [] if has_weights else sorted(path.glob("*.gguf"))
+        found = [] if has_weights else sorted(file for file in path.glob("*.gguf") if "mmproj" not in file.name)
+        if len(found) > 1:
+            found = [file for file in found if read_gguf(file).is_draft == is_draft] or found
         if len(found) > 1:
             raise ValueError(
                 f"{printable(path)} holds several GGUF files: name one of {listed([f.name for f in found])}"
             )
         return found[0] if found else None
-    if path.suffix != ".gguf" or path.is_file():
-        return path if path.suffix == ".gguf" else None
-    if not file or repository.count("/") != 1 or repository.startswith((".", "/", "~")):
+    is_gguf = path.suffix.lower() == ".gguf"
+    if path.exists() or not (is_gguf or colon or repository.lower().endswith("-gguf")):
+        return path if is_gguf else None
+    if not is_gguf or not colon or repository.count("/") != 1 or repository.startswith((".", "/", "~")):
         raise FileNotFoundError(f"there is no file {printable(name)}; one on the hub is owner/name:FILE.gguf")
     import huggingface_hub
 
@@ -54,12 +59,12 @@ def find_gguf(name: str | os.PathLike, *, revision: str | None = None, local_fil
         raise FileNotFoundError(f"{printable(name)} is not a reachable file of a hub repository: {reason}") from error
 
 
-def require_gguf(path: Path) -> Any:
+def require_gguf() -> Any:
     """Import the ``gguf`` package, or raise ``ValueError``."""
     try:
         import gguf
     except ImportError as error:
-        raise ValueError(f"{printable(path)} needs the gguf package: pip install '.[gguf]'") from error
+        raise ValueError("a GGUF file needs the gguf package: pip install '.[gguf]'") from error
     return gguf
 
 
@@ -87,6 +92,15 @@ class GgufFile:
     def is_draft(self) -> bool:
         return self.architecture in DRAFT_ARCHITECTURES
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of most of the file's numbers; bfloat16 if they are quantized."""
+        sizes: dict[str, int] = {}
+        for name, (kind, _, _) in self._places.items():
+            sizes[kind.name] = sizes.get(kind.name, 0) + math.prod(self.shapes[name])
+        found = _PLAIN.get(max(sizes, key=sizes.__getitem__, default=""))
+        return torch.bfloat16 if found is None or not found.is_floating_point else found
+
     def tensor(self, name: str) -> Tensor:
         """Read a tensor. Quantized ones become float32."""
         kind, start, size = self._places[name]
@@ -95,7 +109,7 @@ class GgufFile:
             return torch.from_numpy(data).view(_PLAIN[kind.name]).view(self.shapes[name])
         rows = data.reshape(*self.shapes[name][:-1], -1)
         try:
-            return torch.from_numpy(require_gguf(self.path).quants.dequantize(rows, kind))
+            return torch.from_numpy(require_gguf().quants.dequantize(rows, kind))
         except NotImplementedError:
             what = f"tensor {named(name)} is stored as {kind.name}, which the gguf package cannot read"
             raise ValueError(f"{printable(self.path)}: {what}") from None
@@ -103,7 +117,7 @@ class GgufFile:
 
 def read_gguf(path: Path) -> GgufFile:
     """Read the header of a GGUF file. Raises ValueError if it is none, truncated, or of another version."""
-    gguf, where = require_gguf(path), printable(path)
+    gguf, where = require_gguf(), printable(path)
     try:
         data, total = np.memmap(path, np.uint8, "r").data, path.stat().st_size
     except (OSError, ValueError) as error:
@@ -145,6 +159,10 @@ def read_gguf(path: Path) -> GgufFile:
         for name, shape, number, offset in infos:
             kind = gguf.GGMLQuantizationType(number)
             block, size = gguf.GGML_QUANT_SIZES[kind]
+            if shape and shape[0] % block:
+                raise ValueError(
+                    f"{where}: tensor {named(name)} has rows of {shape[0]} numbers, and {kind.name} {block}"
+                )
             shapes[name] = shape[::-1]
             places[name] = kind, start + offset, math.prod(shape) // block * size
             if not shape or sum(places[name][1:]) > total:
@@ -155,4 +173,6 @@ def read_gguf(path: Path) -> GgufFile:
         if where in str(error):
             raise
         raise ValueError(f"{where}: a tensor has a type that the gguf package does not know: {error}") from error
+    if (parts := metadata.get("split.count", 1)) > 1:
+        raise ValueError(f"{where} is one of {parts} parts of a model: merge them with llama-gguf-split --merge")
     return GgufFile(path, metadata, shapes, places, types)

@@ -84,7 +84,9 @@ def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
     quiet, local = quiet or not console.is_terminal, Path(source).exists()
     with contextlib.ExitStack() as stack:
         if not quiet and local:
-            size = sum(file.stat().st_size for file in Path(source).glob("*.safetensors")) / 1e9
+            path = Path(source)
+            files = path.glob("*.safetensors") if path.is_dir() else [path]
+            size = sum(file.stat().st_size for file in files) / 1e9
             size = f", {size:.1f} GB" if size >= 0.05 and what != "tokenizer" else ""
             stack.enter_context(console.status(f"loading the {what}{size}"))
         elif not quiet:

@@ -369,7 +369,7 @@ def serve(
     if name is None:
         name, source = "dflash-pair", models.model
         if source is not None:
-            name = Path(source).resolve().name if Path(source).is_dir() else source
+            name = Path(source).resolve().name if Path(source).exists() else source
     models = models.resolve()
     if receipts is not None:
         try:

@@ -91,7 +91,7 @@ def find_draft(draft: str | os.PathLike, revision: str | None = None) -> Path:
     if revision is not None and path.exists():
         kind = "folder" if path.is_dir() else "file"
         raise ValueError(f"revision {revision!r} is for a hub repository, but {name!r} is a {kind}")
-    if (file := find_gguf(name, revision=revision)) is not None or path.is_dir():
+    if (file := find_gguf(name, is_draft=True, revision=revision)) is not None or path.is_dir():
         return file or path
     import huggingface_hub
 

@@ -61,7 +61,10 @@ _REFUSED = {  # parts of tensors' names, and what they are
     "layer_output_scale": "scaled layers", "rope_freqs": "RoPE with frequencies of its own (as llama3)",
 }  # fmt: skip
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
-_IGNORED = ("has_confidence_head", "n_target_features", "n_target_layers", "rope.scaling.finetuned", "vocab_size")
+_IGNORED = (
+    *("has_confidence_head", "n_target_features", "n_target_layers", "rope.scaling.finetuned", "target_hidden"),
+    "vocab_size",
+)
 
 
 def tensor_names(layers: int) -> dict[str, str]:
@@ -93,6 +96,8 @@ def _read_config(file: GgufFile) -> dict[str, Any]:
         key.removeprefix(f"{arch}.").removeprefix("dflash."): _shortest(value)
         for key, value in file.metadata.items() if key.startswith(f"{arch}.")
     }  # fmt: skip
+    if "logit_softcap" in given:  # of forks
+        given["final_logit_softcapping"] = given.pop("logit_softcap")
     out: dict[str, Any] = {}
     for name, key in GGUF_KEYS.items():
         if key in given:
@@ -113,10 +118,12 @@ def _read_config(file: GgufFile) -> dict[str, Any]:
     if not isinstance(sections, list) or any(sections[1:]):
         raise ValueError(f"{arch}.rope.dimension_sections = {shortened(sections)} is not supported: only one is")
     # 3. Taps and mask
-    name, first = ("target_layers", 1) if "target_layers" in given else ("dflash.target_layer_ids", 0)
+    name, first = (
+        ("target_layers", 1) if "target_layers" in given or arch == LLAMA_CPP else ("dflash.target_layer_ids", 0)
+    )
     taps, mask = given.pop(name.removeprefix("dflash."), None), given.pop("mask_token_id", file.metadata.get(MASK))
     if taps is None or mask is None:
-        raise ValueError(f"{MASK if mask is None else f'{arch}.target_layers'} is missing")
+        raise ValueError(f"{MASK if mask is None else f'{arch}.{name}'} is missing")
     taps = [tap - first for tap in layers_from(first)(f"{arch}.{name} (counted from {first})", taps)]
     # 4. What the tensors say: the kind of drafter, vocabularies, sinks
     tokens, out["attention_sink_bias"] = file.metadata.get(TOKENS), "blk.0.attn_sinks.weight" in shapes

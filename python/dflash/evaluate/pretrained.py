@@ -19,6 +19,7 @@ from ..files import read_json
 from ..gguf import find_gguf, read_gguf, require_gguf
 from ..targets import check_target_config, check_target_size, check_target_weights
 from ..terminal import listed, named, printable, shortened
+from .gguf_target import complete_config, quiet_reader
 
 _ADAPTER = "adapter_config.json"
 _JSON_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -57,7 +58,7 @@ class Pretrained:
     @functools.cached_property
     def _reader(self) -> Any:
         # It takes seconds for a vocabulary, and transformers would read it for each part that it loads.
-        return functools.cache(require_gguf(Path(self.name)).GGUFReader)
+        return functools.cache(require_gguf().GGUFReader)
 
     def load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
@@ -70,6 +71,8 @@ class Pretrained:
 
         model = self._base() or self
         config = model._load(AutoConfig)
+        if model.gguf is not None:
+            complete_config(config, read_gguf(model.gguf))
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
             if isinstance(kernel, str) and "/" in kernel:
@@ -84,6 +87,8 @@ class Pretrained:
         from transformers import AutoModelForCausalLM
 
         config, folder = self.load_config(), (self._base() or self)._folder()
+        if self.gguf is not None and dtype == "auto":
+            dtype = read_gguf(self.gguf).dtype
         files = check_target_weights(folder) if folder is not None else [self.gguf] if self.gguf is not None else []
         if files:  # before transformers allocates anything
             is_quantized = self.gguf is not None or getattr(config, "quantization_config", None) is not None
@@ -128,13 +133,8 @@ class Pretrained:
         with self._readable_errors(), self._quiet():
             if self.gguf is None:
                 return loader.from_pretrained(self.name, **options)
-            gguf = require_gguf(self.gguf)
-            reader = gguf.GGUFReader
-            try:
-                gguf.GGUFReader = self._reader
+            with quiet_reader(self._reader):
                 return loader.from_pretrained(self.gguf.parent, gguf_file=self.gguf.name, **options)
-            finally:
-                gguf.GGUFReader = reader
 
     def _folder(self) -> Path | None:
         """Return the local folder, of a hub id its snapshot so far. None for a GGUF file, or if there is none."""

@@ -44,7 +44,7 @@ def read_gguf_target(files: Pretrained) -> GgufTarget:
         rope = getattr(config, "rope_parameters", None) or {}
         sizes = config.hidden_size, config.num_hidden_layers, getattr(config, "max_position_embeddings", None)
         return GgufTarget(_byte_level(files, config.vocab_size), *sizes, "mrope_section" in rope)
-    file, kinds = read_gguf(files.gguf), require_gguf(files.gguf).GGUFValueType
+    file, kinds = read_gguf(files.gguf), require_gguf().GGUFValueType
     keys = ("embedding_length", "block_count", "context_length", "rope.dimension_sections")
     hidden, layers, positions, sections = (file.metadata.get(f"{file.architecture}.{key}") for key in keys)
     tokenizer = {
@@ -76,7 +76,6 @@ def _byte_level(files: Pretrained, size: int) -> dict[str, tuple[Any, ...]]:
         _TOKENS: [texts.get(index, f"[PAD{index}]") for index in range(size)],
         _KINDS: [kinds.get(index, _UNUSED) for index in range(size)],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in state["model"]["merges"]],
-        "tokenizer.chat_template": tokenizer.chat_template,
     }
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     out |= {f"tokenizer.ggml.{name}_token_id": getattr(tokenizer, f"{key}_token_id") for key, name in names.items()}
@@ -157,7 +156,7 @@ def _expect_llama_cpp(config: DraftConfig) -> None:
 
 def write_gguf(path: Path, drafter: Drafter, metadata: dict[str, tuple[Any, ...]], *, is_quantized: bool) -> None:
     """Write the file. Matrices keep the drafter's dtype, or become Q8_0; norms and kernels are float32 there."""
-    gguf = require_gguf(path)
+    gguf = require_gguf()
     writer, kinds, types = gguf.GGUFWriter(path, LLAMA_CPP), gguf.GGMLQuantizationType, gguf.GGUFValueType
     kind = "Q8_0" if is_quantized else FLOATING[drafter.dtype]
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
