@@ -159,9 +159,8 @@ def test_other_files_are_refused_by_name(tmp_path):
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ValueError, match="not a complete GGUF file"):
         dflash.load_draft(path)
-    for name in ("missing.gguf", "."):
-        with pytest.raises((FileNotFoundError, ValueError), match=r"there is no file|several GGUF files"):
-            dflash.load_draft(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        dflash.load_draft(tmp_path / "missing.gguf")
     with pytest.raises(ValueError, match=r"revision 'main' is for a hub repository, but .* is a file"):
         dflash.load_draft(path, revision="main")
 
