@@ -209,7 +209,6 @@ def test_two_processes_train_what_one_does_on_the_same_global_batch(run, argumen
     ({"mask_token_id": None}, "no mask token: the tokenizer has none"),
     ({"threads": 0}, "--threads must be at least 1, got 0"),
     ({"dry_run": True, "resume": True}, "--dry-run plans a run from its start: leave out --resume"),
-    ({"distill": 0.5, "cache_features": "x"}, "--distill needs the target's own distribution"),
     ({"type": "eagle"}, "--type must be dflash or dflash2, got 'eagle'"),
     ({**DFLASH2, "conv_group_size": 7}, "conv_group_size must divide hidden_size 64, got 7"),
     ({"init": "./nowhere"}, "--layers is fixed by --init: leave it out"),

@@ -1,18 +1,24 @@
 """Test the loss of a batch of blocks against a loop over slots, in float64."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from dflash.train import block_loss, make_blocks, sample_anchors
 from dflash.train import model as module
+from dflash.train.features import SoftTargets
 
 VOCAB, HIDDEN, BLOCK = 23, 6, 5
 
 
 @pytest.fixture
 def batch():
-    """Return ``(hidden, blocks, head, teacher)`` for two rows. Blocks near the end reach past it."""
+    """Return ``(hidden, blocks, head, teacher)`` for two rows. Blocks near the end reach past it.
+
+    The teacher names the 4 most probable tokens.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (2, 14), generator=generator)
     loss_mask = torch.ones(2, 14, dtype=torch.long)
@@ -25,35 +31,53 @@ def batch():
         head.weight.normal_(generator=generator)
     shape = (*blocks.labels.shape, HIDDEN)
     hidden = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-    return hidden, blocks, head.requires_grad_(False), torch.randn(2, 14, HIDDEN, generator=generator).double()
+    likely = torch.randn(2, 14, VOCAB, generator=generator).double().softmax(-1).topk(4)
+    return hidden, blocks, head.requires_grad_(False), SoftTargets(likely.indices, likely.values.float())
 
 
-def slow(hidden, blocks, head, teacher, distill):
+def slow(hidden, blocks, head, teacher, distill, drafted, is_dynamic):
+    """Return loss, cross-entropy and weight of a drafter whose logits are of the tokens ``drafted``."""
     loss, entropy, weight = 0.0, 0.0, 0.0
-    for row, number, slot in torch.cartesian_prod(*map(torch.arange, blocks.labels.shape)).tolist():
-        share = float(blocks.weights[row, number, slot])
-        if not share:
-            continue
-        ours = head(hidden[row, number, slot]).log_softmax(-1)
-        one = -ours[blocks.labels[row, number, slot]]
-        # The target's distribution of a token is in the row before it.
-        place = int(blocks.anchors[row, number]) + slot - 1
-        theirs = head(teacher[row, place]).log_softmax(-1)
-        distance = (theirs.exp() * (theirs - ours)).sum()
-        loss = loss + share * ((1 - distill) * one + distill * distance)
-        entropy, weight = entropy + share * float(one.detach()), weight + share
+    for row, number in torch.cartesian_prod(*map(torch.arange, blocks.labels.shape[:2])).tolist():
+        slots = [slot for slot in range(BLOCK) if blocks.weights[row, number, slot]]
+        ours = [dict(zip(drafted, head(hidden[row, number, slot]).softmax(-1), strict=True)) for slot in range(BLOCK)]
+        labels = blocks.labels[row, number].tolist()
+        right = [float(ours[slot].get(labels[slot], torch.zeros(())).detach()) for slot in range(BLOCK)]
+        for slot in slots:
+            share = float(blocks.weights[row, number, slot])
+            if is_dynamic:
+                reach = [math.prod(0.5 + 0.5 * right[k] for k in range(1, last + 1)) for last in slots if last >= slot]
+                share = sum(reach)
+            one = -ours[slot][labels[slot]].log() if labels[slot] in ours[slot] else torch.zeros(())
+            # The target's distribution of a token is in the row before it. What it leaves out is one token.
+            place = int(blocks.anchors[row, number]) + slot - 1
+            theirs = dict(zip(teacher.ids[row, place].tolist(), teacher.probabilities[row, place], strict=True))
+            distance = sum((p - ours[slot].get(token, 0.0)).abs() for token, p in theirs.items())
+            rest = sum(q for token, q in ours[slot].items() if token not in theirs)
+            distance = (distance + (1 - sum(theirs.values()) - rest).abs()) / 2
+            loss = loss + share * ((1 - distill) * one + distill * distance)
+            entropy, weight = entropy + share * float(one.detach()), weight + share
     return loss, entropy, weight
 
 
-@pytest.mark.parametrize("chunk", [None, VOCAB * 4])
-@pytest.mark.parametrize("distill", [0.0, 0.3, 1.0])
-def test_the_loss_and_its_gradient_equal_a_slow_loop(batch, distill, chunk, monkeypatch):
+@pytest.mark.parametrize(("distill", "chunk", "kept", "is_dynamic"), [
+    (0.0, None, VOCAB, False), (0.3, VOCAB * 4, VOCAB, False), (1.0, None, VOCAB - 9, False),
+    (0.0, VOCAB * 4, VOCAB, True), (0.6, None, VOCAB - 9, True),
+])  # fmt: skip
+def test_the_loss_and_its_gradient_equal_a_slow_loop(batch, distill, chunk, kept, is_dynamic, monkeypatch):
+    """With D-PACE's weights or those that decay, and with a draft vocabulary of all tokens or of the last ones."""
     hidden, blocks, head, teacher = batch
     if chunk:
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
-    out = block_loss(hidden, blocks, head, teacher=teacher, distill=distill)
+    drafted = range(VOCAB - kept, VOCAB)
+    head.weight.data = head.weight.data[drafted]
+    places = torch.arange(VOCAB) - drafted.start if kept < VOCAB else None
+    if places is not None:
+        places = places.clamp(min=-1)
+    reduced = {"draft_ids": places, "is_dynamic": is_dynamic}
+    out = block_loss(hidden, blocks, head, teacher=teacher, distill=distill, **reduced)
     (ours,) = torch.autograd.grad(out.loss, hidden)
-    loss, entropy, weight = slow(hidden, blocks, head, teacher, distill)
+    loss, entropy, weight = slow(hidden, blocks, head, teacher, distill, drafted, is_dynamic)
     (theirs,) = torch.autograd.grad(loss, hidden)
     assert out.loss.item() == pytest.approx(loss.item(), rel=1e-5)
     assert float(out.cross_entropy) == pytest.approx(entropy, rel=1e-5)
@@ -88,5 +112,5 @@ def test_right_tokens_and_accepted_lengths_equal_a_slow_loop(batch, chunk, monke
 
 def test_distillation_needs_a_teacher(batch):
     hidden, blocks, head, _ = batch
-    with pytest.raises(ValueError, match="needs the target's final hidden states"):
+    with pytest.raises(ValueError, match="needs the target's distribution"):
         block_loss(hidden, blocks, head, distill=0.5)

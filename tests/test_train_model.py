@@ -1,5 +1,6 @@
 """Test the differentiable forward pass against the inference ops, and target features against transformers."""
 
+import functools
 import itertools
 
 import pytest
@@ -8,6 +9,7 @@ from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, random_draft
 from families import VOCAB, make_target
 from torch.nn.attention.flex_attention import create_mask
 
+from dflash.drafter import scale_logits
 from dflash.train import TargetFeatures, TrainableDrafter, draft_config, new_drafter
 from dflash.train.model import ATTENTIONS, visible_keys
 
@@ -175,11 +177,16 @@ def test_features_embeddings_and_logits_equal_the_target(name):
     taps = TargetFeatures(target, (0, 2))(ids)
     assert taps[1] is None
     torch.testing.assert_close(taps[0], torch.cat([states[1], states[3]], -1), rtol=1e-4, atol=1e-4)
-    whole = TargetFeatures(target, (3, 1), final=True)
-    both, final = whole(ids)
-    torch.testing.assert_close(both, torch.cat([states[4], states[2]], -1), rtol=1e-4, atol=1e-4)
     drafter = new_drafter(draft_config(target, mask_token_id=1, num_layers=1, target_layer_ids=(1,)))
-    torch.testing.assert_close(drafter.logits(final, whole.head), out.logits, rtol=1e-4, atol=1e-4)
+    scaled = functools.partial(scale_logits, multiplier=drafter.config.output_multiplier,
+                               cap=drafter.config.final_logit_softcapping)  # fmt: skip
+    whole = TargetFeatures(target, (3, 1), soft_targets=5, scale=scaled)
+    both, likely = whole(ids)
+    torch.testing.assert_close(both, torch.cat([states[4], states[2]], -1), rtol=1e-4, atol=1e-4)
+    probabilities = out.logits.softmax(-1)
+    torch.testing.assert_close(likely.probabilities, probabilities.topk(5).values, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(probabilities.gather(-1, likely.ids), likely.probabilities, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(drafter.logits(states[-1], whole.head), out.logits, rtol=1e-4, atol=1e-4)
     embeds = torch.nn.functional.embedding(ids, whole.embedding_weight)
     torch.testing.assert_close(drafter.scale_embeddings(embeds), states[0], rtol=1e-5, atol=1e-5)
 

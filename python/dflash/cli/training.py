@@ -22,7 +22,7 @@ from ..evaluate.progress import bars
 from ..options import check_config
 from ..targets import check_target, text_config
 from ..terminal import printable
-from ..train import TrainConfig, add_dflash2, check_trainable, choose_mask_id, draft_config, new_drafter
+from ..train import TrainConfig, add_dflash2, adopt_head_, check_trainable, choose_mask_id, draft_config, new_drafter
 from ..train.data import load_prompts, load_rows
 from ..train.export import export as export_draft
 from ..train.features import FeatureCache, cache_features, cache_size
@@ -34,7 +34,16 @@ from ..train.trainer import Trainer, make_accelerator
 from . import options
 
 _DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_SHAPE = ("layers", "block_size", "taps", "mask_token_id", "intermediate_size", "sliding_window")
+_SHAPE = (
+    "layers",
+    "block_size",
+    "taps",
+    "mask_token_id",
+    "intermediate_size",
+    "sliding_window",
+    "draft_vocab_size",
+    "markov_rank",
+)
 
 
 def _show_traceback(debug: bool) -> bool:
@@ -61,6 +70,8 @@ class _Run:
     mask_token_id: Annotated[int | None, "Default: the tokenizer's, or an unused row."] = None
     intermediate_size: Annotated[int | None, "Width of the MLP; default: the target's."] = None
     sliding_window: Annotated[int | None, "Window of all draft layers but the last; default: none."] = None
+    draft_vocab_size: Annotated[int | None, "Tokens that can be drafted, the most frequent; default: all."] = None
+    markov_rank: Annotated[int | None, "Columns of a Markov head; default: none."] = None
     conv_kernel_size: Annotated[int | None, "Rows that a DFlash 2 convolution reads; default: 2."] = None
     conv_group_size: Annotated[int | None, "Channels that share its dynamic kernel; default: 16."] = None
     selector_rank: Annotated[int | None, "Columns of a DFlash 2 selector's codebooks; default: 256."] = None
@@ -101,7 +112,7 @@ def train(
     """
     # 1. Check the options before loading a model
     config = replace(config, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float))
-    device = _check(run, config)
+    device = _check(run)
 
     # 2. Create the drafter and read the rows, checked against the target without its weights
     quiet = run.as_json or not _is_first_process()
@@ -117,6 +128,8 @@ def train(
     tracker = None if run.dry_run else run.tracker
     accelerator = make_accelerator(config, run.output, cpu=device == "cpu", tracker=tracker)
     target = options.load_target(source, run.dtype, accelerator.device).requires_grad_(False)
+    if run.init is None and drafter.config.draft_vocab_size is not None:
+        adopt_head_(drafter, target, rows)
     others = {"heldout": heldout, "accelerator": accelerator, "tracker": tracker}
     trainer = Trainer(target, drafter, rows, config, run.output, **others)
     if run.dry_run:
@@ -137,15 +150,13 @@ def _is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _check(run: _Run, config: TrainConfig) -> str:
+def _check(run: _Run) -> str:
     if run.type not in (None, "dflash", "dflash2"):
         raise ValueError(f"--type must be dflash or dflash2, got {run.type!r}")
     if (sizes := run.given(_DFLASH2_SIZES)) and run.type != "dflash2":
         raise ValueError(f"{options.option_of(next(iter(sizes)))} is for DFlash 2 drafters: add --type dflash2")
     if run.dry_run and run.resume:
         raise ValueError("--dry-run plans a run from its start: leave out --resume")
-    if run.cache_features is not None and config.distill:
-        raise ValueError("--distill needs the target's own distribution, which --cache-features does not store")
     device = options.check_device(run.dtype, run.device)
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {device!r}")
@@ -219,7 +230,7 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
 
     def compute(ids: Any) -> Any:
         with accelerator.autocast():
-            return trainer.online(ids)[0]
+            return trainer.online(ids)
 
     dtype = _features_dtype(trainer.config, trainer.target)
     rank, world = accelerator.process_index, accelerator.num_processes
@@ -229,8 +240,9 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
             show("features", rows, total, f"{speed:,.0f} tokens/s")
 
         cache_features(
-            trainer.target, compute, trainer.rows, taps, folder, dtype=dtype, progress=shown, rank=rank, world=world
-        )
+            trainer.target, compute, trainer.rows, taps, folder, dtype=dtype, soft_targets=trainer.num_soft_targets,
+            progress=shown, rank=rank, world=world,
+        )  # fmt: skip
     accelerator.wait_for_everyone()
     return FeatureCache(folder)
 
@@ -240,7 +252,8 @@ def _print_plan(trainer: Any, run: _Run) -> None:
     plan = trainer.plan()
     if run.cache_features is not None:
         width = len(trainer.drafter.config.target_layer_ids) * text_config(trainer.target).hidden_size
-        plan["features_bytes"] = cache_size(trainer.rows, width, _features_dtype(trainer.config, trainer.target))
+        dtype = _features_dtype(trainer.config, trainer.target)
+        plan["features_bytes"] = cache_size(trainer.rows, width, dtype, trainer.num_soft_targets)
     if trainer.accelerator.is_main_process:
         typer.echo(json.dumps(plan) if run.as_json else _plan_text(plan))
 

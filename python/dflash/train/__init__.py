@@ -5,5 +5,14 @@ from .checkpoint import CheckpointError, save_draft
 from .config import TrainConfig
 from .export import published_config
 from .features import TargetFeatures
-from .model import TrainableDrafter, add_dflash2, block_loss, check_trainable, choose_mask_id, draft_config, new_drafter
+from .model import (
+    TrainableDrafter,
+    add_dflash2,
+    adopt_head_,
+    block_loss,
+    check_trainable,
+    choose_mask_id,
+    draft_config,
+    new_drafter,
+)
 from .trainer import Trainer

@@ -109,14 +109,19 @@ class Blocks(NamedTuple):
     weights: Tensor
 
 
-def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+_TOKENS_PER_ANCHOR, _MOST_ANCHORS = 8, 512
+
+
+def sample_anchors(
+    loss_mask: Tensor, count: int | None, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw up to ``count`` anchors per sequence, without replacement.
 
     A position can be an anchor if its token and the next are both supervised.
 
     Args:
         loss_mask: ``[batch, length]``, nonzero on the tokens that the target wrote.
-        count: maximum number of anchors per sequence.
+        count: maximum number of anchors per sequence; None for one per 8 positions that can be anchors, up to 512.
         generator: random generator on the same device; None for torch's default.
 
     Returns:
@@ -126,11 +131,14 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator | N
     eligible = supervised.clone()
     eligible[:, :-1] &= supervised[:, 1:]
     eligible[:, -1] = False
-    count = max(1, min(count, int(eligible.sum(1).max())))
+    wanted = eligible.sum(1, keepdim=True)
+    wanted = wanted.clamp(max=count) if count else (wanted / _TOKENS_PER_ANCHOR).ceil().long().clamp(max=_MOST_ANCHORS)
+    count = max(1, int(wanted.max()))
     draw = torch.rand(loss_mask.shape, generator=generator, dtype=torch.float32, device=loss_mask.device)
     chosen = torch.where(eligible, draw, -1.0).topk(count, dim=1)
     length = loss_mask.shape[1]
-    anchors = torch.where(chosen.values >= 0, chosen.indices, length).sort(1).values
+    is_wanted = torch.arange(count, device=loss_mask.device) < wanted
+    anchors = torch.where(is_wanted, chosen.indices, length).sort(1).values
     valid = anchors < length
     return torch.where(valid, anchors, 0), valid
 

@@ -55,7 +55,11 @@ def save_draft(drafter: Drafter, folder: str | os.PathLike, *, dtype: torch.dtyp
     folder, dtype = Path(folder), dtype or drafter.dtype
     with one_line_errors(f"the draft was not written to {folder}", CheckpointError):
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: p.detach().to("cpu", dtype).contiguous().clone() for name, p in drafter.named_parameters()}
+        stored = {
+            name: t.detach().to("cpu", dtype if t.is_floating_point() else None)
+            for name, t in drafter.state_dict().items()
+        }
+        tensors = {name: tensor.contiguous().clone() for name, tensor in stored.items()}
         config = published_config(drafter.config, dtype)
         write_atomically(folder / "model.safetensors", lambda path: save_tensors(tensors, path, {"format": "pt"}))
         write_atomically(folder / "config.json", lambda path: write_json(config, path))

@@ -17,15 +17,18 @@ class TrainConfig:
     steps: Annotated[int | None, "Training steps; replaces epochs."] = None
     batch_tokens: Annotated[int, "Tokens per micro-batch, padding included."] = 4096
     accumulate: Annotated[int, "Micro-batches per process and step."] = 1
-    anchors: Annotated[int, "Blocks per row, at most."] = 512
+    anchors: Annotated[int | None, "Blocks per row, at most; default: one per 8 tokens to learn, up to 512."] = None
     gamma: Annotated[float | None, "Decay of the slot weights within a block; default: set by the block size."] = None
+    slot_weights: Annotated[str, "Weights within a block: decay, or dpace, which follow the drafter's progress."] = (
+        "decay"
+    )
     optimizer: Annotated[str, "adamw, or muon for matrices and AdamW for the rest."] = "adamw"
     learning_rate: Annotated[float, "Peak learning rate."] = 6e-4
     weight_decay: Annotated[float, "Weight decay of the matrices."] = 0.0
     clip: Annotated[float, "Gradient norm limit."] = 1.0
     warmup: Annotated[float, "Fraction of the run that warms up the learning rate."] = 0.04
     constant: Annotated[float, "Fraction of the run after which the learning rate decays."] = 1 / 3
-    distill: Annotated[float, "Weight of the distillation loss, 0 to 1."] = 0.0
+    distill: Annotated[float, "Weight of the total variation from the target's distribution, 0 to 1."] = 0.0
     selector_weight: Annotated[float, "Weight of the selector's loss (DFlash 2)."] = 1.0
     feature_noise: Annotated[float, "Uniform noise on the features, relative to their size."] = 0.05
     seed: Annotated[int, "The same seed trains the same drafter."] = 0
@@ -43,7 +46,7 @@ class TrainConfig:
             if not ok:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
-        for name in ("epochs", "batch_tokens", "accumulate", "anchors", "keep", "log_every"):
+        for name in ("epochs", "batch_tokens", "accumulate", "keep", "log_every"):
             check(name, getattr(self, name) >= 1, "at least 1")
         check("eval_tokens", self.eval_tokens >= 2, "at least 2")
         for name in ("eval_every", "save_every", "eval_rows", "weight_decay", "feature_noise", "selector_weight"):
@@ -52,6 +55,8 @@ class TrainConfig:
             check(name, getattr(self, name) > 0, "above 0")
         for name in ("warmup", "constant", "distill"):
             check(name, 0 <= getattr(self, name) <= 1, "in 0 .. 1")
+        check("anchors", self.anchors is None or self.anchors >= 1, "at least 1")
+        check("slot_weights", self.slot_weights in ("decay", "dpace"), '"decay" or "dpace"')
         check("steps", self.steps is None or self.steps >= 1, "at least 1")
         check("gamma", self.gamma is None or self.gamma > 0, "above 0")
         check("optimizer", self.optimizer in ("adamw", "muon"), '"adamw" or "muon"')

@@ -57,9 +57,9 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
     """
     if config.scales_like_target:
         raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
-    if config.own_parts:
-        raise ValueError(f"a drafter with its own {listed(config.own_parts)} cannot be saved here: use dflash export")
-    if config.markov_rank or config.predicts_from_anchor:
+    if own := set(config.own_parts) - {"lm_head"}:
+        raise ValueError(f"a drafter with its own {listed(own)} cannot be saved here: use dflash export")
+    if config.predicts_from_anchor:
         raise ValueError("a DSpark drafter cannot be saved here: use dflash export")
     by_window = tuple(window > 0 for window in config.window)
     if len({*config.window} - {0}) > 1 or (len({*config.causal}) > 1 and config.causal != by_window):
@@ -82,6 +82,10 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
         "use_sliding_window": any(by_window),
         "vocab_size": config.vocab_size,
     }
+    if config.draft_vocab_size is not None:
+        out["draft_vocab_size"] = config.draft_vocab_size
+    if config.markov_rank:
+        out |= {"markov_rank": config.markov_rank, "sample_from_anchor": False}
     return out if config.causal == by_window else out | {"is_causal": config.causal[0]}
 
 

@@ -1,7 +1,7 @@
 """The target's features: of the running model (`TargetFeatures`), or cached on disk (`cache_features`).
 
 A cache is a folder of safetensors shards, each of consecutive rows, and ``features.json``, which names the target, the
-rows and the taps. It takes ``taps * hidden`` numbers per token.
+rows and the taps. It takes ``taps * hidden`` numbers per token, and 6 bytes per soft target.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,27 +31,50 @@ _INDEX = "features.json"
 _DTYPES = ("bfloat16", "float16", "float32")
 _OPEN_SHARDS = 32
 _READ_ROWS = 1024
+_SOFT_TARGET_BYTES = 6  # an int32 and a float16
+_CHUNK_ELEMENTS = 1 << 26  # logits held at once for soft targets
+
+
+class SoftTargets(NamedTuple):
+    """The target's most probable next tokens at every position of a batch.
+
+    Attributes:
+        ids: ``[batch, length, k]`` int64.
+        probabilities: ``[batch, length, k]`` float32, of the whole vocabulary's softmax at temperature 1.
+    """
+
+    ids: Tensor
+    probabilities: Tensor
 
 
 class TargetFeatures:
     """Features of full sequences from the frozen target, with its embeddings and head.
 
-    Runs a structural copy of the model, without the layers after the last tap unless ``final`` is set.
+    Runs a structural copy of the model, without the layers after the last tap unless ``soft_targets`` are wanted.
 
     Args:
         target: a causal language model of transformers that the engine supports.
         layer_ids: tapped layers. The last layer's output is read after the final norm.
-        final: return the final hidden states too, for distillation.
+        soft_targets: number of most probable next tokens to return with the features; 0 for none.
+        scale: function from the head's output to logits, where the family scales them; None for none.
 
     Raises:
         UnsupportedTargetError: the engine does not support the target.
     """
 
-    def __init__(self, target: nn.Module, layer_ids: tuple[int, ...], *, final: bool = False) -> None:
-        self.model, self.final = structural_copy(check_target(target, spread=False)), final
+    def __init__(
+        self,
+        target: nn.Module,
+        layer_ids: tuple[int, ...],
+        *,
+        soft_targets: int = 0,
+        scale: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.model, self.soft_targets = structural_copy(check_target(target, spread=False)), soft_targets
+        self._scale = scale or (lambda logits: logits)
         self.layer_ids = tuple(layer_ids)
         layers, modules = find_layers(self.model), tapped_modules(self.model, self.layer_ids)
-        if not final and len(layers) - 1 not in self.layer_ids:
+        if not soft_targets and len(layers) - 1 not in self.layer_ids:
             del layers[max(self.layer_ids) + 1 :]
         self._is_recurrent = has_recurrent_layers(self.model)
         self._taps: dict[int, Tensor] = {}
@@ -72,11 +95,11 @@ class TargetFeatures:
         return self.model.get_output_embeddings()(hidden)
 
     @torch.no_grad()
-    def __call__(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return features and final states of right-padded sequences ``[batch, length]``, which need no mask.
+    def __call__(self, input_ids: Tensor) -> tuple[Tensor, SoftTargets | None]:
+        """Return features and soft targets of right-padded sequences ``[batch, length]``, which need no mask.
 
         Returns:
-            ``[batch, length, taps * hidden]``, and ``[batch, length, hidden]`` after the final norm, or None.
+            ``[batch, length, taps * hidden]``, and the soft targets if any are wanted.
         """
         # Autocast would round the products inside a recurrence, which the target computes in float32.
         exact = torch.autocast(input_ids.device.type, enabled=False) if self._is_recurrent else nullcontext()
@@ -84,14 +107,25 @@ class TargetFeatures:
             out = self.model.get_decoder()(input_ids=input_ids, use_cache=False)
         taps = torch.cat([self._taps[layer_id] for layer_id in self.layer_ids], -1)
         self._taps.clear()
-        return taps, out.last_hidden_state if self.final else None
+        return taps, self._best(out.last_hidden_state) if self.soft_targets else None
+
+    def _best(self, hidden: Tensor) -> SoftTargets:
+        ids, probabilities = [], []
+        for rows in hidden.flatten(0, 1).split(max(1, _CHUNK_ELEMENTS // len(self.embedding_weight))):
+            logits = self._scale(self.head(rows)).float()
+            best = logits.topk(self.soft_targets)
+            ids.append(best.indices)
+            probabilities.append((best.values - logits.logsumexp(-1, keepdim=True)).exp())
+        return SoftTargets(*(torch.cat(part).view(*hidden.shape[:-1], -1) for part in (ids, probabilities)))
 
 
 # ---------------------------------------------------------------------------------------------- the cache
 
 
-def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-    """Return what features depend on: digests of all weights (1 s per GB) and of the rows, the taps and the dtype."""
+def fingerprint(
+    target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: torch.dtype, soft_targets: int = 0
+) -> dict[str, Any]:
+    """Return what a cache depends on, digests of all weights (1 s per GB) and of the rows among it."""
     target, weights, tokens = unwrap(target), hashlib.sha256(), hashlib.sha256()
     weights.update(describe_config(target).encode())
     for name, tensor in sorted(target.state_dict().items()):
@@ -103,22 +137,23 @@ def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: t
     if (name := str(dtype).removeprefix("torch.")) not in _DTYPES:
         raise ValueError(f"features are stored as {', '.join(_DTYPES)}, got {dtype}")
     digests = {"target": weights.hexdigest(), "rows": tokens.hexdigest()}
-    return {**digests, "target_layer_ids": list(layer_ids), "dtype": name}
+    return {**digests, "target_layer_ids": list(layer_ids), "dtype": name, "soft_targets": soft_targets}
 
 
-def cache_size(rows: Any, width: int, dtype: torch.dtype) -> int:
-    """Return the size in bytes of a cache of ``rows``, at ``width`` numbers per token."""
-    return sum(map(len, _ids(rows))) * width * dtype.itemsize
+def cache_size(rows: Any, width: int, dtype: torch.dtype, soft_targets: int = 0) -> int:
+    """Return the size in bytes of a cache of ``rows``, at ``width`` numbers and ``soft_targets`` per token."""
+    return sum(map(len, _ids(rows))) * (width * dtype.itemsize + soft_targets * _SOFT_TARGET_BYTES)
 
 
 def cache_features(  # noqa: PLR0913 - public, each documented
     target: nn.Module,
-    compute: Callable[[Tensor], Tensor] | None,
+    compute: Callable[[Tensor], tuple[Tensor, SoftTargets | None]] | None,
     rows: Any,
     layer_ids: Sequence[int],
     folder: str | os.PathLike,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    soft_targets: int = 0,
     batch_tokens: int = 8192,
     shard_bytes: int = 2**30,
     rank: int = 0,
@@ -131,11 +166,14 @@ def cache_features(  # noqa: PLR0913 - public, each documented
 
     Args:
         target: the model.
-        compute: from right-padded ids ``[batch, length]`` to features; None runs the target (`TargetFeatures`).
+        compute: from right-padded ids ``[batch, length]`` to features and soft targets, as `TargetFeatures`; None runs
+            the target.
         rows: a ``datasets.Dataset`` with ``input_ids``.
         layer_ids: tapped layers, in the drafter's order.
         folder: created if it is missing.
         dtype: bfloat16, float16 or float32.
+        soft_targets: number of most probable tokens per position that ``compute`` returns too. A complete cache with
+            more than are wanted is used as it is.
         batch_tokens: tokens per forward pass, padding included. A longer row gets its own pass.
         shard_bytes: bytes per shard, which is assembled in memory. A longer row gets its own shard.
         rank: number of this process, of ``world`` that share the work.
@@ -152,18 +190,19 @@ def cache_features(  # noqa: PLR0913 - public, each documented
     # 1. Describe the cache, or continue an earlier one of the same features
     folder, target = Path(folder), unwrap(target)
     if compute is None:
-        tapped = TargetFeatures(target, tuple(layer_ids))
-        compute = lambda ids: tapped(ids)[0]  # noqa: E731
+        compute = TargetFeatures(target, tuple(layer_ids), soft_targets=soft_targets)
     width = len(layer_ids) * text_config(target).hidden_size
+    token_bytes = width * dtype.itemsize + soft_targets * _SOFT_TARGET_BYTES
     lengths = [len(ids) for ids in _ids(rows)]
-    index = {"fingerprint": fingerprint(target, rows, layer_ids, dtype), "width": width, "lengths": lengths}
+    expected = fingerprint(target, rows, layer_ids, dtype, soft_targets)
+    index = {"fingerprint": expected, "width": width, "lengths": lengths}
     if (folder / _INDEX).is_file():
-        index = _read_index(folder, index["fingerprint"])
+        index = _read_index(folder, expected)
     else:
-        index["shards"] = _shard_rows(lengths, max(1, shard_bytes // (width * dtype.itemsize)))
+        index["shards"] = _shard_rows(lengths, max(1, shard_bytes // token_bytes))
     # 2. See what is missing, and whether there is room for it
     shards, missing = index["shards"], _missing(folder, index)
-    needed = sum(sum(lengths[slice(*shards[number])]) for number in missing) * width * dtype.itemsize
+    needed = sum(sum(lengths[slice(*shards[number])]) for number in missing) * token_bytes
     parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     if needed > (free := shutil.disk_usage(parent).free):
         raise ValueError(
@@ -181,16 +220,20 @@ def cache_features(  # noqa: PLR0913 - public, each documented
         ids = rows[slice(*shards[number])]["input_ids"]
         sizes = list(map(len, ids))
         offsets = [0, *accumulate(sizes)]
-        features = torch.zeros(offsets[-1], width, dtype=dtype, device="cpu")
+        parts = {"features": torch.zeros(offsets[-1], width, dtype=dtype, device="cpu")}
+        if soft_targets:
+            parts["ids"] = torch.zeros(offsets[-1], soft_targets, dtype=torch.int32, device="cpu")
+            parts["probabilities"] = torch.zeros(offsets[-1], soft_targets, dtype=torch.float16, device="cpu")
         for batch in group_by_length(range(len(ids)), sizes, batch_tokens):
             with torch.no_grad():
-                out = compute(pad(ids[row] for row in batch).to(device))
-            for row, found in zip(batch, out.to("cpu", dtype), strict=True):
-                features[offsets[row] : offsets[row + 1]] = found[: sizes[row]]
+                features, best = compute(pad(ids[row] for row in batch).to(device))
+            for part, computed in zip(parts.values(), (features, *(best or ())), strict=True):
+                for row, found in zip(batch, computed.to("cpu", part.dtype), strict=True):
+                    part[offsets[row] : offsets[row + 1]] = found[: sizes[row]]
             done, tokens = done + len(batch), tokens + sum(sizes[row] for row in batch)
             if progress is not None:
                 progress(done, len(lengths), tokens / (time.perf_counter() - began))
-        _write(_shard(folder, number), functools.partial(save_tensors, {"features": features}))
+        _write(_shard(folder, number), functools.partial(save_tensors, parts))
     return None if _missing(folder, index) else FeatureCache(folder)
 
 
@@ -212,6 +255,7 @@ class FeatureCache:
         self.lengths: list[int] = index["lengths"]
         self.target_layer_ids = tuple(self.fingerprint["target_layer_ids"])
         self.dtype = getattr(torch, self.fingerprint["dtype"])
+        self.num_soft_targets: int = self.fingerprint.get("soft_targets", 0)
         self._places: list[tuple[int, int]] = []  # per row, its shard and first token there
         for number, (start, end) in enumerate(shards):
             self._places += [(number, first) for first in accumulate(self.lengths[start : end - 1], initial=0)]
@@ -233,14 +277,21 @@ class FeatureCache:
 
         path = _shard(self.folder, number)
         try:
-            return safe_open(path, framework="pt").get_slice("features")
+            return safe_open(path, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}): remove it, and it is computed again") from error
 
     def features(self, indices: Sequence[int]) -> Tensor:
         """Return ``[batch, length, taps * hidden]`` of some rows, on the CPU, padded with 0 on the right."""
+        return self._read("features", indices)
+
+    def soft_targets(self, indices: Sequence[int]) -> SoftTargets:
+        """Return the soft targets of some rows, on the CPU, padded with 0 on the right."""
+        return SoftTargets(self._read("ids", indices).long(), self._read("probabilities", indices).float())
+
+    def _read(self, name: str, indices: Sequence[int]) -> Tensor:
         places = [(self._places[row], self.lengths[row]) for row in indices]
-        found = [self._open(number)[start : start + length] for (number, start), length in places]
+        found = [self._open(number).get_slice(name)[start : start + length] for (number, start), length in places]
         return nn.utils.rnn.pad_sequence(found, batch_first=True)
 
 
@@ -279,6 +330,8 @@ def _read_index(folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{folder / _INDEX}: not what cache_features writes: remove the folder") from error
     what = {"target": "another target's", "rows": "of other rows"}
     for key, value in expected.items():
+        if key == "soft_targets" and (have[key] or 0) > value and not _missing(folder, index):
+            continue
         if have[key] != value:
             why = what.get(key, f"{key} {have[key]}, not {value}")
             raise ValueError(f"{folder} holds features that are {why}: name another folder, or remove it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..drafter import CandidateSelector, DFlash2Config, DraftConfig, Drafter, GroupedConv
 from ..drafter.config import ROPE_TYPES, Rope, build_target_layer_ids, check_dflash2, read_rope
+from ..drafter.drafter import MarkovHead
 from ..targets import text_config, unwrap
 from .batches import Blocks
+from .features import SoftTargets
 
 
 def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int | None = None) -> int:
@@ -51,7 +53,7 @@ def _rope(config: Any) -> Rope:
     return Rope(theta=float(theta))
 
 
-def draft_config(
+def draft_config(  # noqa: PLR0913 - public, each documented
     target: nn.Module,
     *,
     mask_token_id: int,
@@ -60,6 +62,8 @@ def draft_config(
     target_layer_ids: Sequence[int] | None = None,
     intermediate_size: int | None = None,
     sliding_window: int = 0,
+    draft_vocab_size: int | None = None,
+    markov_rank: int = 0,
 ) -> DraftConfig:
     """Return the config of a drafter as wide as ``target``, with the same heads, RoPE and scales.
 
@@ -71,6 +75,8 @@ def draft_config(
         target_layer_ids: tapped layers; None for the published rule (`dflash.drafter.build_target_layer_ids`).
         intermediate_size: width of the MLP; None for the target's.
         sliding_window: window of all layers but the last, which are then causal inside the block; 0 for none.
+        draft_vocab_size: number of tokens that can be drafted, see `adopt_head_`; None for all.
+        markov_rank: columns of a Markov head, which scores each token by the one before it; 0 for none.
 
     Raises:
         ValueError: a number is out of range. The message names it.
@@ -80,9 +86,13 @@ def draft_config(
     config = text_config(model)
     total = config.num_hidden_layers
     limits = [("layers", num_layers, 1), ("block size", block_size, 2), ("sliding window", sliding_window, 0)]
-    for name, value, least in [*limits, ("intermediate size", intermediate_size, 1)]:
+    limits += [("intermediate size", intermediate_size, 1), ("draft vocabulary", draft_vocab_size, 1)]
+    for name, value, least in limits:
         if value is not None and value < least:
             raise ValueError(f"the drafter's {name} must be at least {least}, got {value}")
+    if draft_vocab_size is not None and draft_vocab_size >= config.vocab_size:
+        most = f"below the target's {config.vocab_size}, got {draft_vocab_size}: leave it out for all"
+        raise ValueError(f"the drafter's draft vocabulary must be {most}")
     taps = tuple(build_target_layer_ids(total, num_layers) if target_layer_ids is None else target_layer_ids)
     if not taps or min(taps) < 0 or max(taps) >= total:
         raise ValueError(f"target_layer_ids must be layers of the target, 0 .. {total - 1}, got {list(taps)}")
@@ -116,6 +126,9 @@ def draft_config(
         output_multiplier=float(multiplier),
         final_logit_softcapping=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         vocab_size=config.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        markov_rank=markov_rank,
+        own_parts=() if draft_vocab_size is None else ("lm_head",),
         num_target_layers=total,
         max_position_embeddings=getattr(config, "max_position_embeddings", None),
     )
@@ -139,6 +152,9 @@ def new_drafter(config: DraftConfig, *, seed: int = 0, device: torch.device | st
     drafter = Drafter(config, dtype=torch.float32, device=device)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in drafter.named_parameters():
+        if name.endswith("markov_w2.weight"):
+            parameter.zero_()  # so the head adds nothing at first
+            continue
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
@@ -147,6 +163,26 @@ def new_drafter(config: DraftConfig, *, seed: int = 0, device: torch.device | st
             std /= (2 * config.num_hidden_layers) ** 0.5
         parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu") * std)
     return drafter
+
+
+@torch.no_grad()
+def adopt_head_(drafter: Drafter, target: nn.Module, rows: Any) -> None:
+    """Let a drafter with a reduced vocabulary draft the most frequent tokens, by the target's rows for them.
+
+    Args:
+        drafter: a new drafter with a ``draft_vocab_size``; its ``d2t`` and head are written.
+        target: the causal language model.
+        rows: ``datasets.Dataset`` with ``input_ids`` and ``loss_mask``. Tokens that the target wrote are counted.
+    """
+    config = drafter.config
+    counts = torch.zeros(config.vocab_size, dtype=torch.int64, device="cpu")
+    for part in rows.with_format("numpy").iter(1024):
+        for ids, mask in zip(part["input_ids"], part["loss_mask"], strict=True):
+            counts += torch.bincount(torch.from_numpy(ids[mask != 0]).long(), minlength=config.vocab_size)
+    kept = counts.argsort(descending=True, stable=True)[: config.draft_vocab_size].sort().values
+    drafter.d2t.copy_(kept - torch.arange(len(kept), device="cpu"))
+    head = unwrap(target).get_output_embeddings().weight
+    drafter.lm_head.weight.copy_(head[kept.to(head.device)])
 
 
 def visible_keys(anchors: Tensor, length: int, block_size: int, causal: bool, window: int) -> Tensor:
@@ -343,10 +379,9 @@ def candidate_scores(
 
 def check_trainable(config: DraftConfig) -> None:
     """Raise ``ValueError`` if a drafter has something that cannot be trained here. The message names it."""
-    own = ", ".join(config.own_parts)
+    own = ", ".join(part for part in config.own_parts if part != "lm_head")
     for applies, what, why in (
         (config.attention_sinks, "drafter with attention sinks", "the differentiable attention has none"),
-        (config.markov_rank, "DSpark drafter", "its Markov head has no training here"),
         (config.predicts_from_anchor, "DSpark drafter", "an anchor's row that predicts has no training here"),
         (own, f"drafter with its own {own}", "training uses the target's"),
         (config.scales_like_target, "Muse Glimmer assistant", "training takes no multiplier from the target"),
@@ -370,6 +405,8 @@ class TrainableDrafter(nn.Module):
         if attention is not None and attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)} or None, got {attention!r}")
         self.drafter = drafter.requires_grad_(True)
+        if "lm_head" in drafter.config.own_parts:
+            drafter.lm_head.requires_grad_(False)
         self.attention = attention
 
     def forward(self, context: Tensor, block_embeds: Tensor, anchors: Tensor) -> Tensor:
@@ -450,7 +487,7 @@ class BlockLoss:
     Attributes:
         loss: ``sum(weight * loss)``, with its autograd graph.
         weight: sum of the weights.
-        cross_entropy, selector_loss: weighted sums, detached.
+        cross_entropy, total_variation, selector_loss: weighted sums, detached.
         correct, counted: ``[block - 1]``, correct tokens and all tokens per slot, unweighted.
         accepted: tokens that the correct prefixes of complete blocks would emit, bonus token included.
         blocks: number of complete blocks: every slot has a weight.
@@ -460,6 +497,7 @@ class BlockLoss:
     loss: Tensor
     weight: Tensor
     cross_entropy: Tensor
+    total_variation: Tensor | None = None
     selector_loss: Tensor | None = None
     correct: Tensor | None = None
     counted: Tensor | None = None
@@ -468,96 +506,154 @@ class BlockLoss:
     found: Tensor | None = None
 
 
-def block_loss(
+class _SlotLosses(NamedTuple):
+    """Losses of some slots, each ``[slots]``; and which drafts are correct, and which labels are candidates."""
+
+    cross_entropy: Tensor
+    total_variation: Tensor
+    selector: Tensor
+    correct: Tensor
+    found: Tensor
+
+
+def block_loss(  # noqa: PLR0913 - public, each documented
     hidden: Tensor,
     blocks: Blocks,
     logits: Callable[[Tensor], Tensor],
     *,
-    teacher: Tensor | None = None,
+    teacher: SoftTargets | None = None,
     distill: float = 0.0,
-    selector: CandidateSelector | None = None,
+    draft_ids: Tensor | None = None,
+    is_dynamic: bool = False,
+    selector: CandidateSelector | MarkovHead | None = None,
     selector_weight: float = 1.0,
     statistics: bool = False,
 ) -> BlockLoss:
-    """Return the weighted sum of cross-entropy, distillation and selector loss over all slots with a weight.
+    """Return the weighted sum of cross-entropy, total variation and selector loss over all slots with a weight.
 
-    ``loss = sum_k w_k ((1 - distill) CE(q_k, label_k) + distill KL(p_k || q_k) + selector_weight CE(s_k, label_k))``,
+    ``loss = sum_k w_k ((1 - distill) CE(q_k, label_k) + distill TV(p_k, q_k) + selector_weight CE(s_k, label_k))``,
     where q is the drafter's distribution, p the target's at the same position, and s the selector's over the
-    candidates, given the token before. A label that is no candidate takes the place of the last one.
+    candidates, given the token before. A label that is no candidate takes the place of the last one. TV is the chance
+    that a sampled draft is rejected; the tokens that ``teacher`` leaves out count as one.
 
     Args:
         hidden: ``[batch, anchors, block, hidden]``, from the drafter.
         blocks: the blocks of the same batch.
-        logits: function from hidden states, the drafter's or the target's, to logits.
-        teacher: ``[batch, length, hidden]``, the target's final hidden states; needed for ``distill > 0``.
-        distill: weight of the distillation loss, 0 to 1.
-        selector: a DFlash 2 drafter's selector; None for a drafter of the first generation.
+        logits: function from the drafter's hidden states to logits.
+        teacher: the target's distribution after each position; needed for ``distill > 0``.
+        distill: weight of the total variation, 0 to 1.
+        draft_ids: ``[vocab]`` int64, each token's place among the logits, -1 for tokens that cannot be drafted; None
+            for all in order. A slot whose label cannot be drafted has no cross-entropy and is never correct.
+        is_dynamic: weigh the slots by D-PACE (`dpace_weights`) instead of by ``blocks.weights``.
+        selector: a DFlash 2 drafter's selector, or a Markov head, which is a part of q; None without either.
         selector_weight: weight of the selector's loss.
         statistics: count correct tokens too: those that a greedy draft has while it is correct.
 
     Raises:
         ValueError: ``distill`` is above 0 and there is no ``teacher``.
     """
+    is_markov = isinstance(selector, MarkovHead)
+    selects = selector is not None and not is_markov
     # 1. Pick the slots with a weight. Slot 0, which has none, holds the token before slot 1
     rows = blocks.weights.flatten().nonzero().squeeze(1)
-    labels, weights = blocks.labels.flatten(), blocks.weights.flatten()[rows]
-    taught = _teacher_rows(teacher, blocks, rows) if distill else None
-    picked = (hidden.flatten(0, 2)[rows], labels[rows], labels[rows - 1], weights, taught)
+    tokens = blocks.labels.flatten()
+    labels = tokens if draft_ids is None else draft_ids[tokens]
+    taught = _teacher_rows(teacher, blocks, rows, draft_ids) if distill else (None, None)
+    picked = (hidden.flatten(0, 2)[rows], labels[rows], tokens[rows - 1], *taught)
 
-    def sums(hidden, labels, previous, weights, taught) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return loss, cross-entropy and selector's loss of some slots; and which are correct, and candidates."""
+    def compare(hidden, labels, previous, ids, probabilities) -> _SlotLosses:
         # 2. Compare the logits with the labels
         scores = logits(hidden).float()
-        loss = entropy = torch.dot(F.cross_entropy(scores, labels, reduction="none"), weights)
+        if is_markov:
+            pairs = F.linear(F.embedding(previous, selector.markov_w1.weight), selector.markov_w2.weight)
+            scores = scores + pairs.float()
+        entropy = F.cross_entropy(scores, labels, reduction="none", ignore_index=-1)
         correct = found = torch.zeros_like(labels[:0], dtype=torch.bool)
         if statistics:
             correct = scores.detach().argmax(-1) == labels
-        # 3. Compare them with the target's
-        if taught is not None:
-            with torch.no_grad():
-                wanted = F.log_softmax(logits(taught).float(), -1)
-            divergence = F.kl_div(F.log_softmax(scores, -1), wanted, reduction="none", log_target=True).sum(-1)
-            loss = (1 - distill) * entropy + distill * torch.dot(divergence, weights)
+        # 3. Compare them with the target's distribution
+        distance = selected = torch.zeros_like(entropy)
+        if ids is not None:
+            distance = total_variation(scores, ids, probabilities)
         # 4. Compare the selector's scores of the candidates with the labels. Its choice is what is drafted
-        selector_loss = torch.zeros_like(entropy)
-        if selector is not None:
+        if selects:
             candidates, found = _candidates(scores.detach(), labels, selector.top_k)
             place = (candidates == labels[:, None]).int().argmax(-1)
             pairs = candidate_scores(selector, hidden, scores, previous, candidates)
-            selector_loss = torch.dot(F.cross_entropy(pairs, place, reduction="none"), weights)
-            loss = loss + selector_weight * selector_loss
+            selected = F.cross_entropy(pairs, place, reduction="none")
             correct = (pairs.detach().argmax(-1) == place) & found
-        return loss, entropy.detach(), selector_loss.detach(), correct, found
+        return _SlotLosses(entropy, distance, selected, correct, found)
 
     # 5. Do so in chunks if there are too many logits
     width = logits(picked[0][:0]).shape[-1]
-    if selector is not None:
+    if selects:
         width = max(width, selector.top_k * selector.successor_codebook.shape[1])
     size = max(1, CHUNK_ELEMENTS // width)
     if len(rows) <= size:
-        loss, entropy, selector_loss, correct, found = sums(*picked)
+        slots = compare(*picked)
     else:
         chunks = ([None if x is None else x[i : i + size] for x in picked] for i in range(0, len(rows), size))
-        parts = [checkpoint(sums, *chunk, use_reentrant=False) for chunk in chunks]
-        loss, entropy, selector_loss = (sum(part[i] for part in parts) for i in range(3))
-        correct, found = (torch.cat([part[i] for part in parts]) for i in (3, 4))
-    # 6. Count correct tokens
-    out = BlockLoss(loss, weights.sum(), entropy, None if selector is None else selector_loss)
+        parts = [checkpoint(compare, *chunk, use_reentrant=False) for chunk in chunks]
+        slots = _SlotLosses(*map(torch.cat, zip(*parts, strict=True)))
+    # 6. Weigh the slots
+    weights = blocks.weights.flatten()[rows]
+    if is_dynamic:
+        confidence = torch.where(labels[rows] < 0, 0.0, slots.cross_entropy.detach().neg().exp())
+        grid = torch.zeros_like(blocks.weights).flatten().index_copy(0, rows, confidence).view_as(blocks.weights)
+        weights = dpace_weights(grid, blocks.weights > 0).flatten()[rows]
+    loss = (1 - distill) * slots.cross_entropy + distill * slots.total_variation + selector_weight * slots.selector
+    sums = [torch.dot(part.detach(), weights) for part in slots[:3]]
+    out = BlockLoss(torch.dot(loss, weights), weights.sum(), sums[0])
+    out.total_variation = sums[1] if distill else None
+    out.selector_loss = sums[2] if selects else None
+    # 7. Count correct tokens
     if statistics:
-        _count(out, blocks, rows, correct)
-        out.found = None if selector is None else found.sum()
+        _count(out, blocks, rows, slots.correct)
+        out.found = slots.found.sum() if selects else None
     return out
 
 
-def _teacher_rows(teacher: Tensor | None, blocks: Blocks, rows: Tensor) -> Tensor:
-    """Return the target's final state for each slot. The state at anchor + k - 1 predicts the token at anchor + k."""
+def total_variation(scores: Tensor, ids: Tensor, probabilities: Tensor) -> Tensor:
+    """Return the total variation ``[rows]`` between the softmax of ``scores`` and the target's distribution.
+
+    Args:
+        scores: ``[rows, vocab]`` float32.
+        ids: ``[rows, k]`` int64, the target's most probable tokens; -1 for those that ``scores`` lack.
+        probabilities: ``[rows, k]`` float32, theirs.
+    """
+    known = ids >= 0
+    own = (scores.gather(-1, ids.clamp(min=0)) - scores.logsumexp(-1, keepdim=True)).exp() * known
+    rest = (probabilities.sum(-1) - own.sum(-1)).abs()  # that of all other tokens, as one
+    return 0.5 * ((probabilities - own).abs().sum(-1) + rest)
+
+
+def dpace_weights(confidence: Tensor, counted: Tensor, alpha: float = 0.5) -> Tensor:
+    """Return D-PACE's slot weights, by how much each slot adds to the expected accepted length (arXiv 2605.18810).
+
+    ``w_k = sum_{m >= k} prod_{i <= m} ((1 - alpha) q_i + alpha)``, with the drafter's probability q of the right token.
+
+    Args:
+        confidence: ``[batch, anchors, block]`` float32, the probabilities.
+        counted: ``[batch, anchors, block]`` bool, slots that have a loss.
+        alpha: how much of a slot's weight does not depend on the slots before it.
+    """
+    smooth = torch.where(counted, (1 - alpha) * confidence + alpha, 1.0)
+    reached = smooth.cumprod(-1) * counted
+    return reached.flip(-1).cumsum(-1).flip(-1) * counted
+
+
+def _teacher_rows(
+    teacher: SoftTargets | None, blocks: Blocks, rows: Tensor, draft_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the target's tokens and probabilities for each slot. Position anchor + k - 1 predicts slot k's token."""
     if teacher is None:
-        raise ValueError("distill > 0 needs the target's final hidden states")
-    batch, _, block = blocks.labels.shape
+        raise ValueError("distill > 0 needs the target's distribution")
+    (batch, _, block), length = blocks.labels.shape, teacher.ids.shape[1]
     slot = torch.arange(block, device=rows.device)
-    before = (blocks.anchors[..., None] + slot - 1).clamp(0, teacher.shape[1] - 1)
-    before = before + torch.arange(batch, device=rows.device)[:, None, None] * teacher.shape[1]
-    return teacher.flatten(0, 1)[before.flatten()[rows]]
+    before = (blocks.anchors[..., None] + slot - 1).clamp(0, length - 1)
+    before = (before + torch.arange(batch, device=rows.device)[:, None, None] * length).flatten()[rows]
+    ids, probabilities = teacher.ids.flatten(0, 1)[before], teacher.probabilities.flatten(0, 1)[before]
+    return ids if draft_ids is None else draft_ids[ids], probabilities
 
 
 def _candidates(scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:

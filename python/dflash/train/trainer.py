@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..drafter import Drafter
+from ..drafter import Drafter, scale_logits
+from ..drafter.drafter import target_ids
 from ..evaluate import Decoding, GeneratorRunner
 from ..evaluate.progress import bars
 from ..files import write_atomically
@@ -33,7 +34,7 @@ from .checkpoint import CheckpointError, resume_run, save_draft, save_run
 from .config import TrainConfig
 from .data import MeasuredRows, hold_out
 from .export import engine_warnings
-from .features import TargetFeatures
+from .features import SoftTargets, TargetFeatures
 from .files import check_writable, one_line_errors, remove_unfinished
 from .model import BlockLoss, TrainableDrafter, block_loss
 
@@ -53,7 +54,11 @@ def make_muon(
 
 def drafter_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """Return the optimizers that ``config`` selects. Norms, a selector's codebooks and fixed kernels do not decay."""
-    named = [(p.dim() == 2 and not name.endswith("_codebook"), p) for name, p in drafter.named_parameters()]
+    named = [
+        (p.dim() == 2 and not name.endswith(("_codebook", "_w1.weight", "_w2.weight")), p)
+        for name, p in drafter.named_parameters()
+        if p.requires_grad
+    ]
     matrices, others = ([p for is_matrix, p in named if is_matrix == wanted] for wanted in (True, False))
     if config.optimizer == "muon":
         return make_muon(matrices, others, config.learning_rate, config.weight_decay)
@@ -98,6 +103,7 @@ class StepTotals:
         out = {
             "loss": sums["loss"] / sums["weight"],
             "cross_entropy": sums["cross_entropy"] / sums["weight"],
+            **({"total_variation": sums["total_variation"] / sums["weight"]} if "total_variation" in sums else {}),
             "accuracy": [round(c / n, 4) if n else None for c, n in zip(right, counted, strict=True)],
             "train_acceptance": sums["accepted"] / blocks if blocks else None,
             "tokens_per_second": self.tokens / (time.monotonic() - self.began),
@@ -166,6 +172,7 @@ def _text(last: dict[str, Any]) -> str:
 
 # ---------------------------------------------------------------------------------------------- the loop
 
+SOFT_TARGETS = 16  # most probable tokens per position that distillation compares
 _TRACKERS = ("tensorboard", "trackio")
 
 
@@ -240,9 +247,9 @@ class Trainer:
         self.index, self.prompts, self.dropped = hold_out(data, config.eval_rows, seed, held)
         self.rows_digest = data.digest
         if features is not None:
-            if config.distill:
-                raise ValueError("distill needs the target's own distribution: compute the features online")
             features.check(data.lengths, drafter.config.target_layer_ids)
+            if config.distill and not features.num_soft_targets:
+                raise ValueError(f"distill needs soft targets, and {features.folder} has none: name another folder")
         # 3. Set up the device and the processes
         if accelerator is None:
             cpu = next(self.target.parameters()).device.type == "cpu"
@@ -262,7 +269,11 @@ class Trainer:
         self.model = accelerator.prepare_model(model)
         self.optimizers = drafter_optimizers(drafter, config)
         self.features = features
-        self.online = TargetFeatures(self.target, drafter.config.target_layer_ids, final=config.distill > 0)
+        self.num_soft_targets = SOFT_TARGETS if config.distill else 0
+        self.online = TargetFeatures(
+            self.target, drafter.config.target_layer_ids, soft_targets=self.num_soft_targets, scale=self._scale
+        )
+        self._draft_ids = self._places_of_tokens()
         # 6. Start at the beginning
         self.metrics = MetricsFile(self.output)
         self._generator: Generator | None = None
@@ -373,31 +384,51 @@ class Trainer:
         blocks = Blocks(*(tensor.to(self.device) for tensor in blocks))
         # 2. Read the target's features and the embeddings of the blocks
         with self.accelerator.autocast():
-            context, final = self._features(rows, ids)
+            context, teacher = self._features(rows, ids)
             if config.feature_noise:
                 context = add_noise(context, len(draft.target_layer_ids), config.feature_noise, generator)
             embeds = self._in_training_dtype(F.embedding(blocks.ids, self.online.embedding_weight))
             # 3. Run the drafter and compare
             hidden = self.model(context, embeds, blocks.anchors)
-            teaching = {"teacher": final, "distill": config.distill}
-            selecting = {"selector": self.drafter.candidate_selector, "selector_weight": config.selector_weight}
+            teaching = {"teacher": teacher, "distill": config.distill, "draft_ids": self._draft_ids}
+            teaching["is_dynamic"] = config.slot_weights == "dpace"
+            selecting = {"selector": self.drafter.selector, "selector_weight": config.selector_weight}
             return block_loss(hidden, blocks, self._logits, statistics=statistics, **teaching, **selecting)
 
-    def _features(self, rows: list[int], ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the target's features, from the cache if there is one, and its final states for distillation."""
-        if self.features is not None:
-            return self._in_training_dtype(self.features.features(rows).to(self.device)), None
-        context, final = self.online(ids.to(self.device))
-        return self._in_training_dtype(context), final
+    def _features(self, rows: list[int], ids: Tensor) -> tuple[Tensor, SoftTargets | None]:
+        """Return the target's features and soft targets, from the cache if there is one."""
+        if self.features is None:
+            context, teacher = self.online(ids.to(self.device))
+            return self._in_training_dtype(context), teacher
+        context, teacher = self._in_training_dtype(self.features.features(rows).to(self.device)), None
+        if self.num_soft_targets:
+            teacher = SoftTargets(*(part.to(self.device) for part in self.features.soft_targets(rows)))
+        return context, teacher
 
     def _in_training_dtype(self, x: Tensor) -> Tensor:
         """Return ``x`` in the drafter's dtype, unless autocast chooses one."""
         return x.to(self.drafter.dtype) if self.config.mixed_precision == "no" else x
 
     def _logits(self, rows: Tensor) -> Tensor:
-        """Map hidden states to logits. Drafter and target share multiplier and softcap."""
+        """Map the drafter's hidden states to logits of the tokens that it can draft."""
+        if "lm_head" in self.drafter.config.own_parts:
+            return self._scale(F.linear(rows, self.drafter.lm_head.weight))
         rows = rows.to(self.online.embedding_weight.dtype) if self.config.mixed_precision == "no" else rows
-        return self.drafter.logits(rows, self.online.head)
+        return self._scale(self.online.head(rows))
+
+    def _scale(self, logits: Tensor) -> Tensor:
+        """Apply the multiplier and the softcap, which drafter and target share."""
+        config = self.drafter.config
+        return scale_logits(logits, config.output_multiplier, config.final_logit_softcapping)
+
+    def _places_of_tokens(self) -> Tensor | None:
+        """Return the place of each token of the vocabulary in a reduced one, -1 for none; None if it is whole."""
+        config = self.drafter.config
+        if config.draft_vocab_size is None:
+            return None
+        places = torch.full((config.vocab_size,), -1, dtype=torch.int64, device=self.device)
+        places[target_ids(self.drafter.d2t)] = torch.arange(config.draft_vocab_size, device=self.device)
+        return places
 
     # ------------------------------------------------------------------------------------------ reports
 
@@ -432,7 +463,7 @@ class Trainer:
             optimizer.state.clear()
         self.drafter.load_state_dict(weights)
         # 3. Extrapolate to the full run
-        count = sum(p.numel() for p in self.drafter.parameters())
+        count = sum(p.numel() for p in self.drafter.parameters() if p.requires_grad)
         step_tokens = sum(self.batches.tokens(group) for group in steps) / len(steps)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {
