@@ -119,10 +119,10 @@ def train(
     source = options.Source(run.model, run.trust_remote_code, quiet=quiet)
     tokenizer = options.load_tokenizer(source)
     empty_target = check_target(source.load_empty_target(), loaded=False)
-    drafter = _initial_drafter(empty_target, tokenizer, run, config.seed)
+    rows, heldout = (_rows(data, source, empty_target, tokenizer, run) for data in (run.data, run.heldout))
+    drafter = _initial_drafter(empty_target, tokenizer, rows, run, config.seed)
     if drafter.config.dflash2 is None and config.selector_weight != TrainConfig.selector_weight:
         raise ValueError("--selector-weight is for DFlash 2 drafters, and this one has no selector: leave it out")
-    rows, heldout = (_rows(data, source, empty_target, tokenizer, run) for data in (run.data, run.heldout))
 
     # 3. Load the target's weights
     tracker = None if run.dry_run else run.tracker
@@ -171,11 +171,11 @@ def _check(run: _Run) -> str:
     return device
 
 
-def _initial_drafter(target: Any, tokenizer: Any, run: _Run, seed: int) -> Any:
+def _initial_drafter(target: Any, tokenizer: Any, rows: Any, run: _Run, seed: int) -> Any:
     init, kind, given, sizes = run.init, run.type, run.given(_SHAPE), run.given(_DFLASH2_SIZES)
     # 1. A new one, or that of --init, whose shape is fixed.
     if init is None:
-        mask = choose_mask_id(target, tokenizer, given.pop("mask_token_id", None))
+        mask = choose_mask_id(target, tokenizer, given.pop("mask_token_id", None), rows)
         if "taps" in given:
             given["target_layer_ids"] = _numbers("--taps", given.pop("taps"), int)
         if "layers" in given:
@@ -262,6 +262,7 @@ def _plan_text(plan: dict[str, Any]) -> str:
     def size(count: float) -> str:
         return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
+    total = sum(plan["stage_seconds"].values())
     lines = {
         "train": f"{plan['draft_parameters']:,} parameters, for a target of {plan['target_parameters']:,}",
         "on": f"{plan['device']}, {plan['processes']} process{'es' * (plan['processes'] > 1)}",
@@ -271,6 +272,10 @@ def _plan_text(plan: dict[str, Any]) -> str:
         f"{plan['epochs']:.2f} epochs",
         "speed": f"{plan['seconds_per_step']:.2f} s per step, {plan['tokens_per_second']:,.0f} tokens/s: the mean of "
         f"{plan['measured_steps']} steps on this data",
+        "stages": ", ".join(f"{name} {lap / total:.0%}" for name, lap in plan["stage_seconds"].items()),
+        "faster": "; ".join(
+            f"{option}: about {left:.2f} of the time" for option, left in plan["faster_options"].items()
+        ),
         "time": f"{plan['hours']:.2f} hours at that speed, evaluations and checkpoints not counted",
         "memory": f"{size(plan['memory_bytes'])} at most in those steps",
         "disk": f"{plan['checkpoints']} checkpoints of {size(plan['checkpoint_bytes'])}, the draft "
@@ -278,7 +283,7 @@ def _plan_text(plan: dict[str, Any]) -> str:
     }
     if "features_bytes" in plan:
         lines["disk"] += f", features {size(plan['features_bytes'])}"
-    return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
+    return "\n".join(f"{name:<8}{text}" for name, text in lines.items() if text)
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple:

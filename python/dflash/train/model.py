@@ -20,23 +20,40 @@ from .batches import Blocks
 from .features import SoftTargets
 
 
-def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int | None = None) -> int:
+def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int | None = None, rows: Any = None) -> int:
     """Return the mask token: ``mask_token_id``, else the tokenizer's, else an embedding row past the tokenizer's ids.
 
+    Args:
+        target: the causal language model.
+        tokenizer: the target's tokenizer.
+        mask_token_id: the caller's choice.
+        rows: training rows (``input_ids``), in which a proposed token must not occur.
+
     Raises:
-        ValueError: no mask token can be found, or ``mask_token_id`` has no embedding.
+        ValueError: no mask token can be found, or ``mask_token_id`` has no embedding. The message proposes a special
+            token that is not used.
     """
-    rows = unwrap(target).get_input_embeddings().weight.shape[0]
+    table = unwrap(target).get_input_embeddings().weight.shape[0]
     if mask_token_id is not None:
-        if not 0 <= mask_token_id < rows:
-            raise ValueError(f"mask_token_id must lie in 0 .. {rows - 1}, the embedding rows, got {mask_token_id}")
+        if not 0 <= mask_token_id < table:
+            raise ValueError(f"mask_token_id must lie in 0 .. {table - 1}, the embedding rows, got {mask_token_id}")
         return mask_token_id
-    if tokenizer is not None:
-        own, unused = getattr(tokenizer, "mask_token_id", None), max(tokenizer.get_vocab().values(), default=-1) + 1
-        for found in (own, unused):
-            if found is not None and found < rows:
-                return found
-    raise ValueError("no mask token: the tokenizer has none, and no embedding row is free; name one (--mask-token-id)")
+    if tokenizer is None:
+        raise ValueError("no mask token: there is no tokenizer to find one, name one (--mask-token-id)")
+    own, unused = getattr(tokenizer, "mask_token_id", None), max(tokenizer.get_vocab().values(), default=-1) + 1
+    for found in (own, unused):
+        if found is not None and found < table:
+            return found
+    added = {token for token, about in tokenizer.added_tokens_decoder.items() if about.special}
+    seen = {
+        *tokenizer.all_special_ids,
+        *(token for ids in ([] if rows is None else rows["input_ids"]) for token in ids),
+    }
+    proposed = min((token for token in added - seen if token < table), default=None)
+    advice = "name one that the target never writes (--mask-token-id"
+    if proposed is not None:
+        advice += f" {proposed}, {tokenizer.convert_ids_to_tokens(proposed)!r}, does not occur in the data"
+    raise ValueError(f"no mask token: the tokenizer has none, and no embedding row is free; {advice})")
 
 
 def _rope(config: Any) -> Rope:
