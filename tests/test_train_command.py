@@ -149,6 +149,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(run, arguments, tmp_path):
     done = run(*arguments(dry_run=True))
     assert "39,200 parameters, for a target of" in done.out
     assert "steps on this data" in done.out
+    assert "stages  data " in done.out
     assert "hours at that speed, evaluations and checkpoints not counted" in done.out
     assert not list(tmp_path.iterdir())
 

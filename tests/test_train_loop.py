@@ -14,7 +14,7 @@ from families import VOCAB, make_target
 import dflash
 from dflash import Drafter
 from dflash.drafter import DFlash2Config
-from dflash.train import TrainConfig, Trainer, draft_config, new_drafter
+from dflash.train import TrainConfig, Trainer, adopt_head_, draft_config, new_drafter
 from dflash.train.batches import Batches
 from dflash.train.checkpoint import checkpoints
 from dflash.train.features import TargetFeatures, cache_features
@@ -106,13 +106,20 @@ def test_the_learning_rate_rises_stays_and_falls():
 # ---------------------------------------------------------------------------------------------- it learns
 
 
-def test_a_drafter_learns_a_handful_of_sequences_by_heart(target, rows, tmp_path):
+@pytest.mark.parametrize(("shape", "changes"), [
+    ({}, {}),
+    ({"draft_vocab_size": 80, "markov_rank": 8}, {"slot_weights": "dpace", "distill": 0.3}),
+], ids=["first-generation", "draft vocabulary, Markov head, D-PACE and soft targets"])  # fmt: skip
+def test_a_drafter_learns_a_handful_of_sequences_by_heart(target, rows, tmp_path, shape, changes):
     config = changed(
         steps=90, anchors=16, batch_tokens=300, learning_rate=6e-3, log_every=90, save_every=0, eval_tokens=33,
-        feature_noise=0.02,
+        feature_noise=0.02, **changes,
     )  # fmt: skip
     rows = rows.select(range(6))
-    run = trainer(target, rows, tmp_path, config)
+    drafter = draft(target, **shape)
+    if shape:
+        adopt_head_(drafter, target, rows)
+    run = trainer(target, rows, tmp_path, config, drafter=drafter)
     run.prompts = [row["input_ids"][: row["loss_mask"].index(1)] for row in rows]  # by heart, so nothing held out
     before = run.evaluate()["acceptance_length"]
     last = run.train()

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import datasets
 import pytest
 import torch
 from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, random_drafter, sliding
@@ -10,7 +11,7 @@ from families import VOCAB, make_target
 from torch.nn.attention.flex_attention import create_mask
 
 from dflash.drafter import scale_logits
-from dflash.train import TargetFeatures, TrainableDrafter, draft_config, new_drafter
+from dflash.train import TargetFeatures, TrainableDrafter, adopt_head_, draft_config, new_drafter
 from dflash.train.model import ATTENTIONS, visible_keys
 
 LENGTH = 30
@@ -189,6 +190,21 @@ def test_features_embeddings_and_logits_equal_the_target(name):
     torch.testing.assert_close(drafter.logits(states[-1], whole.head), out.logits, rtol=1e-4, atol=1e-4)
     embeds = torch.nn.functional.embedding(ids, whole.embedding_weight)
     torch.testing.assert_close(drafter.scale_embeddings(embeds), states[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_draft_vocabulary_holds_the_most_frequent_tokens_and_the_targets_rows():
+    target = make_target("qwen3")
+    ids = [7] * 5 + [9] * 4 + [3] * 9 + [20, 8, 8]
+    rows = datasets.Dataset.from_list([{"input_ids": ids, "loss_mask": [0 if token == 3 else 1 for token in ids]}])
+    drafter = new_drafter(draft_config(target, mask_token_id=1, num_layers=1, draft_vocab_size=4))
+    adopt_head_(drafter, target, rows)
+    hidden = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    logits = drafter.logits(hidden, target.lm_head)
+    kept = [7, 8, 9, 20]
+    torch.testing.assert_close(logits[:, kept], target.lm_head(hidden)[:, kept])
+    assert logits.isfinite().sum(-1).tolist() == [4, 4]
+    with pytest.raises(ValueError, match="draft vocabulary must be below the target's 97"):
+        draft_config(target, mask_token_id=1, draft_vocab_size=97)
 
 
 def test_the_target_is_not_changed():

@@ -461,6 +461,8 @@ class Trainer:
         drafted, head = (3 * seconds[stage] / total for stage in ("drafter", "loss"))
         per_row = config.anchors or min(512, math.ceil(sum(self.batches.lengths) / len(self.batches.lengths) / 8))
         found = {f"--anchors {max(1, per_row // 2)}": 1 - (drafted + head) / 2}
+        if config.optimizer == "muon":  # its products are in bfloat16, which some processors emulate
+            found["--optimizer adamw"] = 1 - seconds["optimizer"] / total
         if self.features is None:
             found["--cache-features FOLDER"] = 1 - seconds["features"] / total
         vocab = self.online.embedding_weight.shape[0]
