@@ -113,9 +113,13 @@ def write(writer: gguf.GGUFWriter) -> None:
 
 
 def write_llama(
-    path: Path, quantization=gguf.GGMLQuantizationType.F32, rope: dict | None = None, keys: dict | None = None
+    path: Path, quantization=gguf.GGMLQuantizationType.F32, *, rare: int | None = None, rope: dict | None = None,
+    keys: dict | None = None,
 ) -> LlamaForCausalLM:  # fmt: skip
-    """Write a random Llama, and return the model. ``rope`` scales its RoPE, ``keys`` are more of the metadata."""
+    """Write a random Llama, and return the model.
+
+    It hardly ever writes the token ``rare``. ``rope`` scales its RoPE, ``keys`` are more of the metadata.
+    """
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 10000.0} | (rope or {})
     model = LlamaForCausalLM(LlamaConfig(
@@ -123,6 +127,9 @@ def write_llama(
         num_key_value_heads=2, max_position_embeddings=256, eos_token_id=0, bos_token_id=0, tie_word_embeddings=False,
         initializer_range=0.3, rope_parameters=rope,
     )).eval()  # fmt: skip
+    if rare is not None:
+        model.lm_head.weight.data *= 2  # the others are far above it
+        model.lm_head.weight.data[rare] = 0
     writer, config = gguf.GGUFWriter(path, "llama"), model.config
     if rope["rope_type"] == "llama3":  # as conversion/llama.py
         plain = 10000.0 ** -(torch.arange(8) / 8)

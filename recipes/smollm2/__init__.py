@@ -1,0 +1,1 @@
+"""Train a drafter for SmolLM2-135M-Instruct: ``python recipes/smollm2 FOLDER``."""
