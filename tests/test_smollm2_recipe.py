@@ -91,7 +91,7 @@ def test_an_interrupted_stage_continues(folder):
     ("changes", "message"),
     [
         ({"only": "pretraining"}, "--only must be model, prompts, answers"),
-        ({"only": "training"}, "stage training needs .*prompts.jsonl: run stage prompts first"),
+        ({"only": "training"}, "stage training needs .*answers.jsonl: run stage answers first"),
         ({"only": "evaluation", "held_out": []}, "add --held-out FILE"),
         ({"tokens": 700}, "was begun with --tokens 600, not 700"),
     ],

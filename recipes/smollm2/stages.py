@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import io
 import json
 import math
@@ -12,9 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from dflash.evaluate.prompts import parse_prompt, read_jsonl
 from dflash.files import write_atomically
 from dflash.train.data import load_prompts
 from dflash.train.features import FeatureCache
-from dflash.train.regenerate import LocalWriter
+from dflash.train.regenerate import LocalWriter, Summary
 from dflash.train.self_prompts import write_prompts
 
 from .evaluate import WAYS, evaluate_file, table
@@ -63,6 +63,14 @@ RESULTS = {  # of the stages, in their order
     "training": "drafter/model.safetensors",
     "evaluation": "evaluation.json",
 }
+BEGUN = {  # what is there while they run
+    "prompts": "self-prompts.jsonl",
+    "answers": "answers.unfinished.jsonl",
+    "features": "features",
+    "training": "drafter",
+    "evaluation": "evaluation",
+}
+INPUTS = {"answers": "prompts", "features": "answers", "training": "answers", "evaluation": "training"}  # and the model
 
 # ---------------------------------------------------------------------------------------------- held-out prompts
 
@@ -72,9 +80,9 @@ def words(text: str) -> str:
     return " ".join(["", *re.findall(r"[^_\W]+", text.casefold()), ""])
 
 
-def turns_of(row: dict[str, Any], where: str) -> list[str]:
+def user_turns(row: dict[str, Any], where: str) -> list[str]:
     messages, turns = parse_prompt(row, where)
-    return turns if messages is None else [message["content"] for message in messages]
+    return turns if messages is None else [each["content"] for each in messages if each["role"] == "user"]
 
 
 class HeldOut:
@@ -82,14 +90,14 @@ class HeldOut:
 
     def __init__(self, files: Iterable[Path]) -> None:
         rows = ((where, row) for path in files for where, _, row in read_jsonl(path))
-        self.places = {words(turn): where for where, row in rows for turn in turns_of(row, where)}
+        self.places = {words(turn): where for where, row in rows for turn in user_turns(row, where)}
 
     def find(self, prompt: dict[str, Any]) -> str | None:
         """Return where a turn of the prompt is held out, also if it only contains or is a part of what is.
 
         White space, case and punctuation do not count. Parts of less than eight words are no finding.
         """
-        for asked in map(words, turns_of(prompt, "prompt")):
+        for asked in map(words, user_turns(prompt, "prompt")):
             for held, where in self.places.items():
                 is_part = (asked in held or held in asked) and min(asked.count(" "), held.count(" ")) > 8
                 if asked == held or is_part:
@@ -157,9 +165,9 @@ class Recipe:
         """Raise ``ValueError`` if a stage lacks its input."""
         if stage == "evaluation" and not self.held_out_files:
             raise ValueError("stage evaluation needs files of prompts: add --held-out FILE")
-        earlier = list(RESULTS)[: list(RESULTS).index(stage)]
-        if missing := [name for name in earlier if name != "features" and not self.is_done(name)]:
-            raise ValueError(f"stage {stage} needs {self.result(missing[0])}: run stage {missing[0]} first")
+        for name in ("model", INPUTS.get(stage, "model")) * (stage != "model"):
+            if not self.is_done(name):
+                raise ValueError(f"stage {stage} needs {self.result(name)}: run stage {name} first")
 
     def run(self, stage: str) -> None:
         """Run a stage, unless it is done."""
@@ -189,7 +197,7 @@ class Recipe:
         missing, written = wanted - len(own), []
         count = math.ceil(missing / measured["kept_share"])
         for _ in range(4 * (missing > 0)):  # the more there are, the more are duplicates
-            written = self.write_prompts(self.folder / "self-prompts.jsonl", count)
+            written, _ = self.write_prompts(self.folder / BEGUN["prompts"], count)
             if len(written) >= missing:
                 break
             count = math.ceil(1.1 * count * missing / max(1, len(written)))
@@ -197,20 +205,26 @@ class Recipe:
             print(f"{missing} prompts were wanted, and {len(written)} are of use: --prompts adds some", file=sys.stderr)
         _write_lines(self.result("prompts"), own + [{"prompt": row["prompt"]} for row in written[:missing]])
 
-    def write_prompts(self, out: Path, count: int) -> list[dict[str, Any]]:
-        """Let the model write ``count`` prompts. Return those that are of use and not held out."""
+    def write_prompts(self, out: Path, count: int) -> tuple[list[dict[str, Any]], float]:
+        """Let the model write ``count`` prompts. Return those that are of use and not held out, and the seconds."""
         writer = LocalWriter(*self.load_target(), name=str(self.result("model")), batch_size=ROWS)
+        seconds = 0.0
         with bars(["prompts"]) as show:
-            progress: Callable[..., None] = lambda done, total: show("prompts", done.written, total)  # noqa: E731
+
+            def progress(so_far: Summary, total: int) -> None:
+                nonlocal seconds
+                seconds = so_far.seconds
+                show("prompts", so_far.written, total)
+
             prompts, _ = write_prompts(writer, count, out, progress=progress)
-        return [prompt for prompt in prompts if not self.held_out.find(prompt)]
+        return [prompt for prompt in prompts if not self.held_out.find(prompt)], seconds
 
     def load_target(self) -> tuple[Any, Any]:
         files = Pretrained(self.result("model"))
         return files.load_target(torch.float32), files.load_tokenizer()
 
     def make_answers(self) -> None:
-        unfinished = self.result("answers").with_name("answers.unfinished.jsonl")
+        unfinished = self.folder / BEGUN["answers"]
         self.answer(self.result("prompts"), unfinished)
         unfinished.rename(self.result("answers"))
 
@@ -240,16 +254,17 @@ class Recipe:
         (target, tokenizer), reports = self.load_target(), {}
         draft = load_draft(self.result("training").parent, dtype=torch.float32)
         sizes = {"new": EVALUATED_TOKENS, "rows": EVALUATED_ROWS, "limit": self.limit}
+        header = {"drafter": hashlib.sha256(self.result("training").read_bytes()).hexdigest(), **sizes}
         with bars([f"{path.name} {way}" for path in self.held_out_files for way in WAYS]) as show:
             for path in self.held_out_files:
-                kept = self.folder / "evaluation" / f"{path.name}.json"
-                if not kept.exists():
+                kept = self.folder / BEGUN["evaluation"] / f"{path.name}.json"
+                if not kept.exists() or json.loads(kept.read_text())["header"] != header:
                     report = evaluate_file(path, target, draft, tokenizer, show=show, **sizes)
                     kept.parent.mkdir(exist_ok=True)
-                    _write(kept, json.dumps(report))
-                reports[path.name] = json.loads(kept.read_text())
-        report = {"header": {**describe(target, draft), **sizes}, "files": reports}
+                    _write(kept, json.dumps({"header": header, "report": report}))
+                reports[path.name] = json.loads(kept.read_text())["report"]
         _write(self.result("evaluation").with_suffix(".md"), table(reports))
+        report = {"header": {**describe(target, draft), **header}, "files": reports}
         _write(self.result("evaluation"), json.dumps(report, indent=1) + "\n")
 
     # ------------------------------------------------------------------------------------------ the plan
@@ -263,9 +278,8 @@ class Recipe:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         # 1. Prompts and answers
-        began, files = time.monotonic(), {name: folder / f"{name}.jsonl" for name in ("written", "prompts", "answers")}
-        prompts = self.write_prompts(files["written"], MEASURED_PROMPTS)
-        seconds = time.monotonic() - began
+        files = {name: folder / f"{name}.jsonl" for name in ("written", "prompts", "answers")}
+        prompts, seconds = self.write_prompts(files["written"], MEASURED_PROMPTS)
         _write_lines(files["prompts"], ({"prompt": prompt["prompt"]} for prompt in prompts))
         answers = self.answer(files["prompts"], files["answers"])
         # 2. Features and training
@@ -309,6 +323,8 @@ class Recipe:
         lines = [f"{'stage':<12}{'hours':>8}{'MB':>9}  state"]
         for stage, (seconds, size) in found.items():
             state = "done" if self.is_done(stage) else ""
+            if not state and stage in BEGUN and (self.folder / BEGUN[stage]).exists():
+                state = "begun"
             lines.append(f"{stage:<12}{seconds / 3600:8.2f}{size / 1e6:9.0f}  {state}".rstrip())
         return "\n".join(lines)
 
