@@ -24,6 +24,21 @@ def model_file(name: str) -> Path:
     return path
 
 
+@torch.no_grad()
+def plain(target, prompts, new: int, stop: int) -> list[torch.Tensor]:
+    """Return what transformers writes greedily. Prompts of one length are a batch: none is padded."""
+    texts = {}
+    for length in {len(prompt) for prompt in prompts}:
+        places = [place for place, prompt in enumerate(prompts) if len(prompt) == length]
+        ids = torch.stack([prompts[place] for place in places])
+        sizes = {"max_new_tokens": new, "eos_token_id": stop, "pad_token_id": stop}
+        out = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **sizes)
+        for place, text in zip(places, out[:, length:], strict=True):
+            ends = (text == stop).nonzero()
+            texts[place] = text[: int(ends[0]) + 1] if len(ends) else text
+    return [texts[place] for place in range(len(prompts))]
+
+
 def drafted(target, prompts, answers, new: int, **options) -> tuple[list[list[int]], float]:
     """Return what a generator writes whose drafter knows four of five tokens of ``answers``; its tokens per step."""
     texts = [torch.cat(pair) for pair in zip(prompts, answers, strict=True)]

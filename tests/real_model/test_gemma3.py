@@ -1,10 +1,11 @@
 """Gemma 3 270M, from the GGUF file (Q4_K_M) of packages: a base model with windows and a vocabulary of 262,144."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from models import TREE, check_same, drafted, model_file, one_token
+from models import TREE, check_same, drafted, model_file, one_token, plain
 
 from dflash.evaluate import Pretrained
 from dflash.gguf import read_gguf
@@ -12,18 +13,13 @@ from dflash.gguf import read_gguf
 NEW = 64
 LICENSE = Path(__file__).parents[2] / "LICENSE"
 PATH = "gemma-3-270m-q4_k_m.gguf"
-BOS, WINDOW = 2, 512
+BOS, EOS, WINDOW = 2, 1, 512
 LENGTHS = {12: 9, 60: 8, 560: 3}  # of prompts, how many
 
 
 @pytest.fixture(scope="module")
-def files():
-    return Pretrained(model_file(PATH))
-
-
-@pytest.fixture(scope="module")
-def model(files):
-    return files.load_target(torch.float32)
+def model():
+    return Pretrained(model_file(PATH)).load_target(torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +39,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def texts(model, prompts):
-    """Return transformers' own greedy answers; those to prompts of one length together."""
-    found = []
-    for length in LENGTHS:
-        ids = torch.stack([prompt for prompt in prompts if len(prompt) == length + 1])
-        mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW, eos_token_id=None)
-        found += out[:, length + 1 :]
-    return found
+    return plain(model, prompts, NEW, EOS)
 
 
 @pytest.mark.parametrize("options", [{}, {"tree": TREE}], ids=["chain", "tree"])
@@ -61,8 +50,8 @@ def test_float32_text_is_that_of_transformers(model, prompts, texts, options):
     assert 3 < tokens_per_step < 7, "most drafts are right, and some are not"
 
 
-def test_bfloat16_text_is_that_of_one_token_decoding(files, prompts):
-    target, prompts = files.load_target(torch.bfloat16), prompts[::6]
+def test_bfloat16_text_is_that_of_one_token_decoding(model, prompts):
+    target, prompts = copy.deepcopy(model).bfloat16(), prompts[::6]
     expected = one_token(target, prompts, 24)
     found, tokens_per_step = drafted(target, prompts, list(map(torch.tensor, expected)), 24)
     check_same(found, expected)
