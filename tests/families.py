@@ -246,16 +246,18 @@ def hinted(target, draft, texts: list[torch.Tensor], spoil: int = 5, **options) 
     generator.script = script = torch.zeros(len(texts), options["max_length"] + 20, dtype=torch.int64)
     for row, text in enumerate(texts):
         script[row, : len(text)] = text
-    chain = generator.engine.chain
-    predict = chain.predict
 
-    def hint(block, features, state):
-        predictions = predict(block, features, state)
-        positions = state.positions(predictions.logits.shape[1])
-        more = torch.where(positions % spoil == 0, 0.0, 40.0).to(predictions.logits.dtype)
-        known = script.gather(1, positions.clamp(max=script.shape[1] - 1))
-        predictions.logits = predictions.logits.scatter_add(-1, known[..., None], more[..., None])
-        return predictions
+    def hinting(predict):
+        def hint(block, features, state):
+            predictions = predict(block, features, state)
+            positions = state.positions(predictions.logits.shape[1])
+            more = torch.where(positions % spoil == 0, 0.0, 40.0).to(predictions.logits.dtype)
+            known = script.gather(1, positions.clamp(max=script.shape[1] - 1))
+            predictions.logits = predictions.logits.scatter_add(-1, known[..., None], more[..., None])
+            return predictions
 
-    chain.predict = hint
+        return hint
+
+    for proposer in filter(None, (generator.engine.chain, generator.engine.tree)):
+        proposer.predict = hinting(proposer.predict)
     return generator
