@@ -268,5 +268,6 @@ def test_what_shares_the_targets_parts_refuses_own_ones(save, tmp_path, part):
     draft = dflash.load_draft(save({part: own(64) if part == "mask_embedding" else own(VOCAB, 64)}))
     with pytest.raises(ValueError, match=f"own {part.partition('.')[0]}"):
         dflash.as_assistant(draft)
-    with pytest.raises(ValueError, match=f"own {part.partition('.')[0]}"):
-        TrainableDrafter(draft)
+    if part != "lm_head.weight":  # a head stays as it is in training
+        with pytest.raises(ValueError, match=f"own {part.partition('.')[0]}"):
+            TrainableDrafter(draft)
