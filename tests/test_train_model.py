@@ -10,8 +10,16 @@ from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, random_draft
 from families import VOCAB, make_target
 from torch.nn.attention.flex_attention import create_mask
 
-from dflash.drafter import scale_logits
-from dflash.train import TargetFeatures, TrainableDrafter, adopt_head_, draft_config, new_drafter
+from dflash.drafter import DFlash2Config, scale_logits
+from dflash.train import (
+    TargetFeatures,
+    TrainableDrafter,
+    TrainConfig,
+    add_dflash2,
+    adopt_head_,
+    draft_config,
+    new_drafter,
+)
 from dflash.train.model import ATTENTIONS, visible_keys
 
 LENGTH = 30
@@ -152,6 +160,20 @@ def test_a_block_sees_only_the_context_before_its_anchor_and_itself(attention):
 def test_an_unknown_attention_is_refused():
     with pytest.raises(ValueError, match="attention must be one of flex, matmul or None, got 'eager'"):
         TrainableDrafter(random_drafter(), attention="eager")
+
+
+@pytest.mark.parametrize("given", [{"markov_rank": 4}, {"draft_vocab_size": 40}])
+def test_a_dflash2_drafter_takes_no_markov_head_and_no_draft_vocabulary(given):
+    drafter = new_drafter(draft_config(make_target("qwen3"), mask_token_id=1, num_layers=1, **given))
+    with pytest.raises(ValueError, match="has no Markov head and the whole vocabulary"):
+        add_dflash2(drafter, DFlash2Config(2, 16, 4, 4))
+
+
+def test_options_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match="Markov rank must be at least 0, got -1"):
+        draft_config(make_target("qwen3"), mask_token_id=1, markov_rank=-1)
+    with pytest.raises(ValueError, match="gamma must be left out with slot_weights dpace"):
+        TrainConfig(slot_weights="dpace", gamma=3.0)
 
 
 # ---------------------------------------------------------------------------------------------- the target

@@ -195,9 +195,11 @@ class Recipe:
         wanted = math.ceil(self.tokens / measured["answer_tokens"] / len(TEMPERATURES_OF_ANSWERS))
         own = [{key: row[key] for key in row if key != "line"} for row in self.own_prompts[:wanted]]
         missing, written = wanted - len(own), []
-        count = math.ceil(missing / measured["kept_share"])
+        count, begun = math.ceil(missing / measured["kept_share"]), self.folder / BEGUN["prompts"]
+        if begun.exists():  # a later round asked for more
+            count = max([count, *map(int, re.findall(r'^{"line": (\d+)', begun.read_text(), re.MULTILINE))])
         for _ in range(4 * (missing > 0)):  # the more there are, the more are duplicates
-            written, _ = self.write_prompts(self.folder / BEGUN["prompts"], count)
+            written, _ = self.write_prompts(begun, count)
             if len(written) >= missing:
                 break
             count = math.ceil(1.1 * count * missing / max(1, len(written)))

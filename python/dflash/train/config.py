@@ -57,6 +57,7 @@ class TrainConfig:
             check(name, 0 <= getattr(self, name) <= 1, "in 0 .. 1")
         check("anchors", self.anchors is None or self.anchors >= 1, "at least 1")
         check("slot_weights", self.slot_weights in ("decay", "dpace"), '"decay" or "dpace"')
+        check("gamma", self.gamma is None or self.slot_weights == "decay", "left out with slot_weights dpace")
         check("steps", self.steps is None or self.steps >= 1, "at least 1")
         check("gamma", self.gamma is None or self.gamma > 0, "above 0")
         check("optimizer", self.optimizer in ("adamw", "muon"), '"adamw" or "muon"')

@@ -255,7 +255,7 @@ class FeatureCache:
         self.lengths: list[int] = index["lengths"]
         self.target_layer_ids = tuple(self.fingerprint["target_layer_ids"])
         self.dtype = getattr(torch, self.fingerprint["dtype"])
-        self.num_soft_targets: int = self.fingerprint.get("soft_targets", 0)
+        self.num_soft_targets: int = self.fingerprint["soft_targets"]
         self._places: list[tuple[int, int]] = []  # per row, its shard and first token there
         for number, (start, end) in enumerate(shards):
             self._places += [(number, first) for first in accumulate(self.lengths[start : end - 1], initial=0)]
@@ -325,12 +325,13 @@ def _read_index(folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} is not a feature cache: {_INDEX} is missing")
     try:
         index = json.loads((folder / _INDEX).read_bytes())
+        index["fingerprint"].setdefault("soft_targets", 0)  # of earlier versions
         have = {key: index["fingerprint"].get(key) for key in expected}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / _INDEX}: not what cache_features writes: remove the folder") from error
     what = {"target": "another target's", "rows": "of other rows"}
     for key, value in expected.items():
-        if key == "soft_targets" and (have[key] or 0) > value and not _missing(folder, index):
+        if key == "soft_targets" and have[key] > value and not _missing(folder, index):
             continue
         if have[key] != value:
             why = what.get(key, f"{key} {have[key]}, not {value}")

@@ -104,6 +104,7 @@ def draft_config(  # noqa: PLR0913 - public, each documented
     total = config.num_hidden_layers
     limits = [("layers", num_layers, 1), ("block size", block_size, 2), ("sliding window", sliding_window, 0)]
     limits += [("intermediate size", intermediate_size, 1), ("draft vocabulary", draft_vocab_size, 1)]
+    limits += [("Markov rank", markov_rank, 0)]
     for name, value, least in limits:
         if value is not None and value < least:
             raise ValueError(f"the drafter's {name} must be at least {least}, got {value}")
@@ -334,6 +335,8 @@ def add_dflash2(drafter: Drafter, parts: DFlash2Config, *, seed: int = 0) -> Dra
     config = drafter.config
     if config.dflash2 is not None:
         raise ValueError("the drafter is a DFlash 2 drafter already")
+    if config.markov_rank or config.draft_vocab_size is not None:
+        raise ValueError("a DFlash 2 drafter has no Markov head and the whole vocabulary: leave out both")
     check_dflash2(parts, config.hidden_size, config.vocab_size)
     if (taps := parts.conv_kernel_size) > config.block_size:  # the reference package could not run it
         raise ValueError(f"the drafter: conv_kernel_size must be at most block_size {config.block_size}, got {taps}")
@@ -397,9 +400,11 @@ def candidate_scores(
 def check_trainable(config: DraftConfig) -> None:
     """Raise ``ValueError`` if a drafter has something that cannot be trained here. The message names it."""
     own = ", ".join(part for part in config.own_parts if part != "lm_head")
+    is_reduced = config.dflash2 is not None and config.draft_vocab_size is not None
     for applies, what, why in (
         (config.attention_sinks, "drafter with attention sinks", "the differentiable attention has none"),
         (config.predicts_from_anchor, "DSpark drafter", "an anchor's row that predicts has no training here"),
+        (is_reduced, "DFlash 2 drafter with a draft vocabulary", "its codebooks are of the whole one"),
         (own, f"drafter with its own {own}", "training uses the target's"),
         (config.scales_like_target, "Muse Glimmer assistant", "training takes no multiplier from the target"),
         (config.attention_value_scale != 1.0, "drafter with attention_value_scale", "the attention here has none"),

@@ -274,7 +274,6 @@ class Trainer:
         self.online = TargetFeatures(
             self.target, drafter.config.target_layer_ids, soft_targets=self.num_soft_targets, scale=self._scale
         )
-        self._draft_ids = self._places_of_tokens()
         # 6. Start at the beginning
         self.metrics = MetricsFile(self.output)
         self._generator: Generator | None = None
@@ -398,7 +397,7 @@ class Trainer:
             # 3. Run the drafter and compare
             hidden = self.model(context, embeds, blocks.anchors)
             self._lap("drafter")
-            teaching = {"teacher": teacher, "distill": config.distill, "draft_ids": self._draft_ids}
+            teaching = {"teacher": teacher, "distill": config.distill, "draft_ids": self._places_of_tokens()}
             teaching["is_dynamic"] = config.slot_weights == "dpace"
             selecting = {"selector": self.drafter.selector, "selector_weight": config.selector_weight}
             out = block_loss(hidden, blocks, self._logits, statistics=statistics, **teaching, **selecting)
@@ -460,7 +459,7 @@ class Trainer:
         config, total = self.config, sum(seconds.values())
         drafted, head = (3 * seconds[stage] / total for stage in ("drafter", "loss"))
         per_row = config.anchors or min(512, math.ceil(sum(self.batches.lengths) / len(self.batches.lengths) / 8))
-        found = {f"--anchors {max(1, per_row // 2)}": 1 - (drafted + head) / 2}
+        found = {f"--anchors {per_row // 2}": 1 - (drafted + head) / 2} if per_row > 1 else {}
         if config.optimizer == "muon":  # its products are in bfloat16, which some processors emulate
             found["--optimizer adamw"] = 1 - seconds["optimizer"] / total
         if self.features is None:
