@@ -14,18 +14,16 @@ import contextlib
 import itertools
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import harness
-import httpx
 import openai
 import package_pair
+from servers import running
 from transformers import AutoTokenizer
 
 FIRST = "dflash"
@@ -60,26 +58,8 @@ def command(name: str, pair: Path, clients: int, port: int) -> list[str]:
 @contextlib.contextmanager
 def started(arguments: list[str], port: int) -> Iterator[openai.AsyncOpenAI]:
     """Run a server; yields a client once the server answers."""
-    with (
-        tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=log) as process,
-    ):
-        url = f"http://127.0.0.1:{port}/v1"
-        try:
-            while not _is_up(url):
-                if process.poll() is not None:
-                    log.seek(0)
-                    raise SystemExit(f"a server ended: {log.read()}")
-                time.sleep(0.2)
-            yield openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
-        finally:
-            process.terminate()
-
-
-def _is_up(url: str) -> bool:
-    with contextlib.suppress(httpx.HTTPError):  # transformers' /v1/models needs a hub cache
-        return httpx.get(url.replace("/v1", "/health")).is_success
-    return False
+    with running(arguments, port) as url:
+        yield openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
 async def answer(client: openai.AsyncOpenAI, model: str, prompt: str) -> tuple[str, list[float]]:

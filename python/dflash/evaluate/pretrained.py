@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..files import read_json
-from ..gguf import find_gguf, read_gguf, require_gguf
+from ..gguf import GgufFile, find_gguf, read_gguf, require_gguf
 from ..targets import check_target_config, check_target_size, check_target_weights
 from ..terminal import listed, named, printable, shortened
 from .gguf_target import complete_config, quiet_reader
@@ -44,16 +44,17 @@ class Pretrained:
     local_files_only: bool = False
 
     @functools.cached_property
-    def gguf(self) -> Path | None:
+    def gguf(self) -> GgufFile | None:
         """The GGUF file that holds it all, checked; None if there is none."""
         path = find_gguf(self.name, local_files_only=self.local_files_only)
-        if path is not None and (file := read_gguf(path)).is_draft:
-            raise ValueError(
-                f"{printable(path)} is a DFlash drafter ({file.architecture}), not a target: give it as draft"
-            )
-        if path is not None and importlib.util.find_spec("accelerate") is None:
+        if path is None:
+            return None
+        if (file := read_gguf(path)).is_draft:
+            what = f"is a DFlash drafter ({file.architecture}), not a target: give it as draft"
+            raise ValueError(f"{printable(path)} {what}")
+        if importlib.util.find_spec("accelerate") is None:
             raise ValueError(f"{printable(path)} needs the accelerate package: pip install '.[gguf]'")
-        return path
+        return file
 
     @functools.cached_property
     def _reader(self) -> Any:
@@ -72,7 +73,7 @@ class Pretrained:
         model = self._base() or self
         config = model._load(AutoConfig)
         if model.gguf is not None:
-            complete_config(config, read_gguf(model.gguf))
+            complete_config(config, model.gguf)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
             if isinstance(kernel, str) and "/" in kernel:
@@ -88,8 +89,10 @@ class Pretrained:
 
         config, folder = self.load_config(), (self._base() or self)._folder()
         if self.gguf is not None and dtype == "auto":
-            dtype = read_gguf(self.gguf).dtype
-        files = check_target_weights(folder) if folder is not None else [self.gguf] if self.gguf is not None else []
+            dtype = self.gguf.dtype
+        files = (
+            check_target_weights(folder) if folder is not None else [self.gguf.path] if self.gguf is not None else []
+        )
         if files:  # before transformers allocates anything
             is_quantized = self.gguf is not None or getattr(config, "quantization_config", None) is not None
             check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)
@@ -134,7 +137,7 @@ class Pretrained:
             if self.gguf is None:
                 return loader.from_pretrained(self.name, **options)
             with quiet_reader(self._reader):
-                return loader.from_pretrained(self.gguf.parent, gguf_file=self.gguf.name, **options)
+                return loader.from_pretrained(self.gguf.path.parent, gguf_file=self.gguf.path.name, **options)
 
     def _folder(self) -> Path | None:
         """Return the local folder, of a hub id its snapshot so far. None for a GGUF file, or if there is none."""

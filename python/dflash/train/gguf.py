@@ -15,7 +15,7 @@ from ..drafter import DraftConfig, Drafter
 from ..drafter.drafter import target_ids
 from ..drafter.gguf import GGUF_KEYS, LLAMA_CPP, MASK, tensor_names
 from ..evaluate import Pretrained
-from ..gguf import read_gguf, require_gguf
+from ..gguf import require_gguf
 from ..terminal import printable
 
 FLOATING = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -44,7 +44,7 @@ def read_gguf_target(files: Pretrained) -> GgufTarget:
         rope = getattr(config, "rope_parameters", None) or {}
         sizes = config.hidden_size, config.num_hidden_layers, getattr(config, "max_position_embeddings", None)
         return GgufTarget(_byte_level(files, config.vocab_size), *sizes, "mrope_section" in rope)
-    file, kinds = read_gguf(files.gguf), require_gguf().GGUFValueType
+    file, kinds = files.gguf, require_gguf().GGUFValueType
     keys = ("embedding_length", "block_count", "context_length", "rope.dimension_sections")
     hidden, layers, positions, sections = (file.metadata.get(f"{file.architecture}.{key}") for key in keys)
     tokenizer = {
