@@ -1,8 +1,8 @@
 // The queries that share a kv head are packed into vector lanes, so one load of K or V serves them all. With few
-// queries the lanes hold keys and columns instead, with the same sums (AVX-512): value_tile and value_few leave their
-// products to the compiler to fuse, and the tests hold their bits together. bf16 values are multiplied in fp32: weights
-// would have to be rounded, and a pair of bf16 would tie a key to the next one in memory, which in a tree may be on
-// another path.
+// queries the lanes hold keys and columns instead, with the same sums (AVX2, AVX-512): value_tile and value_few leave
+// their products to the compiler to fuse, and the tests hold their bits together. bf16 values are multiplied in fp32:
+// weights would have to be rounded, and a pair of bf16 would tie a key to the next one in memory, which in a tree may
+// be on another path.
 //
 // Keys are processed in tiles of 64 slots with an online softmax; chunks of 256 slots are combined in ascending order.
 // Both start at multiples of their size in absolute slots, and one without a visible key changes no bit, so the result
@@ -121,8 +121,10 @@ static inline void over_lanes(int64_t lane, int64_t lanes, const Fn& fn) {
   if constexpr (NV > 1) over_lanes<NV - 1>(lane, lanes, fn);
 }
 
-// True if a group has too few queries to fill the lanes, which then hold columns and keys.
-static inline bool has_few(const Group& g) { return kWidth == 16 && g.live <= kFewRows; }
+// True if a group has too few queries to fill the lanes, which then hold keys; and if so few that they had better hold
+// columns of values.
+static inline bool has_few(const Group& g) { return kWidth >= 8 && g.live <= kWidth / 2; }
+static inline bool has_few_for_values(const Group& g) { return kWidth >= 8 && g.live <= kFewRows; }
 
 // A group's queries, packed once for the kernel that multiplies them. The choice of kernel does not affect the bits.
 template <typename T>
@@ -146,7 +148,7 @@ class Queries {
 
   // scores [keys, lanes] of k [keys, head_dim]
   void score(const T* k, int64_t keys, float* scores) const {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     if (few_) return score_few(k, keys, scores);
 #endif
     over_lanes<kMostVecs>(0, lanes_, [&](int64_t lane, auto vecs) {
@@ -174,7 +176,7 @@ class Queries {
                   p.head_dim * sizeof(T));
   }
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
   void score_few(const T* k, int64_t keys, float* scores) const {
     live_ == 1   ? score_rows<1>(k, keys, scores)
     : live_ == 2 ? score_rows<2>(k, keys, scores)
@@ -348,7 +350,7 @@ struct Worker {
   State chunk, total;
 
   Worker(const BlockAttentionParams& p, const Group& g)
-      : p(p), g(g), queries(p, g), few(has_few(g) && p.v_head_dim % kWidth == 0) {
+      : p(p), g(g), queries(p, g), few(has_few_for_values(g) && p.v_head_dim % kWidth == 0) {
     v_step = ceil_div(p.v_head_dim, 16) * 16 + 16;
     const int64_t most_keys = kTileSlots + (g.tree ? p.rows : 0);
     const int64_t state = State::floats(g.lanes, p.v_head_dim), few_floats = few ? kFewRows * p.v_head_dim : 0;
@@ -428,9 +430,10 @@ struct Worker {
         value_few<queries, vecs>(v + column, step, keys, scores, alpha, g.lanes, p.v_head_dim, read + column);
       });
     };
-    g.live <= 2   ? run(Count<2>{}, Count<8>{})
-    : g.live <= 4 ? run(Count<4>{}, Count<4>{})
-                  : run(Count<kFewRows>{}, Count<2>{});
+    constexpr int kHeld = kWidth == 16 ? 16 : 8;  // vectors of sums
+    g.live <= 2   ? run(Count<2>{}, Count<kHeld / 2>{})
+    : g.live <= 4 ? run(Count<4>{}, Count<kHeld / 4>{})
+                  : run(Count<kFewRows>{}, Count<kHeld / kFewRows>{});
   }
 
   void store_few() const {

@@ -1,11 +1,11 @@
 // The bits of a row depend neither on its place nor on the number of rows: two kernels sum in the same order
 // (linear_tile.h). In one a vector lane holds a row, and every weight is broadcast to all lanes, so weights are never
-// copied as a matrix. In the other (AVX-512) lanes hold weights as they lie in memory, for the few rows that would
-// leave lanes idle. With AMX, bf16 goes through tiles (linear_amx.h). Where weights are int8, rows are too
+// copied as a matrix. In the other (AVX2, AVX-512) lanes hold weights as they lie in memory, for the few rows that
+// would leave lanes idle. With AMX, bf16 goes through tiles (linear_amx.h). Where weights are int8, rows are too
 // (linear_int8.h).
 //
-// A task is a tile of weight rows, which comes from memory once for all rows. Few rows are packed by every thread for
-// itself, in its own cache; many by the calling thread for all.
+// A task is a tile of weight rows, which comes from memory once for all rows that fit in a core's cache beside it.
+// These are packed by every thread for itself; more of them by the calling thread for all.
 #include "cpu/linear/linear.h"
 
 #include "cpu/base/parallel.h"
@@ -15,19 +15,27 @@ DFLASH_NAMESPACE_BEGIN
 
 constexpr int64_t kParallelProducts = int64_t(3) << 18;  // fewer multiply-adds than this stay on one thread
 constexpr int kMaxVecs = kWidth == 16 ? 4 : 2;
-constexpr int64_t kMostFew = 12;         // up to this many leftover rows skip the lanes
-constexpr int64_t kOwnRows = 256 << 10;  // bytes of packed rows that every thread has for itself, in its L2 cache
+constexpr int64_t kMostRows = kMaxVecs * kWidth;     // of a group
+constexpr int64_t kMostFew = kWidth == 16 ? 12 : 4;  // up to this many leftover rows skip the lanes
+constexpr int64_t kOwnRows = 384 << 10;  // bytes of packed rows that every thread has for itself, in its L2 cache
 
-// How rows are multiplied: those of whole vectors in lanes, and the leftover ones, if they are few and a kernel takes
-// them, as they lie in memory.
+// How rows are multiplied: in groups of kMostRows in lanes, and what is left, one row at least, as the last group. Of
+// it, rows of whole vectors are in lanes, and the leftover ones, if they are few and a kernel takes them, as they lie
+// in memory.
 struct Split {
-  int64_t count, in_lanes, few, lanes;
+  int64_t groups;                // before the last
+  int64_t in_lanes, few, lanes;  // of the last group
+  int64_t count;
 
-  Split(int64_t rows, bool takes_few) : count(rows) {
-    few = takes_few && rows % kWidth <= kMostFew ? rows % kWidth : 0;
-    in_lanes = rows - few;
+  Split(int64_t rows, bool takes_few) : groups((rows - 1) / kMostRows), count(rows) {
+    const int64_t last = rows - groups * kMostRows;
+    few = takes_few && last % kWidth <= kMostFew ? last % kWidth : 0;
+    in_lanes = last - few;
     lanes = ceil_div(in_lanes, kWidth) * kWidth;
   }
+
+  int64_t all_in_lanes() const { return groups * kMostRows + in_lanes; }
+  int64_t all_lanes() const { return groups * kMostRows + lanes; }
 };
 
 // Where a thread keeps packed rows, and the number of the product that they are of. They are still there when the
@@ -55,30 +63,34 @@ class Rows : public Split {
  public:
   using Weight = T;
   static constexpr bool kIsInt8 = false;
-  static constexpr bool kTakesFew = kWidth == 16 && !kOnTiles<T>;
+  static constexpr bool kTakesFew = kWidth >= 8 && !kOnTiles<T>, kInGroups = !kOnTiles<T>;
   using ThreadState = std::conditional_t<kOnTiles<T>, TileState, NoTiles>;
   template <int NV>
   static constexpr int kFeaturesPerTask = kFeaturesAtOnce<T, NV>;
 
   static int64_t packed_bytes(int64_t rows, int64_t in) { return Rows(rows, in).size() * int64_t(sizeof(Word<T>)); }
+  static int64_t groups_at_once(int64_t in) { return kInGroups ? most(1, kOwnRows / packed_bytes(kMostRows, in)) : 1; }
 
   Rows(const T* x, int64_t rows, int64_t in, uint64_t product) : Rows(rows, in) {
     static thread_local PackedRows mine;
     packed_ = reinterpret_cast<Word<T>*>(mine.buffer.reserve(size()));
-    few_rows_ = packed_ + words_ * lanes;
+    few_rows_ = packed_ + words_ * all_lanes();
     if (!mine.begins(product)) return;
-    if (in_lanes > 0) pack_rows(x, in_lanes, in, lanes, packed_);
+    for (int64_t g = 0; g < groups; ++g)
+      pack_rows(x + g * kMostRows * in, kMostRows, in, kMostRows, packed_ + g * kMostRows * words_);
+    if (in_lanes > 0)
+      pack_rows(x + groups * kMostRows * in, in_lanes, in, lanes, packed_ + groups * kMostRows * words_);
     // Rows lie two lines past a power of two apart, so that they do not share cache sets.
-    if (few > 0) copy_rows(x + in_lanes * in, few, padded(few), in, stride_, few_rows_);
+    if (few > 0) copy_rows(x + all_in_lanes() * in, few, padded(few), in, stride_, few_rows_);
   }
 
   // sums [kFeaturesPerTask<NV>, lanes] of `live` features
   template <int NV>
-  void multiply_lanes(const T* weight, int64_t live, float* sums) const {
-    multiply_rows<T, NV>(packed_, in_, weight, live, sums);
+  void multiply_lanes(int64_t group, const T* weight, int64_t live, float* sums) const {
+    multiply_rows<T, NV>(packed_ + group * kMostRows * words_, in_, weight, live, sums);
   }
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
   // sums [n, kTile] of the few rows from `row`
   template <int ROWS>
   void multiply_few_rows(int64_t row, int64_t, const T* weight, int64_t live, float* sums) const {
@@ -91,10 +103,10 @@ class Rows : public Split {
 
   // Few rows are multiplied 8 at once, and what is left as 1, 2, 4, 6 or 8.
   static int64_t padded(int64_t few) { return few % kFewRows == 1 ? few : (few + 1) / 2 * 2; }
-  int64_t size() const { return words_ * lanes + stride_ * padded(few); }
+  int64_t size() const { return words_ * all_lanes() + stride_ * padded(few); }
 
   int64_t in_, words_, stride_;
-  Word<T>*packed_, *few_rows_;  // [words, lanes], [few, stride]
+  Word<T>*packed_, *few_rows_;  // groups of [words, lanes]; [few, stride]
 };
 
 // Rows of x as the kernels of int8 weights read them.
@@ -103,35 +115,40 @@ class Int8Rows : public Split {
  public:
   using Weight = int8_t;
   static constexpr bool kIsInt8 = true;
-  static constexpr bool kTakesFew = kWidth == 16 && !kHasTiles;
+  static constexpr bool kTakesFew = kWidth >= 8 && !kHasTiles, kInGroups = !kHasTiles;
   using ThreadState = TileState;
   template <int NV>
   static constexpr int kFeaturesPerTask = kBlockFeatures<NV>;
 
   static int64_t packed_bytes(int64_t rows, int64_t in) {
-    return QuantizedRows(rows, Split(rows, kTakesFew).lanes, in).size() * int64_t(sizeof(uint32_t));
+    return QuantizedRows(rows, Split(rows, kTakesFew).all_lanes(), in).size() * int64_t(sizeof(uint32_t));
   }
+  static int64_t groups_at_once(int64_t in) { return kInGroups ? most(1, kOwnRows / packed_bytes(kMostRows, in)) : 1; }
 
   Int8Rows(const T* x, int64_t rows, int64_t in, uint64_t product)
-      : Split(rows, kTakesFew), in_(in), rows_(rows, lanes, in) {
+      : Split(rows, kTakesFew), in_(in), rows_(rows, all_lanes(), in) {
     static thread_local PackedRows mine;
     rows_.place(mine.buffer.reserve(rows_.size()));
-    if (mine.begins(product)) rows_.pack(x, in_lanes);
+    if (!mine.begins(product)) return;
+    rows_.round(x);
+    for (int64_t g = 0; g < groups; ++g) rows_.transpose(g * kMostRows, kMostRows, kMostRows);
+    if (in_lanes > 0) rows_.transpose(groups * kMostRows, in_lanes, lanes);
   }
 
   template <int NV>
-  void multiply_lanes(const int8_t* weight, int64_t live, float* sums) const {
+  void multiply_lanes(int64_t group, const int8_t* weight, int64_t live, float* sums) const {
+    const auto lanes = rows_.lanes_from(group * kMostRows);
 #if DFLASH_TILES
-    choose_block<NV>(live, [&](auto tile) { multiply_int8_block<NV, tile>(rows_, in_, weight, live, sums); });
+    choose_block<NV>(live, [&](auto tile) { multiply_int8_block<NV, tile>(lanes, in_, weight, live, sums); });
 #else
-    multiply_int8_in_lanes<NV>(rows_, in_, weight, live, sums);
+    multiply_int8_in_lanes<NV>(lanes, in_, weight, live, sums);
 #endif
   }
 
-#if defined(__AVX512F__) && !DFLASH_TILES
+#if defined(__AVX2__) && !DFLASH_TILES
   template <int ROWS>
   void multiply_few_rows(int64_t row, int64_t n, const int8_t* weight, int64_t live, float* sums) const {
-    multiply_few_int8<ROWS>(rows_, in_lanes + row, n, in_, weight, live, sums);
+    multiply_few_int8<ROWS>(rows_, all_in_lanes() + row, n, in_, weight, live, sums);
   }
 #endif
 
@@ -141,9 +158,7 @@ class Int8Rows : public Split {
 };
 
 // The cost of one output feature for `rows` rows, in multiply-adds.
-static inline int64_t products_of(int64_t rows, int64_t in) {
-  return in * least(rows < 4 ? 4 : rows, int64_t(kMaxVecs * kWidth));
-}
+static inline int64_t products_of(int64_t rows, int64_t in) { return in * least(rows < 4 ? 4 : rows, kMostRows); }
 
 // Features of a part; none where its weight is not of the kind that R is for.
 template <typename R>
@@ -196,23 +211,28 @@ static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, i
     at += (first_row + row - part.first_row) * part.out_stride + first;
     part.wide ? store_to(static_cast<float*>(part.out) + at) : store_to(static_cast<T*>(part.out) + at);
   };
-  // 2. Rows in lanes
-  if constexpr (NV > 0)
-    if (skip < rows.in_lanes) {
-      alignas(64) float sums[R::template kFeaturesPerTask<NV> * NV * kWidth];
-      rows.template multiply_lanes<NV>(weight, live, sums);
-      for (int64_t at = 0; at < live; at += kTile) {
-        const Finish finish = finish_at(at);
-        store(skip, at, [&](auto* out) {
-          store_tile(sums + at * NV * kWidth, NV * kWidth, skip, rows.in_lanes, least(kTile, live - at), finish, out,
-                     part.out_stride);
-        });
-      }
+  // 2. Rows in lanes, those of a group in as many vectors as `vecs` says
+  const auto multiply_lanes = [&](int64_t group, int64_t in_lanes, auto vecs) {
+    constexpr int kVecs = vecs;
+    const int64_t row = group * kMostRows, dropped = skip > row ? skip - row : 0;
+    if (dropped >= in_lanes) return;
+    alignas(64) float sums[R::template kFeaturesPerTask<kVecs> * kVecs * kWidth];
+    rows.template multiply_lanes<kVecs>(group, weight, live, sums);
+    for (int64_t at = 0; at < live; at += kTile) {
+      const Finish finish = finish_at(at);
+      store(row + dropped, at, [&](auto* out) {
+        store_tile(sums + at * kVecs * kWidth, kVecs * kWidth, dropped, in_lanes, least(kTile, live - at), finish, out,
+                   part.out_stride);
+      });
     }
+  };
+  if constexpr (R::kInGroups)
+    for (int64_t group = 0; group < rows.groups; ++group) multiply_lanes(group, kMostRows, Constant<kMaxVecs>{});
+  if constexpr (NV > 0) multiply_lanes(rows.groups, rows.in_lanes, Constant<NV>{});
   // 3. Rows as they lie in memory
   if constexpr (R::kTakesFew)
     for (int64_t row = 0; row < rows.few; row += kFewRows) {
-      const int64_t n = least(kFewRows, rows.few - row);
+      const int64_t n = least(kFewRows, rows.few - row), at = rows.all_in_lanes() + row;
       alignas(64) float sums[kFewRows * kTile];
       const auto multiply = n == 1   ? &R::template multiply_few_rows<1>
                             : n == 2 ? &R::template multiply_few_rows<2>
@@ -222,8 +242,7 @@ static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, i
       (rows.*multiply)(row, n, weight, live, sums);
       const Finish finish = finish_at(0);
       for (int64_t r = 0; r < n; ++r)
-        if (rows.in_lanes + row + r >= skip)
-          store(rows.in_lanes + row + r, 0, [&](auto* out) { store_features(out, sums + r * kTile, finish, live); });
+        if (at + r >= skip) store(at + r, 0, [&](auto* out) { store_features(out, sums + r * kTile, finish, live); });
     }
 }
 
@@ -250,13 +269,13 @@ static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* 
   for (int i = 0; i < num_parts; ++i) features += features_of<R>(parts[i]);
   if (features == 0) return;
   for (int64_t first = 0, n; first < count; first += n) {
-    n = least(kMaxVecs * kWidth, count - first);
+    n = least(kMostRows * R::groups_at_once(in), count - first);
     const int64_t vecs = Split(n, R::kTakesFew).lanes / kWidth;
     const auto run = vecs == 0   ? run_tiles<T, 0, R>
                      : vecs == 1 ? run_tiles<T, 1, R>
                      : vecs == 2 ? run_tiles<T, 2, R>
                      : vecs == 3 ? run_tiles<T, least(3, kMaxVecs), R>
-                                 : run_tiles<T, least(4, kMaxVecs), R>;
+                                 : run_tiles<T, kMaxVecs, R>;
     run(x + first * in, n, first, parts, num_parts, in, threads);
   }
 }

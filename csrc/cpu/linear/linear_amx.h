@@ -90,12 +90,6 @@ struct TileRegisters {
 
 // ---- products
 
-// A number as a type, of this namespace (vec.h).
-template <int I>
-struct Constant {
-  constexpr operator int() const { return I; }
-};
-
 // Calls fn(0), ..., fn(N - 1) with constants, unrolled.
 template <typename Fn, int... I>
 static inline void unroll(const Fn& fn, std::integer_sequence<int, I...>) {

@@ -84,52 +84,64 @@ static inline int32_t sum_group(const Quantized* group) {
   return sum;
 }
 
-// Rows in 8 bits. Those in lanes are also transposed: words [groups * kInt8Words, lanes], scales and starts [groups,
-// lanes].
+// Rows in 8 bits. Those in lanes are also transposed, as many at once as are multiplied at once: words [groups *
+// kInt8Words, lanes], scales and starts [groups, lanes].
 struct QuantizedRows {
-  int64_t rows, lanes, in, groups;
+  int64_t rows, all_lanes, in, groups;
   int64_t stride;                 // words from a row to the next
-  uint32_t *words, *packed;       // [rows, stride], [groups * kInt8Words, lanes]
-  float *scales, *packed_scales;  // [rows, groups], [groups, lanes]
+  uint32_t *words, *packed;       // [rows, stride], [all_lanes * groups * kInt8Words]
+  float *scales, *packed_scales;  // [rows, groups], [all_lanes * groups]
   int32_t *starts, *packed_starts;
 
-  QuantizedRows(int64_t rows, int64_t lanes, int64_t in)
-      : rows(rows), lanes(lanes), in(in), groups(ceil_div(in, kQuantGroup)) {
+  // What is transposed of some rows.
+  struct Lanes {
+    uint32_t* words;
+    float* scales;
+    int32_t* starts;
+  };
+
+  QuantizedRows(int64_t rows, int64_t all_lanes, int64_t in)
+      : rows(rows), all_lanes(all_lanes), in(in), groups(ceil_div(in, kQuantGroup)) {
     stride = groups * kInt8Words + 32;
   }
 
   // The words of memory that it takes.
-  int64_t size() const { return rows * stride + lanes * groups * kInt8Words + 2 * groups * (rows + lanes); }
+  int64_t size() const { return rows * stride + all_lanes * groups * kInt8Words + 2 * groups * (rows + all_lanes); }
 
   void place(uint32_t* memory) {
     packed = memory;  // whole lines: it is first, where the memory begins with one
-    words = packed + lanes * groups * kInt8Words;
+    words = packed + all_lanes * groups * kInt8Words;
     packed_scales = reinterpret_cast<float*>(words + rows * stride);
-    packed_starts = reinterpret_cast<int32_t*>(packed_scales + groups * lanes);
-    scales = reinterpret_cast<float*>(packed_starts + groups * lanes);
+    packed_starts = reinterpret_cast<int32_t*>(packed_scales + groups * all_lanes);
+    scales = reinterpret_cast<float*>(packed_starts + groups * all_lanes);
     starts = reinterpret_cast<int32_t*>(scales + groups * rows);
   }
 
-  // Rounds rows of x, and transposes the first `in_lanes` of them.
+  // Those that begin with the row of this number.
+  Lanes lanes_from(int64_t first) const {
+    return {packed + first * groups * kInt8Words, packed_scales + first * groups, packed_starts + first * groups};
+  }
+
+  // Rounds rows of x.
   template <typename T>
-  void pack(const T* x, int64_t in_lanes) {
+  void round(const T* x) {
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t g = 0; g < groups; ++g) {
         auto* to = reinterpret_cast<Quantized*>(words + r * stride + g * kInt8Words);
         scales[r * groups + g] = quantize_group(x + r * in + g * kQuantGroup, in - g * kQuantGroup, to);
         starts[r * groups + g] = kShift ? -kShift * sum_group(to) : 0;
       }
-    if (lanes > 0) transpose(in_lanes);
   }
 
- private:
-  void transpose(int64_t in_lanes) {
-    transpose_rows(in_lanes, groups * kInt8Words, lanes, reinterpret_cast<float*>(packed),
-                   [&](int64_t r, int64_t k) { return (Vec)load_ints(words + r * stride + k); });
+  // Transposes `count` rows from `first`; lanes after them are zero.
+  void transpose(int64_t first, int64_t count, int64_t lanes) {
+    const Lanes to = lanes_from(first);
+    transpose_rows(count, groups * kInt8Words, lanes, reinterpret_cast<float*>(to.words),
+                   [&](int64_t r, int64_t k) { return (Vec)load_ints(words + (first + r) * stride + k); });
     for (int64_t g = 0; g < groups; ++g)
       for (int64_t r = 0; r < lanes; ++r) {
-        packed_scales[g * lanes + r] = r < in_lanes ? scales[r * groups + g] : 0.0f;
-        packed_starts[g * lanes + r] = r < in_lanes ? starts[r * groups + g] : 0;
+        to.scales[g * lanes + r] = r < count ? scales[(first + r) * groups + g] : 0.0f;
+        to.starts[g * lanes + r] = r < count ? starts[(first + r) * groups + g] : 0;
       }
   }
 };
@@ -185,20 +197,20 @@ __attribute__((noinline)) static void multiply_group(const uint32_t* copied, con
 
 // sums [kTile, NV vectors of rows] of `live` features
 template <int NV>
-static void multiply_int8_in_lanes(const QuantizedRows& rows, int64_t in, const int8_t* weight, int64_t live,
+static void multiply_int8_in_lanes(const QuantizedRows::Lanes& rows, int64_t in, const int8_t* weight, int64_t live,
                                    float* sums) {
   constexpr int64_t lanes = NV * kWidth;
   alignas(64) uint32_t copied[kTile * kInt8Stride];
   std::memset(sums, 0, kTile * lanes * sizeof(float));
-  for (int64_t g = 0; g < rows.groups; ++g) {
+  for (int64_t g = 0; g * kQuantGroup < in; ++g) {
     const int64_t k = g * kQuantGroup, left = least(kQuantGroup, in - k);
     const int64_t words = (left + kGroup * kInt8Each - 1) / (kGroup * kInt8Each) * kGroup;
     copy_group(weight + k, in, live, left, copied);
     const int8_t* next = weight + element_ahead(in, k + kInt8Ahead, kTile);
     for (int i = 0; i < kTile; i += kAtOnce<NV>)
-      multiply_group<NV, kAtOnce<NV>>(copied + i * kInt8Stride, rows.packed + g * kInt8Words * lanes, words,
-                                      rows.packed_scales + g * lanes, rows.packed_starts + g * lanes, sums + i * lanes,
-                                      next + i * in, in);
+      multiply_group<NV, kAtOnce<NV>>(copied + i * kInt8Stride, rows.words + g * kInt8Words * lanes, words,
+                                      rows.scales + g * lanes, rows.starts + g * lanes, sums + i * lanes, next + i * in,
+                                      in);
   }
 }
 
@@ -206,22 +218,22 @@ static void multiply_int8_in_lanes(const QuantizedRows& rows, int64_t in, const 
 // The same on AMX tiles, as linear_amx.h multiplies bf16: a group's sums leave the tiles after each group, for its
 // scale.
 template <int NV, int TILE>
-static void multiply_int8_block(const QuantizedRows& rows, int64_t in, const int8_t* weight, int64_t live,
+static void multiply_int8_block(const QuantizedRows::Lanes& rows, int64_t in, const int8_t* weight, int64_t live,
                                 float* sums) {
   constexpr int64_t lanes = NV * kWidth;
   alignas(64) int32_t whole[TILE * lanes];
   std::memset(sums, 0, TILE * lanes * sizeof(float));
-  for (int64_t g = 0; g < rows.groups; ++g) {
+  for (int64_t g = 0; g * kQuantGroup < in; ++g) {
     zero_sums<NV, TILE>();
     for (int64_t k = g * kQuantGroup; k < least(in, (g + 1) * kQuantGroup); k += kTileBytes) {
       prefetch_weights<TILE>(weight, in, k, kInt8Ahead);
-      add_tile_products<int8_t, NV, TILE>(weight + k, in, live, in - k, rows.packed + k / kInt8Each * lanes);
+      add_tile_products<int8_t, NV, TILE>(weight + k, in, live, in - k, rows.words + k / kInt8Each * lanes);
     }
     store_sums<NV, TILE>(whole);
     for (int64_t i = 0; i < TILE; ++i)
       for (int64_t at = i * lanes, v = 0; v < NV; ++v, at += kWidth)
         store(sums + at, load(sums + at) + __builtin_convertvector(load_ints(whole + at), Vec) *
-                                               load(rows.packed_scales + g * lanes + v * kWidth));
+                                               load(rows.scales + g * lanes + v * kWidth));
   }
 }
 #elif defined(__AVX512F__)
@@ -281,6 +293,61 @@ static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t 
     }
   }
   store_totals(totals, sums);
+}
+#elif defined(__AVX2__)
+// The sums of four vectors.
+static inline __m128i sums_of(const IVec* four) {
+  const __m256i pairs = _mm256_hadd_epi32(_mm256_hadd_epi32((__m256i)four[0], (__m256i)four[1]),
+                                          _mm256_hadd_epi32((__m256i)four[2], (__m256i)four[3]));
+  return _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+}
+
+// sums [ROWS, kTile] of `count` rows from `first`, as multiply_few; two rows at once.
+template <int ROWS>
+static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t count, int64_t in, const int8_t* weight,
+                              int64_t live, float* sums) {
+  if constexpr (ROWS > 2) {
+    multiply_few_int8<2>(rows, first, 2, in, weight, live, sums);
+    multiply_few_int8<ROWS - 2>(rows, first + 2, most(1, count - 2), in, weight, live, sums + 2 * kTile);
+  } else {
+    constexpr int64_t kElements = kWidth * kInt8Each;
+    const RowStarts<int8_t> tile(weight, in, live);
+    for (int four = 0; four < kTile; four += 4) {
+      __m128 totals[ROWS] = {};
+      for (int64_t g = 0; g < rows.groups; ++g) {
+        // 1. The sums of a group, of four features with all rows
+        IVec acc[ROWS][4] = {};
+        const auto block = [&](int64_t k, const auto& weights_at) {
+          const int64_t next = element_ahead(in, k + kInt8Ahead, kTile);
+          IVec x[ROWS];
+          for (int r = 0; r < ROWS; ++r)
+            x[r] = load_ints(rows.words + (first + least(r, count - 1)) * rows.stride + k / kInt8Each);
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; ++i) {
+            const int8_t* from = tile.at[four + i];
+            const IVec w = weights_at(from + k);
+            __builtin_prefetch(from + next);
+            for (int r = 0; r < ROWS; ++r) acc[r][i] = add_dots(w, x[r], acc[r][i]);
+          }
+        };
+        int64_t k = g * kQuantGroup;
+        const int64_t end = least(in, k + kQuantGroup);
+        for (; k + kElements <= end; k += kElements) block(k, [](const int8_t* from) { return load_weights(from); });
+        if (k < end)
+          block(k, [&](const int8_t* from) {
+            int8_t some[kElements] = {};
+            std::memcpy(some, from, end - k);
+            return load_weights(some);
+          });
+        // 2. Add them to the totals, times the scale
+        for (int r = 0; r < ROWS; ++r) {
+          const __m128 scale = _mm_set1_ps(rows.scales[(first + least(r, count - 1)) * rows.groups + g]);
+          totals[r] = _mm_add_ps(totals[r], _mm_mul_ps(_mm_cvtepi32_ps(sums_of(acc[r])), scale));
+        }
+      }
+      for (int r = 0; r < ROWS; ++r) _mm_storeu_ps(sums + r * kTile + four, totals[r]);
+    }
+  }
 }
 #endif
 

@@ -22,6 +22,12 @@ template <int NV>
 constexpr int kAtOnce = NV * kTile <= kAccumulators ? kTile : kAccumulators / NV / 4 * 4;
 constexpr int kFewRows = 8;  // at once, of those that are not in lanes
 
+// A number as a type, of this namespace (vec.h).
+template <int I>
+struct Constant {
+  constexpr operator int() const { return I; }
+};
+
 // The word that T is multiplied as: a float, or a pair of bf16 where vdpbf16ps or AMX multiplies one.
 #if defined(__AVX512BF16__) || DFLASH_TILES
 template <typename T>
@@ -146,17 +152,20 @@ template <typename T>
 static inline void copy_segment(const T* weight, int64_t in, int64_t live, int64_t first, int64_t words,
                                 Word<T>* copied) {
   const int64_t left = in - first * kEach<T>;
-  const bool is_whole = left >= kSegment * kEach<T>;
-  for (int i = 0; i < kTile; ++i) {
-    const T* from = weight + least(i, live - 1) * in + first * kEach<T>;
-    float* to = reinterpret_cast<float*>(copied + i * kSegmentStride);
-    if (is_whole) {
+  const T* from[kTile];
 #pragma GCC unroll 8
-      for (int64_t k = 0; k < kSegment; k += kWidth) store(to + k, load_words(from + k * kEach<T>, Word<T>{}));
-    } else {
-      for (int64_t k = 0; k < words; k += kWidth) store(to + k, load_some<T>(from + k * kEach<T>, left - k * kEach<T>));
-    }
-  }
+  for (int i = 0; i < kTile; ++i) from[i] = weight + least(i, live - 1) * in + first * kEach<T>;
+  // All rows in turn: of one after another GCC makes `rep movs`, which takes longer to begin than to copy.
+  const auto copy = [&](int64_t count, const auto& load) {
+    for (int64_t k = 0; k < count; k += kWidth)
+#pragma GCC unroll 8
+      for (int i = 0; i < kTile; ++i)
+        store(reinterpret_cast<float*>(copied + i * kSegmentStride + k), load(from[i] + k * kEach<T>, k));
+  };
+  if (left >= kSegment * kEach<T>)
+    copy(kSegment, [](const T* at, int64_t) { return load_words(at, Word<T>{}); });
+  else
+    copy(words, [&](const T* at, int64_t k) { return load_some<T>(at, left - k * kEach<T>); });
 }
 
 // sums [TILE, NV vectors] (+)= copied [TILE, words] packed [words, NV vectors], of one segment. Meanwhile a segment of
@@ -328,7 +337,7 @@ static inline void store_tile(const float* sums, int64_t lanes, int64_t first, i
   }
 }
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 // ---- the few rows that would leave lanes idle: lanes hold weights as they lie in memory
 
 constexpr int kFours = kTile / 4;  // features of a tile
@@ -347,6 +356,32 @@ struct RowStarts {
   }
 };
 
+static_assert(kTile == 8, "the sums of a row are a vector of 32 bytes");
+
+// sums [ROWS, kTile] = the totals
+template <int ROWS>
+static inline void store_totals(const __m128 (&totals)[ROWS][kFours], float* sums) {
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) _mm256_storeu_ps(sums + r * kTile, _mm256_set_m128(totals[r][1], totals[r][0]));
+}
+
+// to [live] = from [kTile], finished
+template <typename Out>
+static inline void store_features(Out* to, const float* from, const Finish& finish, int64_t live) {
+#if defined(__AVX512F__)
+  // As many bytes as store_totals wrote at once: a longer load would wait until they are in the cache.
+  Vec sum = (Vec)_mm512_zextps256_ps512(_mm256_loadu_ps(from));
+#else
+  Vec sum = load(from);
+#endif
+  if (finish.scaled) sum *= load(finish.scales);
+  if (finish.biased) sum += load(finish.bias);
+  Out rounded[kWidth];
+  store(rounded, sum);
+  copy_features(rounded, live, to);
+}
+
+#if defined(__AVX512F__)
 // A group of words of a tile's rows from element k as chains take them; load(row) gives those of a row. Requests
 // element `next` of each.
 template <typename T, typename Load>
@@ -379,27 +414,6 @@ static inline __m128 add_chains(Vec chains, bool first, __m128 total) {
   total = _mm_add_ps(total, _mm512_extractf32x4_ps(all, 1));
   total = _mm_add_ps(total, _mm512_extractf32x4_ps(all, 2));
   return _mm_add_ps(total, _mm512_extractf32x4_ps(all, 3));
-}
-
-static_assert(kTile == 8, "the sums of a row are a vector of 32 bytes");
-
-// sums [ROWS, kTile] = the totals
-template <int ROWS>
-static inline void store_totals(const __m128 (&totals)[ROWS][kFours], float* sums) {
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; ++r) _mm256_storeu_ps(sums + r * kTile, _mm256_set_m128(totals[r][1], totals[r][0]));
-}
-
-// to [live] = from [kTile], finished
-template <typename Out>
-static inline void store_features(Out* to, const float* from, const Finish& finish, int64_t live) {
-  // As many bytes as store_totals wrote at once: a longer load would wait until they are in the cache.
-  Vec sum = (Vec)_mm512_zextps256_ps512(_mm256_loadu_ps(from));
-  if (finish.scaled) sum *= load(finish.scales);
-  if (finish.biased) sum += load(finish.bias);
-  Out rounded[kWidth];
-  store(rounded, sum);
-  copy_features(rounded, live, to);
 }
 
 // sums [ROWS, kTile] of ROWS rows of words `stride` apart and `live` features: vectors are words of a
@@ -443,6 +457,87 @@ static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* 
   }
   store_totals(totals, sums);
 }
+#else
+// Four words of four rows into the order that a chain takes them: out[c] half q = in[.] word 4q + c.
+static inline void transpose_halves(const Vec (&in)[4], Vec (&out)[4]) {
+  const __m256 a = _mm256_unpacklo_ps((__m256)in[0], (__m256)in[1]),
+               b = _mm256_unpackhi_ps((__m256)in[0], (__m256)in[1]),
+               c = _mm256_unpacklo_ps((__m256)in[2], (__m256)in[3]),
+               d = _mm256_unpackhi_ps((__m256)in[2], (__m256)in[3]);
+  out[0] = (Vec)_mm256_unpacklo_pd((__m256d)a, (__m256d)c);
+  out[1] = (Vec)_mm256_unpackhi_pd((__m256d)a, (__m256d)c);
+  out[2] = (Vec)_mm256_unpacklo_pd((__m256d)b, (__m256d)d);
+  out[3] = (Vec)_mm256_unpackhi_pd((__m256d)b, (__m256d)d);
+}
+
+// sums += the products with word c of each half of x, in all of the half
+static inline void add_halves(const Vec (&weights)[4], Vec x, Vec& sums) {
+  sums = fma_vec(weights[0], (Vec)_mm256_permute_ps((__m256)x, 0x00), sums);
+  sums = fma_vec(weights[1], (Vec)_mm256_permute_ps((__m256)x, 0x55), sums);
+  sums = fma_vec(weights[2], (Vec)_mm256_permute_ps((__m256)x, 0xaa), sums);
+  sums = fma_vec(weights[3], (Vec)_mm256_permute_ps((__m256)x, 0xff), sums);
+}
+
+// total (+)= the four chains, one after another
+static inline __m128 add_chains(const Vec (&chains)[2], bool first, __m128 total) {
+  const __m256 low = (__m256)chains[0], high = (__m256)chains[1];
+  total = first ? _mm256_castps256_ps128(low) : _mm_add_ps(total, _mm256_castps256_ps128(low));
+  total = _mm_add_ps(total, _mm256_extractf128_ps(low, 1));
+  total = _mm_add_ps(total, _mm256_castps256_ps128(high));
+  return _mm_add_ps(total, _mm256_extractf128_ps(high, 1));
+}
+
+// sums [ROWS, kTile] of ROWS rows of words `stride` apart and `live` features: vectors are words of a
+// weight row, as they lie in memory
+template <typename T, int ROWS>
+static void multiply_few(const float* x, int64_t stride, int64_t in, const T* weight, int64_t live, float* sums) {
+  constexpr int kFoursAtOnce = ROWS <= 2 ? kFours : 1;  // there are registers for
+  constexpr int64_t kAhead = 256 / sizeof(T);
+  const RowStarts<T> tile(weight, in, live);
+  const int64_t words = words_of<T>(in), whole = in / kGroup * kGroup;
+  __m128 totals[ROWS][kFours];
+  for (int four = 0; four < kFours; four += kFoursAtOnce) {
+    Vec acc[ROWS][kFoursAtOnce][2];
+    // 1. A group of words of some features, with all rows
+    const auto group = [&](int64_t k, const auto& words_at) {
+      const int64_t next = element_ahead(in, k + kAhead, kTile);
+#pragma GCC unroll 2
+      for (int f = 0; f < kFoursAtOnce; ++f)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          Vec lines[4], weights[4];
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; ++i) {
+            const T* from = tile.at[4 * (four + f) + i];
+            lines[i] = words_at(from + k + half * kWidth, k + half * kWidth);
+            if (half == 0) __builtin_prefetch(from + next);
+          }
+          transpose_halves(lines, weights);
+#pragma GCC unroll 8
+          for (int r = 0; r < ROWS; ++r) add_halves(weights, load(x + r * stride + k + half * kWidth), acc[r][f][half]);
+        }
+    };
+    // 2. Segments, each summed from zero
+    for (int64_t first = 0; first < words; first += kSegment) {
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+        for (int f = 0; f < kFoursAtOnce; ++f) acc[r][f][0] = acc[r][f][1] = Vec{};
+      int64_t k = first;
+      for (; k < least(first + kSegment, whole); k += kGroup)
+        group(k, [](const T* from, int64_t) { return load_words(from, 0.0f); });
+      if (k < least(first + kSegment, words))
+        group(k, [&](const T* from, int64_t at) { return load_some<T>(from, in - at); });
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+        for (int f = 0; f < kFoursAtOnce; ++f)
+          totals[r][four + f] = add_chains(acc[r][f], first == 0, totals[r][four + f]);
+    }
+  }
+  store_totals(totals, sums);
+}
+#endif
 #endif
 
 DFLASH_NAMESPACE_END
