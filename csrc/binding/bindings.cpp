@@ -25,7 +25,7 @@ bool read_products(const Call& call, const Seen* weights, int count, const Seen*
   const DLTensor& x = call.seen[0].t;
   p.x = x.data, p.in = x.shape[x.ndim - 1], p.dtype = call.dtype(), p.rows = 1;
   for (int i = 0; i + 1 < x.ndim; ++i) p.rows *= x.shape[i];
-  if (p.in == 0 || (!scales && p.rows > max_skinny_rows(p.dtype))) return false;
+  if (p.in == 0 || (!scales && p.rows > skinny_rows(p.dtype))) return false;
   for (int i = 0; i < count; ++i) {
     const DLTensor& weight = weights[i].t;
     if ((weight.dtype() == kDLInt8) != (scales != nullptr)) return false;
@@ -186,7 +186,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
   m.attr("MAX_LINEAR_ROWS") = kMaxLinearRows;
   m.attr("SKINNY_ROWS") =
-      py::dict("float32"_a = max_skinny_rows(DType::kFloat32), "bfloat16"_a = max_skinny_rows(DType::kBFloat16));
+      py::dict("float32"_a = skinny_rows(DType::kFloat32), "bfloat16"_a = skinny_rows(DType::kBFloat16));
   m.attr("QUANT_GROUP") = kQuantGroup;
   m.attr("MAX_RECURRENT_KEYS") = kMaxRecurrentKeys;
   m.attr("MAX_TREE_ROWS") = kMaxTreeRows;

@@ -491,8 +491,6 @@ struct GatedRmsNormParams {
 
 constexpr int kMaxLinearWeights = 4;
 constexpr int64_t kMaxLinearRows = 256;  // of the CUDA kernel
-// Rows up to which a pass through the CPU kernels is faster than torch's (measured by bench_first_token.py).
-constexpr int64_t max_skinny_rows(DType dtype) { return dtype == DType::kFloat32 ? 512 : 64; }
 constexpr int64_t kQuantGroup = 256;  // elements of a row that share a step where weights are int8
 
 // A weight of a product as the CPU reads it. One with scales is int8: values[n][k] * scales[n].

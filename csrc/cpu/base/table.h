@@ -21,4 +21,7 @@ const CpuKernels& cpu_kernels();
 // The instruction sets of this build that run on this processor, from the plainest to the best.
 std::vector<std::string> cpu_isas();
 
+// Rows up to which a pass through the kernels is faster than torch's (measured by bench_first_token.py).
+int64_t skinny_rows(DType dtype);
+
 }  // namespace dflash
