@@ -1,6 +1,5 @@
 """Test the differentiable forward pass against the inference ops, and target features against transformers."""
 
-import functools
 import itertools
 
 import datasets
@@ -10,7 +9,7 @@ from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, random_draft
 from families import VOCAB, make_target
 from torch.nn.attention.flex_attention import create_mask
 
-from dflash.drafter import DFlash2Config, scale_logits
+from dflash.drafter import DFlash2Config
 from dflash.train import (
     TargetFeatures,
     TrainableDrafter,
@@ -201,9 +200,7 @@ def test_features_embeddings_and_logits_equal_the_target(name):
     assert taps[1] is None
     torch.testing.assert_close(taps[0], torch.cat([states[1], states[3]], -1), rtol=1e-4, atol=1e-4)
     drafter = new_drafter(draft_config(target, mask_token_id=1, num_layers=1, target_layer_ids=(1,)))
-    scaled = functools.partial(scale_logits, multiplier=drafter.config.output_multiplier,
-                               cap=drafter.config.final_logit_softcapping)  # fmt: skip
-    whole = TargetFeatures(target, (3, 1), soft_targets=5, scale=scaled)
+    whole = TargetFeatures(target, (3, 1), soft_targets=5)
     both, likely = whole(ids)
     torch.testing.assert_close(both, torch.cat([states[4], states[2]], -1), rtol=1e-4, atol=1e-4)
     probabilities = out.logits.softmax(-1)

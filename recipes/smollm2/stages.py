@@ -260,10 +260,11 @@ class Recipe:
         with bars([f"{path.name} {way}" for path in self.held_out_files for way in WAYS]) as show:
             for path in self.held_out_files:
                 kept = self.folder / BEGUN["evaluation"] / f"{path.name}.json"
-                if not kept.exists() or json.loads(kept.read_text())["header"] != header:
+                asked = {**header, "prompts": hashlib.sha256(path.read_bytes()).hexdigest()}
+                if not kept.exists() or json.loads(kept.read_text())["header"] != asked:
                     report = evaluate_file(path, target, draft, tokenizer, show=show, **sizes)
                     kept.parent.mkdir(exist_ok=True)
-                    _write(kept, json.dumps({"header": header, "report": report}))
+                    _write(kept, json.dumps({"header": asked, "report": report}))
                 reports[path.name] = json.loads(kept.read_text())["report"]
         _write(self.result("evaluation").with_suffix(".md"), table(reports))
         report = {"header": {**describe(target, draft), **header}, "files": reports}

@@ -220,10 +220,6 @@ def _rows(data: str | None, source: options.Source, target: Any, tokenizer: Any,
     )
 
 
-def _features_dtype(config: Any, target: Any) -> Any:
-    return torch.bfloat16 if config.mixed_precision == "bf16" else next(target.parameters()).dtype
-
-
 def _cached_features(trainer: Any, folder: Path) -> Any:
     """Open the feature cache of the trainer's rows. All processes compute its missing shards together."""
     accelerator, taps = trainer.accelerator, trainer.drafter.config.target_layer_ids
@@ -232,7 +228,6 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
         with accelerator.autocast():
             return trainer.online(ids)
 
-    dtype = _features_dtype(trainer.config, trainer.target)
     rank, world = accelerator.process_index, accelerator.num_processes
     with bars(["features"], shown=accelerator.is_main_process) as show:
 
@@ -240,7 +235,7 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
             show("features", rows, total, f"{speed:,.0f} tokens/s")
 
         cache_features(
-            trainer.target, compute, trainer.rows, taps, folder, dtype=dtype, soft_targets=trainer.num_soft_targets,
+            trainer.target, compute, trainer.rows, taps, folder, soft_targets=trainer.num_soft_targets,
             progress=shown, rank=rank, world=world,
         )  # fmt: skip
     accelerator.wait_for_everyone()
@@ -249,11 +244,10 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
 
 def _print_plan(trainer: Any, run: _Run) -> None:
     """Print what the run would do. Every process measures, the first prints."""
-    plan = trainer.plan()
+    plan = trainer.plan(cached=run.cache_features is not None)
     if run.cache_features is not None:
         width = len(trainer.drafter.config.target_layer_ids) * text_config(trainer.target).hidden_size
-        dtype = _features_dtype(trainer.config, trainer.target)
-        plan["features_bytes"] = cache_size(trainer.rows, width, dtype, trainer.num_soft_targets)
+        plan["features_bytes"] = cache_size(trainer.rows, width, torch.bfloat16, trainer.num_soft_targets)
     if trainer.accelerator.is_main_process:
         typer.echo(json.dumps(plan) if run.as_json else _plan_text(plan))
 

@@ -10,6 +10,7 @@ from .model import (
     find_layers,
     first_hook,
     generation_defaults,
+    logit_scale,
     max_positions,
     tapped_modules,
     text_config,

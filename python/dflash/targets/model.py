@@ -42,6 +42,16 @@ def text_config(model: nn.Module) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def logit_scale(model: nn.Module) -> tuple[float, float]:
+    """Return what a family does to its head's output: the factor, and the softcap after it (0 for none)."""
+    config = text_config(model)
+    factors = (getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier"))
+    factor = next((value for value in factors if value is not None), None)
+    if factor is None:
+        factor = 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    return float(factor), float(getattr(config, "final_logit_softcapping", None) or 0.0)
+
+
 def config_values(config: Any, key: str) -> list[Any]:
     """Return what a config has under a key, without None: one value, or one per layer if layers differ.
 

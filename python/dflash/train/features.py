@@ -21,8 +21,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..drafter import scale_logits
 from ..files import write_atomically
-from ..targets import check_target, describe_config, find_layers, structural_copy, tapped_modules, text_config, unwrap
+from ..targets import (
+    check_target,
+    describe_config,
+    find_layers,
+    logit_scale,
+    structural_copy,
+    tapped_modules,
+    text_config,
+    unwrap,
+)
 from ..targets.recurrent import has_recurrent_layers
 from .batches import group_by_length, pad
 from .files import one_line_errors, save_tensors
@@ -56,7 +66,6 @@ class TargetFeatures:
         target: a causal language model of transformers that the engine supports.
         layer_ids: tapped layers. The last layer's output is read after the final norm.
         soft_targets: number of most probable next tokens to return with the features; 0 for none.
-        scale: function from the head's output to logits, where the family scales them; None for none.
 
     Raises:
         UnsupportedTargetError: the engine does not support the target.
@@ -68,10 +77,8 @@ class TargetFeatures:
         layer_ids: tuple[int, ...],
         *,
         soft_targets: int = 0,
-        scale: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.model, self.soft_targets = structural_copy(check_target(target, spread=False)), soft_targets
-        self._scale = scale or (lambda logits: logits)
         self.layer_ids = tuple(layer_ids)
         layers, modules = find_layers(self.model), tapped_modules(self.model, self.layer_ids)
         if not soft_targets and len(layers) - 1 not in self.layer_ids:
@@ -112,7 +119,7 @@ class TargetFeatures:
     def _best(self, hidden: Tensor) -> SoftTargets:
         ids, probabilities = [], []
         for rows in hidden.flatten(0, 1).split(max(1, _CHUNK_ELEMENTS // len(self.embedding_weight))):
-            logits = self._scale(self.head(rows)).float()
+            logits = scale_logits(self.head(rows).float(), *logit_scale(self.model))
             best = logits.topk(self.soft_targets)
             ids.append(best.indices)
             probabilities.append((best.values - logits.logsumexp(-1, keepdim=True)).exp())

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..drafter import CandidateSelector, DFlash2Config, DraftConfig, Drafter, GroupedConv
 from ..drafter.config import ROPE_TYPES, Rope, build_target_layer_ids, check_dflash2, read_rope
 from ..drafter.drafter import MarkovHead
-from ..targets import text_config, unwrap
+from ..targets import logit_scale, text_config, unwrap
 from .batches import Blocks
 from .features import SoftTargets
 
@@ -122,9 +122,8 @@ def draft_config(  # noqa: PLR0913 - public, each documented
     # The factor on the embeddings is in the module (Gemma) or in the forward pass (Granite)
     embedding = model.get_input_embeddings()
     factors = (embedding, "scalar_embed_scale"), (embedding, "embed_scale"), (config, "embedding_multiplier")
-    scale, multiplier = _first_of(*factors), _first_of((config, "logit_scale"), (config, "lm_head_multiplier"))
-    if multiplier is None:
-        multiplier = 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    scale = next((value for owner, name in factors if (value := getattr(owner, name, None)) is not None), None)
+    multiplier, softcap = logit_scale(model)
     windowed = [sliding_window > 0 and i < num_layers - 1 for i in range(num_layers)]
     return DraftConfig(
         hidden_size=config.hidden_size,
@@ -141,8 +140,8 @@ def draft_config(  # noqa: PLR0913 - public, each documented
         rope=_rope(config),
         rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
         input_embedding_scale=1.0 if scale is None else float(scale),
-        output_multiplier=float(multiplier),
-        final_logit_softcapping=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        output_multiplier=multiplier,
+        final_logit_softcapping=softcap,
         vocab_size=config.vocab_size,
         draft_vocab_size=draft_vocab_size,
         markov_rank=markov_rank,
@@ -150,11 +149,6 @@ def draft_config(  # noqa: PLR0913 - public, each documented
         num_target_layers=total,
         max_position_embeddings=getattr(config, "max_position_embeddings", None),
     )
-
-
-def _first_of(*places: tuple[Any, str]) -> Any:
-    """Return the first of these attributes that is there and not None."""
-    return next((value for owner, name in places if (value := getattr(owner, name, None)) is not None), None)
 
 
 @torch.no_grad()

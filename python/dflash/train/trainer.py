@@ -271,9 +271,7 @@ class Trainer:
         self.optimizers = drafter_optimizers(drafter, config)
         self.features = features
         self.num_soft_targets = SOFT_TARGETS if config.distill else 0
-        self.online = TargetFeatures(
-            self.target, drafter.config.target_layer_ids, soft_targets=self.num_soft_targets, scale=self._scale
-        )
+        self.online = TargetFeatures(self.target, drafter.config.target_layer_ids, soft_targets=self.num_soft_targets)
         # 6. Start at the beginning
         self.metrics = MetricsFile(self.output)
         self._generator: Generator | None = None
@@ -469,13 +467,14 @@ class Trainer:
             found[f"--draft-vocab-size {_SMALL_VOCAB}"] = 1 - head * (1 - _SMALL_VOCAB / vocab)
         return {option: round(max(left, 0.0), 2) for option, left in found.items() if left <= 0.75}
 
-    def plan(self, measured: int = 3) -> dict[str, Any]:
+    def plan(self, measured: int = 3, *, cached: bool = False) -> dict[str, Any]:
         """Estimate what `train` would do and how long it would take, from the speed of a few steps.
 
         Writes nothing and restores the trainer.
 
         Args:
             measured: steps to run, at least 2; the first warms up and is not counted.
+            cached: the run is to cache the target's features, and computes them once, not in every epoch.
 
         Returns:
             Numbers by name. ``hours`` excludes evaluations and checkpoints; ``memory_bytes`` is the peak so far.
@@ -506,6 +505,10 @@ class Trainer:
         # 3. Extrapolate to the full run
         count = sum(p.numel() for p in self.drafter.parameters() if p.requires_grad)
         step_tokens = sum(self.batches.tokens(group) for group in steps) / len(steps)
+        step_seconds = (ended - began) / (len(stamps) - 1)
+        total = step_seconds * self.steps
+        if cached and self.features is None:
+            total -= seconds["features"] * max(0, self.steps - len(steps))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {
             "target_parameters": sum(p.numel() for p in self.target.parameters()),
@@ -521,11 +524,11 @@ class Trainer:
             "tokens_per_step": round(step_tokens),
             "tokens": round(step_tokens * self.steps),
             "measured_steps": len(stamps) - 1,
-            "seconds_per_step": (ended - began) / (len(stamps) - 1),
+            "seconds_per_step": step_seconds,
             "stage_seconds": seconds,
             "faster_options": self._faster_options(seconds),
             "tokens_per_second": tokens_per_second,
-            "hours": step_tokens * self.steps / tokens_per_second / 3600,
+            "hours": total / 3600,
             "memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak,
             "draft_bytes": 2 * count,
             # Weights and moments in float32; Muon has one moment, AdamW two.
