@@ -81,6 +81,17 @@ def test_a_response_does_not_depend_on_its_batch(target, prompts, tmp_path, draf
     assert (summary.acceptance_length is not None) == drafted
 
 
+def test_a_target_in_8_bits_writes_its_own_text(target, prompts, tmp_path):
+    tokenizer, out, config = spoken(), tmp_path / "out.jsonl", RegenerateConfig(max_new_tokens=12)
+    regenerate(load_prompts(prompts), LocalWriter(target, tokenizer, name="tiny", weights="int8"), out, config)
+    for row in rows_of(out).values():
+        ids = torch.tensor([row["prompt_ids"]])
+        alone = dflash.generate(target, None, ids, weights="int8", max_new_tokens=12)[0].tolist()
+        assert row["prompt_ids"] + row["response_ids"] == alone
+    with pytest.raises(ValueError, match="was written with weights 'int8', now it is None"):
+        regenerate(load_prompts(prompts), LocalWriter(target, tokenizer, name="tiny"), out, config)
+
+
 class Stopped(Exception):
     pass
 

@@ -233,8 +233,9 @@ class Recipe:
     def answer(self, prompts: Path, out: Path) -> dict[str, Any]:
         """Let the model answer prompts, and return the command's report."""
         each = [part for temperature in TEMPERATURES_OF_ANSWERS for part in ("--temperature", temperature)]
-        sizes = {"max-new-tokens": ANSWER_TOKENS, "batch-size": ROWS, "dtype": "float32", "model": self.result("model")}
-        return _command("regenerate", prompts, "--out", out, "--skip-long", "--json", *each, **sizes)
+        sizes = {"max-new-tokens": ANSWER_TOKENS, "batch-size": ROWS, "model": self.result("model")}
+        fast = {"dtype": "float32", "weights": "int8"}
+        return _command("regenerate", prompts, "--out", out, "--skip-long", "--json", *each, **sizes, **fast)
 
     def train(self, data: Path, features: Path, output: Path, *flags: str, **changes: Any) -> dict[str, Any]:
         """Run ``dflash train`` with the recipe's settings and ``changes``. Return what it prints."""

@@ -171,14 +171,10 @@ class ModelOptions:
         tree, block_size = checked("tree", as_number(self.tree)), checked_block_size(as_number(self.block_size))
         check_combination(tree, block_size, draft_sharpness=draft_sharpness)
         # 2. The weights.
-        for name in ("weights", "draft_weights"):
-            if getattr(self, name) is None:
-                continue
-            option = f"{option_of(name)} {getattr(self, name)}"
-            if torch.device(found := check_device(self.dtype, self.device)).type != "cpu":
-                raise ValueError(f"{option} needs the models on the CPU, got {found}: pass --device cpu")
-            if name == "draft_weights" and block_size == 1:
-                raise ValueError(f"{option} needs a drafter, and --block-size 1 has none: leave one of them out")
+        self.check_weights()
+        if self.draft_weights is not None and block_size == 1:
+            option = f"--draft-weights {self.draft_weights}"
+            raise ValueError(f"{option} needs a drafter, and --block-size 1 has none: leave one of them out")
         # 3. The models.
         resolved = dataclasses.replace(self, tree=tree, block_size=block_size)
         check_pair(self.model, self.draft, "without both, the pair inside the package answers")
@@ -190,6 +186,14 @@ class ModelOptions:
         )
         draft = draft_folder(PAIR, None if tree is None else 1)  # trees need its drafter of the first generation
         return dataclasses.replace(resolved, model=str(PAIR / "target"), draft=str(draft))
+
+    def check_weights(self) -> None:
+        """Raise ValueError if weights are to be stored in 8 bits on another device than the CPU."""
+        for name in ("weights", "draft_weights"):
+            stored, found = getattr(self, name), check_device(self.dtype, self.device)
+            if stored is not None and torch.device(found).type != "cpu":
+                option = f"{option_of(name)} {stored}"
+                raise ValueError(f"{option} needs the models on the CPU, got {found}: pass --device cpu")
 
     def source(self, quiet: bool = False) -> Source:
         return Source(cast(str, self.model), self.trust_remote_code, quiet=quiet)

@@ -19,6 +19,7 @@ import typer
 from ..drafter import DFlash2Config, load_draft
 from ..evaluate import check_encoding
 from ..evaluate.progress import bars
+from ..ops import WeightStorage
 from ..options import check_config
 from ..targets import check_target, text_config
 from ..terminal import printable
@@ -316,6 +317,7 @@ class _Asking:
     batch_size: Annotated[int, "Sequences per batch."] = 64
     concurrency: Annotated[int, "Requests to the server at a time."] = 32
     token_ids: Annotated[bool, "Ask the server for token ids too (vLLM)."] = False
+    weights: Annotated[WeightStorage, "Multiply by copies of the target's weights in 8 bits (CPU)."] = None
     dtype: options.Dtype = "auto"
     device: options.Device = None
     trust_remote_code: options.TrustRemoteCode = False
@@ -326,14 +328,17 @@ class _Asking:
         template = {"enable_thinking": False} if self.no_thinking else {}
         common: Any = {"raw": self.raw, "template": template, "skip_long": self.skip_long}
         if self.server is not None:
-            local = {"self-prompts": self.self_prompts, "draft": self.draft, "bos": self.bos}
+            local = {"self-prompts": self.self_prompts, "draft": self.draft, "bos": self.bos, "weights": self.weights}
             local["trust-remote-code"] = self.trust_remote_code
             if given := [name for name, value in local.items() if value]:
                 why = "it hides its chat template" if self.self_prompts else "the server decides"
                 raise ValueError(f"--{given[0]} does not go with --server: {why}")
             common |= {"concurrency": self.concurrency, "token_ids": self.token_ids}
             return ServerWriter(self.server, self.model, api_key=os.environ.get("OPENAI_API_KEY"), **common)
-        models = options.ModelOptions(self.model, self.draft, self.dtype, self.device, self.trust_remote_code)
+        models = options.ModelOptions(
+            self.model, self.draft, self.dtype, self.device, self.trust_remote_code, self.weights
+        )
+        models.check_weights()
         source = models.source(quiet=self.as_json)
         tokenizer = options.load_tokenizer(source)
         own = self.self_prompts is not None
@@ -341,7 +346,7 @@ class _Asking:
         if own:
             user_turn(tokenizer, template)
         target, drafter, _ = models.load(source)
-        common |= {"name": self.model, "batch_size": self.batch_size, "bos": self.bos}
+        common |= {"name": self.model, "batch_size": self.batch_size, "bos": self.bos, "weights": self.weights}
         return LocalWriter(target, tokenizer, drafter, **common)
 
 

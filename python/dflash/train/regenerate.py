@@ -26,6 +26,7 @@ from torch import nn
 from ..drafter import Drafter
 from ..evaluate.prompts import as_messages, check_text, prompt_ids
 from ..generator import Generator
+from ..ops import WeightStorage
 from ..sampling import fold
 from ..session import Session
 from ..settings import checked
@@ -36,7 +37,7 @@ from .files import check_writable
 
 _OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # settings that rows name only if they are on
 # What must agree with the rows of an earlier run, in the order in which differences are named.
-_ASKED = ("temperature", "seed", "model", "max_new_tokens", *_OFF, "raw", "bos", "template")
+_ASKED = ("temperature", "seed", "model", "weights", "max_new_tokens", *_OFF, "raw", "bos", "template")
 _ASKED += ("prompt", "messages", "tools", "prompt_ids", "stop_token_ids", "stop_strings")
 
 
@@ -112,6 +113,7 @@ class Writer(ABC):
 
     Attributes:
         name: the target's name in rows.
+        weights: ``"int8"`` if the target's weights are multiplied in 8 bits.
         raw, bos, template: how prompts are encoded, as for `dflash.evaluate.prompt_ids`.
         skip_long: leave out prompts that do not fit the target together with their response, instead of raising.
         skipped: lines of prompts left out because they are too long.
@@ -120,6 +122,7 @@ class Writer(ABC):
     """
 
     name: str = ""
+    weights: WeightStorage = field(default=None, init=False)
     raw: bool = False
     bos: bool = field(default=False, init=False)
     template: Mapping[str, Any] | None = None
@@ -187,7 +190,8 @@ def regenerate(
     """
     # 1. Check every prompt
     config, out = RegenerateConfig() if config is None else config, Path(out)
-    asked = {"model": writer.name, **{name: value for name, value in writer.encoding.items() if value}}
+    settings = {"weights": writer.weights, **writer.encoding}
+    asked = {"model": writer.name, **{name: value for name, value in settings.items() if value}}
     rows = [row | asked for row in jobs(prompts, config)]
     writer.check(rows)
     check_out(out)
@@ -269,6 +273,7 @@ class LocalWriter(Writer):
         draft: a drafter, which is faster in small batches. None is faster in large ones.
         batch_size: sequences per batch.
         bos: put the tokenizer's BOS token before a raw prompt.
+        weights: ``"int8"`` to multiply by copies of the target's weights in 8 bits, see `dflash.Generator`.
     """
 
     target: nn.Module
@@ -277,6 +282,7 @@ class LocalWriter(Writer):
     _: KW_ONLY
     batch_size: int = 64
     bos: bool = False
+    weights: WeightStorage = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -321,6 +327,7 @@ class LocalWriter(Writer):
             max_length=max(len(row["prompt_ids"]) + row["max_new_tokens"] for row in rows),
             batch_size=min(self.batch_size, len(rows)),
             prefill_chunk=max(1, min(512, len(first) - 1)) if are_same else 512,  # whole chunks are run once per row
+            weights=self.weights,
         )
         session, device = Session(generator), self.target.get_input_embeddings().weight.device
         waiting, answering = iter(rows), dict[int, tuple[Row, list[int]]]()
