@@ -83,6 +83,19 @@ def test_steps_on_cpu_are_timed_beside_the_reference_package(bench):
         assert all(math.isfinite(value) for value in (ours, share, reference, token))
 
 
+@pytest.mark.parametrize("weights", [[], ["--weights", "int8"]])
+def test_steps_of_more_rows_are_timed_next_to_one_row(bench, tmp_path, weights):
+    target, out = save_pair(tmp_path) / "target", tmp_path / "rows.json"
+    sizes = ["--rows", 1, 3, "--new", 3, "--prompt", 8, "--repeats", 1, "--json", out]
+    lines = bench("bench_rows.py", "--model", target, *sizes, *weights)
+    assert [line.split()[0] for line in lines[2:]] == ["1", "3"]
+    report = json.loads(out.read_text())
+    assert report["weights"] == (weights[1] if weights else None)
+    assert report["weight_mb"] > 0
+    assert [row["rows"] for row in report["rows"]] == [1, 3]
+    assert all(math.isfinite(row[name]) for row in report["rows"] for name in ("ms", "of_one", "share"))
+
+
 def test_trees_are_measured_next_to_the_chain(bench, tmp_path):
     pair = save_pair(tmp_path)  # of the first generation, whatever the package's is: no other grows trees
     (pair / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n')
