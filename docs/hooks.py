@@ -28,6 +28,6 @@ def root_file(name: str) -> str:
 
 def command_help() -> str:
     """Return typer's own Markdown for all commands, one section per command."""
-    command = [sys.executable, "-m", "typer", "dflash.cli", "utils", "docs", "--name", "dflash"]
+    command = [sys.executable, "-m", "typer", "dflash.cli.commands", "utils", "docs", "--name", "dflash"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return text.replace("# `dflash`\n", "", 1)

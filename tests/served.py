@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ import httpx
 import torch
 
 import dflash
+from dflash.cli.port import bind
 from dflash.serve import Scheduler
-from dflash.serve.app import Server, bind, build_app
+from dflash.serve.app import Server, build_app
 from dflash.serve.service import ReceiptFolder, Service
 
 SUM = "add 48213 and 90377"
@@ -35,11 +36,12 @@ def pair(dtype: torch.dtype = torch.float32) -> tuple:
 
 def serve(
     *, rows: int = 2, queue: int = 8, timeout: float = 120.0, chunk: int = 8, template: str = "",
-    dtype: torch.dtype = torch.float32, receipts: Path | None = None, **options: Any,
+    dtype: torch.dtype = torch.float32, receipts: Path | None = None, tolerance: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Service:  # fmt: skip
     """Return a service of the pair; ``template`` replaces the chat template, ``receipts`` is a folder.
 
-    ``options`` are those of the generator.
+    ``tolerance`` has further fields of the service, ``options`` are those of the generator.
     """
     target, draft, tokenizer = pair(dtype)
     if template:
@@ -48,7 +50,7 @@ def serve(
     generator = dflash.Generator(target, draft, max_length=512, batch_size=rows, prefill_chunk=chunk, **options)
     scheduler = Scheduler(generator, max_waiting=queue)
     folder = None if receipts is None else ReceiptFolder(receipts, target, tokenizer, scheduler)
-    return Service(scheduler, tokenizer, "pair", "0", timeout, folder)
+    return Service(scheduler, tokenizer, "pair", "0", timeout, folder, **(tolerance or {}))
 
 
 @contextlib.contextmanager
@@ -61,15 +63,16 @@ def serving(**options: Any) -> Iterator[Service]:
 
 
 def ask(
-    service: Service, path: str, body: Any, *, key: str | None = None, headers: dict[str, str] | None = None
-) -> httpx.Response:
-    """POST ``body``, a dict as JSON, or GET if it is None; ``key`` is the server's."""
+    service: Service, path: str, body: Any, *, key: str | None = None, headers: dict[str, str] | None = None,
+    origins: Sequence[str] = (), method: str = "GET",
+) -> httpx.Response:  # fmt: skip
+    """POST ``body``, a dict as JSON, or GET if it is None; ``key`` and ``origins`` are the server's."""
 
     async def call() -> httpx.Response:
-        transport = httpx.ASGITransport(build_app(service, key), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(build_app(service, key, origins), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://pair", timeout=120) as client:
             if body is None:
-                return await client.get(path, headers=headers)
+                return await client.request(method, path, headers=headers)
             content = json.dumps(body).encode() if isinstance(body, dict) else body
             sent = {"Content-Type": "application/json"} | (headers or {})
             return await client.post(path, content=content, headers=sent)
@@ -204,7 +207,7 @@ def command(*options: str) -> Iterator[Command]:
             while not url:
                 line = process.stderr.readline()
                 assert line, "it ended"
-                url = (re.findall(r"^dflash-pair on (http://127\.0\.0\.1:\d+/v1)$", line) or [""])[0]
+                url = (re.findall(r"dflash-pair on (http://127\.0\.0\.1:\d+/v1),", line) or [""])[0]
             wait_until(lambda: _is_up(url))
             yield Command(process, url)
         finally:

@@ -1,40 +1,14 @@
 """Lossless speculative decoding with DFlash block-diffusion drafters."""
 
+import importlib as _importlib
 import importlib.metadata as _metadata
+import typing as _typing
 import warnings as _warnings
 
-from .api import generate, release, stream
-from .drafter import DraftConfig, Drafter, load_draft
-from .evaluate import demo_pair
-from .generator import Generator
-from .grammar import Grammar
-from .hf import as_assistant, custom_generate
-from .outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
-from .receipts import Receipt, Recorder, Verification, verify
-from .targets import UnsupportedTargetError
+if _typing.TYPE_CHECKING:
+    from .public import *  # noqa: F403
+    from .public import __all__ as __all__
 
-__all__ = [
-    "DraftConfig",
-    "Drafter",
-    "GenerateOutput",
-    "Generator",
-    "Grammar",
-    "Receipt",
-    "Recorder",
-    "Statistics",
-    "StreamEvent",
-    "TokenLogprobs",
-    "UnsupportedTargetError",
-    "Verification",
-    "as_assistant",
-    "custom_generate",
-    "demo_pair",
-    "generate",
-    "load_draft",
-    "release",
-    "stream",
-    "verify",
-]
 __version__ = "0.1.0"
 
 if any(_metadata.distributions(name="dflash")):
@@ -43,3 +17,17 @@ if any(_metadata.distributions(name="dflash")):
         "uninstall both, then install one",
         stacklevel=2,
     )
+
+
+def __getattr__(name: str) -> object:
+    """Import the public names, and with them torch and transformers, when the first of them is asked for.
+
+    The command takes its port before, and ``import dflash`` takes no time.
+    """
+    if not name.startswith("__") or name == "__all__":
+        public = _importlib.import_module(".public", __name__)
+        if name == "__all__" or name in public.__all__:
+            return getattr(public, name)
+        if name in globals():  # a module that is imported by now
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

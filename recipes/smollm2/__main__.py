@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from dflash.cli import options
+from dflash.cli.running import run
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]  # without -m, Python finds only what is in this folder
 from recipes.smollm2.stages import PACKAGE, RESULTS, Recipe  # noqa: E402
@@ -54,4 +54,4 @@ def main(
 if __name__ == "__main__":
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(main)
-    options.run(command)
+    run(command)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dflash import load_draft
-from dflash.cli import app
+from dflash.cli.commands import app
 from dflash.evaluate import Pretrained
 from dflash.evaluate.compare import describe
 from dflash.evaluate.progress import bars

@@ -14,7 +14,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance  # ranges
 PATHS = {
     "/v1/chat/completions": "POST", "/v1/completions": "POST", "/v1/receipts/{completion}": "GET",
     "/v1/receipts/{completion}/verify": "POST", "/v1/models": "GET", "/v1/models/{name}": "GET", "/health": "GET",
-    "/metrics": "GET",
+    "/metrics": "GET", "/tokenize": "POST", "/detokenize": "POST", "/version": "GET",
 }  # fmt: skip
 CASES = [(path, GenerationMode.POSITIVE) for path in PATHS]
 CASES += [(path, GenerationMode.NEGATIVE) for path in ("/v1/chat/completions", "/v1/completions")]
@@ -40,7 +40,7 @@ def shorten(body: object) -> None:
         body["model"] = "pair"
     limits = [name for name in ("max_tokens", "max_completion_tokens") if type(body.get(name)) is int]
     for name in limits:
-        body[name] = min(body[name], LONGEST)
+        body[name] = min(body[name], LONGEST) if body[name] >= 0 else LONGEST
     if not limits:
         body.setdefault("max_tokens", LONGEST)
 

@@ -8,7 +8,7 @@ import httpx
 import served
 from served import SUM, TRIP, Gate, chat, command, direct, live, prompt_ids, wait_until
 
-from dflash.serve import app as serving
+from dflash.cli import port as serving
 
 
 def lines(response: httpx.Response) -> list[str]:

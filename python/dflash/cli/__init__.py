@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
 
-import typer
-
-from .diagnosis import doctor
-from .measure import benchmark, demo
-from .options import run, set_debug
-from .text import chat, generate, serve, verify
-from .training import export, regenerate, train
-
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (generate, chat, serve, verify, train, regenerate, export, demo, benchmark, doctor):
-    app.command()(command)
-
-
-@app.callback()
-def _options(debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False) -> None:
-    """Lossless speculative decoding with DFlash block-diffusion drafters."""
-    set_debug(debug)
+from .port import claimed
+from .running import run
 
 
 def main() -> None:
     """Run the command. A user's mistake prints one line and exits with code 2; ``--debug`` shows the traceback."""
-    run(app)
+    run(_main)
+
+
+def _main() -> None:
+    with claimed(sys.argv[1:]):  # what follows takes seconds, so a port that is in use is refused before it
+        from .commands import app
+
+        app()

@@ -1,4 +1,4 @@
-"""Options shared by several commands, what they load, the decorator that makes a function a command, and its run."""
+"""Options shared by several commands, what they load, and the decorator that makes a function a command."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import os
+import logging
 import re
-import sys
+import time
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ from ..settings import SETTINGS, GenerateArguments, TreeSize, checked
 from ..targets import is_quantized, max_positions
 from ..terminal import printable
 from ..train.files import check_writable
+
+_LOG = logging.getLogger(__name__)
 
 # Options that several commands have; a text is the help, see `command`.
 Model = Annotated[str, "The target: a folder, a hub id or a GGUF file (FILE.gguf, owner/name:FILE.gguf)."]
@@ -72,31 +74,38 @@ def check_pair(model: str | None, draft: str | None, otherwise: str) -> None:
 
 @dataclass(frozen=True)
 class Source(Pretrained):
-    """A target and its tokenizer, as named on the command line; ``quiet`` shows no spinner and no bars."""
+    """A target and its tokenizer, as named on the command line.
+
+    ``quiet`` shows no spinner and no bars. ``is_logged``: the log says what is loaded, and how long it took.
+    """
 
     quiet: bool = False
+    is_logged: bool = False
 
 
 @contextlib.contextmanager
-def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
+def _waiting(what: str, name: str, source: Source) -> Iterator[None]:
     """On a terminal, show a spinner while ``what`` is loaded, or the hub's bars for a download, on standard error."""
-    console = Console(stderr=True)
-    quiet, local = quiet or not console.is_terminal, Path(source).exists()
+    console, path, began = Console(stderr=True), Path(name), time.monotonic()
+    quiet, local = source.quiet or not console.is_terminal, path.exists()
+    files = path.glob("*.safetensors") if path.is_dir() else [path] if local else []
+    total = sum(file.stat().st_size for file in files) / 1e9
+    size = f", {total:.1f} GB" if total >= 0.05 and what != "tokenizer" else ""
+    if source.is_logged:
+        _LOG.info("loading the %s from %s%s", what, printable(name), size)
     with contextlib.ExitStack() as stack:
         if not quiet and local:
-            path = Path(source)
-            files = path.glob("*.safetensors") if path.is_dir() else [path]
-            size = sum(file.stat().st_size for file in files) / 1e9
-            size = f", {size:.1f} GB" if size >= 0.05 and what != "tokenizer" else ""
             stack.enter_context(console.status(f"loading the {what}{size}"))
         elif not quiet:
-            console.print(f"[dim]loading the {what} from {escape(printable(source))}[/]")
-        from transformers.utils import logging  # a slow import
+            console.print(f"[dim]loading the {what} from {escape(printable(name))}[/]")
+        from transformers.utils import logging as bars  # a slow import
 
-        if (quiet or local) and logging.is_progress_bar_enabled():
-            logging.disable_progress_bar()  # and the hub's
-            stack.callback(logging.enable_progress_bar)
+        if (quiet or local) and bars.is_progress_bar_enabled():
+            bars.disable_progress_bar()  # and the hub's
+            stack.callback(bars.enable_progress_bar)
         yield
+    if source.is_logged and (seconds := time.monotonic() - began) >= 1:
+        _LOG.info("the %s is loaded after %.0f s", what, seconds)
 
 
 def load_tokenizer(source: Source) -> Any:
@@ -104,7 +113,7 @@ def load_tokenizer(source: Source) -> Any:
     name = source.name
     if source.gguf is None and not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise ValueError(f"no folder {name!r}, and it is not a hub id (owner/name) either")
-    with _waiting("tokenizer", name, source.quiet):
+    with _waiting("tokenizer", name, source):
         return source.load_tokenizer()
 
 
@@ -126,7 +135,7 @@ def check_device(dtype: str, device: str | None) -> str:
 
 
 def load_target(source: Source, dtype: str, device: Any) -> Any:
-    with _waiting("target", source.name, source.quiet):
+    with _waiting("target", source.name, source):
         target = source.load_target(dtype, device)
     if dtype != "auto" or target.dtype != torch.float16 or target.device.type != "cpu" or is_quantized(target):
         return target
@@ -161,11 +170,11 @@ class ModelOptions:
     block_size: BlockSize = None
     tree: TreeRows = None
 
-    def resolve(self, draft_sharpness: float = 1.0) -> ModelOptions:
+    def resolve(self, draft_sharpness: float = 1.0, *, needs_draft: bool = True) -> ModelOptions:
         """Check the options before anything is loaded, and parse ``block_size`` and ``tree``.
 
         Fills in the packaged pair if none is named, and says so on standard error. ``draft_sharpness`` is that of the
-        call, if all of it drafts trees where these are asked for.
+        call, if all of it drafts trees where these are asked for. ``needs_draft``: a target may not come without one.
         """
         # 1. The rows of a step.
         tree, block_size = checked("tree", as_number(self.tree)), checked_block_size(as_number(self.block_size))
@@ -177,7 +186,10 @@ class ModelOptions:
             raise ValueError(f"{option} needs a drafter, and --block-size 1 has none: leave one of them out")
         # 3. The models.
         resolved = dataclasses.replace(self, tree=tree, block_size=block_size)
-        check_pair(self.model, self.draft, "without both, the pair inside the package answers")
+        if needs_draft or self.model is None:
+            check_pair(self.model, self.draft, "without both, the pair inside the package answers")
+        elif self.draft_weights is not None and self.draft is None:
+            raise ValueError("--draft-weights needs a drafter: name one with --draft")
         if self.model is not None:
             return resolved
         typer.echo(
@@ -195,8 +207,8 @@ class ModelOptions:
                 option = f"{option_of(name)} {stored}"
                 raise ValueError(f"{option} needs the models on the CPU, got {found}: pass --device cpu")
 
-    def source(self, quiet: bool = False) -> Source:
-        return Source(cast(str, self.model), self.trust_remote_code, quiet=quiet)
+    def source(self, quiet: bool = False, is_logged: bool = False) -> Source:
+        return Source(cast(str, self.model), self.trust_remote_code, quiet=quiet, is_logged=is_logged)
 
     def load(self, source: Source) -> tuple[Any, Any, str]:
         """Load the target and its drafter, if one is named; return both with the device.
@@ -208,7 +220,7 @@ class ModelOptions:
         if self.tree is not None:
             check_tree(source.load_empty_target(), cast(TreeSize, self.tree), None if self.block_size == 1 else draft)
         if draft is not None:  # first, because it is small and fails quickly
-            with _waiting("drafter", draft, source.quiet):
+            with _waiting("drafter", draft, source):
                 drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
         target = load_target(source, dtype, device)
         if drafter is not None and dtype == "auto":
@@ -269,6 +281,15 @@ def read_text(path: Path, option: str) -> str:
     return check_text(path.read_text(encoding="utf-8", errors="surrogateescape"), f"{option} {path}")
 
 
+def check_new_file(path: Path, option: str) -> None:
+    """Raise ``ValueError`` or ``OSError`` unless a file can be written there, before a large model is loaded."""
+    if path.is_dir():
+        raise ValueError(f"{option}: {printable(path)} is a folder: name a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {printable(path.absolute().parent)}")
+    check_writable(path.absolute().parent)
+
+
 def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
     """Raise ``ValueError`` for a setting that is out of range, before a large model is loaded; None is not checked."""
     for name, number in {"max_new_tokens": max_new_tokens, **numbers}.items():
@@ -315,63 +336,3 @@ def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
         annotation = Annotated[kind, typer.Option(*[option_of(name)] if kind is bool else [], help=help)]
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-# ---------------------------------------------------------------------------------------------- running a command
-
-
-_state = {"debug": False, "is_output_closed": False}
-
-
-def set_debug(debug: bool) -> None:
-    """Show the traceback of an error, or only its message."""
-    _state["debug"] = debug
-
-
-def run(app: typer.Typer) -> None:
-    """Run ``app`` on the command line's arguments. A user's mistake exits with code 2, an interrupt with 130."""
-    _replace_closed_streams()
-    try:
-        app()
-    except (ValueError, TypeError, OSError) as error:
-        print_error(error)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-
-
-def print_error(error: Exception) -> None:
-    """Print an error's message as one line on standard error. With ``--debug``, raise it again."""
-    if _state["debug"]:
-        raise error
-    typer.echo(f"dflash: {printable(' '.join(str(error).split()))}", err=True)
-
-
-def require_output() -> None:
-    """Raise ``ValueError`` if standard output was closed (``>&-``) and the command has nothing else to write to."""
-    if _state["is_output_closed"]:
-        raise ValueError("standard output is closed, so the text would be lost; > /dev/null discards it")
-
-
-def check_new_file(path: Path, option: str) -> None:
-    """Raise ``ValueError`` or ``OSError`` unless a file can be written there, before a large model is loaded."""
-    if path.is_dir():
-        raise ValueError(f"{option}: {printable(path)} is a folder: name a file")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option}: there is no folder {printable(path.absolute().parent)}")
-    check_writable(path.absolute().parent)
-
-
-def _replace_closed_streams() -> None:
-    """Open /dev/null for each standard stream that was closed. Python has None there, on which any use of it fails.
-
-    The descriptor is taken too if it is free: a file opened later would get its number, and what a library prints.
-    """
-    _state["is_output_closed"] = sys.stdout is None
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            try:
-                os.fstat(descriptor)
-            except OSError:
-                os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115  it stays open

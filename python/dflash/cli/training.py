@@ -33,6 +33,7 @@ from ..train.regenerate import regenerate as write_responses
 from ..train.self_prompts import tell, user_turn, write_prompts
 from ..train.trainer import Trainer, make_accelerator
 from . import options
+from .running import set_debug
 
 _DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _SHAPE = (
@@ -49,7 +50,7 @@ _SHAPE = (
 
 def _show_traceback(debug: bool) -> bool:
     if debug:
-        options.set_debug(True)
+        set_debug(True)
     return debug
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import re
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,25 +17,38 @@ import uvicorn
 from anyio import to_thread
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..outputs import StreamEvent
+from ..terminal import named, printable
 from .answers import Delta
 from .formats import ChatFormat, Format, TextFormat, event_line
-from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions, bad_request
+from .protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    StreamOptions,
+    TokenizeRequest,
+    bad_request,
+)
 from .service import Choice, Completion, Service, refusal_of
 
 _CLIENT_GONE = 499  # as nginx logs it; nobody reads it
 # Of a request: 128 bytes per token of a context of 32,768, and ids of one of 500,000.
 _MAX_BODY_BYTES = 4 * 2**20
 _MAX_HEADER = 2048  # bytes of warnings; servers and proxies refuse headers of 4 or 8 KB
+_MAX_REASON = 500  # characters of an error in the log
 _BODY_SECONDS = 30.0  # to send a body
 _AFTER_GRACE = 5.0  # seconds for streams to send their last event
-_UNREAD_SECONDS = 60.0  # a client may read nothing, then its connection is closed
+_LOAD_SECONDS = 10  # between two lines of the log about all answers
 _OPEN = ("/health", "/")  # paths without a key
+_SHORT = re.compile("/(chat/completions|completions|models|receipts)(/.*)?")  # also served without /v1
 _LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|\[?::1\]?|localhost", re.IGNORECASE)
 _PAGE = Path(__file__).with_name("page.html")
 # The page shows text of models as text only; this keeps it from loading anything, should that fail.
@@ -42,6 +56,8 @@ _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+
+_LOG = logging.getLogger(__name__)
 
 router = APIRouter()
 
@@ -77,13 +93,19 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 # ---------------------------------------------------------------------------------------------- the application
 
 
-def build_app(service: Service, api_key: str | None = None) -> FastAPI:
-    """Return the application that serves ``service``. Clients must send ``api_key``, if there is one."""
+def build_app(service: Service, api_key: str | None = None, origins: Sequence[str] = ()) -> FastAPI:
+    """Return the application that serves ``service``. Clients must send ``api_key``, if there is one.
+
+    Pages of ``origins`` may use it from a browser; ``"*"`` is any.
+    """
     # The pages with FastAPI's own documentation load scripts of other hosts.
     app = FastAPI(title="dflash", version=service.version, docs_url=None, redoc_url=None, responses=_ERRORS)
     app.state.service = service
     app.include_router(router)
     app.add_middleware(_Guard, api_key=api_key)
+    if origins:
+        taken: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+        app.add_middleware(CORSMiddleware, **taken, expose_headers=["X-DFlash-Warnings"])
 
     async def refuse(request: Request, error: Exception) -> Response:
         refusal = _refusal(request, error)
@@ -91,14 +113,16 @@ def build_app(service: Service, api_key: str | None = None) -> FastAPI:
             service.metrics.requests.labels("refused").inc()
         elif refusal is not error:  # an ApiError is counted where its completion ends
             service.metrics.requests.labels("failed").inc()
-        return _error_response(refusal)
+        return _refuse(refusal, request.method, request.url.path)
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
     return app
 
 
-def _error_response(error: ApiError) -> Response:
+def _refuse(error: ApiError, method: str, path: str) -> Response:
+    """Return an error as a response, and log why."""
+    _LOG.info("%d %s %s: %s", error.status, named(method), named(path), printable(error.message[:_MAX_REASON]))
     content = json.dumps(error.body)  # in ASCII: the name of an unknown field may be half of a character
     return Response(content, error.status, error.headers, media_type="application/json")
 
@@ -127,22 +151,25 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._expected = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        headers, method = dict(scope["headers"]), scope["method"]
+        path = f"/v1{scope['path']}" if _SHORT.fullmatch(scope["path"]) else scope["path"]
+        # uvicorn leaves the body of an answer to HEAD out.
+        scope = {**scope, "path": path, "raw_path": path.encode(), "method": "GET" if method == "HEAD" else method}
         try:
             self._check(scope, headers)
             body = await asyncio.wait_for(_read_body(headers, receive), _BODY_SECONDS)
         except asyncio.TimeoutError:
             late = ApiError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s", code="timeout")
-            await _error_response(late)(scope, receive, send)
+            await _refuse(late, method, path)(scope, receive, send)
             return
         except ApiError as error:
-            await _error_response(error)(scope, receive, send)
+            await _refuse(error, method, path)(scope, receive, send)
             return
         if body is None:
             return  # the client has gone
@@ -159,9 +186,10 @@ class _Guard:
         A page of any site may give its name this address after it was loaded (DNS rebinding), and then read answers.
         """
         if self._expected is not None:
-            given = headers.get(b"authorization", b"")
+            scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+            given = bearer if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
             if scope["path"] not in _OPEN and not hmac.compare_digest(given, self._expected):
-                message = "this server needs its key: send the header Authorization: Bearer KEY"
+                message = "this server needs its key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
                 raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             return
         address, host = (scope.get("server") or ("",))[0], headers.get(b"host", b"").decode("latin-1")
@@ -210,7 +238,7 @@ async def completions(body: CompletionRequest, request: Request, service: Served
 async def _respond(service: Service, request: Request, body: GenerationRequest, kind: type[Format]) -> Response:
     choices = await to_thread.run_sync(service.read, body)
     warnings = choices[0].warnings
-    form = kind(service.name, service.fingerprint, len(choices) // (body.n or 1), warnings)
+    form = kind(service.name_of(body.model), service.fingerprint, len(choices) // (body.n or 1), warnings)
     shown = [*warnings]
     while len(json.dumps(shown)) > _MAX_HEADER:
         shown.pop()
@@ -344,18 +372,38 @@ async def verify_receipt(completion: str, request: Request, service: Served, ind
 
 @router.get("/v1/models")
 async def models(service: Served) -> dict[str, Any]:
-    """List the model."""
-    return {"object": "list", "data": [await model(service.name, service)]}
+    """List the model, under each of its names."""
+    return {"object": "list", "data": [await model(name, service) for name in (service.name, *service.aliases)]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: Served) -> dict[str, Any]:
     """Describe the model."""
-    service.check_model(name)
     return {
-        **{"id": service.name, "object": "model", "created": service.created, "owned_by": "dflash"},
+        **{"id": service.name_of(name), "object": "model", "created": service.created, "owned_by": "dflash"},
         **{"max_model_len": service.scheduler.generator.max_length, "has_receipts": service.receipts is not None},
     }
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, service: Served) -> dict[str, Any]:
+    """Return the tokens of a text or of a conversation."""
+    ids = await to_thread.run_sync(service.tokenize, body)
+    words = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    room = service.scheduler.generator.max_length
+    return {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": words}
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, service: Served) -> dict[str, str]:
+    """Return the text of tokens."""
+    return {"prompt": await to_thread.run_sync(service.detokenize, body)}
+
+
+@router.get("/version")
+async def version(service: Served) -> dict[str, str]:
+    """Return this package's version."""
+    return {"version": service.version}
 
 
 @router.get("/health", response_model=None, responses={503: {"description": "The server is about to end."}})
@@ -379,28 +427,27 @@ async def page() -> Response:
 # ---------------------------------------------------------------------------------------------- the server
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound and does not listen yet; port 0 takes a free one. Raises OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. The kernel drops one whose data is not taken, also after the application has sent all.
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _UNREAD_SECONDS))
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise OSError(error.errno, f"--host {host} --port {port}: {error.strerror}") from error
-    return bound
-
-
 class Server(uvicorn.Server):
     """A server whose answers may still take ``grace`` seconds at its end; then their streams end in an error."""
 
-    def __init__(self, service: Service, *, api_key: str | None = None, grace: float = 30.0) -> None:
-        app, end = build_app(service, api_key), int(grace + _AFTER_GRACE) + 1
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=end, server_header=False, lifespan="off"))
+    def __init__(
+        self, service: Service, *, api_key: str | None = None, grace: float = 30.0, origins: Sequence[str] = ()
+    ) -> None:
+        app, end = build_app(service, api_key, origins), int(grace + _AFTER_GRACE) + 1
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}  # answers are logged
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=end, lifespan="off", **quiet))
         self._service, self._grace = service, grace
+        self._written = 0  # tokens, when the log last told of them
+
+    async def on_tick(self, counter: int) -> bool:
+        """Log what is being done, while there is any: uvicorn calls it ten times per second."""
+        if counter % (10 * _LOAD_SECONDS) == 0:
+            scheduler, written = self._service.scheduler, self._service.metrics.fresh_tokens
+            if scheduler.running or written > self._written:
+                speed = (written - self._written) / _LOAD_SECONDS
+                _LOG.info("%d answers run, %d wait: %.0f tokens/s", scheduler.running, scheduler.waiting, speed)
+            self._written = written
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more connections, let answers finish, end the others, and stop the scheduler.
@@ -408,6 +455,8 @@ class Server(uvicorn.Server):
         A second signal ends them at once.
         """
         self._service.is_ending = True
+        if count := self._service.scheduler.running + self._service.scheduler.waiting:
+            _LOG.info("ending: %d answers may take %g s more; a second signal ends them", count, self._grace)
         closing = asyncio.ensure_future(self._close())
         await super().shutdown(sockets)
         await closing

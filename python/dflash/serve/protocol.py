@@ -1,4 +1,7 @@
-"""Requests and errors of OpenAI's API. Unknown fields, and fields that would not be applied, are refused by name."""
+"""Requests and errors of OpenAI's API.
+
+Fields that would change the text and cannot be applied are refused by name. Unknown ones are taken and named.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ def _not_applied(base: type[BaseModel], **fields: tuple[Any, ...]) -> Any:
 
     def field(neutral: tuple[Any, ...]) -> Any:
         def check(value: object) -> None:
-            if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
+            same = (isinstance(value, bool) == isinstance(other, bool) and value == other for other in neutral)
+            if value is not None and not any(same):
                 raise PydanticCustomError("unsupported", "this server does not apply it: leave it out")
 
         schema = pydantic.WithJsonSchema({"enum": [None, *neutral], "description": "Not applied."})
@@ -73,19 +77,55 @@ def _parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def _whole(value: object) -> object:
+    """Return 5.0 as 5: some languages write every number so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _limit(value: int) -> int:
+    if value == 0:
+        raise PydanticCustomError("limit", "it must be at least 1, or -1 for as many as fit")
+    return value
+
+
+Whole = BeforeValidator(_whole)
+Limit = Annotated[int, Field(ge=-1), AfterValidator(_limit), Whole]
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]  # OpenAI's range; numbers near the largest would make logits infinite
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Top = Annotated[int, Field(ge=0, le=20)]
+Top = Annotated[int, Field(ge=0, le=20), Whole]
 
 
-class _Strict(BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+class _Fields(BaseModel):
+    model_config = pydantic.ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(_not_applied(_Strict, include_obfuscation=())):
+# Fields of OpenAI's API that are not applied and change no text, with values that ask for nothing.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],), "include_obfuscation": (False,), "service_tier": ("auto", "default"), "store": (False,)
+}  # fmt: skip
+
+
+def take_unknown(model: BaseModel, place: str = "") -> list[str]:
+    """Take the fields that its types do not know out of a request, and return their names, such as ``messages[].id``.
+
+    null, and what else asks for nothing, is not named.
+    """
+    extra = model.__pydantic_extra__ or {}
+    found = [f"{place}{name}" for name, value in extra.items() if value not in (None, *_HARMLESS.get(name, ()))]
+    extra.clear()
+    for name in model.model_fields_set & type(model).model_fields.keys():
+        value = getattr(model, name)
+        inside = f"{place}{name}[]." if isinstance(value, list) else f"{place}{name}."
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, BaseModel):
+                found += take_unknown(part, inside)
+    return list(dict.fromkeys(found))
+
+
+class StreamOptions(_Fields):
     """Options of a stream. Extensions: ``continuous_usage_stats``, as in vLLM, and ``include_drafts``."""
 
     include_usage: bool | None = None
@@ -93,7 +133,7 @@ class StreamOptions(_not_applied(_Strict, include_obfuscation=())):
     include_drafts: bool | None = None
 
 
-class JsonSchema(_Strict):
+class JsonSchema(_Fields):
     """The schema of an answer. What of it cannot be followed is refused only with ``strict``."""
 
     name: Name
@@ -102,7 +142,7 @@ class JsonSchema(_Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(_Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -116,22 +156,35 @@ class ResponseFormat(_Strict):
 # Settings that are plain numbers, as the engine takes them; those with ranges of OpenAI's are below.
 _KINDS = {name: get_args(annotation)[0] for name, annotation in GenerateArguments.__annotations__.items()}
 _PLAIN: Any = {
-    row.request: (_KINDS[name], None)
+    row.request: (Annotated[_KINDS[name], Whole] if _KINDS[name] == int | None else _KINDS[name], None)
     for name, row in SETTINGS.items()
     if row.request and _KINDS[name] in (int | None, float | None)
 }
 
 
-class GenerationRequest(pydantic.create_model("_Numbers", __base__=_Strict, **_PLAIN)):
+_Numbers = pydantic.create_model("_Numbers", __base__=_Fields, **_PLAIN)
+# Settings of other servers (vLLM, SGLang, llama.cpp) that would change the text.
+_OtherSettings = _not_applied(
+    _Numbers, add_generation_prompt=(True,), allowed_token_ids=([],), bad_words=([],), chat_template=(),
+    continue_final_message=(False,), documents=([],), dry_multiplier=(0,), dynatemp_range=(0,), ebnf=(),
+    enable_thinking=(), grammar=("",), guided_choice=(), include_stop_str_in_output=(False,), json_schema=(),
+    length_penalty=(1,), logits_processors=([],), lora_path=(), mirostat=(0,), mirostat_mode=(0,),
+    no_stop_trim=(False,), regex=("",), repeat_penalty=(1,), skip_special_tokens=(True,), stop_regex=([], ""),
+    suppress_tokens=([],), tfs_z=(1,), thinking=(), top_a=(0,), truncate_prompt_tokens=(), typical_p=(1,),
+    use_beam_search=(False,), xtc_probability=(0,),
+)  # fmt: skip
+
+
+class GenerationRequest(_OtherSettings):
     """The fields of both chat and text completions. Extensions of OpenAI's API are named as in vLLM."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: Annotated[list[Text], Field(max_length=4), BeforeValidator(_stops, Text | list[Text])] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    max_tokens: Limit | None = None
+    n: Annotated[int, Field(ge=1, le=128), Whole] | None = None
+    stop: Annotated[list[Text], Field(max_length=128), BeforeValidator(_stops, Text | list[Text])] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Whole] | None = None
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Bias] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -139,7 +192,7 @@ class GenerationRequest(pydantic.create_model("_Numbers", __base__=_Strict, **_P
     response_format: ResponseFormat | None = None
 
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0), Whole] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     structured_outputs: dict[Literal["json", "regex", "grammar"], Any] | None = None
@@ -156,12 +209,12 @@ class GenerationRequest(pydantic.create_model("_Numbers", __base__=_Strict, **_P
         return self
 
 
-class TextPart(_Strict):
+class TextPart(_Fields):
     type: Literal["text"]
     text: str
 
 
-class Function(_Strict):
+class Function(_Fields):
     """A function that the model may call. What of its schema cannot be followed is refused only with ``strict``."""
 
     name: Name
@@ -170,37 +223,37 @@ class Function(_Strict):
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(_Fields):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Strict):
+class NamedFunction(_Fields):
     name: str
 
 
-class NamedChoice(_Strict):
+class NamedChoice(_Fields):
     type: Literal["function"]
     function: NamedFunction
 
 
-class CalledFunction(_Strict):
+class CalledFunction(_Fields):
     """A function that was called. Its arguments are JSON text; clients also send an object, null or nothing."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(_Strict):
+class ToolCall(_Fields):
     """A call as it was answered. Clients that join the pieces of a stream may send its ``index`` too, or no type."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Annotated[int | None, Field(exclude=True)] = None
+    index: Annotated[int | None, Field(exclude=True), Whole] = None
 
 
-class Message(_not_applied(_Strict, refusal=(), audio=(), annotations=([],), function_call=("none",))):
+class Message(_not_applied(_Fields, refusal=(), audio=(), function_call=("none",))):
     """A message of a conversation. The chat template decides which roles it takes, and what it shows of a name."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -220,9 +273,8 @@ class Message(_not_applied(_Strict, refusal=(), audio=(), annotations=([],), fun
 
 
 _ChatFields = _not_applied(
-    GenerationRequest, functions=([],), function_call=("none",), audio=(), modalities=(["text"],), prediction=(),
-    prompt_cache_retention=(), reasoning_effort=(), service_tier=("auto", "default"), store=(False,),
-    verbosity=("medium",), web_search_options=(),
+    GenerationRequest, functions=([],), function_call=("none",), audio=(), modalities=(["text"],),
+    reasoning_effort=(), verbosity=("medium",), web_search_options=(),
 )  # fmt: skip
 
 
@@ -230,7 +282,7 @@ class ChatRequest(_ChatFields):
     """A request of ``/v1/chat/completions``. ``chat_template_kwargs`` is an extension."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Limit | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -267,10 +319,35 @@ class CompletionRequest(_not_applied(GenerationRequest, best_of=(1,), suffix=(""
     """A request of ``/v1/completions``. With ``echo``, ``max_tokens`` may be 0, and ``logprobs`` has the prompt's."""
 
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1), Whole] | None = None
     echo: bool | None = None
     logprobs: Top | None = None
 
     @property
     def most_logprobs(self) -> int | None:
         return self.logprobs
+
+
+class TokenizeRequest(_not_applied(_Fields, add_generation_prompt=(True,), continue_final_message=(False,))):
+    """A request of ``/tokenize``, as in vLLM: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("pairs", "give one of prompt and messages")
+        return self
+
+
+class DetokenizeRequest(_Fields):
+    """A request of ``/detokenize``, as in vLLM."""
+
+    model: str | None = None
+    tokens: TokenIds

@@ -18,26 +18,41 @@ from typing import Any
 import torch
 from anyio import to_thread
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import BaseModel
 from torch import nn
 
 from ..call import Call, GenerateArguments
+from ..evaluate import check_text
 from ..evaluate.compare import machine_name
 from ..outputs import Statistics, StreamEvent, TokenLogprobs
 from ..receipts import Receipt, RecordedAnswer, RecordedSettings, Verifier, lines_of
 from ..sampling import fold
 from ..settings import SETTINGS
 from ..targets import describe_config, sample_digest, version_of
+from ..terminal import named
 from .answers import AnswerText, AnswerTokens, CallText, Delta, Pieces, ShownToken
-from .prompts import PromptReader, answer_grammar, read_tools
-from .protocol import ApiError, ChatRequest, GenerationRequest, bad_request, refusing
+from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools
+from .protocol import (
+    ApiError,
+    ChatRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    bad_request,
+    refusing,
+    take_unknown,
+)
 from .scheduler import Item, QueueFullError, Scheduler, Ticket
 
 _ENDS = "the server is about to end: try again later"
 _COMPLETION_TOKENS = 16  # OpenAI's default for text completions
 _MAX_WARNINGS = 16  # they are a header too
+_MAX_NAMES, _MAX_NAME = 1000, 100  # unknown fields that are logged, once each, and characters of one
+_STRICT_STOPS = 4  # as in OpenAI's API
 _NAMES = {row.request: name for name, row in SETTINGS.items() if row.request}  # of arguments, by field
 _RECEIPT = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{24}")  # the id of a completion: no other path is opened
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_LOG = logging.getLogger(__name__)
 _STEP_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -170,6 +185,24 @@ class Completion:
         """Free the rows of choices that have not ended, and count the request."""
         self._cancel()
         self._service.metrics.add(self)
+        _LOG.info("%s: %s", self._id, self._told())
+
+    def _told(self) -> str:
+        """Say in a line how it went."""
+        begun = [choice for choice in self.choices if choice.statistics is not None]
+        if not begun or self.first_token_seconds is None:
+            return f"{self.outcome} before it began, after {self.seconds():.2f} s"
+        prompt, cached = (sum(getattr(choice, f"{kind}_tokens") for choice in begun) for kind in ("prompt", "cached"))
+        steps = [count for choice in begun for count in choice.statistics.acceptance_lengths[0]]
+        new, seconds = sum(choice.new_tokens for choice in begun), self.seconds()
+        speed = f", {new / (seconds - self.first_token_seconds):.0f} tokens/s" if steps else ""
+        accepted = f", {sum(steps) / len(steps):.1f} tokens per step" if steps else ""
+        ends = [choice.finish_reason for choice in self.choices]
+        end = ", ".join(dict.fromkeys(filter(None, ends))) if self.outcome == "completed" else self.outcome
+        return (
+            f"{prompt} prompt tokens ({cached} cached), {new} new in {seconds:.2f} s "
+            f"(first after {self.first_token_seconds:.2f} s){speed}{accepted}: {end}"
+        )
 
     async def finish(self) -> None:
         async for _ in self.deltas():
@@ -186,6 +219,7 @@ class Completion:
             choice, receipts = self.choices[index], self._service.receipts
             if self.first_token_seconds is None:
                 self.first_token_seconds = self.seconds()
+            self._service.metrics.fresh_tokens += len(event.ids[0])
             if event.prompt_logprobs is not None:
                 await to_thread.run_sync(choice.add_prompt, event.prompt_logprobs[0])
             delta = choice.add(event)
@@ -223,6 +257,7 @@ class Metrics:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._registry = CollectorRegistry()
+        self.fresh_tokens = 0  # of answers, counted as they are written
         own: dict[str, Any] = {"registry": self._registry}
         # 1. Requests.
         self.requests = Counter("dflash_requests", "Requests by how they ended.", ["outcome"], **own)
@@ -282,7 +317,7 @@ class ReceiptFolder:
         try:
             receipt.write(self._path(completion, index))
         except OSError as error:
-            logging.getLogger(__name__).error("the receipt of %s was not written: %s", completion, error)
+            _LOG.error("the receipt of %s was not written: %s", completion, error)
 
     def read(self, completion: str, index: int) -> Receipt:
         """Return the receipt of an answer; raises ApiError if there is none, or its file was changed."""
@@ -309,6 +344,9 @@ class Service:
     Attributes:
         timeout: seconds that a request may take, waiting included.
         receipts: where receipts are written; None for none.
+        aliases: further names that requests may ask for.
+        takes_any_name: requests may ask for any model, and get this one.
+        is_strict: refuse unknown fields, more than four stop strings, and more tokens than fit.
         fingerprint: digest of what a text depends on besides its request: weights, versions, device and shapes. The
             drafter is not part of it: the text is the same with any, and without one.
     """
@@ -319,11 +357,15 @@ class Service:
     version: str
     timeout: float = 600.0
     receipts: ReceiptFolder | None = None
+    aliases: Sequence[str] = ()
+    takes_any_name: bool = False
+    is_strict: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     is_ending: bool = False
 
     def __post_init__(self) -> None:
         self.reader, self.metrics = PromptReader(self.tokenizer), Metrics(self.scheduler)
+        self._said: set[str] = set()  # unknown fields that the log has
         self._pieces = Pieces(self.tokenizer)
         generator = self.scheduler.generator
         target = generator.engine.target
@@ -336,11 +378,50 @@ class Service:
         )
         self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError if a request asks for another model."""
-        if name not in (None, self.name):
-            message = f"this server has the model {self.name!r}, not {name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+    def name_of(self, asked: str | None) -> str:
+        """Return the model's name for a request that asks for ``asked``; raise ApiError if that is another model."""
+        if asked is None or asked in (self.name, *self.aliases) or self.takes_any_name:
+            return asked or self.name
+        names = " and ".join(repr(name) for name in (self.name, *self.aliases))
+        message = f"this server has the model {names}, not {asked!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    def check_fields(self, request: BaseModel) -> list[str]:
+        """Take unknown fields out of a request; return warnings that name them. Raises ApiError if it is strict."""
+        unknown = take_unknown(request)
+        if self.is_strict and unknown:
+            raise bad_request(f"{unknown[0]}: Extra inputs are not permitted", unknown[0].split("[")[0].split(".")[0])
+        for name in unknown:
+            if name not in self._said and len(self._said) < _MAX_NAMES:
+                self._said.add(name)
+                _LOG.warning("requests have the field %s, which this server does not know: it is left out", named(name))
+        return [f"{name[:_MAX_NAME]}: unknown, left out" for name in unknown]
+
+    def _prompts(self, request: GenerationRequest, warnings: list[str]) -> tuple[list[EncodedPrompt], Tools | None]:
+        """Return a request's prompts, and its tools."""
+        if not isinstance(request, ChatRequest):
+            return self.reader.read_completion(request), None
+        tools = read_tools(request, self.reader.tool_form, warnings)
+        return [self.reader.read_chat(request, tools)], tools
+
+    def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """Return the tokens of a text or a conversation; raises ApiError if it cannot be encoded."""
+        self.name_of(request.model)
+        self.check_fields(request)
+        if request.messages is None:
+            with refusing("prompt"):
+                text = check_text(request.prompt, "prompt")
+            return list(self.tokenizer(text, add_special_tokens=request.add_special_tokens is not False).input_ids)
+        fields = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
+        return self._prompts(ChatRequest.model_construct(**fields), [])[0][0].ids
+
+    def detokenize(self, request: DetokenizeRequest) -> str:
+        """Return the text of tokens; raises ApiError if there is no such token."""
+        self.name_of(request.model)
+        self.check_fields(request)
+        if (most := max(request.tokens, default=0)) >= len(self.tokenizer):
+            raise bad_request(f"token ids must lie in 0 .. {len(self.tokenizer) - 1}, got {most}", "tokens")
+        return str(self.tokenizer.decode(request.tokens))
 
     def read(self, request: GenerationRequest) -> list[Choice]:
         """Return the choices that a request asks for, checked: all of the first prompt, then those of the next.
@@ -350,16 +431,15 @@ class Service:
         Raises:
             ApiError: the request cannot be served.
         """
-        self.check_model(request.model)
+        self.name_of(request.model)
+        warnings = self.check_fields(request)
         generator, count = self.scheduler.generator, request.n or 1
-        warnings: list[str] = []
+        if self.is_strict and len(request.stop or ()) > _STRICT_STOPS:
+            raise bad_request(f"stop: there may be {_STRICT_STOPS} at most, got {len(request.stop or ())}", "stop")
         # 1. The prompts.
-        if isinstance(request, ChatRequest):
-            tools = read_tools(request, self.reader.tool_form, warnings)
-            prompts = [self.reader.read_chat(request, tools)]
-            default, thinks = generator.max_length, self.reader.thinks
-        else:
-            prompts, tools, default, thinks = self.reader.read_completion(request), None, _COMPLETION_TOKENS, False
+        prompts, tools = self._prompts(request, warnings)
+        is_chat = isinstance(request, ChatRequest)
+        default, thinks = (generator.max_length, self.reader.thinks) if is_chat else (_COMPLETION_TOKENS, False)
         most = generator.batch_size + self.scheduler.max_waiting  # more could never be queued
         if count * len(prompts) > most:
             raise bad_request(f"one request may ask for {most} answers, this one asks for {count * len(prompts)}", "n")
@@ -368,7 +448,8 @@ class Service:
         choices = []
         for prompt in prompts:
             grammar = answer_grammar(request, prompt, tools, warnings)
-            arguments = _arguments(request, len(prompt.ids), default, generator.max_length)
+            limit = self._limit(request, len(prompt.ids), default, warnings)
+            arguments = _arguments(request) | {"max_new_tokens": max(1, limit)}
             arguments |= {"tokenizer": self.tokenizer, "grammar": grammar}
             ids = torch.tensor([prompt.ids], dtype=torch.int64, device=generator.engine.target.device)
             for number in range(count):
@@ -386,6 +467,29 @@ class Service:
                 choices.append(Choice(call, text, echo, calls, pieces, is_empty, found))
         return choices
 
+    def _limit(self, request: GenerationRequest, prompt_length: int, default: int, warnings: list[str]) -> int:
+        """Return how many tokens an answer may have; ``default`` if the request does not say.
+
+        More than fit is cut to what fits, with a warning.
+        """
+        asked, room = request.max_tokens, self.scheduler.generator.max_length
+        if asked == 0 and not request.echo:
+            raise bad_request("max_tokens must be at least 1, or echo true", "max_tokens")
+        needed = max(1, asked or 1) if self.is_strict else 1
+        if prompt_length + needed > room:
+            answer = f" and {asked} are asked for" if needed > 1 else ", and an answer needs at least one"
+            field = "messages" if "messages" in type(request).model_fields else "prompt"
+            message = f"this server's context is {room} tokens: the prompt has {prompt_length}{answer}"
+            raise bad_request(message, field, "context_length_exceeded")
+        left = room - prompt_length
+        if asked is None or asked < 0:
+            return left if asked is not None else min(default, left)
+        if (request.min_tokens or 0) > asked:
+            raise bad_request(f"min_tokens must be at most max_tokens, {asked}, got {request.min_tokens}", "min_tokens")
+        if asked > left:
+            warnings.append(f"max_tokens: {asked} are asked for, {left} fit after the prompt")
+        return min(asked, left)
+
     def receipts_or_refuse(self) -> ReceiptFolder:
         """Return where receipts are; raise ApiError if the server writes none."""
         if self.receipts is None:
@@ -394,25 +498,13 @@ class Service:
         return self.receipts
 
 
-def _arguments(request: GenerationRequest, prompt_length: int, default: int, room: int) -> GenerateArguments:
-    """Return a request's arguments for ``generate``, without seed, tokenizer and grammar.
-
-    ``default`` is the number of new tokens if the request names none; prompt and answer together have ``room``.
-    """
-    asked = request.max_tokens
-    if asked == 0 and not request.echo:
-        raise bad_request("max_tokens must be at least 1, or echo true", "max_tokens")
-    if prompt_length + (asked or 1) > room:
-        answer = f" and {asked} are asked for" if asked else ", and an answer needs at least one"
-        field = "messages" if "messages" in type(request).model_fields else "prompt"
-        message = f"this server's context is {room} tokens: the prompt has {prompt_length}{answer}"
-        raise bad_request(message, field, "context_length_exceeded")
-    if asked is not None and (request.min_tokens or 0) > asked:
-        raise bad_request(f"min_tokens must be at most max_tokens, {asked}, got {request.min_tokens}", "min_tokens")
+def _arguments(request: GenerationRequest) -> GenerateArguments:
+    """Return a request's arguments for ``generate``, without seed, tokenizer, grammar and the most new tokens."""
     given = {name: getattr(request, field) for field, name in _NAMES.items() if field != "seed"}
     arguments: Any = {name: value for name, value in given.items() if value is not None}
-    arguments["max_new_tokens"] = min(default, room - prompt_length) if asked is None else max(1, asked)
     arguments["num_return_sequences"] = 1  # several answers are several calls, each with its seed
+    if arguments.get("top_k") == -1:
+        arguments["top_k"] = 0  # how vLLM writes that it is off
     if request.ignore_eos:
         arguments["stop_token_ids"] = []
     if request.most_logprobs is not None:

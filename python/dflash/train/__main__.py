@@ -2,7 +2,7 @@
 
 import typer
 
-from ..cli.options import run
+from ..cli.running import run
 from ..cli.training import train
 
 if __name__ == "__main__":

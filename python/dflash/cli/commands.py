@@ -1,0 +1,23 @@
+"""All commands of ``dflash``. Importing them imports torch and transformers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .diagnosis import doctor
+from .measure import benchmark, demo
+from .running import set_debug
+from .text import chat, generate, serve, verify
+from .training import export, regenerate, train
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+for command in (generate, chat, serve, verify, train, regenerate, export, demo, benchmark, doctor):
+    app.command()(command)
+
+
+@app.callback()
+def _options(debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False) -> None:
+    """Lossless speculative decoding with DFlash block-diffusion drafters."""
+    set_debug(debug)

@@ -1,0 +1,38 @@
+"""Memory that a context takes, and that is free for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_OTHERS = 256  # bytes of ids and log probabilities per token
+
+
+def bytes_per_token(target: Any, drafter: Any) -> int:
+    """Return the bytes of a token in the caches of a target and its drafter (None for none), of one row.
+
+    Runs the target on one token. States of recurrent layers, which do not grow, are not counted.
+    """
+    with torch.inference_mode():
+        output = target(torch.zeros(1, 1, dtype=torch.int64, device=target.device), use_cache=True)
+    cache = output["cache"] if "cache" in output else output.get("past_key_values")  # the latter is the older name
+    kept = [getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values")]
+    size = sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor))
+    if drafter is not None:
+        config = drafter.config
+        size += 2 * config.num_hidden_layers * config.num_kv_heads * config.head_dim * drafter.dtype.itemsize
+    return size + _OTHERS
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device; on the CPU, what the machine and the container leave."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        free = min(free, max(0, int(text) - int(used.read_text())))
+    return free

@@ -1,0 +1,114 @@
+"""The server's address: taken before anything slow is imported, and answered with 503 while models are loaded."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+HOST, PORT = "127.0.0.1", 8000
+_UNREAD_SECONDS = 60.0  # a client may read nothing, then its connection is closed
+_MAX_BODY = 4 * 2**20  # bytes that are read before the answer: a client that still writes would not see it
+_LOADING = {
+    "status": "loading",
+    "error": {
+        **{"message": "the model is being loaded: try again later", "type": "server_error"},
+        **{"param": None, "code": "loading"},
+    },
+}
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound and does not listen yet; port 0 takes a free one. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it. The kernel drops one whose data is not taken, also after the application has sent all.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _UNREAD_SECONDS))
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, f"--host {host} --port {port}: {error.strerror}") from error
+    return bound
+
+
+class _Refusal(BaseHTTPRequestHandler):
+    timeout = 5  # seconds for a client to send its request
+
+    def _refuse(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        self.rfile.read(min(int(length) if length.isdigit() else 0, _MAX_BODY))
+        body = json.dumps(_LOADING).encode()
+        self.send_response(503)
+        for name, value in (("Content-Type", "application/json"), ("Content-Length", len(body)), ("Retry-After", 1)):
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+    do_GET = do_HEAD = do_POST = do_OPTIONS = _refuse
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Port(ThreadingHTTPServer):
+    """A port of this machine that answers every request with 503 until it is handed over.
+
+    Raises:
+        OSError: it cannot be bound.
+    """
+
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__((host, port), _Refusal, bind_and_activate=False)
+        self.socket.close()
+        self.socket = bind(host, port)
+        self.server_activate()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    def hand_over(self) -> socket.socket:
+        """Return the socket, which goes on listening."""
+        self.shutdown()
+        self._thread.join()
+        return self.socket
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing: the client has gone, or has sent no request."""
+
+
+_claimed: list[Port] = []  # at most one
+
+
+@contextlib.contextmanager
+def claimed(arguments: Sequence[str]) -> Iterator[None]:
+    """Hold the port that these arguments of ``dflash`` ask for, if they are a server's and right.
+
+    Raises:
+        OSError: it cannot be bound.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--host", default=HOST)
+    parser.add_argument("--port", default=str(PORT))
+    is_server = next((word for word in arguments if not word.startswith("-")), None) == "serve"
+    if is_server and "--help" not in arguments:
+        with contextlib.suppress(argparse.ArgumentError):  # the command itself tells what is wrong
+            found, _ = parser.parse_known_args(arguments)
+            if found.port.isdigit() and int(found.port) < 2**16:
+                _claimed.append(Port(found.host, int(found.port)))
+    try:
+        yield
+    finally:
+        while _claimed:
+            _claimed.pop().hand_over().close()
+
+
+def port_for(host: str, port: int) -> Port:
+    """Return the port that is held, or a new one; raises OSError."""
+    return _claimed[0] if _claimed else Port(host, port)

@@ -1,0 +1,34 @@
+"""The public names of the package, in one place; ``dflash`` imports this when it is first asked for one."""
+
+from .api import generate, release, stream
+from .drafter import DraftConfig, Drafter, load_draft
+from .evaluate import demo_pair
+from .generator import Generator
+from .grammar import Grammar
+from .hf import as_assistant, custom_generate
+from .outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
+from .receipts import Receipt, Recorder, Verification, verify
+from .targets import UnsupportedTargetError
+
+__all__ = [
+    "DraftConfig",
+    "Drafter",
+    "GenerateOutput",
+    "Generator",
+    "Grammar",
+    "Receipt",
+    "Recorder",
+    "Statistics",
+    "StreamEvent",
+    "TokenLogprobs",
+    "UnsupportedTargetError",
+    "Verification",
+    "as_assistant",
+    "custom_generate",
+    "demo_pair",
+    "generate",
+    "load_draft",
+    "release",
+    "stream",
+    "verify",
+]
