@@ -1,6 +1,7 @@
 """The server in this process: its answers are those of ``dflash.generate``, and what it cannot do it refuses."""
 
 import copy
+import json
 import re
 import threading
 
@@ -259,6 +260,137 @@ def test_fields_that_ask_for_nothing_are_taken(service):
     assert answer(ask(service, CHAT, chat(**neutral))) == direct(prompt_ids(), max_new_tokens=300)
 
 
+# ---------------------------------------------------------------------------------------------- tolerance
+
+STRANGE = {
+    **{"messages": [{"role": "user", "content": SUM, "id": "m", "annotations": [], "tool_calls": None}]},
+    **{"cache_prompt": True, "nothing": None, "store": False, "service_tier": "flex"},
+}
+NAMED = ["cache_prompt", "service_tier", "messages[].id"]
+
+
+def test_unknown_fields_are_taken_and_named(service, caplog):
+    caplog.set_level("INFO", "dflash")
+    responses = [ask(service, CHAT, chat(**STRANGE, stream=stream)) for stream in (False, True)]
+    assert answer(responses[0]) == direct(prompt_ids(), max_new_tokens=300)
+    for found in (responses[0].json(), chunks(responses[1])[0]):
+        assert found["warnings"] == [f"{name}: unknown, left out" for name in NAMED]
+    assert json.loads(responses[0].headers["X-DFlash-Warnings"]) == found["warnings"]
+    assert sum("the field cache_prompt" in line for line in caplog.messages) == 1
+    assert "X-DFlash-Warnings" not in ask(service, CHAT, chat()).headers
+
+
+def test_the_template_sees_no_unknown_field_of_a_tool():
+    with serving(template="{{ tools | tojson if tools }}{{ messages[-1].content }}") as service:
+        tool = {"type": "function", "function": {"name": "f", "x": 1}, "cache_control": {}}
+        found = ask(service, CHAT, chat(tools=[tool], tool_choice="required", max_tokens=5)).json()
+        plain = {"type": "function", "function": {"name": "f"}}
+        expected = ask(service, CHAT, chat(tools=[plain], tool_choice="required", max_tokens=5)).json()
+    assert found["warnings"] == ["tools[].cache_control: unknown, left out", "tools[].function.x: unknown, left out"]
+    assert found["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+
+
+def test_as_many_tokens_as_fit_are_written(service):
+    room, length = 512, prompt_ids(TRIP).shape[1]
+    expected = direct(prompt_ids(TRIP), max_new_tokens=room - length, stop_token_ids=[])
+    for asked, warnings in (
+        (8000, [f"max_tokens: 8000 are asked for, {room - length} fit after the prompt"]),
+        (-1, []),
+    ):
+        response = ask(service, CHAT, chat(TRIP, max_tokens=asked, ignore_eos=True))
+        assert answer(response) == expected
+        assert response.json().get("warnings", []) == warnings
+    text = ask(service, TEXT, {"prompt": TRIP, "max_tokens": -1, "ignore_eos": True}).json()
+    assert text["usage"]["total_tokens"] == room
+
+
+def test_whole_numbers_may_have_a_point_and_stops_may_be_many(service):
+    fields = {"seed": 3.0, "n": 1.0, "top_k": 20.0, "max_tokens": 50.0, "stop": [f"@{place}" for place in range(9)]}
+    found = ask(service, CHAT, chat(**fields, temperature=1))
+    assert answer(found) == direct(prompt_ids(), seed=3, top_k=20, max_new_tokens=50, temperature=1.0)
+    off, unset = (ask(service, CHAT, chat(seed=3, temperature=1, **more)) for more in ({"top_k": -1}, {"top_k": 0}))
+    assert answer(off) == answer(unset)
+
+
+def test_a_strict_server_refuses_what_others_take():
+    with serving(tolerance={"is_strict": True}) as service:
+        for fields, param, message in (
+            ({"cache_prompt": True}, "cache_prompt", "cache_prompt: Extra inputs are not permitted"),
+            ({"messages": [{"role": "user", "content": SUM, "id": 1}]}, "messages", "messages[].id: Extra inputs"),
+            ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "4 at most, got 5"),
+            ({"max_tokens": 512}, "messages", "context is 512 tokens: the prompt has 18 and 512 are asked for"),
+        ):
+            response = ask(service, CHAT, chat(**fields))
+            assert (response.status_code, error(response)["param"]) == (400, param)
+            assert message in error(response)["message"]
+        assert ask(service, CHAT, chat(store=False, annotations=None, max_tokens=1)).status_code == 200
+
+
+def test_the_model_has_the_names_that_it_is_given():
+    with serving(tolerance={"aliases": ("gpt-4o", "b/c")}) as service:
+        for name in ("pair", "gpt-4o", "b/c"):
+            assert ask(service, CHAT, chat(model=name, max_tokens=1)).json()["model"] == name
+            assert ask(service, f"/v1/models/{name}", None).json()["id"] == name
+        assert [found["id"] for found in ask(service, "/v1/models", None).json()["data"]] == ["pair", "gpt-4o", "b/c"]
+        assert "'pair' and 'gpt-4o' and 'b/c'" in error(ask(service, CHAT, chat(model="x")))["message"]
+    with serving(tolerance={"takes_any_name": True}) as service:
+        assert ask(service, CHAT, chat(model="x", max_tokens=1)).json()["model"] == "x"
+
+
+def test_the_log_tells_how_answers_went_and_why_requests_are_refused(service, caplog):
+    caplog.set_level("INFO", "dflash")
+    ask(service, CHAT, chat(n=2, max_tokens=9))
+    ask(service, CHAT, chat(temperature="\x1b[31m"))
+    ask(service, "/v1/models", None, key="secret")
+    whole, refused, locked = caplog.messages
+    pattern = r"chatcmpl-\w+: 36 prompt tokens \(\d+ cached\), 18 new in [\d.]+ s \(first after [\d.]+ s\)"
+    assert re.fullmatch(pattern + r", \d+ tokens/s, [\d.]+ tokens per step: length", whole)
+    assert refused.startswith("400 POST /v1/chat/completions: temperature: ")
+    assert locked.startswith("401 GET /v1/models: this server needs its key")
+
+
+# ---------------------------------------------------------------------------------------------- small paths
+
+
+def test_texts_and_conversations_are_tokenized(service):
+    tokenizer = pair()[2]
+    found = ask(service, "/tokenize", {"prompt": SUM, "return_token_strs": True}).json()
+    ids = tokenizer(SUM).input_ids
+    words = tokenizer.convert_ids_to_tokens(ids)
+    assert found == {"count": len(ids), "max_model_len": 512, "tokens": ids, "token_strs": words}
+    bare = ask(service, "/tokenize", {"prompt": SUM, "add_special_tokens": False}).json()["tokens"]
+    assert bare == tokenizer(SUM, add_special_tokens=False).input_ids
+    body = {"messages": [{"role": "user", "content": SUM * 99}]}  # longer than the context
+    assert ask(service, "/tokenize", body).json()["tokens"] == prompt_ids(SUM * 99)[0].tolist()
+    assert ask(service, "/detokenize", {"tokens": bare}).json() == {"prompt": SUM}
+    for path, wrong in (("/tokenize", {}), ("/tokenize", {"prompt": "\ud800"}), ("/detokenize", {"tokens": [1536]})):
+        assert ask(service, path, wrong).status_code == 400
+    assert ask(service, "/version", None).json() == {"version": "0"}
+
+
+def test_paths_may_lack_their_version_and_be_asked_for_their_head(service):
+    assert answer(ask(service, "/chat/completions", chat(max_tokens=3)))
+    assert ask(service, "/models/pair", None).json()["id"] == "pair"
+    assert ask(service, "/embeddings", {}).status_code == 404
+    for path in ("/", "/health", "/v1/models", "/models"):
+        assert ask(service, path, None, method="HEAD").status_code == 200
+
+
+def test_pages_of_the_origins_that_are_named_may_use_the_server(service):
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    for origin, origins, allowed in (
+        ("http://a", ["http://a", "http://b"], "http://a"), ("http://c", ["http://a"], None), ("http://c", ["*"], "*")
+    ):  # fmt: skip
+        call = {"key": "secret", "origins": origins}
+        before = ask(service, CHAT, None, **call, headers={"Origin": origin, **asks}, method="OPTIONS")
+        assert before.headers.get("Access-Control-Allow-Origin") == allowed
+        assert (before.status_code == 200) == (allowed is not None)
+        headers = {"Origin": origin, "x-api-key": "secret"}
+        after = ask(service, CHAT, chat(max_tokens=1), **call, headers=headers)
+        assert after.headers.get("Access-Control-Allow-Origin") == allowed
+    assert ask(service, CHAT, None, headers={"Origin": "http://a", **asks}, method="OPTIONS").status_code == 405
+
+
 @pytest.mark.parametrize("body", [b"", b"[1]", b"\xff", b"[" * 200_000, b'{"seed":' + b"9" * 10_000 + b"}"])
 def test_a_body_that_is_no_request_is_refused(service, body):
     response = ask(service, CHAT, body)
@@ -287,8 +419,10 @@ def test_a_body_may_not_be_too_large(service):
 
 
 def test_a_key_is_asked_for(service):
-    for given, status in (("Bearer secret", 200), ("Bearer other", 401), ("secret", 401), (None, 401)):
+    for given, status in (("Bearer secret", 200), ("bearer secret", 200), ("Bearer other", 401), ("secret", 401),
+                          ("x-api-key", 200), (None, 401)):  # fmt: skip
         headers = {} if given is None else {"Authorization": given}
+        headers = {"X-API-Key": "secret"} if given == "x-api-key" else headers
         response = ask(service, CHAT, chat(max_tokens=1), key="secret", headers=headers)
         assert response.status_code == status
     assert error(response)["code"] == "invalid_api_key"
