@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dflash
 from dflash.cli import options as loading
+from dflash.cli.memory import bytes_per_token
 from dflash.train.checkpoint import save_draft
 
 
@@ -211,6 +212,35 @@ def test_chat_and_serve_store_weights_as_asked(shell, chat_folders, stored, monk
     done = shell("serve", *options, "--port", "0")
     assert done.code == 0, done.err
     assert stored == [("int8", "int8")] * 2
+
+
+def test_a_model_is_served_without_a_drafter_in_the_memory_there_is(shell, chat_folders, monkeypatch, caplog):
+    served, free, (model, draft) = [], [2**40], chat_folders
+    monkeypatch.setattr("dflash.serve.app.Server.run", lambda server, **_: served.append(server.config.app.state))
+    monkeypatch.setattr("dflash.cli.text.free_memory", lambda _device: free[0])
+    for options in ([model], ["--model", model], [model, "--draft", draft]):
+        done = shell("serve", *options, "--port", "0")
+        assert done.code == 0, done.err
+        generator = served[-1].service.scheduler.generator
+        own = generator.engine.target.config.max_position_embeddings
+        assert (generator.max_length, generator.draft is None) == (own, "--draft" not in options)
+        assert f"context: {own} tokens, the target's own" in caplog.text
+    free[0] = 2 * 4 * 256 * bytes_per_token(AutoModelForCausalLM.from_pretrained(model), None)
+    assert shell("serve", model, "--port", "0").code == 0
+    assert served[-1].service.scheduler.generator.max_length == 256
+    for line in ("drafter: none, one token per step", "loading the target from", "holds for 4 rows"):
+        assert line in caplog.text
+
+
+def test_caches_take_the_memory_that_is_counted(folders):
+    target, drafter = AutoModelForCausalLM.from_pretrained(folders[0]), dflash.load_draft(folders[1])
+    drafter = dflash.load_draft(drafter, dtype=target.dtype)
+    for draft in (None, drafter):
+        generator = dflash.Generator(target, draft, max_length=64, batch_size=2)
+        generator.generate(torch.tensor([[5, 6]]), max_new_tokens=3)
+        caches = [generator.state.target_cache] + [generator.state.draft_cache] * (draft is not None)
+        each = sum(buffer.nbytes // cache.capacity // 2 for cache in caches for buffer in cache.buffers)
+        assert each <= bytes_per_token(target, draft) <= each + 256
 
 
 @pytest.mark.parametrize(

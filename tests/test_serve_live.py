@@ -2,11 +2,18 @@
 
 import json
 import re
+import socket
+import subprocess
+import sys
+import threading
 
 import httpx
 import openai
 import pytest
-from served import SUM, TRIP, Gate, chat, direct, live, prompt_ids, slow_down, wait_until
+from served import SUM, TRIP, Gate, chat, direct, live, prompt_ids, serve, slow_down, wait_until
+
+from dflash.cli.port import Port
+from dflash.serve.app import Server
 
 QUESTION = [{"role": "user", "content": TRIP}]
 
@@ -145,10 +152,48 @@ def test_an_answer_that_takes_longer_than_the_grace_ends_with_an_error():
     assert rest[-1] == "[DONE]"
 
 
+# ---------------------------------------------------------------------------------------------- the beginning
+
+
+def test_a_port_refuses_until_it_is_handed_over():
+    port = Port("127.0.0.1", 0)
+    address = f"http://127.0.0.1:{port.socket.getsockname()[1]}"
+    for call in ({"method": "GET", "url": "/health"}, {"method": "POST", "url": "/v1/completions", "json": {"a": 1}}):
+        found = httpx.request(**{**call, "url": address + call["url"]})
+        assert (found.status_code, found.headers["Retry-After"]) == (503, "1")
+        assert found.json()["status"] == found.json()["error"]["code"] == "loading"
+    assert httpx.head(address).status_code == 503
+    with pytest.raises(OSError, match="Address already in use"):
+        Port("127.0.0.1", int(address.rpartition(":")[2]))
+    server = Server(serve(), grace=0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [port.hand_over()]})
+    thread.start()
+    assert httpx.get(f"{address}/health").json() == {"status": "ok"}  # it waits in the queue of the socket
+    server.should_exit = True
+    thread.join()
+
+
+def test_a_port_in_use_is_refused_before_torch_is_imported():
+    code = (
+        "import sys\nfrom dflash.cli import main\ntry:\n    main()\n"
+        "finally:\n    print({'torch', 'transformers', 'fastapi'} & sys.modules.keys())"
+    )
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [sys.executable, "-c", code, "serve", f"--port={taken.getsockname()[1]}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "set()\n")
+    assert "Address already in use" in done.stderr
+
+
 @pytest.mark.parametrize(("options", "message"), [
     (["--port", "99999"], "--port"),
     (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
-    (["--model", "somewhere"], "--model needs --draft too"),
+    (["--draft", "somewhere"], "--draft needs --model too"),
+    (["here", "--model", "there"], "name one model: MODEL is 'here', --model 'there'"),
+    (["here", "--draft-weights", "int8"], "--draft-weights needs a drafter"),
+    (["--allow-origin", "localhost"], "--allow-origin must be * or as http://HOST:PORT"),
     (["--block-size", "0"], "block_size must be an integer of at least 1"),
     (["--grace", "inf"], "--grace"),
     (["--api-key", "a key"], "--api-key must be visible ASCII"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,13 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 HOST, PORT = "127.0.0.1", 8000
 _UNREAD_SECONDS = 60.0  # a client may read nothing, then its connection is closed
 _MAX_BODY = 4 * 2**20  # bytes that are read before the answer: a client that still writes would not see it
-_LOADING = {
-    "status": "loading",
-    "error": {
-        **{"message": "the model is being loaded: try again later", "type": "server_error"},
-        **{"param": None, "code": "loading"},
-    },
-}
+_LOADING = (
+    b'{"status": "loading", "error": {"message": "the model is being loaded: try again later", '
+    b'"type": "server_error", "param": null, "code": "loading"}}'
+)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -43,12 +39,12 @@ class _Refusal(BaseHTTPRequestHandler):
     def _refuse(self) -> None:
         length = self.headers.get("Content-Length", "")
         self.rfile.read(min(int(length) if length.isdigit() else 0, _MAX_BODY))
-        body = json.dumps(_LOADING).encode()
         self.send_response(503)
-        for name, value in (("Content-Type", "application/json"), ("Content-Length", len(body)), ("Retry-After", 1)):
-            self.send_header(name, str(value))
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(_LOADING)))
+        self.send_header("Retry-After", "1")
         self.end_headers()
-        self.wfile.write(b"" if self.command == "HEAD" else body)
+        self.wfile.write(b"" if self.command == "HEAD" else _LOADING)
 
     do_GET = do_HEAD = do_POST = do_OPTIONS = _refuse
 

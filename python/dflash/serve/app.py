@@ -25,18 +25,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..outputs import StreamEvent
 from ..terminal import named, printable
+from . import protocol
 from .answers import Delta
 from .formats import ChatFormat, Format, TextFormat, event_line
-from .protocol import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    StreamOptions,
-    TokenizeRequest,
-    bad_request,
-)
+from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions, bad_request
 from .service import Choice, Completion, Service, refusal_of
 
 _CLIENT_GONE = 499  # as nginx logs it; nobody reads it
@@ -140,7 +132,7 @@ def _refusal(request: Request, error: Exception) -> ApiError:
     place = [str(part) for part in found["loc"][1:]]
     if found["type"] == "json_invalid":
         return bad_request(f"the body is not JSON: {found['ctx']['error']}")
-    if not place and found["type"] != "pairs":
+    if not place and found["type"] not in ("pairs", "string_unicode"):
         return bad_request("the body must be a JSON object, sent with the header Content-Type: application/json")
     code = "unsupported_parameter" if found["type"] == "unsupported" else None
     return bad_request(f"{'.'.join(place) or 'the body'}: {found['msg']}", place[0] if place else None, code)
@@ -386,7 +378,7 @@ async def model(name: str, service: Served) -> dict[str, Any]:
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, service: Served) -> dict[str, Any]:
+async def tokenize(body: protocol.TokenizeRequest, service: Served) -> dict[str, Any]:
     """Return the tokens of a text or of a conversation."""
     ids = await to_thread.run_sync(service.tokenize, body)
     words = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
@@ -395,7 +387,7 @@ async def tokenize(body: TokenizeRequest, service: Served) -> dict[str, Any]:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, service: Served) -> dict[str, str]:
+async def detokenize(body: protocol.DetokenizeRequest, service: Served) -> dict[str, str]:
     """Return the text of tokens."""
     return {"prompt": await to_thread.run_sync(service.detokenize, body)}
 

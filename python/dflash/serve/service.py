@@ -30,18 +30,10 @@ from ..sampling import fold
 from ..settings import SETTINGS
 from ..targets import describe_config, sample_digest, version_of
 from ..terminal import named
+from . import protocol
 from .answers import AnswerText, AnswerTokens, CallText, Delta, Pieces, ShownToken
 from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools
-from .protocol import (
-    ApiError,
-    ChatRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    TokenizeRequest,
-    bad_request,
-    refusing,
-    take_unknown,
-)
+from .protocol import ApiError, ChatRequest, GenerationRequest, bad_request, refusing, take_unknown
 from .scheduler import Item, QueueFullError, Scheduler, Ticket
 
 _ENDS = "the server is about to end: try again later"
@@ -195,14 +187,12 @@ class Completion:
         prompt, cached = (sum(getattr(choice, f"{kind}_tokens") for choice in begun) for kind in ("prompt", "cached"))
         steps = [count for choice in begun for count in choice.statistics.acceptance_lengths[0]]
         new, seconds = sum(choice.new_tokens for choice in begun), self.seconds()
-        speed = f", {new / (seconds - self.first_token_seconds):.0f} tokens/s" if steps else ""
-        accepted = f", {sum(steps) / len(steps):.1f} tokens per step" if steps else ""
-        ends = [choice.finish_reason for choice in self.choices]
-        end = ", ".join(dict.fromkeys(filter(None, ends))) if self.outcome == "completed" else self.outcome
-        return (
-            f"{prompt} prompt tokens ({cached} cached), {new} new in {seconds:.2f} s "
-            f"(first after {self.first_token_seconds:.2f} s){speed}{accepted}: {end}"
-        )
+        first, ends = self.first_token_seconds, {choice.finish_reason or self.outcome for choice in self.choices}
+        counts = f"{prompt} prompt tokens ({cached} cached), {new} new in {seconds:.2f} s (first after {first:.2f} s)"
+        if steps:
+            mean = sum(steps) / len(steps)
+            counts += f", {new / max(seconds - first, 1e-6):.0f} tokens/s, {mean:.1f} tokens per step"
+        return f"{counts}: {', '.join(sorted(ends))}"
 
     async def finish(self) -> None:
         async for _ in self.deltas():
@@ -404,7 +394,7 @@ class Service:
         tools = read_tools(request, self.reader.tool_form, warnings)
         return [self.reader.read_chat(request, tools)], tools
 
-    def tokenize(self, request: TokenizeRequest) -> list[int]:
+    def tokenize(self, request: protocol.TokenizeRequest) -> list[int]:
         """Return the tokens of a text or a conversation; raises ApiError if it cannot be encoded."""
         self.name_of(request.model)
         self.check_fields(request)
@@ -415,7 +405,7 @@ class Service:
         fields = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
         return self._prompts(ChatRequest.model_construct(**fields), [])[0][0].ids
 
-    def detokenize(self, request: DetokenizeRequest) -> str:
+    def detokenize(self, request: protocol.DetokenizeRequest) -> str:
         """Return the text of tokens; raises ApiError if there is no such token."""
         self.name_of(request.model)
         self.check_fields(request)
