@@ -119,6 +119,15 @@ def test_a_client_that_gives_up_frees_its_row():
         assert gate.steps <= 2
 
 
+def test_the_log_tells_how_fast_all_answers_are_written(monkeypatch, caplog):
+    caplog.set_level("INFO", "dflash")
+    monkeypatch.setattr("dflash.serve.app._LOAD_SECONDS", 0.2)
+    with live() as server:
+        slow_down(server.service, 0.05)
+        with httpx.stream("POST", f"{server.url}/chat/completions", json=chat(TRIP, stream=True), timeout=60):
+            wait_until(lambda: re.search(r"1 running, 0 waiting: [1-9]\d* tokens/s", caplog.text))
+
+
 # ---------------------------------------------------------------------------------------------- the end
 
 

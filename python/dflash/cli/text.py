@@ -342,7 +342,7 @@ _MOST_UNASKED = 32768  # tokens of a context whose target names no limit
 @options.command(models=("tree",))
 def serve(
     models: options.ModelOptions,
-    target: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.", show_default=False)] = None,
+    target: Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)] = None,
     host: Annotated[str, "Address to listen on; 0.0.0.0 for all."] = HOST,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = PORT,
     name: Annotated[

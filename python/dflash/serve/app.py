@@ -437,7 +437,7 @@ class Server(uvicorn.Server):
             scheduler, written = self._service.scheduler, self._service.metrics.fresh_tokens
             if scheduler.running or written > self._written:
                 speed = (written - self._written) / _LOAD_SECONDS
-                _LOG.info("%d answers run, %d wait: %.0f tokens/s", scheduler.running, scheduler.waiting, speed)
+                _LOG.info("%d running, %d waiting: %.0f tokens/s", scheduler.running, scheduler.waiting, speed)
             self._written = written
         return await super().on_tick(counter)
 
