@@ -15,8 +15,8 @@ from llguidance.hf import from_tokenizer
 from served import SUM, ask, chat, direct, pair, prompt_ids, serve, serving
 
 import dflash
-from dflash.serve.answers import CallText
-from dflash.serve.prompts import EncodedPrompt, PromptReader, ToolForm, answer_grammar, read_tools
+from dflash.serve.forms import REASONING_FORMS, TOOL_FORMS, CallText
+from dflash.serve.prompts import EncodedPrompt, answer_grammar, read_tools
 from dflash.serve.protocol import ApiError, ChatRequest
 
 CHAT = "/v1/chat/completions"
@@ -192,8 +192,8 @@ GRAMMARS = {
 @pytest.mark.parametrize(("fields", "reasoning", "whole", "begun", "wrong"), GRAMMARS.values(), ids=GRAMMARS)
 def test_answers_keep_to_what_was_asked(fields, reasoning, whole, begun, wrong):
     request, tokenizer = ChatRequest.model_validate(chat(**{"tools": TOOLS} | fields)), pair()[2]
-    tools = read_tools(request, ToolForm("<tool_call>\n", "\n</tool_call>", "\n"), [])
-    grammar = answer_grammar(request, EncodedPrompt([], "", reasoning), tools, [])
+    tools = read_tools(request, TOOL_FORMS["hermes"], [])
+    grammar = answer_grammar(request, EncodedPrompt([], "", reasoning), tools, [], REASONING_FORMS["think"])
     tokens = from_tokenizer(tokenizer, eos_token=[tokenizer.eos_token_id])
     for text in (*whole, *begun, *wrong):
         matcher = LLMatcher(tokens, grammar.source, log_level=0)
@@ -246,7 +246,7 @@ def test_a_conversation_with_calls_is_written_by_the_template(given):
         (HERMES, TOOLS[1:], "do\nne"), (named, TOOLS[1:], "do\nne"), (named, None, "do\nne"), (parts, None, "do+ne")
     ):  # fmt: skip
         with serving(template=template) as service:
-            assert service.reader.tool_form == ("<tool_call>\n", "\n</tool_call>", "\n")
+            assert service.reader.tool_form == TOOL_FORMS["hermes"]
             text = written(service, {"messages": messages, "tools": tools})
         assert text == f"{LISTED * bool(tools)}hi{calls}<tool_response>{result}</tool_response>\n=>\n"
 
@@ -267,7 +267,6 @@ def test_a_template_that_the_form_of_calls_is_not_known_of_gets_what_it_asks_for
     with serving(template=template) as service:
         text = written(service, {"messages": messages, "tools": TOOLS[1:], "tool_choice": "required"})
     assert text == 'list_allhif{"a":1}123456789donef123456789'
-    assert PromptReader(pair()[2]).tool_form is None
 
 
 def test_a_template_that_loses_the_users_text_is_not_served():
@@ -303,15 +302,6 @@ def test_a_grammar_does_not_bind_the_reasoning():
     assert re.fullmatch("<[0-9]>", choice["message"]["content"])
 
 
-def test_nothing_follows_reasoning_whose_end_is_a_special_token():
-    with serving(template=THINKING) as service:
-        service.tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
-        response = ask(service, CHAT, asked("a", guided_regex="a"))
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "guided_regex"
-    assert "</think> is a special token" in response.json()["error"]["message"]
-
-
 # ---------------------------------------------------------------------------------------------- refusals
 
 BAD = {
@@ -324,16 +314,10 @@ BAD = {
     "least": ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "cannot be combined with guided_regex"),
     "stop": ({"guided_regex": "a", "stop_token_ids": [17]}, "stop_token_ids", "are text to this tokenizer"),
     "no tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    "free": ({"tools": TOOLS}, "tools", "no form of free tool calls"),
     "twice": ({"tools": TOOLS[1:] * 2, "tool_choice": "required"}, "tools", "a name of its own"),
     "arguments": (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
          "tool_choice": "required"}, "tools", 'tools.0.function.parameters: "type" must be "object"',
-    ),
-    "calls": (
-        {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}]},
-        "messages", "does not write tool_calls",
     ),
     "result": ({"messages": [{"role": "tool", "content": ""}]}, "messages", "must have it"),
 }  # fmt: skip
@@ -366,10 +350,11 @@ def test_what_a_grammar_cannot_say_is_left_out_with_a_warning_or_refused_where_s
     asked = {"tools": [tool], "tool_choice": "required"}
     response = ask(service, CHAT, chat(SUM, **asked, max_tokens=1))
     assert response.status_code == 200, response.text
-    [warning] = response.json()["warnings"]
+    warning, unshown = response.json()["warnings"]
+    assert "does not show them" in unshown
     assert warning.startswith("tools.0.function.parameters: not enforced: ")
     assert words in warning
-    assert json.loads(response.headers["x-dflash-warnings"]) == [warning]
+    assert json.loads(response.headers["x-dflash-warnings"]) == [warning, unshown]
     tool["function"]["strict"] = True
     assert refusal in ask(service, CHAT, chat(SUM, **asked)).json()["error"]["message"]
     form = {"type": "json_schema", "json_schema": {"name": "f", "schema": parameters}}
@@ -396,7 +381,7 @@ def test_a_schema_that_cannot_be_used_fails_forced_calls_only(wrong):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": wrong}} | (
         wrong if "x-guidance" in wrong else {}
     )}}  # fmt: skip
-    form = ToolForm("<tool_call>\n", "\n</tool_call>", "\n")
+    form = TOOL_FORMS["hermes"]
     read, warnings = (lambda **fields: read_tools(ChatRequest.model_validate(chat(**fields)), form, warnings)), []
     with pytest.raises(ApiError, match=r"tools\.0\.function\.parameters: "):
         read(tools=[tool], tool_choice="required")
@@ -423,7 +408,7 @@ SPLITS = [
     (f"<tool one{CALL}\n{CALL}\nend <tool", "<tool_call>", "<tool oneend <tool", [ARGUMENTS] * 2, True),
     (f"{CALL}{CALL[:-30]}", "<tool_call>", "", [ARGUMENTS, CALL[CALL.index('{"a"') : -30]], False),
     ('{"name": "f", "arguments": {}}\n{"name": "f", "arguments":  {"a": 1}}', "", "", ["{}", '{"a": 1}'], True),
-    ('{"name": "f', "", "", [], False),
+    ('{"name": "f', "", '{"name": "f', [], False),
 ]
 
 
@@ -431,7 +416,7 @@ SPLITS = [
 @given(places=st.lists(st.integers(0, 150), max_size=30))
 def test_calls_are_split_off_wherever_pieces_end(text, mark, content, arguments, is_whole, places):
     ends = sorted({min(place, len(text)) for place in places} | {len(text)})
-    splitter, shown, joined = CallText(mark, "\n</tool_call>" if mark else ""), "", {}
+    splitter, shown, joined = CallText(TOOL_FORMS["hermes" if mark else "json"], {"f": {}}), "", {}
     for start, end in zip([0, *ends], ends, strict=False):
         new, pieces = splitter.push(text[start:end], is_last=end == len(text))
         shown += new

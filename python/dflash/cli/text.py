@@ -365,6 +365,11 @@ def serve(
     prefill_chunk: Annotated[
         int, typer.Option(min=1, help="Prompt tokens per pass; conversations share whole chunks of their beginning.")
     ] = 128,
+    chat_template: Annotated[Path | None, "File with a chat template instead of the tokenizer's own."] = None,
+    tool_form: Annotated[str | None, "How the model writes tool calls; default: as its chat template does."] = None,
+    reasoning_form: Annotated[
+        str | None, "How the model writes its reasoning, or none; default: by its chat template."
+    ] = None,
     receipts: Annotated[Path | None, "Folder for a receipt of each answer, see dflash verify; default: none."] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0,
     grace: Annotated[
@@ -380,7 +385,21 @@ def serve(
     if any(importlib.util.find_spec(package) is None for package in ("fastapi", "uvicorn", "prometheus_client")):
         raise ValueError("dflash serve needs FastAPI, uvicorn and prometheus-client: pip install '.[serve]'")
     from ..serve.app import Server
+    from ..serve.forms import REASONING_FORMS, TOOL_FORMS
 
+    given = {
+        "--tool-form": (tool_form, [*TOOL_FORMS]),
+        "--reasoning-form": (reasoning_form, [*REASONING_FORMS, "none"]),
+    }
+    for option, (form, known) in given.items():
+        if form is not None and form not in known:
+            raise ValueError(f"{option} must be one of {', '.join(known)}, got {form!r}")
+    written = None
+    if chat_template is not None:
+        try:
+            written = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat-template needs a text file, got {printable(chat_template)}: {error}") from error
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
         raise ValueError("--api-key must be visible ASCII characters without spaces: a header can hold no other key")
     for origin in allow_origin or ():
@@ -406,6 +425,8 @@ def serve(
     # 2. Load the models.
     source = models.source(is_logged=True)
     tokenizer = options.load_tokenizer(source)
+    if written is not None:
+        tokenizer.chat_template = written
     if tokenizer.chat_template is not None:
         check_template(tokenizer, "user", tools=True)
     model, drafter, _ = models.load(source)
@@ -418,8 +439,8 @@ def serve(
     )
     scheduler = Scheduler(generator, max_waiting=queue)
     folder = None if receipts is None else ReceiptFolder(receipts, model, tokenizer, scheduler)
-    version = versions()["dflash"]
-    service = Service(scheduler, tokenizer, first, version, timeout, folder, aliases, any_name, strict)
+    version, forms = versions()["dflash"], (tool_form, reasoning_form)
+    service = Service(scheduler, tokenizer, first, version, timeout, folder, aliases, any_name, strict, *forms)
     # 3. Serve.
     _log_models(generator, model, is_packaged and models.dtype == "auto")
     if host not in _LOOPBACK and api_key is None:

@@ -1,6 +1,6 @@
 """Measuring a pair: prompts, answers compared with one-token decoding, reports."""
 
-from .chat import call_marks, check_template, render_chat
+from .chat import WRITTEN, check_template, render_chat, written_calls
 from .compare import Decoding, GeneratorRunner, add_up, mean_acceptance
 from .pair import ARROW, FIRST_GENERATION, PAIR, demo_pair, demo_prompts, draft_folder, encode, load_target
 from .pretrained import Pretrained

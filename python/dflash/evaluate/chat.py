@@ -16,7 +16,7 @@ from ..terminal import shortened
 # Words of probes: no template has them, and none changes such words.
 _TEXT, _NEXT, _ASKED, _NAME, _KEY, _VALUE = "zprobea", "zprobeb", "zprobec", "zname", "zkey", "zvalue"
 _DUMPED = re.compile(f"""text['"]: ['"]{_TEXT}|'{_KEY}|\\\\"{_KEY}""")  # a list or an object where text belongs
-_HERMES = re.compile(r'(<tool_call>\s*)\{"name": "zname", "arguments": [^}]*\}\}(\s*</tool_call>)(\s*)<tool_call>')
+WRITTEN = (_NAME, _KEY, _VALUE, "zlast")  # of a call: function, key and value of a text, key of the number 5
 _NOTHING = {"description": "", "parameters": {"type": "object", "properties": {}}}
 _TOOLS = [{"type": "function", "function": {"name": _NAME, **_NOTHING}}]
 
@@ -147,12 +147,14 @@ def check_template(tokenizer: Any, *roles: str, tools: bool = False) -> None:
             _fitted(tokenizer, has_tools, {"role": role, "content": _TEXT})
 
 
-def call_marks(tokenizer: Any) -> Sequence[str] | None:
-    """Return what stands before, after and between calls if the template writes them as Hermes does, else None."""
-    with contextlib.suppress(ValueError):
-        text = render_chat(tokenizer, [_USER, _called({_KEY: _VALUE}, 2)], False, {"tools": _TOOLS})
-        return found.groups() if (found := _HERMES.search(text)) else None
-    return None
+def written_calls(tokenizer: Any) -> str:
+    """Return what the template writes of two calls, or of one if it refuses two, with the words `WRITTEN`; else ""."""
+    _, key, value, number = WRITTEN
+    for count in (2, 1):
+        with contextlib.suppress(ValueError):
+            message = _called({key: value, number: 5}, count)
+            return render_chat(tokenizer, [_USER, message], False, {"tools": _TOOLS})
+    return ""
 
 
 def _render(tokenizer: Any, messages: Sequence[Any], asks: bool, tools: Any, **arguments: Any) -> str:

@@ -4,94 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..outputs import TokenLogprobs
 from ..streaming import TextDecoder, Tokenizer, open_suffix
-
-_HEAD = re.compile(r'\s*\{"name": "([^"]*)", "arguments":\s*')
-
-
-class CallText:
-    """Splits calls off a text whose grammar lets nothing else follow ``begin``, the mark that begins one.
-
-    ``begin`` is empty if the whole text is calls; ``end`` follows a call's JSON object. ``calls`` and pieces of them
-    are as OpenAI's API has them. ``is_whole``: there is a call, and the last is complete.
-    """
-
-    def __init__(self, begin: str, end: str) -> None:
-        self._begin, self._end = begin, "}" + end
-        self.calls: list[dict[str, Any]] = []
-        self.is_whole = self._is_open = False
-        self._held, self._parser = "", self._parse()
-
-    def push(self, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Add text; return what of it is content, and pieces of calls: the first of each has its id and name."""
-        self._held += text
-        self._content: list[str] = []
-        self._pieces: list[dict[str, Any]] = []
-        next(self._parser)
-        if is_last and not self._is_open:
-            self._content.append(self._held)
-            self._held = ""
-        return "".join(self._content), self._pieces
-
-    def _parse(self) -> Iterator[None]:
-        """Take what is held, and yield where more text is needed."""
-        begin, is_after_call = self._begin, False
-        while True:
-            # 1. Text, until a call begins.
-            self._is_open = False
-            while True:
-                if is_after_call:  # spaces between calls
-                    self._held = self._held.lstrip()
-                    is_after_call = not self._held
-                before, mark, after = self._held.partition(begin) if begin else ("", self._held, self._held)
-                shown = len(before) - (0 if mark else open_suffix(before, [begin]))
-                self._content.append(before[:shown])
-                if mark:
-                    break
-                self._held = before[shown:]
-                yield
-            self._held, self._is_open = after, True
-            # 2. The name of the function.
-            while (found := _HEAD.match(self._held)) is None or found.end() == len(self._held):  # spaces may follow
-                yield
-            self._held, self.is_whole = self._held[found.end() :], False
-            function = {"name": found[1], "arguments": ""}
-            call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-            self.calls.append(call)
-            self._pieces.append({"index": len(self.calls) - 1, **call, "function": {**function}})
-            # 3. The arguments, an object, up to the bracket that closes it.
-            end, depth, is_quoted, is_escaped = None, 0, False, False
-            while True:
-                for place, sign in enumerate(self._held, 1):
-                    if is_quoted:
-                        is_quoted, is_escaped = is_escaped or sign != '"', not is_escaped and sign == "\\"
-                    elif sign == '"':
-                        is_quoted = True
-                    elif sign in "{[}]":
-                        depth += 1 if sign in "{[" else -1
-                        if depth == 0:
-                            end = place
-                            break
-                text, self._held = self._held[:end], "" if end is None else self._held[end:]
-                if text:
-                    function["arguments"] += text
-                    self._pieces.append({"index": len(self.calls) - 1, "function": {"arguments": text}})
-                if end is not None:
-                    break
-                yield
-            self.is_whole = True
-            # 4. What ends the call.
-            while self._end not in self._held:
-                yield
-            self._held, is_after_call = self._held.partition(self._end)[2], True
-
-
-OPEN, CLOSE = "<think>", "</think>"
+from .forms import ReasoningForm
 
 
 class Delta(NamedTuple):
@@ -108,39 +26,48 @@ class AnswerText:
 
     Args:
         stop: strings that end the answer and are not part of it.
-        thinks: the model writes its reasoning between ``<think>`` and ``</think>``, at the answer's beginning.
-        is_thinking: the prompt ends with ``<think>``.
+        form: how the model writes its reasoning, first in an answer; None if it has none.
+        is_thinking: the prompt ends with what begins it.
     """
 
-    def __init__(self, stop: Sequence[str] = (), *, thinks: bool = False, is_thinking: bool = False) -> None:
+    def __init__(
+        self, stop: Sequence[str] = (), *, form: ReasoningForm | None = None, is_thinking: bool = False
+    ) -> None:
         self._stop, self._longest = stop, max(map(len, stop), default=1)
         self.is_stopped, self.length = False, 0
         self._tail = ""  # the end of the text so far, where a stop string may have begun
-        self._mark = (CLOSE if is_thinking else OPEN) if thinks else None  # looked for
-        self._held = ""  # may be the beginning of the mark
-        self._is_blank = thinks  # spaces at the beginning of a part are dropped
+        self._form, self._is_thinking = form, is_thinking
+        self._is_first = form is not None and not is_thinking  # reasoning may begin
+        self._hidden = [mark for mark in (form.reply, form.next, *form.hidden) if mark] if form else []
+        self._held = ""  # may be the beginning of a mark
+        self._is_blank = is_thinking  # spaces at the beginning of a part are dropped
 
     def push(self, piece: str, *, is_last: bool) -> Delta:
         """Add a piece of the answer; return what can be shown."""
         piece = self._before_stop(piece)
         self._held, self.length = self._held + piece, self.length + len(piece)
-        is_last = is_last or self.is_stopped
-        if self._mark == OPEN:
-            text = self._held.lstrip()
-            if text.startswith(OPEN):
-                self._held, self._mark = text.removeprefix(OPEN), CLOSE
-            elif is_last or not OPEN.startswith(text):
-                self._mark, self._is_blank = None, False  # all is content, leading spaces too
-            else:
-                return Delta()
-        if self._mark is None:
-            return Delta(content=self._shown(len(self._held)))
-        before, mark, _ = self._held.partition(CLOSE)
-        if not mark:
-            return Delta(reasoning=self._shown(len(before) - (0 if is_last else open_suffix(before, [CLOSE]))))
-        reasoning = self._shown(len(before))
-        self._held, self._mark, self._is_blank = self._held.removeprefix(CLOSE), None, True
-        return Delta(self._shown(len(self._held)), reasoning)
+        parts, is_last = {False: "", True: ""}, is_last or self.is_stopped  # content, reasoning
+        while self._form is not None:
+            begin, end = self._form.open, self._form.close
+            if self._is_first:
+                text = self._held.lstrip()
+                if not text.startswith(begin) and begin.startswith(text) and not is_last:
+                    break
+                self._is_first = False
+                if text.startswith(begin):
+                    self._held, self._is_thinking, self._is_blank = text.removeprefix(begin), True, True
+            # Some models reason again after content.
+            mark = end if self._is_thinking else begin if self._form.next else ""
+            before, found, _ = self._held.partition(mark) if mark else (self._held, "", "")
+            marks = [end] if self._is_thinking else [*self._hidden, *filter(None, [mark])]
+            kept = 0 if found or is_last else open_suffix(before, marks)
+            parts[self._is_thinking] += self._shown(len(before) - kept)
+            if not found:
+                break
+            self._held, self._is_thinking, self._is_blank = self._held.removeprefix(found), not self._is_thinking, True
+        else:
+            parts[False] = self._shown(len(self._held))
+        return Delta(parts[False], parts[True])
 
     def _before_stop(self, piece: str) -> str:
         """Return what of a piece comes before a stop string. One that began in earlier pieces was held back there."""
@@ -158,6 +85,8 @@ class AnswerText:
 
     def _shown(self, end: int) -> str:
         text, self._held = self._held[:end], self._held[end:]
+        for mark in () if self._is_thinking else self._hidden:
+            text = text.replace(mark, "")
         if self._is_blank:
             text = text.lstrip()
             self._is_blank = not text
@@ -239,6 +168,23 @@ class Pieces:
         added = max(0, starts.finish() - len(text))
         tokens = zip(ids, places, values, strict=True)
         return [self.shown(token, max(0, place - added), value) for token, place, value in tokens]
+
+
+class MarkedTokenizer:
+    """A tokenizer that does not skip special tokens which are marks of tool calls or reasoning."""
+
+    def __init__(self, tokenizer: Any, specials: Mapping[str, int]) -> None:
+        self._tokenizer = tokenizer
+        skipped = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._skipped = skipped - {*specials.values()}
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        if skip_special_tokens:
+            token_ids = [token for token in token_ids if token not in self._skipped]
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
 
 
 class _Starts:

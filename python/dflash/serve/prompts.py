@@ -6,31 +6,18 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ..evaluate import call_marks, check_template, check_text, render_chat, text_ids
+from ..evaluate import check_template, check_text, render_chat, text_ids, written_calls
 from ..grammar import Grammar
 from . import protocol
-from .answers import CLOSE, OPEN, CallText
+from .answers import MarkedTokenizer
+from .forms import TOOL_FORMS, CallText, ReasoningForm, Rules, ToolForm, find_reasoning_form, find_tool_form
 from .protocol import bad_request, refusing
 
-
-class ToolForm(NamedTuple):
-    """How a model writes a call: ``begin{"name": ..., "arguments": ...}end``, and what stands between two calls."""
-
-    begin: str = ""
-    end: str = ""
-    between: str = "\n"
-
-
 _MAX_WARNING = 200  # characters; they are a header too
-
-
-def is_special(tokenizer: Any, mark: str) -> bool:
-    """Return True if a mark is a special token, which is not part of an answer's text."""
-    return any(token.special and token.content == mark for token in tokenizer.added_tokens_decoder.values())
 
 
 @dataclass(frozen=True)
@@ -44,42 +31,62 @@ class Tools:
     is_single: bool
 
     def text(self) -> CallText:
-        return CallText(self.form.begin.rstrip(), self.form.end)
+        return CallText(self.form, self._plain, self.is_forced)
 
-    def rules(self, answer: Grammar | None, unlike: str) -> list[str]:
-        """Return the Lark rules of an answer, of which ``body`` is the first.
+    @functools.cached_property
+    def _plain(self) -> dict[str, dict[str, Any]]:
+        return {name: json.loads(schema.text) for name, schema in self.schemas.items()}
 
-        ``answer`` is what text must match instead of calls; if that is None, free text may not match ``unlike``.
+    def add_rules(self, rules: Rules, answer: str, unlike: list[str]) -> None:
+        """Add the rule ``body`` of an answer, and those that it needs.
+
+        ``answer`` is what text must match instead of calls; if it is empty, free text may not match ``unlike``.
         """
-        begin, mark = self.form.begin, self.form.begin.rstrip()
-        calls = "call" if self.is_single else f"call ({json.dumps(self.form.between)} call)*"
-        if self.is_forced:
-            rules = [f"body: {calls}"]
-        elif answer is not None:
-            rules = [f"body: answer | {calls}", f"answer: {answer.rule}"]
+        form, mark = self.form, self.form.mark
+        calls = "" if self.is_single else f"({rules.text(form.between)} call)*"
+        section = f"{rules.text(form.begin)} call {calls} {rules.text(form.end)}"
+        if self.is_forced or answer:
+            rules.add("body", section if self.is_forced else f"{answer} | {section}")
+        elif mark:
+            # Free text ends with the first mark, and then a call must follow.
+            rest = f"{rules.until('marked', mark, 'TEXT')} first {calls} {rules.text(form.end)}"
+            rules.add("body", f"TEXT | {rest}" if self.is_single else f"({rest})* TEXT")
         else:
-            # A lazy lexeme ends with the first mark, and then a call must follow.
-            begin, free = begin.removeprefix(mark), f" & ~/{unlike}/" if unlike else ""
-            rules = [
-                "body: TEXT | marked call" if self.is_single else "body: (marked call)* TEXT",
-                f"marked[lazy]: TEXT {json.dumps(mark)}",
-                f"TEXT: /(?s:.*)/{free}",
-            ]
-        end, calls, schemas = json.dumps("}" + self.form.end), [], []
-        for number, (name, schema) in enumerate(self.schemas.items()):
-            head = begin + f'{{"name": "{name}", "arguments": '
-            calls.append(f"{json.dumps(head)} arguments_{number} {end}")
-            schemas.append(f"arguments_{number}: {schema.rule}")
-        return [*rules, "call: " + " | ".join(calls), *schemas]
+            rules.add("body", f"TEXT | {section}")
+            pieces = rules.pieces((form.begin + form.head).lstrip()) or ["''"]
+            begin = json.loads(pieces[0]) if pieces[0].startswith('"') else ""
+            names = f"({'|'.join(map(_escaped, self.schemas))}){_escaped(form.mid)}" if pieces[0] == "''" else ""
+            if begin or names:  # free text has no special token
+                unlike = [*unlike, f"[ \\n]{{0,4}}{_escaped(begin)}{names}(?s:.*)"]
+        if not self.is_forced and not answer:
+            rules.add("TEXT", " & ".join(["/(?s:.*)/", *(f"~/{pattern}/" for pattern in unlike)]))
+        firsts, bodies = [], []
+        for number, (name, schema) in enumerate(self._plain.items()):
+            if form.values == "json":
+                arguments = rules.add(f"arguments_{number}", self.schemas[name].rule)
+            else:
+                arguments = rules.arguments(f"arguments_{number}", form, schema)
+            bodies.append(f"{rules.text(form.head + name + form.mid)} {arguments} {rules.text(form.tail)}")
+            begun = (form.begin + form.head).lstrip().removeprefix(mark)
+            firsts.append(f"{rules.text(begun + name + form.mid)} {arguments} {rules.text(form.tail)}")
+        if self.is_forced or answer or not mark or not self.is_single:
+            rules.add("call", " | ".join(bodies))
+        if mark and not self.is_forced and not answer:
+            rules.add("first", " | ".join(firsts))
 
 
-def read_tools(request: protocol.ChatRequest, form: ToolForm | None, warnings: list[str]) -> Tools | None:
-    """Return the tools of a request; None if none may be called. ``form`` is the chat template's for calls, if known.
+def _escaped(text: str) -> str:
+    """Return a pattern in a Lark grammar that matches a text."""
+    return re.escape(text).replace("/", "\\/").replace("\\ ", " ").replace("\\\n", "\\n")
+
+
+def read_tools(request: protocol.ChatRequest, form: ToolForm, warnings: list[str]) -> Tools | None:
+    """Return the tools of a request; None if none may be called. ``form`` is how the model writes calls.
 
     What a schema asks for and its grammar does not is added to ``warnings``.
 
     Raises:
-        ApiError: they contradict each other, a schema cannot be followed, or the template has no form for free calls.
+        ApiError: they contradict each other, or a schema cannot be followed.
     """
     functions, choice = [tool.function for tool in request.tools or ()], request.tool_choice
     named = choice.function.name if isinstance(choice, protocol.NamedChoice) else None
@@ -93,9 +100,6 @@ def read_tools(request: protocol.ChatRequest, form: ToolForm | None, warnings: l
     if not names or choice == "none":
         return None
     is_forced = named is not None or choice == "required"
-    if form is None and not is_forced:
-        message = "this server knows no form of free tool calls for this chat template: set tool_choice to "
-        raise bad_request(f'{message}"required", to a function or to "none"', "tool_choice" if choice else "tools")
     schemas = {}
     for number, function in enumerate(functions):
         where = f"tools.{number}.function.parameters: "
@@ -115,7 +119,7 @@ def read_tools(request: protocol.ChatRequest, form: ToolForm | None, warnings: l
                 warnings.append(f"{where}not enforced: {str(error)[:_MAX_WARNING]}")
     shown = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in request.tools or ()]
     single = named is not None or request.parallel_tool_calls is False
-    return Tools(shown, schemas, form or ToolForm(), is_forced, single)
+    return Tools(shown, schemas, form, is_forced, single)
 
 
 def _schema(schema: dict[str, Any], strict: bool | None, where: str, warnings: list[str]) -> Grammar:
@@ -131,40 +135,57 @@ class EncodedPrompt(NamedTuple):
     """A prompt as token ids, and as text for ``echo``.
 
     ``reasoning`` is ``"begun"`` if the prompt ends with the mark of the model's reasoning, ``"optional"`` if the answer
-    may begin with that. ``hides_reasoning``: the mark that ends the reasoning is not part of an answer's text.
+    may begin with that.
     """
 
     ids: list[int]
     text: str
     reasoning: Literal["", "begun", "optional"] = ""
-    hides_reasoning: bool = False
 
 
 class PromptReader:
     """Encodes prompts by a target's tokenizer. Slow for long ones: call it outside of the event loop.
 
-    ``thinks`` is True if the chat template knows reasoning.
+    Args:
+        tokenizer: its chat template tells the forms of tool calls and of reasoning.
+        tool_form: name of a row of `TOOL_FORMS` instead.
+        reasoning_form: name of a row of `REASONING_FORMS` instead, or "none".
+
+    ``specials`` are the special tokens among the marks of these forms; ``shown`` decodes them as text.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        template = tokenizer.chat_template
-        self.has_template, self.thinks = template is not None, CLOSE in str(template)
+    def __init__(self, tokenizer: Any, tool_form: str | None = None, reasoning_form: str | None = None) -> None:
+        self.tokenizer, self._tool_form = tokenizer, tool_form
+        self.has_template = tokenizer.chat_template is not None
+        self.reasoning = None if reasoning_form == "none" else find_reasoning_form(tokenizer, reasoning_form)
         if self.has_template:
             check_template(tokenizer, "user", tools=True)
 
     @functools.cached_property
-    def tool_form(self) -> ToolForm | None:
-        """How the chat template writes tool calls, if that is Hermes' form (Qwen 2.5 and 3, Hermes 3)."""
-        marks = call_marks(self.tokenizer)
-        is_hidden = any(is_special(self.tokenizer, mark) for mark in ("<tool_call>", "</tool_call>"))
-        return None if marks is None or is_hidden else ToolForm(*marks)
+    def tool_form(self) -> ToolForm:
+        return find_tool_form(self.tokenizer, self._tool_form)
 
     @functools.cached_property
-    def _hides_reasoning(self) -> bool:
-        return is_special(self.tokenizer, CLOSE)
+    def specials(self) -> dict[str, int]:
+        """The ids of special tokens in the marks of tool calls and reasoning."""
+        texts = [field for form in CallText(self.tool_form, {}).forms for field in form if isinstance(field, str)]
+        texts += self.reasoning.marks if self.reasoning else []
+        tokens = [(token.content, number) for number, token in self.tokenizer.added_tokens_decoder.items()]
+        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        return {mark: number for mark, number in tokens if mark in special and any(mark in text for text in texts)}
 
-    def read_chat(self, request: protocol.ChatRequest, tools: Tools | None = None) -> EncodedPrompt:
+    @functools.cached_property
+    def shown(self) -> Any:
+        """The tokenizer that decodes answers; the target's own unless marks are special tokens."""
+        return MarkedTokenizer(self.tokenizer, self.specials) if self.specials else self.tokenizer
+
+    @functools.cached_property
+    def _writes_calls(self) -> bool:
+        return bool(written_calls(self.tokenizer))
+
+    def read_chat(
+        self, request: protocol.ChatRequest, tools: Tools | None = None, warnings: list[str] | None = None
+    ) -> EncodedPrompt:
         """Write a conversation by the chat template, which gets ``tools``.
 
         Raises:
@@ -172,20 +193,48 @@ class PromptReader:
         """
         if not self.has_template:
             raise bad_request("this model has no chat template: use /v1/completions", "messages")
+        warnings = [] if warnings is None else warnings
         arguments, shown = request.chat_template_kwargs or {}, None if tools is None else tools.shown
         own = inspect.signature(self.tokenizer.apply_chat_template).parameters  # transformers would take these itself
+        template = self.tokenizer.get_chat_template(tools=shown)
         for name in arguments:
-            template = self.tokenizer.get_chat_template(tools=shown)
             if name in own or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", template):
                 raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
+        arguments = _thinking(request, template, warnings) | arguments | {"tools": shown}
         with refusing("messages"):
-            messages = [*map(_message, request.messages)]
-            text = render_chat(self.tokenizer, messages, True, {**arguments, "tools": shown})
+            text = self._written([*map(_message, request.messages)], arguments, tools, warnings)
         ids = list(self.tokenizer(_unicode(text, "messages"), add_special_tokens=False).input_ids)
-        if not self.thinks or text.rstrip().endswith(CLOSE):
+        if (form := self.reasoning) is None or text.rstrip().endswith(form.close.rstrip()):
             return EncodedPrompt(ids, text)
-        reasoning = "begun" if text.rstrip().endswith(OPEN) else "optional"
-        return EncodedPrompt(ids, text, reasoning, self._hides_reasoning)
+        return EncodedPrompt(ids, text, "begun" if text.rstrip().endswith(form.open.rstrip()) else "optional")
+
+    def _written(
+        self, messages: list[dict[str, Any]], arguments: dict[str, Any], tools: Tools | None, warnings: list[str]
+    ) -> str:
+        """Write messages by the template, and calls and tools as text where it does not write these."""
+        render = functools.partial(render_chat, self.tokenizer, asks=True, template=arguments)
+        if self._writes_calls:
+            text = render(messages)
+        else:
+            messages = [_call_as_text(message, self.tool_form) for message in messages]
+            try:
+                text = render(messages)
+            except ValueError:
+                if not any(message["role"] == "tool" for message in messages):
+                    raise
+                messages = [{**m, "role": "user"} if m["role"] == "tool" else m for m in messages]
+                text = render(messages)
+        if tools is None or all(tool["function"]["name"] in text for tool in tools.shown):
+            return text
+        told = [{"role": "system", "content": _TOLD.format(_example(self.tool_form), json.dumps(tools.shown))}]
+        if messages[0]["role"] == "system" and isinstance(messages[0].get("content"), list):
+            told[0]["content"] = [*messages[0]["content"], {"type": "text", "text": told[0]["content"]}]
+            messages = messages[1:]
+        try:
+            return render([*told, *messages])
+        except ValueError:
+            warnings.append("tools: the chat template does not show them, and takes no system message that could")
+            return text
 
     def read_completion(self, request: protocol.CompletionRequest) -> list[EncodedPrompt]:
         """Return the prompts; raises ApiError if one is empty or not Unicode."""
@@ -210,6 +259,43 @@ def _message(message: protocol.Message) -> dict[str, Any]:
     return {**given, "role": "system" if message.role == "developer" else message.role}
 
 
+_TOLD = "You may call functions. To call one, write nothing but\n{}\nThe functions are: {}"
+
+
+def _example(form: ToolForm) -> str:
+    return f"{form.begin}{form.head}NAME{form.mid}{{ARGUMENTS}}{form.tail}{form.end}".replace("$ID", "0")
+
+
+def _call_as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
+    """Return a message with its tool calls as text, as the model writes them."""
+    if not (calls := message.pop("tool_calls", None)):
+        return message
+    form, texts = form if form.values == "json" else TOOL_FORMS["json"], []
+    for number, call in enumerate(calls):
+        name, given = call["function"]["name"], call["function"].get("arguments")
+        given = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+        texts.append(f"{form.head}{name}{form.mid}{given.strip() or '{}'}{form.tail}".replace("$ID", str(number)))
+    text = form.begin + form.between.join(texts) + form.end
+    return {**message, "content": [*(message.get("content") or []), {"type": "text", "text": text}]}
+
+
+def _thinking(request: protocol.ChatRequest, template: str, warnings: list[str]) -> dict[str, Any]:
+    """Return the template's arguments for ``reasoning_effort`` and ``enable_thinking``; warn if it reads neither."""
+    effort, thinks, found = request.reasoning_effort, request.enable_thinking, {}
+    reads = [
+        name for name in ("reasoning_effort", "enable_thinking", "thinking") if re.search(rf"\b{name}\b", template)
+    ]
+    if effort is not None and "reasoning_effort" in reads and effort != "none":
+        found["reasoning_effort"] = effort
+    if thinks is None and effort is not None and not found:
+        thinks = effort != "none"
+    if thinks is not None and (names := [name for name in reads if name != "reasoning_effort"]):
+        found[names[0]] = thinks
+    if (effort, request.enable_thinking) != (None, None) and not found:
+        warnings.append("reasoning_effort, enable_thinking: not applied, the chat template does not read them")
+    return found
+
+
 def _unicode(text: str, field: str) -> str:
     with refusing(field):
         return check_text(text, field)
@@ -224,11 +310,13 @@ _KINDS: dict[str, Callable[[Any], Grammar]] = {
 
 
 def answer_grammar(
-    request: protocol.GenerationRequest, prompt: EncodedPrompt, tools: Tools | None, warnings: list[str]
-) -> Grammar | None:
+    request: protocol.GenerationRequest, prompt: EncodedPrompt, tools: Tools | None, warnings: list[str],
+    form: ReasoningForm | None = None, specials: Mapping[str, int] | None = None,
+) -> Grammar | None:  # fmt: skip
     """Return what an answer must match, its reasoning included; None if its text is free.
 
-    What a schema asks for and its grammar does not is added to ``warnings``.
+    What a schema asks for and its grammar does not is added to ``warnings``. ``form`` is that of reasoning, and
+    ``specials`` are the special tokens among the marks.
 
     Raises:
         ApiError: a grammar is invalid, or fields contradict each other.
@@ -241,21 +329,29 @@ def answer_grammar(
     for name in _CONTRADICTING:
         if getattr(request, name):
             raise bad_request(f"{name} cannot be combined with {field or 'tools'}: leave one of them out", name)
+    if tools is not None and not tools.is_forced and answer is None and form is not None and form.reply:
+        return None  # such models write several messages, and only between marks
     if tools is None and not prompt.reasoning:
         return answer
     # The rules of the answer, after those of the reasoning.
-    field = field or "tools"
-    if prompt.reasoning and prompt.hides_reasoning:
-        raise bad_request(f"the tokenizer's {CLOSE} is a special token: {field} cannot follow reasoning", field)
-    unlike = f"[ \\n]{{0,2}}{OPEN}(?s:.*)" if prompt.reasoning == "optional" else ""
-    rules = [f"body: {answer.rule}"] if tools is None else tools.rules(answer, unlike)
-    if prompt.reasoning:
-        rules += [f"thought[lazy]: /(?s:.*)/ {json.dumps(CLOSE)}", "SPACE: /[ \\n]{0,4}/"]
-    if prompt.reasoning == "optional":
-        rules += [f"OPEN: /[ \\n]{{0,2}}{OPEN}/"]
-    start = {"": "body", "begun": "thought SPACE body", "optional": "(OPEN thought SPACE)? body"}[prompt.reasoning]
+    field, rules, reasoning, unlike = field or "tools", Rules(specials or {}), "", []
+    if answer is not None:
+        rules.add("answer", f"{rules.text(form.reply) if form is not None else ''} {answer.rule}")
+    if prompt.reasoning and form is not None:
+        space = rules.add("SPACE", "/[ \\n]{0,4}/")
+        reasoning = f"{rules.until('thought', form.close)} {rules.text(form.next)} {space}"
+        if prompt.reasoning == "optional":
+            first, *rest = rules.pieces(form.open)
+            is_plain = first.startswith('"')
+            begin = f"[ \\n]{{0,2}}{_escaped(json.loads(first)) if is_plain else ''}"
+            first = rules.add("OPEN", f"/{begin}/") if is_plain else f"{rules.add('OPEN', f'/{begin}/')} {first}"
+            reasoning = f"({' '.join([first, *rest])} {reasoning})?"
+            unlike = [f"{begin}(?s:.*)"] if is_plain else []
+    if tools is not None:
+        tools.add_rules(rules, "answer" if answer is not None else "", unlike)
+    rules.add("start", f"{reasoning} {'answer' if tools is None else 'body'}")
     with refusing(field):
-        return Grammar.lark("\n".join([f"start: {start}", *rules]))
+        return Grammar.lark("\n".join(rules.lines))
 
 
 def _asked(request: protocol.GenerationRequest, warnings: list[str]) -> tuple[str, Grammar | None]:

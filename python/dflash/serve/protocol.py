@@ -274,16 +274,18 @@ class Message(_not_applied(_Fields, refusal=(), audio=(), function_call=("none",
 
 _ChatFields = _not_applied(
     GenerationRequest, functions=([],), function_call=("none",), audio=(), modalities=(["text"],),
-    reasoning_effort=(), verbosity=("medium",), web_search_options=(),
+    verbosity=("medium",), web_search_options=(),
 )  # fmt: skip
 
 
 class ChatRequest(_ChatFields):
-    """A request of ``/v1/chat/completions``. ``chat_template_kwargs`` is an extension."""
+    """A request of ``/v1/chat/completions``. ``chat_template_kwargs`` and ``enable_thinking`` are extensions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Limit | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    enable_thinking: bool | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None

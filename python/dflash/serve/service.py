@@ -28,10 +28,12 @@ from ..outputs import Statistics, StreamEvent, TokenLogprobs
 from ..receipts import Receipt, RecordedAnswer, RecordedSettings, Verifier, lines_of
 from ..sampling import fold
 from ..settings import SETTINGS
+from ..streaming import TextDecoder
 from ..targets import describe_config, sample_digest, version_of
 from ..terminal import named
 from . import protocol
-from .answers import AnswerText, AnswerTokens, CallText, Delta, Pieces, ShownToken
+from .answers import AnswerText, AnswerTokens, Delta, Pieces, ShownToken
+from .forms import CallText
 from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools
 from .protocol import ApiError, ChatRequest, GenerationRequest, bad_request, refusing, take_unknown
 from .scheduler import Item, QueueFullError, Scheduler, Ticket
@@ -62,6 +64,7 @@ class Choice:
     Attributes:
         call: what is run for it.
         text: splits its text.
+        shown: decodes it if it is not the engine's text, because marks are special tokens.
         prompt_text: shown before it, for ``echo``.
         calls: splits the tool calls off its content; None if it has none.
         pieces: of the vocabulary; None if no log probabilities are asked for.
@@ -74,6 +77,7 @@ class Choice:
 
     call: Call
     text: AnswerText
+    shown: Any = None
     prompt_text: str = ""
     calls: CallText | None = None
     pieces: Pieces | None = None
@@ -87,8 +91,9 @@ class Choice:
     statistics: Statistics | None = None
 
     def __post_init__(self) -> None:
+        self._decoder = None if self.shown is None else TextDecoder(self.shown, skip_special_tokens=True)
         if self.pieces is not None:
-            self._held = AnswerTokens(self.pieces, self.call.tokenizer, len(self.prompt_text))
+            self._held = AnswerTokens(self.pieces, self.shown or self.call.tokenizer, len(self.prompt_text))
 
     @property
     def prompt_tokens(self) -> int:
@@ -115,7 +120,10 @@ class Choice:
         if self.is_empty:
             self.finish_reason = "length"
             return Delta()
-        delta = self.text.push(event.text[0] if event.text else "", is_last=reason is not None)
+        text = event.text[0] if event.text else ""
+        if self._decoder is not None:
+            text = self._decoder.push(event.ids[0]) + (self._decoder.finish() if reason is not None else "")
+        delta = self.text.push(text, is_last=reason is not None)
         reason = "stop" if self.text.is_stopped else reason
         if self.calls is not None:
             content, calls = self.calls.push(delta.content, is_last=reason is not None)
@@ -337,6 +345,7 @@ class Service:
         aliases: further names that requests may ask for.
         takes_any_name: requests may ask for any model, and get this one.
         is_strict: refuse unknown fields, more than four stop strings, and more tokens than fit.
+        tool_form, reasoning_form: as in `PromptReader`.
         fingerprint: digest of what a text depends on besides its request: weights, versions, device and shapes. The
             drafter is not part of it: the text is the same with any, and without one.
     """
@@ -350,11 +359,14 @@ class Service:
     aliases: Sequence[str] = ()
     takes_any_name: bool = False
     is_strict: bool = False
+    tool_form: str | None = None
+    reasoning_form: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     is_ending: bool = False
 
     def __post_init__(self) -> None:
-        self.reader, self.metrics = PromptReader(self.tokenizer), Metrics(self.scheduler)
+        self.reader = PromptReader(self.tokenizer, self.tool_form, self.reasoning_form)
+        self.metrics = Metrics(self.scheduler)
         self._said: set[str] = set()  # unknown fields that the log has
         self._pieces = Pieces(self.tokenizer)
         generator = self.scheduler.generator
@@ -392,7 +404,7 @@ class Service:
         if not isinstance(request, ChatRequest):
             return self.reader.read_completion(request), None
         tools = read_tools(request, self.reader.tool_form, warnings)
-        return [self.reader.read_chat(request, tools)], tools
+        return [self.reader.read_chat(request, tools, warnings)], tools
 
     def tokenize(self, request: protocol.TokenizeRequest) -> list[int]:
         """Return the tokens of a text or a conversation; raises ApiError if it cannot be encoded."""
@@ -429,7 +441,8 @@ class Service:
         # 1. The prompts.
         prompts, tools = self._prompts(request, warnings)
         is_chat = isinstance(request, ChatRequest)
-        default, thinks = (generator.max_length, self.reader.thinks) if is_chat else (_COMPLETION_TOKENS, False)
+        default = generator.max_length if is_chat else _COMPLETION_TOKENS
+        form, specials = (self.reader.reasoning, self.reader.specials) if is_chat else (None, {})
         most = generator.batch_size + self.scheduler.max_waiting  # more could never be queued
         if count * len(prompts) > most:
             raise bad_request(f"one request may ask for {most} answers, this one asks for {count * len(prompts)}", "n")
@@ -437,7 +450,7 @@ class Service:
         seed = secrets.randbits(63) if request.seed is None else request.seed
         choices = []
         for prompt in prompts:
-            grammar = answer_grammar(request, prompt, tools, warnings)
+            grammar = answer_grammar(request, prompt, tools, warnings, form, specials)
             limit = self._limit(request, len(prompt.ids), default, warnings)
             arguments = _arguments(request) | {"max_new_tokens": max(1, limit)}
             arguments |= {"tokenizer": self.tokenizer, "grammar": grammar}
@@ -449,12 +462,13 @@ class Service:
                         RecordedSettings.of(call)  # a receipt can state it
                 except (ValueError, TypeError) as error:
                     raise bad_request(str(error), _field_named(request, str(error))) from error
-                text = AnswerText(request.stop or (), thinks=thinks, is_thinking=prompt.reasoning == "begun")
+                text = AnswerText(request.stop or (), form=form, is_thinking=prompt.reasoning == "begun")
                 calls = None if tools is None else tools.text()
                 pieces = None if call.logprobs is None else self._pieces
                 echo = prompt.text if request.echo else ""
                 is_empty, found = request.max_tokens == 0, [*dict.fromkeys(warnings)][:_MAX_WARNINGS]
-                choices.append(Choice(call, text, echo, calls, pieces, is_empty, found))
+                shown = self.reader.shown if specials else None
+                choices.append(Choice(call, text, shown, echo, calls, pieces, is_empty, found))
         return choices
 
     def _limit(self, request: GenerationRequest, prompt_length: int, default: int, warnings: list[str]) -> int:
