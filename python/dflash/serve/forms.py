@@ -496,10 +496,10 @@ class Rules:
         return [others.get(piece, json.dumps(piece, ensure_ascii=False)) for piece in quoted]
 
     def text(self, text: str) -> str:
-        return " ".join(self.pieces(text)) or '""'
+        return " ".join(self.pieces(text)) or EMPTY
 
     def until(self, name: str, text: str, free: str = "/(?s:.*)/") -> str:
-        """Add a rule of ``free`` text that ends where ``text`` comes first; return its name and the rest of that text."""
+        """Add a rule of ``free`` text up to the first ``text``; return its name and the rest of that text."""
         first, *rest = self.pieces(text)
         self.add(name if first.startswith("<[") else f"{name}[lazy]", f"{free} {first}")
         return " ".join([name, *rest])
@@ -508,48 +508,46 @@ class Rules:
         """Add the rules of a function's arguments as parameters, in the schema's order; return the first one's name."""
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         if not properties and schema.get("additionalProperties") is not False:
-            key = self._parameter(f"{name}_any", form, "", {}, schema)
-            return self.add(name, f"({key} ({self.text(form.key_sep)} {key})*)?")
-        following = {False: "", True: ""}  # what comes next, by whether there was a parameter before
+            heads, value = self._parameter(f"{name}_any", form, "", {}, schema)
+            return self.add(name, f"({heads[0]} {value} ({heads[1]} {value})*)?")
+        following = ["", ""]  # what comes next, by whether there was a parameter before
         for number, key in reversed([*enumerate(properties)]):
-            rule = self._parameter(f"{name}_{number}", form, key, properties[key], schema)
-            both = {}
-            for is_after in (False, True):
-                body = (
-                    f"{self.text(form.key_sep)} {rule} {following[True]}" if is_after else f"{rule} {following[True]}"
-                )
-                if key not in required:
-                    body += f" | {following[is_after]}" if following[is_after] else ' | ""'
-                both[is_after] = self.add(f"{name}_{number}_{'after' if is_after else 'first'}", body)
-            following = both
-        return self.add(name, following[False] or '""')
+            heads, value = self._parameter(f"{name}_{number}", form, key, properties[key], schema)
+            bodies = [f"{head} {value} {following[1]}" for head in heads]
+            if key not in required:
+                bodies = [f"{body} | {rest or EMPTY}" for body, rest in zip(bodies, following, strict=True)]
+            following = [self.add(f"{name}_{number}_{when}", bodies[when]) for when in (0, 1)]
+        return self.add(name, following[0] or EMPTY)
 
-    def _parameter(self, name: str, form: ToolForm, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+    def _parameter(
+        self, name: str, form: ToolForm, key: str, schema: Any, root: Mapping[str, Any]
+    ) -> tuple[list[str], str]:
+        """Return what stands before a parameter's value, first or after another, and the rule of the value.
+
+        The lexer takes the longest text that may come next, so a separator is one piece with what follows it.
+        """
         types = types_of(schema, root)
         is_text = not types or "string" in types
         kind = form.types if is_text else "false"
         if form.types == "string" and not is_text:
             kind = sorted(types)[0]
-        before = self.text(form.key_head) + (" " + self.text(key) if key else " /[A-Za-z_][A-Za-z0-9_]{0,63}/")
-        before += " " + self.text(form.key_mid.replace("$TYPE", kind))
-        choices = (
-            schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else None
-        )
+        mid = form.key_mid.replace("$TYPE", kind)
+        befores = [before + form.key_head for before in ("", form.key_sep)]
+        heads = [self.text(before + key + mid) for before in befores if key]
+        heads = heads or [f"{self.text(before)} /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {self.text(mid)}" for before in befores]
         tail, plain = form.key_tail.replace("$KEY", key), {**schema} if isinstance(schema, dict) else {}
         whole = {name: root[name] for name in ("$defs", "definitions", "x-guidance") if name in root} | plain
         value = Grammar("json_schema", json.dumps(whole)).rule
-        if types and choices and types == {"string"}:
+        choices = plain.get("enum", [plain["const"]] if "const" in plain else None)
+        if choices and types == {"string"}:
             quote = _QUOTES.get(form.values, "")
-            body = " | ".join(self.text(f"{quote}{choice}{quote}{tail}") for choice in choices)
-            return self.add(name, f"{before} ({body})")
+            return heads, self.add(name, " | ".join(self.text(f"{quote}{choice}{quote}{tail}") for choice in choices))
         if form.values in _QUOTES:
-            is_plain = types and types <= {"number", "null", "boolean"} and form.values == "gemma"
-            return self.add(
-                name, f"{before} {value if is_plain or types == {'number'} else self._literal(form.values)}"
-            )
+            is_json = types and types <= ({"number", "null", "boolean"} if form.values == "gemma" else {"number"})
+            return heads, self.add(name, value) if is_json else self._literal(form.values)
         if is_text:
-            return self.add(name, f"{before} {self.until(f'{name}_text', tail)}")
-        return self.add(name, f"{before} {value} {self.text(tail)}")
+            return heads, self.until(name, tail)
+        return heads, self.add(name, f"{value} {self.text(tail)}")
 
     def _literal(self, values: str) -> str:
         """Add the rules of any literal once; return the name."""
@@ -568,4 +566,5 @@ class Rules:
         return "literal"
 
 
+EMPTY = '""'
 _QUOTES = {"python": "'", "gemma": '<|"|>'}

@@ -43,8 +43,8 @@ class Tools:
         ``answer`` is what text must match instead of calls; if it is empty, free text may not match ``unlike``.
         """
         form, mark = self.form, self.form.mark
-        calls = "" if self.is_single else f"({rules.text(form.between)} call)*"
-        section = f"{rules.text(form.begin)} call {calls} {rules.text(form.end)}"
+        calls = "" if self.is_single else "next*"
+        section = f"call {calls} {rules.text(form.end)}"
         if self.is_forced or answer:
             rules.add("body", section if self.is_forced else f"{answer} | {section}")
         elif mark:
@@ -60,19 +60,19 @@ class Tools:
                 unlike = [*unlike, f"[ \\n]{{0,4}}{_escaped(begin)}{names}(?s:.*)"]
         if not self.is_forced and not answer:
             rules.add("TEXT", " & ".join(["/(?s:.*)/", *(f"~/{pattern}/" for pattern in unlike)]))
-        firsts, bodies = [], []
+        heads = {"call": form.begin + form.head, "next": form.between + form.head}
+        if mark and not self.is_forced and not answer:
+            heads["first"] = heads.pop("call").lstrip().removeprefix(mark)
+        bodies: dict[str, list[str]] = {rule: [] for rule in heads if rule != "next" or not self.is_single}
         for number, (name, schema) in enumerate(self._plain.items()):
             if form.values == "json":
                 arguments = rules.add(f"arguments_{number}", self.schemas[name].rule)
             else:
                 arguments = rules.arguments(f"arguments_{number}", form, schema)
-            bodies.append(f"{rules.text(form.head + name + form.mid)} {arguments} {rules.text(form.tail)}")
-            begun = (form.begin + form.head).lstrip().removeprefix(mark)
-            firsts.append(f"{rules.text(begun + name + form.mid)} {arguments} {rules.text(form.tail)}")
-        if self.is_forced or answer or not mark or not self.is_single:
-            rules.add("call", " | ".join(bodies))
-        if mark and not self.is_forced and not answer:
-            rules.add("first", " | ".join(firsts))
+            for rule, body in bodies.items():
+                body.append(f"{rules.text(heads[rule] + name + form.mid)} {arguments} {rules.text(form.tail)}")
+        for rule, body in bodies.items():
+            rules.add(rule, " | ".join(body))
 
 
 def _escaped(text: str) -> str:
