@@ -168,7 +168,7 @@ class ReasoningForm(NamedTuple):
         return [mark for mark in (self.open, self.close, self.reply, self.next, *self.hidden) if mark]
 
 
-_HARMONY = ("<|channel|>commentary<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+_HARMONY = ("<|channel|>commentary<|message|>", "<|end|>", "<|return|>", "<|call|>")
 # A template has the first form whose last mark is in its source.
 REASONING_FORMS = {
     "gpt-oss": ReasoningForm(
