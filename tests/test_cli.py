@@ -265,6 +265,19 @@ def test_weights_that_cannot_be_stored_are_refused_before_models_are_loaded(
     assert message in done.err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--tool-form xml", "--tool-form must be one of qwen3-coder, hermes, "),
+        ("--reasoning-form xml", "minimax-m3, kimi, apertus, think, none, got 'xml'"),
+        ("--chat-template /missing", "--chat-template needs a text file, got /missing"),
+    ],
+)
+def test_forms_and_templates_that_are_not_there_are_refused_before_models_are_loaded(shell, options, message):
+    done = shell("serve", "--port", "0", *options.split())
+    assert (done.code, message in done.err) == (2, True), done.err
+
+
 def test_chat_needs_a_template(shell, folders):
     model, draft = folders
     done = shell("chat", "--model", model, "--draft", draft)

@@ -194,7 +194,7 @@ def test_reasoning_has_a_field_of_its_own():
 
 BAD = {
     "functions": ({"functions": [{"name": "f"}]}, "functions", "does not apply it"),
-    "effort": ({"reasoning_effort": "low"}, "reasoning_effort", "does not apply it"),
+    "effort": ({"reasoning_effort": "most"}, "reasoning_effort", "'low', 'medium'"),
     "others' settings": ({"xtc_probability": 0.5}, "xtc_probability", "does not apply it"),
     "messages": ({"messages": []}, "messages", "at least 1 item"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'text'"),

@@ -5,9 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash.serve.answers import AnswerText
+from dflash.serve.forms import REASONING_FORMS
+
+THINK = REASONING_FORMS["think"]
 
 
-def shown(pieces: list[str], *stop: str, **options: bool) -> tuple[str, str]:
+def shown(pieces: list[str], *stop: str, **options) -> tuple[str, str]:
     text, content, reasoning = AnswerText(stop, **options), "", ""
     for index, piece in enumerate(pieces):
         delta = text.push(piece, is_last=index == len(pieces) - 1)
@@ -21,12 +24,12 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 CASES = [
-    ("<think>\nwhy < not\n</think>\n\nSo.", {"thinks": True}, ("So.", "why < not\n")),
-    ("\n<think>a</think>b</think>", {"thinks": True}, ("b</think>", "a")),
-    ("why</think> So.", {"thinks": True, "is_thinking": True}, ("So.", "why")),
-    ("why </thin", {"thinks": True, "is_thinking": True}, ("", "why </thin")),
-    ("  plain <think>x</think>", {"thinks": True}, ("  plain <think>x</think>", "")),
-    ("<thi", {"thinks": True}, ("<thi", "")),
+    ("<think>\nwhy < not\n</think>\n\nSo.", {"form": THINK}, ("So.", "why < not\n")),
+    ("\n<think>a</think>b</think>", {"form": THINK}, ("b</think>", "a")),
+    ("why</think> So.", {"form": THINK, "is_thinking": True}, ("So.", "why")),
+    ("why </thin", {"form": THINK, "is_thinking": True}, ("", "why </thin")),
+    ("  plain <think>x</think>", {"form": THINK}, ("  plain <think>x</think>", "")),
+    ("<thi", {"form": THINK}, ("<thi", "")),
     ("<think>a</think>b", {}, ("<think>a</think>b", "")),
 ]
 
@@ -39,7 +42,7 @@ def test_reasoning_is_split_off_wherever_pieces_end(text, options, expected, pla
 
 def test_text_ends_before_the_first_stop_string():
     assert shown(["ab", "cd, e", "f. g"], ". ", ", ") == ("abcd", "")
-    assert shown(["<think>a, b", "</think>"], ", ", thinks=True) == ("", "a")
+    assert shown(["<think>a, b", "</think>"], ", ", form=THINK) == ("", "a")
 
 
 def test_what_was_shown_already_is_not_taken_back():
@@ -48,6 +51,6 @@ def test_what_was_shown_already_is_not_taken_back():
 
 
 def test_text_is_shown_as_soon_as_it_is_final():
-    text = AnswerText((), thinks=True, is_thinking=True)
+    text = AnswerText((), form=THINK, is_thinking=True)
     assert text.push("because </", is_last=False).reasoning == "because "
     assert text.push("b>", is_last=False).reasoning == "</b>"
