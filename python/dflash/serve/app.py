@@ -152,7 +152,7 @@ class _Guard:
         headers, method = dict(scope["headers"]), scope["method"]
         path = f"/v1{scope['path']}" if _SHORT.fullmatch(scope["path"]) else scope["path"]
         # uvicorn leaves the body of an answer to HEAD out.
-        scope = {**scope, "path": path, "raw_path": path.encode(), "method": "GET" if method == "HEAD" else method}
+        scope = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
         try:
             self._check(scope, headers)
             body = await asyncio.wait_for(_read_body(headers, receive), _BODY_SECONDS)
