@@ -22,7 +22,7 @@ from dflash.serve.forms import (
     find_reasoning_form,
     find_tool_form,
 )
-from dflash.serve.prompts import EncodedPrompt, answer_grammar, read_tools
+from dflash.serve.prompts import EncodedPrompt, PromptReader, answer_grammar, read_tools
 from dflash.serve.protocol import ChatRequest
 
 CHAT = "/v1/chat/completions"
@@ -277,6 +277,44 @@ def test_marks_that_are_special_tokens_are_written_and_read(monkeypatch):
     assert (call["function"]["name"], choice["finish_reason"]) == ("now", "tool_calls")
     pieces = [piece for chunk in streamed for c in chunk["choices"] for piece in c["delta"].get("tool_calls", ())]
     assert "".join(piece["function"]["arguments"] for piece in pieces) == call["function"]["arguments"]
+
+
+SPECIAL = {  # forms of calls and reasoning, the marks that are special tokens, and what a model writes before its calls
+    "gpt-oss": ("gpt-oss", ["<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>"],
+                "<|channel|>analysis<|message|>A<|end|><|start|>assistant"),
+    "gemma4": ("gemma4", ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"],
+               "<|channel>thought\nA<channel|>"),
+    "mistral": ("mistral", ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"], "[THINK]A[/THINK]"),
+    "kimi": ("think", ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+                       "<|tool_call_end|>", "<|tool_calls_section_end|>"], "<think>A</think>"),
+    "hermes": ("think", ["</think>"], "<think>A</think>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_grammars_and_answers_keep_special_tokens_apart(name):
+    reasoning, marks, thought = SPECIAL[name]
+    form, tokenizer = TOOL_FORMS[name], copy.deepcopy(pair()[2])
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = PLAIN
+    reader = PromptReader(tokenizer, name, reasoning)
+    assert {*reader.specials} == {*marks}
+    tokens = from_tokenizer(tokenizer, eos_token=[tokenizer.eos_token_id])
+    calls = written(form, [("weather", first(form)), ("weather", SECOND)])
+    for choice in ("required", "auto"):
+        request = ChatRequest.model_validate(chat(tools=TOOLS, tool_choice=choice))
+        tools, prompt = read_tools(request, form, []), EncodedPrompt([], "", "optional")
+        grammar = answer_grammar(request, prompt, tools, [], reader.reasoning, reader.specials)
+        for text in (calls, thought + calls):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            shown = reader.shown.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True)
+            assert parsed(shown, form, [9], reader.reasoning)[1:] == (
+                "A" * (text != calls), [("weather", first(form)), ("weather", SECOND)]
+            )  # fmt: skip
+            if grammar is not None:  # of Harmony, free answers have none
+                matcher = LLMatcher(tokens, grammar.source, log_level=0)
+                assert matcher.consume_tokens(ids), (choice, text)
+                assert matcher.is_accepting()
 
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

@@ -210,9 +210,11 @@ def find_reasoning_form(tokenizer: Any, name: str | None = None) -> ReasoningFor
 # ---------------------------------------------------------------------------------------------- patterns
 
 _WORDS = {"$ID": r"[\w.:-]*", "$TYPE": r"(?P<type>\w*)", "$KEY": r"[\w.-]+"}
-_KEY = r"(?P<key>[^\s\"'<>=:/(){}\[\],]+)"
+_KEY = r"(?P<key>[^\n\"'<>=:/(){}\[\],]+)"
 _TAGS = regex.compile(r"\]<\]minimax\[>\[<(?P<key>[^/>]+)>(?P<value>.*?)\]<\]minimax\[>\[</\1>", regex.DOTALL)
 _QUOTED = {"python": r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", "gemma": r'<\|"\|>(?:(?!<\|"\|>).)*+<\|"\|>'}
+EMPTY = '""'
+QUOTES = {"python": "'", "gemma": '<|"|>'}  # before and after a text
 _CDATA = regex.compile(r"<!\[CDATA\[")
 _LITERAL = r"(?P<v>(?:{}|(?![\"']|<\|\")[^][(){{}},]|[[({{](?:(?&v)|,)*[])}}])+)"
 
@@ -540,9 +542,9 @@ class Rules:
         value = Grammar("json_schema", json.dumps(whole)).rule
         choices = plain.get("enum", [plain["const"]] if "const" in plain else None)
         if choices and types == {"string"}:
-            quote = _QUOTES.get(form.values, "")
+            quote = QUOTES.get(form.values, "")
             return heads, self.add(name, " | ".join(self.text(f"{quote}{choice}{quote}{tail}") for choice in choices))
-        if form.values in _QUOTES:
+        if form.values in QUOTES:
             is_json = types and types <= ({"number", "null", "boolean"} if form.values == "gemma" else {"number"})
             return heads, self.add(name, value) if is_json else self._literal(form.values)
         if is_text:
@@ -557,14 +559,10 @@ class Rules:
             sep, key = (", ", "quoted") if values == "python" else (",", "/[A-Za-z0-9_.-]+/")
             text = r"/'([^'\\\n]|\\.)*'/" + r' | /"([^"\\\n]|\\.)*"/'
             if values == "gemma":
-                text = f"{self.text(_QUOTES[values])} {self.until('rest', _QUOTES[values])}"
+                text = f"{self.text(QUOTES[values])} {self.until('rest', QUOTES[values])}"
             colon = '": "' if values == "python" else '":"'
             self.add("quoted", text)
             self.add("literal", f'quoted | /-?[0-9]+(\\.[0-9]+)?/ | {words} | "[" items? "]" | "{{" pairs? "}}"')
             self.add("items", f'literal ("{sep}" literal)*')
             self.add("pairs", f'{key} {colon} literal ("{sep}" {key} {colon} literal)*')
         return "literal"
-
-
-EMPTY = '""'
-_QUOTES = {"python": "'", "gemma": '<|"|>'}

@@ -14,7 +14,7 @@ from ..evaluate import check_template, check_text, render_chat, text_ids, writte
 from ..grammar import Grammar
 from . import protocol
 from .answers import MarkedTokenizer
-from .forms import TOOL_FORMS, CallText, ReasoningForm, Rules, ToolForm, find_reasoning_form, find_tool_form
+from .forms import QUOTES, TOOL_FORMS, CallText, ReasoningForm, Rules, ToolForm, find_reasoning_form, find_tool_form
 from .protocol import bad_request, refusing
 
 _MAX_WARNING = 200  # characters; they are a header too
@@ -169,6 +169,7 @@ class PromptReader:
     def specials(self) -> dict[str, int]:
         """The ids of special tokens in the marks of tool calls and reasoning."""
         texts = [field for form in CallText(self.tool_form, {}).forms for field in form if isinstance(field, str)]
+        texts.append(QUOTES.get(self.tool_form.values, ""))
         texts += self.reasoning.marks if self.reasoning else []
         tokens = [(token.content, number) for number, token in self.tokenizer.added_tokens_decoder.items()]
         special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
