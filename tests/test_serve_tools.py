@@ -87,6 +87,19 @@ def parsed(text, form, ends=(), reasoning=None):
     return content, thought, made
 
 
+@pytest.mark.parametrize(("name", "text"), [("lfm2", "[" + "a" * 300), ("gemma4", "{" * 99), ("gpt-oss", "\n" * 3000)])
+def test_text_that_never_becomes_a_call_is_read_at_once(name, text):
+    """Patterns with many ways to match would take ages."""
+    form = TOOL_FORMS[name]
+    begun = written(form, [("weather", {})]).split("}")[0].removesuffix(")]<|tool_call_end|>") + "city" + form.key_mid
+    begun = begun if form.key_mid else written(form, [("weather", {})])
+    splitter = CallText(form, FUNCTIONS)
+    for piece in (begun, text, "x"):
+        splitter.push(piece, is_last=False)
+    splitter.push("", is_last=True)
+    assert [call["function"]["name"] for call in splitter.calls] == ["weather"]
+
+
 def first(form) -> dict:
     return FIRST | {"city": "Oslo north"} if form.values == "gemma" else FIRST
 

@@ -216,13 +216,14 @@ _QUOTED = {"python": r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", "gemma": r'<\|"\
 EMPTY = '""'
 QUOTES = {"python": "'", "gemma": '<|"|>'}  # before and after a text
 _CDATA = regex.compile(r"<!\[CDATA\[")
-_LITERAL = r"(?P<v>(?:{}|(?![\"']|<\|\")[^][(){{}},]|[[({{](?:(?&v)|,)*[])}}])+)"
+# Possessive, so that a text without its last bracket is not tried in every way.
+_LITERAL = r"(?P<v>(?:{}|(?![\"']|<\|\")[^][(){{}},]|[[({{](?:(?&v)|,)*+[])}}])++)"
 
 
 def _pattern(text: str) -> str:
     """Return a pattern of text that takes any spaces where it has some."""
     parts = regex.split(r"(\s+|\$[A-Z]+)", text)
-    return "".join(_WORDS.get(part, r"\s*" if part.isspace() else regex.escape(part)) for part in parts)
+    return "".join(_WORDS.get(part, r"\s*+" if part.isspace() else regex.escape(part)) for part in parts)
 
 
 def _fitted(form: ToolForm, text: str) -> ToolForm | None:
@@ -233,7 +234,7 @@ def _fitted(form: ToolForm, text: str) -> ToolForm | None:
         return "".join(f"(?P<{field}>{_pattern(getattr(form, field))})" for field in fields)
 
     if form.values == "json":
-        arguments = rf'{{\s*"{key}":\s*"{value}",\s*"{number}":\s*5\s*}}'
+        arguments = rf'{{\s*+"{key}":\s*+"{value}",\s*+"{number}":\s*+5\s*+}}'
     else:
         quote = r"""(?:['"]|<\|"\|>)?"""
         arguments = (
@@ -285,7 +286,7 @@ def _read_value(text: str, values: str, types: set[str]) -> Any:
         plain = plain.replace("\n", "\\n")
     if values == "gemma":
         pieces = plain.split('<|"|>')
-        pieces[::2] = [regex.sub(r"([\w.-]+)\s*:", r'"\1":', piece) for piece in pieces[::2]]
+        pieces[::2] = [regex.sub(r"([\w.-]+)\s*+:", r'"\1":', piece) for piece in pieces[::2]]
         pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]
         plain = "".join(pieces)
     for read in (json.loads, ast.literal_eval):
@@ -458,13 +459,13 @@ class CallText:
 def _patterns(form: ToolForm, names: Sequence[str]) -> tuple[Any, ...]:
     """Return patterns: of calls up to the first one's arguments, from these to the next one's, to the end; of a key."""
     known = "|".join(map(regex.escape, sorted(names, key=len, reverse=True)))
-    call = rf"{_pattern(form.head)}\s*(?P<name>{known}){_pattern(form.mid.rstrip())}\s*"
-    first = rf"\s*{_pattern(form.begin)}\s*{call}"
-    again = rf"\s*{_pattern(form.tail)}\s*(?:{_pattern(form.between)})?{call}"
-    end = rf"\s*{_pattern(form.tail)}\s*{_pattern(form.end)}"
+    call = rf"{_pattern(form.head)}\s*+(?P<name>{known}){_pattern(form.mid.rstrip())}\s*+"
+    first = rf"\s*+{_pattern(form.begin)}\s*+{call}"
+    again = rf"\s*+{_pattern(form.tail)}\s*+(?:{_pattern(form.between)})?{call}"
+    end = rf"\s*+{_pattern(form.tail)}\s*+{_pattern(form.end)}"
     key = rf"{_pattern(form.key_head)}{_KEY}{_pattern(form.key_mid.rstrip())}" + "\n?" * form.key_mid.endswith("\n")
     key += "(?P<type>(?!))?"
-    parameter = rf"\s*(?:{_pattern(form.key_sep)})?\s*(?:{key}|(?={_pattern(form.tail.lstrip())}))"
+    parameter = rf"\s*+(?:{_pattern(form.key_sep)})?\s*+(?:{key}|(?={_pattern(form.tail.lstrip())}))"
     return tuple(map(regex.compile, (first, again, end, parameter)))
 
 
