@@ -58,8 +58,8 @@ def test_texts(client):
 
 def test_errors_have_their_classes(client, server):
     with pytest.raises(openai.BadRequestError, match="does not apply it") as caught:
-        client.chat.completions.create(model="pair", messages=QUESTION, service_tier="flex")
-    assert (caught.value.param, caught.value.code) == ("service_tier", "unsupported_parameter")
+        client.chat.completions.create(model="pair", messages=QUESTION, verbosity="low")
+    assert (caught.value.param, caught.value.code) == ("verbosity", "unsupported_parameter")
     with pytest.raises(openai.NotFoundError, match="this server has the model 'pair', not 'other'"):
         client.chat.completions.create(model="other", messages=QUESTION)
     with (
