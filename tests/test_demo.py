@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import dflash
-from dflash import cli
+from dflash.cli import commands
 from dflash.evaluate import compare, demo, trees
 from dflash.evaluate.compare import Decoding
 
@@ -34,7 +34,7 @@ def tiny(tmp_path_factory):
 
 
 def run_json(folder, *arguments, code: int = 0) -> dict:
-    done = CliRunner().invoke(cli.app, ["demo", "--pair", str(folder), "--json", *map(str, arguments)])
+    done = CliRunner().invoke(commands.app, ["demo", "--pair", str(folder), "--json", *map(str, arguments)])
     assert done.exit_code == code, done.output
     assert done.stderr == ""
     return json.loads(done.stdout)
@@ -42,7 +42,7 @@ def run_json(folder, *arguments, code: int = 0) -> dict:
 
 @pytest.mark.parametrize(("temperature", "floor", "right"), [(0.0, 10.0, 4), (1.0, 7.0, 3)])
 def test_the_packages_own_pair(temperature, floor, right):
-    done = CliRunner().invoke(cli.app, ["demo", "--json", "--prompts", "6", "--temperature", str(temperature)])
+    done = CliRunner().invoke(commands.app, ["demo", "--json", "--prompts", "6", "--temperature", str(temperature)])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["identical"] is True

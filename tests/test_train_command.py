@@ -144,7 +144,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(run, arguments, tmp_path):
     assert plan["steps"] == 4
     assert plan["rows"] == 12
     assert plan["draft_parameters"] == 39200
-    assert plan["features_bytes"] == plan["row_tokens"] * 2 * 64 * 4
+    assert plan["features_bytes"] == plan["row_tokens"] * 2 * 64 * 2
     assert min(plan[name] for name in ("hours", "memory_bytes", "tokens_per_second", "tokens")) > 0
     done = run(*arguments(dry_run=True))
     assert "39,200 parameters, for a target of" in done.out
