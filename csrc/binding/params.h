@@ -491,7 +491,7 @@ struct GatedRmsNormParams {
 
 constexpr int kMaxLinearWeights = 4;
 constexpr int64_t kMaxLinearRows = 256;  // of the CUDA kernel
-constexpr int64_t kQuantGroup = 256;  // elements of a row that share a step where weights are int8
+constexpr int64_t kQuantGroup = 256;     // elements of a row that share a step where weights are int8
 
 // A weight of a product as the CPU reads it. One with scales is int8: values[n][k] * scales[n].
 struct LinearWeight {
