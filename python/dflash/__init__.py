@@ -2,6 +2,7 @@
 
 import importlib as _importlib
 import importlib.metadata as _metadata
+import importlib.util as _util
 import typing as _typing
 import warnings as _warnings
 
@@ -24,10 +25,15 @@ def __getattr__(name: str) -> object:
 
     The command takes its port before, and ``import dflash`` takes no time.
     """
+    if not name.startswith("__") and _util.find_spec(f"{__name__}.{name}") is not None:
+        return _importlib.import_module(f".{name}", __name__)
     if not name.startswith("__") or name == "__all__":
         public = _importlib.import_module(".public", __name__)
-        if name == "__all__" or name in public.__all__:
-            return getattr(public, name)
-        if name in globals():  # a module that is imported by now
+        globals().update({each: getattr(public, each) for each in (*public.__all__, "__all__")})
+        if name in globals():
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_importlib.import_module(".public", __name__).__all__})

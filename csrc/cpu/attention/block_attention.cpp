@@ -121,8 +121,8 @@ static inline void over_lanes(int64_t lane, int64_t lanes, const Fn& fn) {
   if constexpr (NV > 1) over_lanes<NV - 1>(lane, lanes, fn);
 }
 
-// True if a group has too few queries to fill the lanes, which then hold keys; and if so few that they had better hold
-// columns of values.
+// True if a group has too few queries to fill the lanes, which then hold keys in the product with these, and columns in
+// that with values.
 static inline bool has_few(const Group& g) { return kWidth >= 8 && g.live <= kWidth / 2; }
 static inline bool has_few_for_values(const Group& g) { return kWidth >= 8 && g.live <= kFewRows; }
 

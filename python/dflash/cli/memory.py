@@ -34,5 +34,11 @@ def free_memory(device: torch.device) -> int:
     free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        free = min(free, max(0, int(text) - int(used.read_text())))
+        cached = [
+            line for line in used.with_name("memory.stat").read_text().splitlines() if line.startswith("inactive_file ")
+        ]
+        taken = int(used.read_text()) - sum(
+            int(line.split()[1]) for line in cached
+        )  # files are dropped when it is full
+        free = min(free, max(0, int(text) - taken))
     return free

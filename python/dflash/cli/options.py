@@ -190,6 +190,8 @@ class ModelOptions:
             check_pair(self.model, self.draft, "without both, the pair inside the package answers")
         elif self.draft_weights is not None and self.draft is None:
             raise ValueError("--draft-weights needs a drafter: name one with --draft")
+        elif self.draft is None and block_size not in (None, 1):
+            raise ValueError(f"--block-size {block_size} needs a drafter: name one with --draft")
         if self.model is not None:
             return resolved
         typer.echo(

@@ -46,7 +46,7 @@ class _Refusal(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else _LOADING)
 
-    do_GET = do_HEAD = do_POST = do_OPTIONS = _refuse
+    do_GET = do_HEAD = do_POST = do_OPTIONS = do_PUT = do_PATCH = do_DELETE = _refuse
 
     def log_message(self, *_: object) -> None:
         pass

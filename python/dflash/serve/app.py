@@ -229,7 +229,7 @@ async def completions(body: CompletionRequest, request: Request, service: Served
 
 async def _respond(service: Service, request: Request, body: GenerationRequest, kind: type[Format]) -> Response:
     choices = await to_thread.run_sync(service.read, body)
-    warnings = choices[0].warnings
+    warnings = choices[-1].warnings  # of all prompts
     form = kind(service.name_of(body.model), service.fingerprint, len(choices) // (body.n or 1), warnings)
     shown = [*warnings]
     while len(json.dumps(shown)) > _MAX_HEADER:
@@ -444,11 +444,11 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more connections, let answers finish, end the others, and stop the scheduler.
 
-        A second signal ends them at once.
+        A second Ctrl-C ends them at once.
         """
         self._service.is_ending = True
         if count := self._service.scheduler.running + self._service.scheduler.waiting:
-            _LOG.info("ending: %d answers may take %g s more; a second signal ends them", count, self._grace)
+            _LOG.info("ending: %d answers may take %g s more; a second Ctrl-C ends them", count, self._grace)
         closing = asyncio.ensure_future(self._close())
         await super().shutdown(sockets)
         await closing

@@ -283,9 +283,8 @@ def _call_as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
 def _thinking(request: protocol.ChatRequest, template: str, warnings: list[str]) -> dict[str, Any]:
     """Return the template's arguments for ``reasoning_effort`` and ``enable_thinking``; warn if it reads neither."""
     effort, thinks, found = request.reasoning_effort, request.enable_thinking, {}
-    reads = [
-        name for name in ("reasoning_effort", "enable_thinking", "thinking") if re.search(rf"\b{name}\b", template)
-    ]
+    names = ("reasoning_effort", "enable_thinking", "thinking")  # as variables, not as fields of messages
+    reads = [name for name in names if re.search(rf"(?<![.\w'\"]){name}\b", template)]
     if effort is not None and "reasoning_effort" in reads and effort != "none":
         found["reasoning_effort"] = effort
     if thinks is None and effort is not None and not found:
