@@ -30,15 +30,14 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on a device; on the CPU, what the machine and the container leave."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    free = 1024 * _numbers(Path("/proc/meminfo"))["MemAvailable:"]
+    limit, used, parts = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        cached = [
-            line for line in used.with_name("memory.stat").read_text().splitlines() if line.startswith("inactive_file ")
-        ]
-        taken = int(used.read_text()) - sum(
-            int(line.split()[1]) for line in cached
-        )  # files are dropped when it is full
-        free = min(free, max(0, int(text) - taken))
+        dropped = _numbers(parts)["inactive_file"]  # files in memory, which give way
+        free = min(free, max(0, int(text) - int(used.read_text()) + dropped))
     return free
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the first number of each line, by the word before it."""
+    return {words[0]: int(words[1]) for words in map(str.split, path.read_text().splitlines())}

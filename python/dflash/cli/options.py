@@ -204,8 +204,9 @@ class ModelOptions:
     def check_weights(self) -> None:
         """Raise ValueError if weights are to be stored in 8 bits on another device than the CPU."""
         for name in ("weights", "draft_weights"):
-            stored, found = getattr(self, name), check_device(self.dtype, self.device)
-            if stored is not None and torch.device(found).type != "cpu":
+            if (stored := getattr(self, name)) is None:
+                continue
+            if torch.device(found := check_device(self.dtype, self.device)).type != "cpu":
                 option = f"{option_of(name)} {stored}"
                 raise ValueError(f"{option} needs the models on the CPU, got {found}: pass --device cpu")
 
