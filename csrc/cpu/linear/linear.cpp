@@ -69,7 +69,6 @@ class Rows : public Split {
   static constexpr int kFeaturesPerTask = kFeaturesAtOnce<T, NV>;
 
   static int64_t packed_bytes(int64_t rows, int64_t in) { return Rows(rows, in).size() * int64_t(sizeof(Word<T>)); }
-  static int64_t groups_at_once(int64_t in) { return kInGroups ? most(1, kOwnRows / packed_bytes(kMostRows, in)) : 1; }
 
   Rows(const T* x, int64_t rows, int64_t in, uint64_t product) : Rows(rows, in) {
     static thread_local PackedRows mine;
@@ -123,7 +122,6 @@ class Int8Rows : public Split {
   static int64_t packed_bytes(int64_t rows, int64_t in) {
     return QuantizedRows(rows, Split(rows, kTakesFew).all_lanes(), in).size() * int64_t(sizeof(uint32_t));
   }
-  static int64_t groups_at_once(int64_t in) { return kInGroups ? most(1, kOwnRows / packed_bytes(kMostRows, in)) : 1; }
 
   Int8Rows(const T* x, int64_t rows, int64_t in, uint64_t product)
       : Split(rows, kTakesFew), in_(in), rows_(rows, all_lanes(), in) {
@@ -268,8 +266,9 @@ static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* 
   int64_t features = 0;
   for (int i = 0; i < num_parts; ++i) features += features_of<R>(parts[i]);
   if (features == 0) return;
+  const int64_t groups = R::kInGroups ? most(1, kOwnRows / R::packed_bytes(kMostRows, in)) : 1;
   for (int64_t first = 0, n; first < count; first += n) {
-    n = least(kMostRows * R::groups_at_once(in), count - first);
+    n = least(kMostRows * groups, count - first);
     const int64_t vecs = Split(n, R::kTakesFew).lanes / kWidth;
     const auto run = vecs == 0   ? run_tiles<T, 0, R>
                      : vecs == 1 ? run_tiles<T, 1, R>
