@@ -32,7 +32,8 @@ TABLE(scalar)
 #endif
 #if DFLASH_WITH_AVX2
 TABLE(avx2)
-
+#endif
+#if DFLASH_WITH_AVX2 || DFLASH_WITH_AVX512
 static bool has_avx2() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
