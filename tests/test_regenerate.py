@@ -207,6 +207,19 @@ def test_the_target_continues_the_users_turn(target, tmp_path):
         write_prompts(writer, 40, few, seed=4)
 
 
+def test_prompts_begin_with_given_texts_in_turn(target, tmp_path):
+    tokenizer, out = spoken("<user> {{ messages[0].content }} <line> <assistant>"), tmp_path / "prompts.jsonl"
+    writer = LocalWriter(target, tokenizer, name="tiny")
+    prompts, _ = write_prompts(writer, 45, out, beginnings=["w7 w8", "", "w9"], seed=3)
+    begun = ["w9", "w7 w8", ""]  # by the line's remainder
+    for (line, _), row in rows_of(out).items():
+        assert tokenizer.decode(row["prompt_ids"]) == f"<user> {begun[line % 3]}".strip()
+    assert {prompt["line"] % 3 for prompt in prompts} == {0, 1, 2}
+    assert all(prompt["prompt"].startswith(begun[prompt["line"] % 3]) for prompt in prompts)
+    with pytest.raises(ValueError, match="answers another prompt than line"):
+        write_prompts(writer, 45, out, beginnings=["w9"], seed=3)
+
+
 def test_useless_prompts_of_the_target_are_dropped_and_counted(target, tmp_path):
     tokenizer, out = spoken("w90\nw91 {{ messages[0].content }} <end> <line>"), tmp_path / "prompts.jsonl"
     writer = LocalWriter(target, tokenizer, name="tiny")
@@ -476,6 +489,11 @@ def test_the_command_writes_responses(shell, target, prompts, tmp_path, server):
     assert done["self_prompts"]["written"] == len(rows_of(tmp_path / "own.prompts.jsonl")) == 16
     assert done["written"] == len(rows_of(tmp_path / "own.jsonl")) == 2
     assert "self prompts: 16 written, " in run(*own)[2]
+    begun, texts = ("--beginnings", tmp_path / "begun.txt"), (*own[:3], "--out", tmp_path / "begun.jsonl", *own[5:])
+    begun[1].write_text("w7\n\n")
+    assert run(*texts, *begun)[0] == 0
+    assert {row["prompt"] for row in rows_of(tmp_path / "begun.prompts.jsonl").values()} == {"w7", ""}
+    assert "add --self-prompts N" in run("regenerate", prompts, *own[1:5], *begun)[2]
     chat = "--self-prompts needs a tokenizer with a chat template, and no --raw"
     for more, message in (
         (prompts, "one of the two"),

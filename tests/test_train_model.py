@@ -16,6 +16,7 @@ from dflash.train import (
     TrainConfig,
     add_dflash2,
     adopt_head_,
+    adopt_layers_,
     draft_config,
     new_drafter,
 )
@@ -224,6 +225,35 @@ def test_a_draft_vocabulary_holds_the_most_frequent_tokens_and_the_targets_rows(
     assert logits.isfinite().sum(-1).tolist() == [4, 4]
     with pytest.raises(ValueError, match="draft vocabulary must be below the target's 97"):
         draft_config(target, mask_token_id=1, draft_vocab_size=97)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_new_drafter_starts_as_the_targets_last_layers(name):
+    target = make_target(name)
+    drafter = new_drafter(draft_config(target, mask_token_id=1, num_layers=2, target_layer_ids=(0, 2)))
+    assert adopt_layers_(drafter, target)
+    for mine, theirs in zip(drafter.layers, target.model.layers[-2:], strict=True):
+        mine = mine.state_dict()
+        for key, weight in theirs.state_dict().items():
+            torch.testing.assert_close(mine[key], weight, rtol=0, atol=0)
+        if name == "llama":  # a normalized query is as large as the target's is on average
+            hidden = torch.randn(4096, 1, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+            normal = hidden * hidden.square().mean(-1, keepdim=True).rsqrt()
+            size = theirs.self_attn.q_proj(normal * theirs.input_layernorm.weight).square().mean().sqrt()
+            torch.testing.assert_close(mine["self_attn.q_norm.weight"].mean(), size, rtol=0.02, atol=0)
+    states = torch.randn(2, 2 * target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    last, fused = states[:, target.config.hidden_size :], drafter.fc(states)
+    assert torch.nn.functional.cosine_similarity(fused, last).min() > 0.9
+
+
+@pytest.mark.parametrize(("name", "changes"), [("gemma2", {}), ("qwen2", {}), ("llama", {"intermediate_size": 16})])
+def test_a_drafter_of_other_layers_stays_as_it_is(name, changes):
+    target = make_target(name)
+    drafter = new_drafter(draft_config(target, mask_token_id=1, num_layers=2, target_layer_ids=(2,), **changes))
+    before = {key: weight.clone() for key, weight in drafter.state_dict().items()}
+    assert not adopt_layers_(drafter, target)
+    for key, weight in drafter.state_dict().items():
+        torch.testing.assert_close(weight, before[key], rtol=0, atol=0)
 
 
 def test_the_target_is_not_changed():

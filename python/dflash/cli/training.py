@@ -23,7 +23,16 @@ from ..ops import WeightStorage
 from ..options import check_config
 from ..targets import check_target, text_config
 from ..terminal import printable
-from ..train import TrainConfig, add_dflash2, adopt_head_, check_trainable, choose_mask_id, draft_config, new_drafter
+from ..train import (
+    TrainConfig,
+    add_dflash2,
+    adopt_head_,
+    adopt_layers_,
+    check_trainable,
+    choose_mask_id,
+    draft_config,
+    new_drafter,
+)
 from ..train.data import load_prompts, load_rows
 from ..train.export import export as export_draft
 from ..train.features import FeatureCache, cache_features, cache_size
@@ -130,8 +139,10 @@ def train(
     tracker = None if run.dry_run else run.tracker
     accelerator = make_accelerator(config, run.output, cpu=device == "cpu", tracker=tracker)
     target = options.load_target(source, run.dtype, accelerator.device).requires_grad_(False)
-    if run.init is None and drafter.config.draft_vocab_size is not None:
-        adopt_head_(drafter, target, rows)
+    if run.init is None:
+        adopt_layers_(drafter, target)
+        if drafter.config.draft_vocab_size is not None:
+            adopt_head_(drafter, target, rows)
     others = {"heldout": heldout, "accelerator": accelerator, "tracker": tracker}
     trainer = Trainer(target, drafter, rows, config, run.output, **others)
     if run.dry_run:
@@ -309,6 +320,7 @@ class _Asking:
         int | None,
         typer.Option(min=1, help="Instead of PROMPTS, let the target write so many, and keep the useful ones."),
     ] = None
+    beginnings: Annotated[Path | None, "With --self-prompts: a line each, with which they begin in turn."] = None
     raw: options.Raw = False
     bos: options.Bos = False
     no_thinking: options.NoThinking = False
@@ -370,6 +382,11 @@ def regenerate(
     count = asking.self_prompts
     if (prompts is None) == (count is None):
         raise ValueError("give PROMPTS, or --self-prompts N to let the target write them: one of the two")
+    if asking.beginnings is not None and count is None:
+        raise ValueError("--beginnings are those of prompts that the target writes: add --self-prompts N")
+    beginnings = [""] if asking.beginnings is None else asking.beginnings.read_text(encoding="utf-8").splitlines()
+    if not beginnings:
+        raise ValueError(f"{asking.beginnings} is empty: it must have a line per beginning, or an empty line for none")
     check_out(asking.out)
     config = replace(config, temperatures=tuple(temperature or [0.0]))
     rows = [] if prompts is None else load_prompts(prompts, split=asking.split)
@@ -385,7 +402,8 @@ def regenerate(
         # 2. Let the target write its own
         if count is not None:
             out, progress = asking.out.with_suffix(".prompts.jsonl"), functools.partial(shown, bar="self prompts")
-            rows, counts = write_prompts(cast(LocalWriter, writer), count, out, seed=config.seed, progress=progress)
+            begun = {"beginnings": beginnings, "seed": config.seed}
+            rows, counts = write_prompts(cast(LocalWriter, writer), count, out, progress=progress, **begun)
         # 3. Answer them
         summary = write_responses(rows[: asking.limit], writer, asking.out, config, progress=shown)
     summary.self_prompts = counts

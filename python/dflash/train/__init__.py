@@ -9,6 +9,7 @@ from .model import (
     TrainableDrafter,
     add_dflash2,
     adopt_head_,
+    adopt_layers_,
     block_loss,
     check_trainable,
     choose_mask_id,

@@ -197,6 +197,43 @@ def adopt_head_(drafter: Drafter, target: nn.Module, rows: Any) -> None:
     drafter.lm_head.weight.copy_(head[kept.to(head.device)])
 
 
+@torch.no_grad()
+def adopt_layers_(drafter: Drafter, target: nn.Module) -> bool:
+    """Start a new drafter as the last layers of a Llama, Mistral or Qwen3, which read its last tap as their context.
+
+    docs/training.md says what that is worth. Queries and keys that the target does not normalize get the size that
+    they have there on average.
+
+    Args:
+        drafter: from `new_drafter`, or one of DFlash 2 made of that.
+        target: the causal language model.
+
+    Returns:
+        False if the target is none of these or has fewer layers or other shapes; nothing is written then.
+    """
+    decoder, own = unwrap(target).get_decoder(), [dict(layer.named_parameters()) for layer in drafter.layers]
+    if type(decoder).__name__ not in _ADOPTED or len(decoder.layers) < len(own):
+        return False
+    adopted = [dict(layer.named_parameters()) for layer in decoder.layers[-len(own) :]]
+    for mine, theirs in zip(own, adopted, strict=True):
+        if any(name not in mine or mine[name].shape != weight.shape for name, weight in theirs.items()):
+            return False
+    for mine, theirs in zip(own, adopted, strict=True):
+        for name, weight in theirs.items():
+            mine[name].copy_(weight)
+        for kind in "qk":
+            if (name := f"self_attn.{kind}_norm.weight") not in theirs:
+                rows = theirs[f"self_attn.{kind}_proj.weight"] * theirs["input_layernorm.weight"]
+                mine[name].fill_(rows.float().square().sum(1).mean().sqrt())
+    drafter.norm.weight.copy_(decoder.norm.weight)
+    drafter.hidden_norm.weight.copy_(adopted[0]["input_layernorm.weight"])
+    drafter.fc.weight.mul_(0.1)[:, -drafter.config.hidden_size :].diagonal().add_(1)
+    return True
+
+
+_ADOPTED = ("LlamaModel", "MistralModel", "Qwen3Model")  # their layers are a drafter's, but for norms in attention
+
+
 def visible_keys(anchors: Tensor, length: int, block_size: int, causal: bool, window: int) -> Tensor:
     """Return the keys that each slot of each block sees, ``[batch, anchors, block, keys]`` bool, its own keys last."""
     slot = torch.arange(block_size, device=anchors.device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ def write_prompts(
     count: int,
     out: str | os.PathLike,
     *,
+    beginnings: Sequence[str] = ("",),
     seed: int = 0,
     max_new_tokens: int = 128,
     progress: Callable[[Summary, int], None] | None = None,
@@ -57,13 +58,14 @@ def write_prompts(
     """Let the target write ``count`` prompts at temperature 1 and top-p 0.95, and drop the useless ones.
 
     These are prompts that have no end, no word or marks of the template in them; loops, in which less than half of the
-    runs of four tokens are distinct; and those that begin with the same eight tokens as an earlier one, but for case
-    and punctuation.
+    runs of four tokens are distinct; and those that begin with the same eight tokens as an earlier one, or have the
+    same eight after the same beginning, but for case and punctuation.
 
     Args:
         writer: the target. Its drafter is not used.
         count: prompts to write. A run can be continued with a higher number.
         out: a JSONL file of all that is written. Rows that it holds are not written again.
+        beginnings: texts that prompts begin with, in turn, as in ``"Translate German to English:"``.
         seed: the same seed writes the same prompts.
         max_new_tokens: tokens per prompt at most.
         progress: see `regenerate`.
@@ -83,22 +85,28 @@ def write_prompts(
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False).input_ids
 
+    def words_of(text: str) -> str:
+        return " ".join(re.findall(r"\w+", text.casefold()))
+
     special, end = special_ids(tokenizer), encode(after[0])[0]
     stops = generation_defaults(writer.target)["stop_token_ids"]
     stop = {"stop_token_ids": sorted({*stops, end})} if end in special else {"stop_strings": after[:1]}
-    asked = [{"line": line, "prompt": "", "prompt_ids": encode(before), **stop} for line in range(1, count + 1)]
+    asked = [{"line": line, "prompt": beginnings[(line - 1) % len(beginnings)], **stop} for line in range(1, count + 1)]
+    asked = [{**row, "prompt_ids": encode(before + row["prompt"])} for row in asked]
     config = RegenerateConfig((1.0,), seed=fold(seed, _SEED), max_new_tokens=max_new_tokens, top_p=0.95)
     regenerate(asked, replace(writer, draft=None, skip_long=False), out, config, progress=progress)
     # 2. Drop the useless ones. Of two that are alike, the lower line is kept
     marks, starts, prompts = [before.strip().splitlines()[-1], *after], set[tuple[int, ...]](), list[dict[str, Any]]()
     counts = {"written": count, "kept": 0, "duplicates": 0, "loops": 0, "cut_off": 0, "empty": 0, "with_marks": 0}
     for row in sorted((row for _, _, row in read_jsonl(Path(out))), key=lambda row: row["line"]):
-        ids, text = row["response_ids"], row["response"].partition(after[0])[0].strip()
-        words = " ".join(re.findall(r"\w+", text.casefold()))
-        start, runs = tuple(encode(words)[:8]), list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))
+        ids, begun, asked_ids = row["response_ids"], row["prompt"], row["prompt_ids"]
+        said, head = (tokenizer.decode(each, skip_special_tokens=True) for each in ([*asked_ids, *ids], asked_ids))
+        text = (begun + said.removeprefix(head)).partition(after[0])[0].strip()  # with a space between, if there is one
+        words, runs = words_of(text), list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))
+        start = tuple(encode(words)[: 8 + len(encode(words_of(begun)))])
         reasons = {
             "cut_off": row["finish_reason"] == "length",
-            "empty": not words,
+            "empty": words == words_of(begun),
             "with_marks": not special.isdisjoint([*ids[:-1], *encode(text)]) or any(mark in text for mark in marks),
             "loops": 2 * len(set(runs)) < len(runs),
             "duplicates": start in starts,
