@@ -86,6 +86,7 @@ def test_another_pair_answers_questions(tiny):
     assert (found["identical"], found["prompts"], found["available"]) == (True, 2, len(demo.QUESTIONS))
     asked = CliRunner().invoke(commands.app, ["demo", *pair, "--json", "--prompt", "w5 w6", "--max-new-tokens", "6"])
     assert json.loads(asked.stdout)["prompts"] == 1
+    assert "add --model" in str(CliRunner().invoke(commands.app, ["demo", "--dtype", "bfloat16"]).exception)
     assert "--draft needs --model too" in str(CliRunner().invoke(commands.app, ["demo", *pair[2:]]).exception)
 
 

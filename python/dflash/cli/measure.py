@@ -35,7 +35,7 @@ def demo(
     tree: options.TreeRows = None,
     model: options.PairModel = None,
     draft: Annotated[str | None, "Its DFlash drafter: a folder, a GGUF file or a hub id."] = None,
-    dtype: Annotated[str, "Of both, or auto; in float32 all engines write the same."] = "float32",
+    dtype: Annotated[str, "Of --model; default: float32, in which all engines write the same."] = "float32",
     pair: Annotated[Path | None, typer.Option(hidden=True, help="Folder with target, draft, prompts.jsonl.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -52,6 +52,8 @@ def demo(
     if prompt is not None:
         check_text(prompt, "--prompt")
     options.check_pair(model, draft, "without both, the pair inside the package answers")
+    if model is None and dtype != "float32":
+        raise ValueError(f"--dtype {dtype} is for another pair, the package's runs in float32: add --model and --draft")
 
     def load() -> tuple[Any, Drafter, Any]:
         models = options.ModelOptions(model, draft, dtype, tree=tree).resolve()
