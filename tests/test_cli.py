@@ -169,7 +169,7 @@ def test_trees_and_blocks_of_any_width_write_the_same_text_and_are_named(generat
 def stored(monkeypatch):
     """How a command asks for the weights of its target and of its drafter, call by call."""
     found = []
-    for name in ("text:stream", "text:Generator"):
+    for name in ("text:stream", "text:Generator", "serving:Generator"):
         make = pkgutil.resolve_name(f"dflash.cli.{name}")
 
         def spy(*models, make=make, **options):
@@ -217,7 +217,7 @@ def test_chat_and_serve_store_weights_as_asked(shell, chat_folders, stored, monk
 def test_a_model_is_served_without_a_drafter_in_the_memory_there_is(shell, chat_folders, monkeypatch, caplog):
     served, free, (model, draft) = [], [2**40], chat_folders
     monkeypatch.setattr("dflash.serve.app.Server.run", lambda server, **_: served.append(server.config.app.state))
-    monkeypatch.setattr("dflash.cli.text.free_memory", lambda _device: free[0])
+    monkeypatch.setattr("dflash.cli.serving.free_memory", lambda _device: free[0])
     for options in ([model], ["--model", model], [model, "--draft", draft]):
         done = shell("serve", *options, "--port", "0")
         assert done.code == 0, done.err

@@ -9,7 +9,8 @@ import typer
 from .diagnosis import doctor
 from .measure import benchmark, demo
 from .running import set_debug
-from .text import chat, generate, serve, verify
+from .serving import serve
+from .text import chat, generate, verify
 from .training import export, regenerate, train
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -1,15 +1,12 @@
-"""``dflash generate``, ``dflash chat``, ``dflash verify`` and ``dflash serve``."""
+"""``dflash generate``, ``dflash chat`` and ``dflash verify``."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import itertools
 import json
-import logging
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,14 +22,8 @@ from ..evaluate import PAIR, check_encoding, check_template, check_text, mean_ac
 from ..generator import Generator
 from ..receipts import Receipt, Recorder, lines_of
 from ..receipts import verify as verify_receipt
-from ..targets import max_positions, versions
 from ..terminal import printable, shortened
-from ..train.files import check_writable
 from . import options, running
-from .memory import bytes_per_token, free_memory
-from .port import HOST, PORT, port_for
-
-_LOG = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------------- generate
 
@@ -330,155 +321,3 @@ def verify(
             typer.echo(f"note: {name} is {shortened(here)} here, {shortened(theirs)} in the receipt", err=True)
     if not (found.is_exact if exact else found.follows):
         raise typer.Exit(1)
-
-
-# ---------------------------------------------------------------------------------------------- serve
-
-
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_MOST_UNASKED = 32768  # tokens of a context whose target names no limit
-
-
-@options.command(models=("tree",))
-def serve(
-    models: options.ModelOptions,
-    target: Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)] = None,
-    host: Annotated[str, "Address to listen on; 0.0.0.0 for all."] = HOST,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = PORT,
-    name: Annotated[
-        list[str] | None, "A name of the model for clients, may be given several times; default: the target's."
-    ] = None,
-    any_name: Annotated[bool, "Answer requests for any other model too."] = False,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="DFLASH_API_KEY", help="Key that clients must send; default: none.")
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None, "Let pages of this origin (http://HOST:PORT, or * for any) use the server; may be repeated."
-    ] = None,
-    strict: Annotated[bool, "Refuse unknown fields, more than four stop strings, and more tokens than fit."] = False,
-    rows: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 4,
-    queue: Annotated[int, typer.Option(min=0, help="Answers that may wait for a row; more get status 429.")] = 64,
-    max_length: Annotated[
-        int | None,
-        typer.Option(min=2, help="Tokens of a prompt and its answer; default: as many as the target and memory allow."),
-    ] = None,
-    prefill_chunk: Annotated[
-        int, typer.Option(min=1, help="Prompt tokens per pass; conversations share whole chunks of their beginning.")
-    ] = 128,
-    chat_template: Annotated[Path | None, "File with a chat template instead of the tokenizer's own."] = None,
-    tool_form: Annotated[str | None, "How the model writes tool calls; default: as its chat template does."] = None,
-    reasoning_form: Annotated[
-        str | None, "How the model writes its reasoning, or none; default: by its chat template."
-    ] = None,
-    receipts: Annotated[Path | None, "Folder for a receipt of each answer, see dflash verify; default: none."] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0,
-    grace: Annotated[
-        float, typer.Option(min=0, max=86400, help="Seconds that answers may still take after SIGTERM.")
-    ] = 30.0,
-) -> None:
-    """Serve MODEL, with a drafter or without, by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
-
-    The same request with the same seed gets the same answer, whatever else is running. Without a model, the packaged
-    pair answers. Ctrl-C or SIGTERM ends the server when the answers that are being written have ended.
-    """
-    # 1. Check everything that needs no model.
-    if any(importlib.util.find_spec(package) is None for package in ("fastapi", "uvicorn", "prometheus_client")):
-        raise ValueError("dflash serve needs FastAPI, uvicorn and prometheus-client: pip install '.[serve]'")
-    from ..serve.app import Server
-    from ..serve.forms import REASONING_FORMS, TOOL_FORMS
-
-    given = {
-        "--tool-form": (tool_form, [*TOOL_FORMS]),
-        "--reasoning-form": (reasoning_form, [*REASONING_FORMS, "none"]),
-    }
-    for option, (form, known) in given.items():
-        if form is not None and form not in known:
-            raise ValueError(f"{option} must be one of {', '.join(known)}, got {form!r}")
-    written = None
-    if chat_template is not None:
-        try:
-            written = chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--chat-template needs a text file, got {printable(chat_template)}: {error}") from error
-    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
-        raise ValueError("--api-key must be visible ASCII characters without spaces: a header can hold no other key")
-    for origin in allow_origin or ():
-        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
-            raise ValueError(f"--allow-origin must be * or as http://HOST:PORT, got {origin!r}")
-    if target is not None:
-        if models.model not in (None, target):
-            raise ValueError(f"name one model: MODEL is {target!r}, --model {models.model!r}")
-        models = dataclasses.replace(models, model=target)
-    first, *aliases = name or [_shown_name(models.model)]
-    is_packaged = models.model is None
-    models = models.resolve(needs_draft=False)
-    if receipts is not None:
-        try:
-            receipts.mkdir(parents=True, exist_ok=True)
-            check_writable(receipts)
-        except OSError as error:
-            reason = "it is a file" if receipts.is_file() else error.strerror or error
-            raise ValueError(f"--receipts needs a folder to write to, got {printable(receipts)}: {reason}") from error
-    listener = port_for(host, port)
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    logging.getLogger("dflash").setLevel(logging.INFO)
-    # 2. Load the models.
-    source = models.source(is_logged=True)
-    tokenizer = options.load_tokenizer(source)
-    if written is not None:
-        tokenizer.chat_template = written
-    if tokenizer.chat_template is not None:
-        check_template(tokenizer, "user", tools=True)
-    model, drafter, _ = models.load(source)
-    from ..serve import Scheduler
-    from ..serve.service import ReceiptFolder, Service
-
-    room = _room(model, drafter, rows, max_length)
-    generator = Generator(
-        model, drafter, max_length=room, batch_size=rows, prefill_chunk=prefill_chunk, **models.generator
-    )
-    scheduler = Scheduler(generator, max_waiting=queue)
-    folder = None if receipts is None else ReceiptFolder(receipts, model, tokenizer, scheduler)
-    version, forms = versions()["dflash"], (tool_form, reasoning_form)
-    service = Service(scheduler, tokenizer, first, version, timeout, folder, aliases, any_name, strict, *forms)
-    # 3. Serve.
-    _log_models(generator, model, is_packaged and models.dtype == "auto")
-    if host not in _LOOPBACK and api_key is None:
-        _LOG.warning("anyone who reaches this address can use the server: --api-key asks for a key")
-    bound = listener.hand_over()
-    address, found = bound.getsockname()[:2]
-    root = f"http://{f'[{address}]' if ':' in address else address}:{found}"
-    _LOG.info("%s on %s/v1, with a page to chat on %s/", printable(first), root, root)
-    Server(service, api_key=api_key, grace=grace, origins=allow_origin or ()).run(sockets=[bound])
-
-
-def _shown_name(model: str | None) -> str:
-    if model is None:
-        return "dflash-pair"
-    return Path(model).resolve().name if Path(model).exists() else model
-
-
-def _room(target: Any, drafter: Any, rows: int, asked: int | None) -> int:
-    """Return the tokens of a context, and log why: as asked, or the target's own as far as half the memory goes."""
-    own = max_positions(target)
-    if asked is not None:
-        room, why = options.room_of(target, asked), "as asked" if asked <= (own or asked) else "the target has no more"
-    else:
-        free, each = free_memory(target.device), rows * bytes_per_token(target, drafter)
-        room = min(max(2, int(free / 2 / each) // 128 * 128), own or _MOST_UNASKED)
-        memory = f"what half of the free {free / 1e9:.1f} GB holds for {rows} rows (--rows, --max-length)"
-        why = "the target's own" if room == own else memory
-    _LOG.info("context: %d tokens, %s", room, why)
-    return room
-
-
-def _log_models(generator: Generator, target: Any, is_pair_as_stored: bool) -> None:
-    count, dtype = sum(weight.numel() for weight in target.parameters()), str(target.dtype).removeprefix("torch.")
-    stored = " and copies in 8 bits" if generator.weights else ""
-    modules = f", as transformers' modules: {generator.fused_reason}" if generator.fused_reason else ""
-    what = f"{type(target).__name__}, {count / 1e6:.3g} M weights, {dtype}{stored}"
-    _LOG.info("target: %s on %s%s", what, target.device, modules)
-    if is_pair_as_stored:
-        _LOG.info("demo_pair() has float32, which may write another text by the same seed; so does --dtype float32")
-    steps = f"up to {generator.block_size} tokens per step" if generator.block_size > 1 else "none, one token per step"
-    _LOG.info("drafter: %s", steps)
