@@ -26,7 +26,7 @@ def compute(target):
     def features(ids):
         features.rows += ids.shape[0]
         states = target(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
-        return torch.cat([states[tap + 1] for tap in TAPS], -1), None
+        return torch.cat([states[tap + 1] for tap in TAPS], -1)
 
     features.rows = 0
     return features
@@ -50,28 +50,12 @@ def test_features_are_the_targets(target, rows, compute, tmp_path):
         assert got.shape == (len(chosen), longest, 2 * 64)
         for row, features in zip(chosen, got, strict=True):
             ids = rows[row]["input_ids"]
-            torch.testing.assert_close(features[: len(ids)], compute(torch.tensor([ids]))[0][0].detach())
+            torch.testing.assert_close(features[: len(ids)], compute(torch.tensor([ids]))[0].detach())
             assert not features[len(ids) :].any()
     half = cache_features(target, None, rows, TAPS, tmp_path / "half")
     assert half.features([3]).dtype == torch.bfloat16
     torch.testing.assert_close(half.features([3]), cache.features([3]).bfloat16())
     assert cache_size(rows, 128, torch.bfloat16) == 63 * 128 * 2
-
-
-def test_soft_targets_are_kept_with_the_features(target, rows, tmp_path):
-    cache = cache_features(target, None, rows, TAPS, tmp_path, dtype=torch.float32, soft_targets=6)
-    probabilities = target(input_ids=torch.tensor([rows[1]["input_ids"]])).logits.softmax(-1)
-    likely = cache.soft_targets([2, 1])
-    assert likely.ids.shape == likely.probabilities.shape == (2, 17, 6)
-    expected = probabilities.topk(6).values.half().float()
-    torch.testing.assert_close(likely.probabilities[1:], expected, rtol=2e-3, atol=1e-6)
-    torch.testing.assert_close(probabilities.gather(-1, likely.ids[1:]), likely.probabilities[1:], rtol=2e-3, atol=1e-6)
-    assert cache_size(rows, 128, torch.float32, 6) == 63 * (128 * 4 + 6 * 6)
-    # Fewer or none may be asked for later, more may not.
-    again = cache_features(target, None, rows, TAPS, tmp_path, dtype=torch.float32)
-    assert torch.equal(again.features([1]), cache.features([1]))
-    with pytest.raises(ValueError, match="soft_targets 6, not 7"):
-        cache_features(target, None, rows, TAPS, tmp_path, dtype=torch.float32, soft_targets=7)
 
 
 def test_an_interrupted_cache_continues(target, rows, compute, tmp_path):

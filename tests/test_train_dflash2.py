@@ -251,7 +251,7 @@ def test_the_written_drafter_drafts_what_the_training_pass_says(trained):
     ids = torch.full((1, len(steps), BLOCK), MASK)
     ids[..., 0] = text.gather(1, anchors)
     embeds = torch.nn.functional.embedding(ids, features.embedding_weight)
-    hidden = TrainableDrafter(trained.drafter)(features(text)[0], embeds, anchors)[0]
+    hidden = TrainableDrafter(trained.drafter)(features(text), embeds, anchors)[0]
     previous, selector, differ = ids[0, :, 0], trained.drafter.candidate_selector, False
     for slot in range(1, BLOCK):
         logits = trained.drafter.logits(hidden[:, slot], features.head)

@@ -108,8 +108,8 @@ def test_the_learning_rate_rises_stays_and_falls():
 
 @pytest.mark.parametrize(("shape", "changes"), [
     ({}, {}),
-    ({"draft_vocab_size": 80, "markov_rank": 8}, {"slot_weights": "dpace", "distill": 0.3}),
-], ids=["first-generation", "draft vocabulary, Markov head, D-PACE and soft targets"])  # fmt: skip
+    ({"draft_vocab_size": 80, "markov_rank": 8}, {"slot_weights": "dpace"}),
+], ids=["first-generation", "draft vocabulary, Markov head and D-PACE"])  # fmt: skip
 def test_a_drafter_learns_a_handful_of_sequences_by_heart(target, rows, tmp_path, shape, changes):
     config = changed(
         steps=90, anchors=16, batch_tokens=300, learning_rate=6e-3, log_every=90, save_every=0, eval_tokens=33,
@@ -152,15 +152,6 @@ def test_any_family_and_dtype_takes_a_step(family, tmp_path, another_run):
         assert last["acceptance_length_t1"] >= 1
 
 
-def test_distillation_pulls_the_drafter_towards_the_targets_distribution(target, rows, tmp_path):
-    first = trainer(target, rows, tmp_path / "labels", changed(steps=1)).train()
-    both = trainer(target, rows, tmp_path / "both", changed(steps=1, distill=0.5)).train()
-    assert both["cross_entropy"] == pytest.approx(first["cross_entropy"], rel=1e-5)
-    alone = trainer(target, rows, tmp_path / "target", changed(steps=1, distill=1.0)).train()
-    assert both["loss"] == pytest.approx((first["loss"] + alone["loss"]) / 2, rel=1e-4)
-    assert alone["loss"] != pytest.approx(first["loss"], rel=1e-2)
-
-
 def test_features_on_disk_train_the_same_drafter(target, rows, tmp_path):
     config = changed(steps=4, eval_rows=2, eval_tokens=4)  # held-out rows shift the numbers of the others
     online = trainer(target, rows, tmp_path / "online", config)
@@ -177,8 +168,6 @@ def test_features_on_disk_train_the_same_drafter(target, rows, tmp_path):
     other = draft(target, target_layer_ids=(0, 1))
     with pytest.raises(ValueError, match=r"features of layers \[0, 2\], the drafter taps \[0, 1\]"):
         trainer(target, rows, tmp_path / "x", drafter=other, features=cache)
-    with pytest.raises(ValueError, match="distill needs soft targets"):
-        trainer(target, rows, tmp_path / "x", changed(distill=0.5), features=cache)
 
 
 class _NoForward:
@@ -400,7 +389,6 @@ def test_mismatches_are_named_before_any_work(target, rows, tmp_path):
     ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
     ({"learning_rate": 0.0}, "learning_rate must be above 0"),
     ({"selector_weight": -1.0}, "selector_weight must be at least 0, got -1.0"),
-    ({"distill": 1.5}, r"distill must be in 0 \.\. 1, got 1.5"),
     ({"mixed_precision": "fp16"}, 'mixed_precision must be "no" or "bf16", got \'fp16\''),
 ])  # fmt: skip
 def test_a_setting_out_of_range_is_named(change, message):

@@ -8,17 +8,13 @@ from torch.nn import functional as F
 
 from dflash.train import block_loss, make_blocks, sample_anchors
 from dflash.train import model as module
-from dflash.train.features import SoftTargets
 
 VOCAB, HIDDEN, BLOCK = 23, 6, 5
 
 
 @pytest.fixture
 def batch():
-    """Return ``(hidden, blocks, head, teacher)`` for two rows. Blocks near the end reach past it.
-
-    The teacher names the 4 most probable tokens.
-    """
+    """Return ``(hidden, blocks, head)`` for two rows. Blocks near the end reach past it."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (2, 14), generator=generator)
     loss_mask = torch.ones(2, 14, dtype=torch.long)
@@ -31,13 +27,12 @@ def batch():
         head.weight.normal_(generator=generator)
     shape = (*blocks.labels.shape, HIDDEN)
     hidden = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-    likely = torch.randn(2, 14, VOCAB, generator=generator).double().softmax(-1).topk(4)
-    return hidden, blocks, head.requires_grad_(False), SoftTargets(likely.indices, likely.values.float())
+    return hidden, blocks, head.requires_grad_(False)
 
 
-def slow(hidden, blocks, head, teacher, distill, drafted, is_dynamic):
-    """Return loss, cross-entropy and weight of a drafter whose logits are of the tokens ``drafted``."""
-    loss, entropy, weight = 0.0, 0.0, 0.0
+def slow(hidden, blocks, head, drafted, is_dynamic):
+    """Return loss and weight of a drafter whose logits are of the tokens ``drafted``."""
+    loss, weight = 0.0, 0.0
     for row, number in torch.cartesian_prod(*map(torch.arange, blocks.labels.shape[:2])).tolist():
         slots = [slot for slot in range(BLOCK) if blocks.weights[row, number, slot]]
         ours = [dict(zip(drafted, head(hidden[row, number, slot]).softmax(-1), strict=True)) for slot in range(BLOCK)]
@@ -48,25 +43,18 @@ def slow(hidden, blocks, head, teacher, distill, drafted, is_dynamic):
             if is_dynamic:
                 reach = [math.prod(0.5 + 0.5 * right[k] for k in range(1, last + 1)) for last in slots if last >= slot]
                 share = sum(reach)
-            one = -ours[slot][labels[slot]].log() if labels[slot] in ours[slot] else torch.zeros(())
-            # The target's distribution of a token is in the row before it. What it leaves out is one token.
-            place = int(blocks.anchors[row, number]) + slot - 1
-            theirs = dict(zip(teacher.ids[row, place].tolist(), teacher.probabilities[row, place], strict=True))
-            distance = sum((p - ours[slot].get(token, 0.0)).abs() for token, p in theirs.items())
-            rest = sum(q for token, q in ours[slot].items() if token not in theirs)
-            distance = (distance + (1 - sum(theirs.values()) - rest).abs()) / 2
-            loss = loss + share * ((1 - distill) * one + distill * distance)
-            entropy, weight = entropy + share * float(one.detach()), weight + share
-    return loss, entropy, weight
+            if labels[slot] in ours[slot]:
+                loss, weight = loss - share * ours[slot][labels[slot]].log(), weight + share
+    return loss, weight
 
 
-@pytest.mark.parametrize(("distill", "chunk", "kept", "is_dynamic"), [
-    (0.0, None, VOCAB, False), (0.3, VOCAB * 4, VOCAB, False), (1.0, None, VOCAB - 9, False),
-    (0.0, VOCAB * 4, VOCAB, True), (0.6, None, VOCAB - 9, True),
+@pytest.mark.parametrize(("chunk", "kept", "is_dynamic"), [
+    (None, VOCAB, False), (VOCAB * 4, VOCAB, False), (None, VOCAB - 9, False), (VOCAB * 4, VOCAB, True),
+    (None, VOCAB - 9, True),
 ])  # fmt: skip
-def test_the_loss_and_its_gradient_equal_a_slow_loop(batch, distill, chunk, kept, is_dynamic, monkeypatch):
+def test_the_loss_and_its_gradient_equal_a_slow_loop(batch, chunk, kept, is_dynamic, monkeypatch):
     """With D-PACE's weights or those that decay, and with a draft vocabulary of all tokens or of the last ones."""
-    hidden, blocks, head, teacher = batch
+    hidden, blocks, head = batch
     if chunk:
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
     drafted = range(VOCAB - kept, VOCAB)
@@ -75,12 +63,12 @@ def test_the_loss_and_its_gradient_equal_a_slow_loop(batch, distill, chunk, kept
     if places is not None:
         places = places.clamp(min=-1)
     reduced = {"draft_ids": places, "is_dynamic": is_dynamic}
-    out = block_loss(hidden, blocks, head, teacher=teacher, distill=distill, **reduced)
+    out = block_loss(hidden, blocks, head, **reduced)
     (ours,) = torch.autograd.grad(out.loss, hidden)
-    loss, entropy, weight = slow(hidden, blocks, head, teacher, distill, drafted, is_dynamic)
+    loss, weight = slow(hidden, blocks, head, drafted, is_dynamic)
     (theirs,) = torch.autograd.grad(loss, hidden)
     assert out.loss.item() == pytest.approx(loss.item(), rel=1e-5)
-    assert float(out.cross_entropy) == pytest.approx(entropy, rel=1e-5)
+    assert float(out.cross_entropy) == pytest.approx(loss.item(), rel=1e-5)
     assert float(out.weight) == pytest.approx(weight, rel=1e-6)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert not ours[blocks.weights == 0].any()
@@ -88,7 +76,7 @@ def test_the_loss_and_its_gradient_equal_a_slow_loop(batch, distill, chunk, kept
 
 @pytest.mark.parametrize("chunk", [1 << 26, VOCAB * 4])
 def test_right_tokens_and_accepted_lengths_equal_a_slow_loop(batch, chunk, monkeypatch):
-    _, blocks, _, _ = batch
+    _, blocks, _ = batch
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
     guess = blocks.labels.clone()
     wrong = torch.rand(guess.shape, generator=torch.Generator().manual_seed(1)) < 0.3
@@ -108,9 +96,3 @@ def test_right_tokens_and_accepted_lengths_equal_a_slow_loop(batch, chunk, monke
     assert out.counted.tolist() == counted[1:].tolist()
     assert (int(out.accepted), int(out.blocks)) == (accepted, whole)
     assert 0 < whole < int((blocks.weights.sum(-1) > 0).sum()), "some blocks reach past their sequence"
-
-
-def test_distillation_needs_a_teacher(batch):
-    hidden, blocks, head, _ = batch
-    with pytest.raises(ValueError, match="needs the target's distribution"):
-        block_loss(hidden, blocks, head, distill=0.5)

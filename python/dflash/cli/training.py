@@ -248,8 +248,7 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
             show("features", rows, total, f"{speed:,.0f} tokens/s")
 
         cache_features(
-            trainer.target, compute, trainer.rows, taps, folder, soft_targets=trainer.num_soft_targets,
-            progress=shown, rank=rank, world=world,
+            trainer.target, compute, trainer.rows, taps, folder, progress=shown, rank=rank, world=world,
         )  # fmt: skip
     accelerator.wait_for_everyone()
     return FeatureCache(folder)
@@ -260,7 +259,7 @@ def _print_plan(trainer: Any, run: _Run) -> None:
     plan = trainer.plan(cached=run.cache_features is not None)
     if run.cache_features is not None:
         width = len(trainer.drafter.config.target_layer_ids) * text_config(trainer.target).hidden_size
-        plan["features_bytes"] = cache_size(trainer.rows, width, torch.bfloat16, trainer.num_soft_targets)
+        plan["features_bytes"] = cache_size(trainer.rows, width, torch.bfloat16)
     if trainer.accelerator.is_main_process:
         typer.echo(json.dumps(plan) if run.as_json else _plan_text(plan))
 

@@ -28,7 +28,6 @@ class TrainConfig:
     clip: Annotated[float, "Gradient norm limit."] = 1.0
     warmup: Annotated[float, "Fraction of the run that warms up the learning rate."] = 0.04
     constant: Annotated[float, "Fraction of the run after which the learning rate decays."] = 1 / 3
-    distill: Annotated[float, "Weight of the total variation from the target's distribution, 0 to 1."] = 0.0
     selector_weight: Annotated[float, "Weight of the selector's loss (DFlash 2)."] = 1.0
     feature_noise: Annotated[float, "Uniform noise on the features, relative to their size."] = 0.05
     seed: Annotated[int, "The same seed trains the same drafter."] = 0
@@ -53,7 +52,7 @@ class TrainConfig:
             check(name, getattr(self, name) >= 0, "at least 0")
         for name in ("learning_rate", "clip"):
             check(name, getattr(self, name) > 0, "above 0")
-        for name in ("warmup", "constant", "distill"):
+        for name in ("warmup", "constant"):
             check(name, 0 <= getattr(self, name) <= 1, "in 0 .. 1")
         check("anchors", self.anchors is None or self.anchors >= 1, "at least 1")
         check("slot_weights", self.slot_weights in ("decay", "dpace"), '"decay" or "dpace"')

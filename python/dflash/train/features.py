@@ -1,7 +1,7 @@
 """The target's features: of the running model (`TargetFeatures`), or cached on disk (`cache_features`).
 
 A cache is a folder of safetensors shards, each of consecutive rows, and ``features.json``, which names the target, the
-rows and the taps. It takes ``taps * hidden`` numbers per token, and 6 bytes per soft target.
+rows and the taps. It takes ``taps * hidden`` numbers per token.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..drafter import scale_logits
 from ..files import write_atomically
 from ..targets import (
     check_target,
     describe_config,
     find_layers,
-    logit_scale,
     structural_copy,
     tapped_modules,
     text_config,
@@ -41,47 +39,26 @@ _INDEX = "features.json"
 _DTYPES = ("bfloat16", "float16", "float32")
 _OPEN_SHARDS = 32
 _READ_ROWS = 1024
-_SOFT_TARGET_BYTES = 6  # an int32 and a float16
-_CHUNK_ELEMENTS = 1 << 26  # logits held at once for soft targets
-
-
-class SoftTargets(NamedTuple):
-    """The target's most probable next tokens at every position of a batch.
-
-    Attributes:
-        ids: ``[batch, length, k]`` int64.
-        probabilities: ``[batch, length, k]`` float32, of the whole vocabulary's softmax at temperature 1.
-    """
-
-    ids: Tensor
-    probabilities: Tensor
 
 
 class TargetFeatures:
     """Features of full sequences from the frozen target, with its embeddings and head.
 
-    Runs a structural copy of the model, without the layers after the last tap unless ``soft_targets`` are wanted.
+    Runs a structural copy of the model, without the layers after the last tap.
 
     Args:
         target: a causal language model of transformers that the engine supports.
         layer_ids: tapped layers. The last layer's output is read after the final norm.
-        soft_targets: number of most probable next tokens to return with the features; 0 for none.
 
     Raises:
         UnsupportedTargetError: the engine does not support the target.
     """
 
-    def __init__(
-        self,
-        target: nn.Module,
-        layer_ids: tuple[int, ...],
-        *,
-        soft_targets: int = 0,
-    ) -> None:
-        self.model, self.soft_targets = structural_copy(check_target(target, spread=False)), soft_targets
+    def __init__(self, target: nn.Module, layer_ids: tuple[int, ...]) -> None:
+        self.model = structural_copy(check_target(target, spread=False))
         self.layer_ids = tuple(layer_ids)
         layers, modules = find_layers(self.model), tapped_modules(self.model, self.layer_ids)
-        if not soft_targets and len(layers) - 1 not in self.layer_ids:
+        if len(layers) - 1 not in self.layer_ids:
             del layers[max(self.layer_ids) + 1 :]
         self._is_recurrent = has_recurrent_layers(self.model)
         self._taps: dict[int, Tensor] = {}
@@ -102,36 +79,21 @@ class TargetFeatures:
         return self.model.get_output_embeddings()(hidden)
 
     @torch.no_grad()
-    def __call__(self, input_ids: Tensor) -> tuple[Tensor, SoftTargets | None]:
-        """Return features and soft targets of right-padded sequences ``[batch, length]``, which need no mask.
-
-        Returns:
-            ``[batch, length, taps * hidden]``, and the soft targets if any are wanted.
-        """
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Return ``[batch, length, taps * hidden]`` of right-padded ids ``[batch, length]``, which need no mask."""
         # Autocast would round the products inside a recurrence, which the target computes in float32.
         exact = torch.autocast(input_ids.device.type, enabled=False) if self._is_recurrent else nullcontext()
         with exact:
-            out = self.model.get_decoder()(input_ids=input_ids, use_cache=False)
+            self.model.get_decoder()(input_ids=input_ids, use_cache=False)
         taps = torch.cat([self._taps[layer_id] for layer_id in self.layer_ids], -1)
         self._taps.clear()
-        return taps, self._best(out.last_hidden_state) if self.soft_targets else None
-
-    def _best(self, hidden: Tensor) -> SoftTargets:
-        ids, probabilities = [], []
-        for rows in hidden.flatten(0, 1).split(max(1, _CHUNK_ELEMENTS // len(self.embedding_weight))):
-            logits = scale_logits(self.head(rows).float(), *logit_scale(self.model))
-            best = logits.topk(self.soft_targets)
-            ids.append(best.indices)
-            probabilities.append((best.values - logits.logsumexp(-1, keepdim=True)).exp())
-        return SoftTargets(*(torch.cat(part).view(*hidden.shape[:-1], -1) for part in (ids, probabilities)))
+        return taps
 
 
 # ---------------------------------------------------------------------------------------------- the cache
 
 
-def fingerprint(
-    target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: torch.dtype, soft_targets: int = 0
-) -> dict[str, Any]:
+def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
     """Return what a cache depends on, digests of all weights (1 s per GB) and of the rows among it."""
     target, weights, tokens = unwrap(target), hashlib.sha256(), hashlib.sha256()
     weights.update(describe_config(target).encode())
@@ -144,23 +106,22 @@ def fingerprint(
     if (name := str(dtype).removeprefix("torch.")) not in _DTYPES:
         raise ValueError(f"features are stored as {', '.join(_DTYPES)}, got {dtype}")
     digests = {"target": weights.hexdigest(), "rows": tokens.hexdigest()}
-    return {**digests, "target_layer_ids": list(layer_ids), "dtype": name, "soft_targets": soft_targets}
+    return {**digests, "target_layer_ids": list(layer_ids), "dtype": name}
 
 
-def cache_size(rows: Any, width: int, dtype: torch.dtype, soft_targets: int = 0) -> int:
-    """Return the size in bytes of a cache of ``rows``, at ``width`` numbers and ``soft_targets`` per token."""
-    return sum(map(len, _ids(rows))) * (width * dtype.itemsize + soft_targets * _SOFT_TARGET_BYTES)
+def cache_size(rows: Any, width: int, dtype: torch.dtype) -> int:
+    """Return the size in bytes of a cache of ``rows``, at ``width`` numbers per token."""
+    return sum(map(len, _ids(rows))) * width * dtype.itemsize
 
 
 def cache_features(  # noqa: PLR0913 - public, each documented
     target: nn.Module,
-    compute: Callable[[Tensor], tuple[Tensor, SoftTargets | None]] | None,
+    compute: Callable[[Tensor], Tensor] | None,
     rows: Any,
     layer_ids: Sequence[int],
     folder: str | os.PathLike,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    soft_targets: int = 0,
     batch_tokens: int = 8192,
     shard_bytes: int = 2**30,
     rank: int = 0,
@@ -173,14 +134,11 @@ def cache_features(  # noqa: PLR0913 - public, each documented
 
     Args:
         target: the model.
-        compute: from right-padded ids ``[batch, length]`` to features and soft targets, as `TargetFeatures`; None runs
-            the target.
+        compute: from right-padded ids ``[batch, length]`` to features, as `TargetFeatures`; None runs the target.
         rows: a ``datasets.Dataset`` with ``input_ids``.
         layer_ids: tapped layers, in the drafter's order.
         folder: created if it is missing.
         dtype: bfloat16, float16 or float32.
-        soft_targets: number of most probable tokens per position that ``compute`` returns too. A complete cache with
-            more than are wanted is used as it is.
         batch_tokens: tokens per forward pass, padding included. A longer row gets its own pass.
         shard_bytes: bytes per shard, which is assembled in memory. A longer row gets its own shard.
         rank: number of this process, of ``world`` that share the work.
@@ -197,11 +155,11 @@ def cache_features(  # noqa: PLR0913 - public, each documented
     # 1. Describe the cache, or continue an earlier one of the same features
     folder, target = Path(folder), unwrap(target)
     if compute is None:
-        compute = TargetFeatures(target, tuple(layer_ids), soft_targets=soft_targets)
+        compute = TargetFeatures(target, tuple(layer_ids))
     width = len(layer_ids) * text_config(target).hidden_size
-    token_bytes = width * dtype.itemsize + soft_targets * _SOFT_TARGET_BYTES
+    token_bytes = width * dtype.itemsize
     lengths = [len(ids) for ids in _ids(rows)]
-    expected = fingerprint(target, rows, layer_ids, dtype, soft_targets)
+    expected = fingerprint(target, rows, layer_ids, dtype)
     index = {"fingerprint": expected, "width": width, "lengths": lengths}
     if (folder / _INDEX).is_file():
         index = _read_index(folder, expected)
@@ -227,20 +185,16 @@ def cache_features(  # noqa: PLR0913 - public, each documented
         ids = rows[slice(*shards[number])]["input_ids"]
         sizes = list(map(len, ids))
         offsets = [0, *accumulate(sizes)]
-        parts = {"features": torch.zeros(offsets[-1], width, dtype=dtype, device="cpu")}
-        if soft_targets:
-            parts["ids"] = torch.zeros(offsets[-1], soft_targets, dtype=torch.int32, device="cpu")
-            parts["probabilities"] = torch.zeros(offsets[-1], soft_targets, dtype=torch.float16, device="cpu")
+        features = torch.zeros(offsets[-1], width, dtype=dtype, device="cpu")
         for batch in group_by_length(range(len(ids)), sizes, batch_tokens):
             with torch.no_grad():
-                features, best = compute(pad(ids[row] for row in batch).to(device))
-            for part, computed in zip(parts.values(), (features, *(best or ())), strict=True):
-                for row, found in zip(batch, computed.to("cpu", part.dtype), strict=True):
-                    part[offsets[row] : offsets[row + 1]] = found[: sizes[row]]
+                computed = compute(pad(ids[row] for row in batch).to(device)).to("cpu", dtype)
+            for row, found in zip(batch, computed, strict=True):
+                features[offsets[row] : offsets[row + 1]] = found[: sizes[row]]
             done, tokens = done + len(batch), tokens + sum(sizes[row] for row in batch)
             if progress is not None:
                 progress(done, len(lengths), tokens / (time.perf_counter() - began))
-        _write(_shard(folder, number), functools.partial(save_tensors, parts))
+        _write(_shard(folder, number), functools.partial(save_tensors, {"features": features}))
     return None if _missing(folder, index) else FeatureCache(folder)
 
 
@@ -262,7 +216,6 @@ class FeatureCache:
         self.lengths: list[int] = index["lengths"]
         self.target_layer_ids = tuple(self.fingerprint["target_layer_ids"])
         self.dtype = getattr(torch, self.fingerprint["dtype"])
-        self.num_soft_targets: int = self.fingerprint["soft_targets"]
         self._places: list[tuple[int, int]] = []  # per row, its shard and first token there
         for number, (start, end) in enumerate(shards):
             self._places += [(number, first) for first in accumulate(self.lengths[start : end - 1], initial=0)]
@@ -290,15 +243,8 @@ class FeatureCache:
 
     def features(self, indices: Sequence[int]) -> Tensor:
         """Return ``[batch, length, taps * hidden]`` of some rows, on the CPU, padded with 0 on the right."""
-        return self._read("features", indices)
-
-    def soft_targets(self, indices: Sequence[int]) -> SoftTargets:
-        """Return the soft targets of some rows, on the CPU, padded with 0 on the right."""
-        return SoftTargets(self._read("ids", indices).long(), self._read("probabilities", indices).float())
-
-    def _read(self, name: str, indices: Sequence[int]) -> Tensor:
         places = [(self._places[row], self.lengths[row]) for row in indices]
-        found = [self._open(number).get_slice(name)[start : start + length] for (number, start), length in places]
+        found = [self._open(number).get_slice("features")[start : start + length] for (number, start), length in places]
         return nn.utils.rnn.pad_sequence(found, batch_first=True)
 
 
@@ -332,14 +278,11 @@ def _read_index(folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} is not a feature cache: {_INDEX} is missing")
     try:
         index = json.loads((folder / _INDEX).read_bytes())
-        index["fingerprint"].setdefault("soft_targets", 0)  # of earlier versions
         have = {key: index["fingerprint"].get(key) for key in expected}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / _INDEX}: not what cache_features writes: remove the folder") from error
     what = {"target": "another target's", "rows": "of other rows"}
     for key, value in expected.items():
-        if key == "soft_targets" and have[key] > value and not _missing(folder, index):
-            continue
         if have[key] != value:
             why = what.get(key, f"{key} {have[key]}, not {value}")
             raise ValueError(f"{folder} holds features that are {why}: name another folder, or remove it")

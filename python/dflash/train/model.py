@@ -17,7 +17,6 @@ from ..drafter.config import ROPE_TYPES, Rope, build_target_layer_ids, check_dfl
 from ..drafter.drafter import MarkovHead
 from ..targets import logit_scale, text_config, unwrap
 from .batches import Blocks
-from .features import SoftTargets
 
 
 def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int | None = None, rows: Any = None) -> int:
@@ -540,7 +539,7 @@ class BlockLoss:
     Attributes:
         loss: ``sum(weight * loss)``, with its autograd graph.
         weight: sum of the weights.
-        cross_entropy, total_variation, selector_loss: weighted sums, detached.
+        cross_entropy, selector_loss: weighted sums, detached.
         correct, counted: ``[block - 1]``, correct tokens and all tokens per slot, unweighted.
         accepted: tokens that the correct prefixes of complete blocks would emit, bonus token included.
         blocks: number of complete blocks: every slot has a weight.
@@ -550,7 +549,6 @@ class BlockLoss:
     loss: Tensor
     weight: Tensor
     cross_entropy: Tensor
-    total_variation: Tensor | None = None
     selector_loss: Tensor | None = None
     correct: Tensor | None = None
     counted: Tensor | None = None
@@ -563,47 +561,38 @@ class _SlotLosses(NamedTuple):
     """Losses of some slots, each ``[slots]``; and which drafts are correct, and which labels are candidates."""
 
     cross_entropy: Tensor
-    total_variation: Tensor
     selector: Tensor
     correct: Tensor
     found: Tensor
 
 
-def block_loss(  # noqa: PLR0913 - public, each documented
+def block_loss(
     hidden: Tensor,
     blocks: Blocks,
     logits: Callable[[Tensor], Tensor],
     *,
-    teacher: SoftTargets | None = None,
-    distill: float = 0.0,
     draft_ids: Tensor | None = None,
     is_dynamic: bool = False,
     selector: CandidateSelector | MarkovHead | None = None,
     selector_weight: float = 1.0,
     statistics: bool = False,
 ) -> BlockLoss:
-    """Return the weighted sum of cross-entropy, total variation and selector loss over all slots with a weight.
+    """Return the weighted sum of cross-entropy and selector loss over all slots with a weight.
 
-    ``loss = sum_k w_k ((1 - distill) CE(q_k, label_k) + distill TV(p_k, q_k) + selector_weight CE(s_k, label_k))``,
-    where q is the drafter's distribution, p the target's at the same position, and s the selector's over the
-    candidates, given the token before. A label that is no candidate takes the place of the last one. TV is the chance
-    that a sampled draft is rejected; the tokens that ``teacher`` leaves out count as one.
+    ``loss = sum_k w_k (CE(q_k, label_k) + selector_weight CE(s_k, label_k))``, where q is the drafter's distribution,
+    and s the selector's over the candidates, given the token before. A label that is no candidate takes the place of
+    the last one.
 
     Args:
         hidden: ``[batch, anchors, block, hidden]``, from the drafter.
         blocks: the blocks of the same batch.
         logits: function from the drafter's hidden states to logits.
-        teacher: the target's distribution after each position; needed for ``distill > 0``.
-        distill: weight of the total variation, 0 to 1.
         draft_ids: ``[vocab]`` int64, each token's place among the logits, -1 for tokens that cannot be drafted; None
-            for all in order. A slot whose label cannot be drafted has no cross-entropy and is never correct.
+            for all in order. A slot whose label cannot be drafted has no weight and is never correct.
         is_dynamic: weigh the slots by D-PACE (`dpace_weights`) instead of by ``blocks.weights``.
         selector: a DFlash 2 drafter's selector, or a Markov head, which is a part of q; None without either.
         selector_weight: weight of the selector's loss.
         statistics: count correct tokens too: those that a greedy draft has while it is correct.
-
-    Raises:
-        ValueError: ``distill`` is above 0 and there is no ``teacher``.
     """
     is_markov = isinstance(selector, MarkovHead)
     selects = selector is not None and not is_markov
@@ -611,33 +600,29 @@ def block_loss(  # noqa: PLR0913 - public, each documented
     rows = blocks.weights.flatten().nonzero().squeeze(1)
     tokens = blocks.labels.flatten()
     labels = tokens if draft_ids is None else draft_ids[tokens]
-    taught = _teacher_rows(teacher, blocks, rows, draft_ids) if distill else (None, None)
-    picked = (hidden.flatten(0, 2)[rows], labels[rows], tokens[rows - 1], *taught)
+    picked = hidden.flatten(0, 2)[rows], labels[rows], tokens[rows - 1]
 
-    def compare(hidden, labels, previous, ids, probabilities) -> _SlotLosses:
+    def compare(hidden: Tensor, labels: Tensor, previous: Tensor) -> _SlotLosses:
         # 2. Compare the logits with the labels
         scores = logits(hidden).float()
         if is_markov:
             pairs = F.linear(F.embedding(previous, selector.markov_w1.weight), selector.markov_w2.weight)
             scores = scores + pairs.float()
         entropy = F.cross_entropy(scores, labels, reduction="none", ignore_index=-1)
-        correct = found = torch.zeros_like(labels[:0], dtype=torch.bool)
+        selected, correct = torch.zeros_like(entropy), torch.zeros_like(labels[:0], dtype=torch.bool)
+        found = correct
         if statistics:
             correct = scores.detach().argmax(-1) == labels
-        # 3. Compare them with the target's distribution
-        distance = selected = torch.zeros_like(entropy)
-        if ids is not None:
-            distance = total_variation(scores, ids, probabilities)
-        # 4. Compare the selector's scores of the candidates with the labels. Its choice is what is drafted
+        # 3. Compare the selector's scores of the candidates with the labels. Its choice is what is drafted
         if selects:
             candidates, found = _candidates(scores.detach(), labels, selector.top_k)
             place = (candidates == labels[:, None]).int().argmax(-1)
             pairs = candidate_scores(selector, hidden, scores, previous, candidates)
             selected = F.cross_entropy(pairs, place, reduction="none")
             correct = (pairs.detach().argmax(-1) == place) & found
-        return _SlotLosses(entropy, distance, selected, correct, found)
+        return _SlotLosses(entropy, selected, correct, found)
 
-    # 5. Do so in chunks if there are too many logits
+    # 4. Do so in chunks if there are too many logits
     width = logits(picked[0][:0]).shape[-1]
     if selects:
         width = max(width, selector.top_k * selector.successor_codebook.shape[1])
@@ -645,39 +630,24 @@ def block_loss(  # noqa: PLR0913 - public, each documented
     if len(rows) <= size:
         slots = compare(*picked)
     else:
-        chunks = ([None if x is None else x[i : i + size] for x in picked] for i in range(0, len(rows), size))
+        chunks = zip(*(x.split(size) for x in picked), strict=True)
         parts = [checkpoint(compare, *chunk, use_reentrant=False) for chunk in chunks]
         slots = _SlotLosses(*map(torch.cat, zip(*parts, strict=True)))
-    # 6. Weigh the slots
+    # 5. Weigh the slots
     weights = blocks.weights.flatten()[rows]
     if is_dynamic:
         confidence = torch.where(labels[rows] < 0, 0.0, slots.cross_entropy.detach().neg().exp())
         grid = torch.zeros_like(blocks.weights).flatten().index_copy(0, rows, confidence).view_as(blocks.weights)
         weights = dpace_weights(grid, blocks.weights > 0).flatten()[rows]
-    loss = (1 - distill) * slots.cross_entropy + distill * slots.total_variation + selector_weight * slots.selector
-    sums = [torch.dot(part.detach(), weights) for part in slots[:3]]
-    out = BlockLoss(torch.dot(loss, weights), weights.sum(), sums[0])
-    out.total_variation = sums[1] if distill else None
-    out.selector_loss = sums[2] if selects else None
-    # 7. Count correct tokens
+    weights = torch.where(labels[rows] < 0, 0.0, weights)
+    entropy, selected = (torch.dot(part, weights) for part in slots[:2])
+    out = BlockLoss(entropy + selector_weight * selected, weights.sum(), entropy.detach())
+    out.selector_loss = selected.detach() if selects else None
+    # 6. Count correct tokens
     if statistics:
         _count(out, blocks, rows, slots.correct)
         out.found = slots.found.sum() if selects else None
     return out
-
-
-def total_variation(scores: Tensor, ids: Tensor, probabilities: Tensor) -> Tensor:
-    """Return the total variation ``[rows]`` between the softmax of ``scores`` and the target's distribution.
-
-    Args:
-        scores: ``[rows, vocab]`` float32.
-        ids: ``[rows, k]`` int64, the target's most probable tokens; -1 for those that ``scores`` lack.
-        probabilities: ``[rows, k]`` float32, theirs.
-    """
-    known = ids >= 0
-    own = (scores.gather(-1, ids.clamp(min=0)) - scores.logsumexp(-1, keepdim=True)).exp() * known
-    rest = (probabilities.sum(-1) - own.sum(-1)).abs()  # that of all other tokens, as one
-    return 0.5 * ((probabilities - own).abs().sum(-1) + rest)
 
 
 def dpace_weights(confidence: Tensor, counted: Tensor, alpha: float = 0.5) -> Tensor:
@@ -693,20 +663,6 @@ def dpace_weights(confidence: Tensor, counted: Tensor, alpha: float = 0.5) -> Te
     smooth = torch.where(counted, (1 - alpha) * confidence + alpha, 1.0)
     reached = smooth.cumprod(-1) * counted
     return reached.flip(-1).cumsum(-1).flip(-1) * counted
-
-
-def _teacher_rows(
-    teacher: SoftTargets | None, blocks: Blocks, rows: Tensor, draft_ids: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the target's tokens and probabilities for each slot. Position anchor + k - 1 predicts slot k's token."""
-    if teacher is None:
-        raise ValueError("distill > 0 needs the target's distribution")
-    (batch, _, block), length = blocks.labels.shape, teacher.ids.shape[1]
-    slot = torch.arange(block, device=rows.device)
-    before = (blocks.anchors[..., None] + slot - 1).clamp(0, length - 1)
-    before = (before + torch.arange(batch, device=rows.device)[:, None, None] * length).flatten()[rows]
-    ids, probabilities = teacher.ids.flatten(0, 1)[before], teacher.probabilities.flatten(0, 1)[before]
-    return ids if draft_ids is None else draft_ids[ids], probabilities
 
 
 def _candidates(scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from .checkpoint import CheckpointError, resume_run, save_draft, save_run
 from .config import TrainConfig
 from .data import MeasuredRows, hold_out
 from .export import engine_warnings
-from .features import SoftTargets, TargetFeatures
+from .features import TargetFeatures
 from .files import check_writable, one_line_errors, remove_unfinished
 from .model import BlockLoss, TrainableDrafter, block_loss
 
@@ -103,7 +103,6 @@ class StepTotals:
         out = {
             "loss": sums["loss"] / sums["weight"],
             "cross_entropy": sums["cross_entropy"] / sums["weight"],
-            **({"total_variation": sums["total_variation"] / sums["weight"]} if "total_variation" in sums else {}),
             "accuracy": [round(c / n, 4) if n else None for c, n in zip(right, counted, strict=True)],
             "train_acceptance": sums["accepted"] / blocks if blocks else None,
             "tokens_per_second": self.tokens / (time.monotonic() - self.began),
@@ -173,7 +172,6 @@ def _text(last: dict[str, Any]) -> str:
 # ---------------------------------------------------------------------------------------------- the loop
 
 _SMALL_VOCAB = 8192  # tokens of the draft vocabulary that `Trainer.plan` proposes
-SOFT_TARGETS = 16  # most probable tokens per position that distillation compares
 _TRACKERS = ("tensorboard", "trackio")
 
 
@@ -249,8 +247,6 @@ class Trainer:
         self.rows_digest = data.digest
         if features is not None:
             features.check(data.lengths, drafter.config.target_layer_ids)
-            if config.distill and not features.num_soft_targets:
-                raise ValueError(f"distill needs soft targets, and {features.folder} has none: name another folder")
         # 3. Set up the device and the processes
         if accelerator is None:
             cpu = next(self.target.parameters()).device.type == "cpu"
@@ -270,8 +266,7 @@ class Trainer:
         self.model = accelerator.prepare_model(model)
         self.optimizers = drafter_optimizers(drafter, config)
         self.features = features
-        self.num_soft_targets = SOFT_TARGETS if config.distill else 0
-        self.online = TargetFeatures(self.target, drafter.config.target_layer_ids, soft_targets=self.num_soft_targets)
+        self.online = TargetFeatures(self.target, drafter.config.target_layer_ids)
         # 6. Start at the beginning
         self.metrics = MetricsFile(self.output)
         self._generator: Generator | None = None
@@ -387,7 +382,7 @@ class Trainer:
         # 2. Read the target's features and the embeddings of the blocks
         with self.accelerator.autocast():
             self._lap("data")
-            context, teacher = self._features(rows, ids)
+            context = self._features(rows, ids)
             self._lap("features")
             if config.feature_noise:
                 context = add_noise(context, len(draft.target_layer_ids), config.feature_noise, generator)
@@ -395,22 +390,16 @@ class Trainer:
             # 3. Run the drafter and compare
             hidden = self.model(context, embeds, blocks.anchors)
             self._lap("drafter")
-            teaching = {"teacher": teacher, "distill": config.distill, "draft_ids": self._places_of_tokens()}
-            teaching["is_dynamic"] = config.slot_weights == "dpace"
+            teaching = {"draft_ids": self._places_of_tokens(), "is_dynamic": config.slot_weights == "dpace"}
             selecting = {"selector": self.drafter.selector, "selector_weight": config.selector_weight}
             out = block_loss(hidden, blocks, self._logits, statistics=statistics, **teaching, **selecting)
             self._lap("loss")
             return out
 
-    def _features(self, rows: list[int], ids: Tensor) -> tuple[Tensor, SoftTargets | None]:
-        """Return the target's features and soft targets, from the cache if there is one."""
-        if self.features is None:
-            context, teacher = self.online(ids.to(self.device))
-            return self._in_training_dtype(context), teacher
-        context, teacher = self._in_training_dtype(self.features.features(rows).to(self.device)), None
-        if self.num_soft_targets:
-            teacher = SoftTargets(*(part.to(self.device) for part in self.features.soft_targets(rows)))
-        return context, teacher
+    def _features(self, rows: list[int], ids: Tensor) -> Tensor:
+        """Return the target's features, from the cache if there is one."""
+        found = self.online(ids.to(self.device)) if self.features is None else self.features.features(rows)
+        return self._in_training_dtype(found.to(self.device))
 
     def _in_training_dtype(self, x: Tensor) -> Tensor:
         """Return ``x`` in the drafter's dtype, unless autocast chooses one."""
