@@ -179,7 +179,7 @@ FAULTS = [
     Fault("any model name is served", "serve/service.py", "or self.takes_any_name:", "or True:", [SERVE]),
     Fault("the mark of reasoning is shown", "serve/answers.py", "= text.removeprefix(begin), True, True",
           "= text, True, True", [TEXT]),
-    Fault("stop strings are shown", "serve/answers.py", "return text[old : max(old, min(found))]", "return piece",
+    Fault("stop strings are shown", "serve/answers.py", "return text[old : max(old, at)]", "return piece",
           [TEXT]),
     Fault("brackets in strings end a call", "serve/forms.py", "                if is_quoted:\n",
           "                if False:\n", [f"{CALLS}::test_calls_are_split_off_wherever_pieces_end"]),

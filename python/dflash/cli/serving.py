@@ -64,7 +64,7 @@ def serve(
         float, typer.Option(min=0, max=86400, help="Seconds that answers may still take after SIGTERM.")
     ] = 30.0,
 ) -> None:
-    """Serve MODEL, with a drafter or without, by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
+    """Serve MODEL, with a drafter or without, to clients of OpenAI's API and of Anthropic's messages.
 
     The same request with the same seed gets the same answer, whatever else is running. Without a model, the packaged
     pair answers. Ctrl-C or SIGTERM ends the server when the answers that are being written have ended.

@@ -34,13 +34,17 @@ class AnswerText:
         self, stop: Sequence[str] = (), *, form: ReasoningForm | None = None, is_thinking: bool = False
     ) -> None:
         self._stop, self._longest = stop, max(map(len, stop), default=1)
-        self.is_stopped, self.length = False, 0
+        self.stopped_by, self.length = "", 0  # the stop string that ended it
         self._tail = ""  # the end of the text so far, where a stop string may have begun
         self._form, self._is_thinking = form, is_thinking
         self._is_first = form is not None and not is_thinking  # reasoning may begin
         self._hidden = [mark for mark in (form.reply, form.next, *form.hidden) if mark] if form else []
         self._held = ""  # may be the beginning of a mark
         self._is_blank = is_thinking  # spaces at the beginning of a part are dropped
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self.stopped_by)
 
     def push(self, piece: str, *, is_last: bool) -> Delta:
         """Add a piece of the answer; return what can be shown."""
@@ -76,12 +80,12 @@ class AnswerText:
         if not self._stop:
             return piece
         text, old = self._tail + piece, len(self._tail)
-        found = [at for string in self._stop if (at := text.find(string)) >= 0]
+        found = [(at, string) for string in self._stop if (at := text.find(string)) >= 0]
         self._tail = text[len(text) - min(len(text), self._longest - 1) :]
         if not found:
             return piece
-        self.is_stopped = True
-        return text[old : max(old, min(found))]
+        at, self.stopped_by = min(found)
+        return text[old : max(old, at)]
 
     def _shown(self, end: int) -> str:
         text, self._held = self._held[:end], self._held[end:]

@@ -20,16 +20,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..outputs import StreamEvent
 from ..terminal import named, printable
 from . import protocol
-from .answers import Delta
-from .formats import ChatFormat, Format, TextFormat, event_line
-from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions, bad_request
-from .service import Choice, Completion, Service, refusal_of
+from .formats import ChatFormat, Format, TextFormat
+from .messages import CountRequest, MessagesFormat, MessagesRequest, error_body
+from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, bad_request
+from .service import Completion, Service, refusal_of
 
 _CLIENT_GONE = 499  # as nginx logs it; nobody reads it
 # Of a request: 128 bytes per token of a context of 32,768, and ids of one of 500,000.
@@ -40,7 +40,7 @@ _BODY_SECONDS = 30.0  # to send a body
 _AFTER_GRACE = 5.0  # seconds for streams to send their last event
 _LOAD_SECONDS = 10  # between two lines of the log about all answers
 _OPEN = ("/health", "/")  # paths without a key
-_SHORT = re.compile("/(chat/completions|completions|models|receipts)(/.*)?")  # also served without /v1
+_SHORT = re.compile("/(chat/completions|completions|messages|models|receipts)(/.*)?")  # also served without /v1
 _LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|\[?::1\]?|localhost", re.IGNORECASE)
 _PAGE = Path(__file__).with_name("page.html")
 # The page shows text of models as text only; this keeps it from loading anything, should that fail.
@@ -80,6 +80,13 @@ _EVENTS = {"description": "With stream=true: chunks or an error, then [DONE]."}
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: _documented("The answers.", **{"application/json": _WHOLE, "text/event-stream": _EVENTS})
 }
+_MESSAGE = _object(id=_TEXT, type=_TEXT, role=_TEXT, model=_TEXT, content={"type": "array"}, stop_reason=_MAYBE)
+_REFUSED = {"application/json": _object(type=_TEXT, error=_object(type=_TEXT, message=_TEXT))}
+_MESSAGES: dict[int | str, dict[str, Any]] = {
+    200: _documented("The answer.", **{"application/json": _MESSAGE, "text/event-stream": _EVENTS}),
+    "4XX": _documented("The request cannot be served.", **_REFUSED),
+    "5XX": _documented("The answer failed, took too long, or the server is about to end.", **_REFUSED),
+}
 
 
 # ---------------------------------------------------------------------------------------------- the application
@@ -115,7 +122,8 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
 def _refuse(error: ApiError, method: str, path: str) -> Response:
     """Return an error as a response, and log why."""
     _LOG.info("%d %s %s: %s", error.status, named(method), named(path), printable(error.message[:_MAX_REASON]))
-    content = json.dumps(error.body)  # in ASCII: the name of an unknown field may be half of a character
+    body = error_body(error) if path.startswith("/v1/messages") else error.body
+    content = json.dumps(body)  # in ASCII: the name of an unknown field may be half of a character
     return Response(content, error.status, error.headers, media_type="application/json")
 
 
@@ -227,8 +235,29 @@ async def completions(body: CompletionRequest, request: Request, service: Served
     return await _respond(service, request, body, TextFormat)
 
 
-async def _respond(service: Service, request: Request, body: GenerationRequest, kind: type[Format]) -> Response:
-    choices = await to_thread.run_sync(service.read, body)
+@router.post("/v1/messages", response_model=None, responses=_MESSAGES)
+async def messages(body: MessagesRequest, request: Request, service: Served) -> Response:
+    """Answer a conversation, as Anthropic's API does."""
+    return await _respond(service, request, _chat(body), MessagesFormat, service.check_fields(body))
+
+
+@router.post("/v1/messages/count_tokens", response_model=None)
+async def count_tokens(body: CountRequest, service: Served) -> dict[str, int]:
+    """Count the tokens of a conversation."""
+    return {"input_tokens": len(await to_thread.run_sync(service.encode, _chat(body)))}
+
+
+def _chat(body: CountRequest) -> ChatRequest:
+    try:
+        return body.chat()
+    except ValidationError as error:
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
+
+
+async def _respond(
+    service: Service, request: Request, body: GenerationRequest, kind: type[Format], warnings: Sequence[str] = ()
+) -> Response:
+    choices = await to_thread.run_sync(service.read, body, warnings)
     warnings = choices[-1].warnings  # of all prompts
     form = kind(service.name_of(body.model), service.fingerprint, len(choices) // (body.n or 1), warnings)
     shown = [*warnings]
@@ -237,7 +266,7 @@ async def _respond(service: Service, request: Request, body: GenerationRequest, 
     headers = {"X-DFlash-Warnings": json.dumps(shown)} if warnings else {}
     completion = Completion(service, choices, form.id)
     if body.stream:
-        return _Stream(completion, _lines(body, completion, form), headers)
+        return _Stream(completion, form.lines(body, completion), headers)
     try:
         is_finished = await _unless_gone(request, completion.finish())
     finally:
@@ -279,48 +308,6 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._completion.end()
-
-
-async def _lines(body: GenerationRequest, completion: Completion, form: Format) -> AsyncIterator[str]:
-    """Yield the events of a stream. An error after its beginning is an event too."""
-    options = body.stream_options or StreamOptions()
-
-    def line(chunk: dict[str, Any]) -> str:
-        if options.continuous_usage_stats:
-            chunk |= {"usage": form.usage(completion.choices)}
-        elif options.include_usage:
-            chunk |= {"usage": None}  # as OpenAI does
-        return event_line(chunk)
-
-    for index, choice in enumerate(completion.choices):
-        if (opening := form.opening(index, choice)) is not None:
-            yield line(opening)
-    try:
-        async for index, delta, event in completion.deltas():
-            choice = completion.choices[index]
-            if event.prompt_logprobs is not None and (opening := form.opening(index, choice)) is not None:
-                yield line(opening)
-            drafts = _drafts(choice, delta, event) if options.include_drafts and not choice.is_empty else None
-            if any(delta) or drafts is not None:
-                yield line(form.chunk(index, delta, None, drafts))
-            if (reason := choice.finish_reason) is not None:
-                yield line(form.chunk(index, Delta(), reason))
-        if options.include_usage:
-            yield event_line(form.usage_chunk(completion.choices))
-    except ApiError as error:
-        yield event_line(error.body)
-    yield event_line("[DONE]")
-
-
-def _drafts(choice: Choice, delta: Delta, event: StreamEvent) -> dict[str, int]:
-    """Say what of a step was drafted; ``characters`` of its text, counted from the first.
-
-    The bonus token's characters are the last. Where text is held back, they may be those of a token before.
-    """
-    ids, accepted = event.ids[0], event.accepted[0]
-    lengths = [len(choice.call.tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, ids[:accepted])]
-    shown = len(delta.reasoning) + len(delta.content)
-    return {"tokens": len(ids), "accepted": accepted, "characters": max(0, shown - (lengths[0] - lengths[1]))}
 
 
 # ---------------------------------------------------------------------------------------------- receipts

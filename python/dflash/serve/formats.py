@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from ..outputs import StreamEvent
 from .answers import Delta, Piece, ShownToken
-from .service import Choice
+from .protocol import ApiError, GenerationRequest, StreamOptions
+from .service import Choice, Completion
 
 
 def event_line(content: dict[str, Any] | str) -> str:
@@ -75,6 +77,36 @@ class Format:
         choice = {"index": index, **self._part(delta), "logprobs": logprobs, "finish_reason": reason}
         return self._chunk([choice if drafts is None else {**choice, "drafts": drafts}])
 
+    async def lines(self, body: GenerationRequest, completion: Completion) -> AsyncIterator[str]:
+        """Yield the events of a stream. An error after its beginning is an event too."""
+        options = body.stream_options or StreamOptions()
+
+        def line(chunk: dict[str, Any]) -> str:
+            if options.continuous_usage_stats:
+                chunk |= {"usage": self.usage(completion.choices)}
+            elif options.include_usage:
+                chunk |= {"usage": None}  # as OpenAI does
+            return event_line(chunk)
+
+        for index, choice in enumerate(completion.choices):
+            if (opening := self.opening(index, choice)) is not None:
+                yield line(opening)
+        try:
+            async for index, delta, event in completion.deltas():
+                choice = completion.choices[index]
+                if event.prompt_logprobs is not None and (opening := self.opening(index, choice)) is not None:
+                    yield line(opening)
+                drafts = _drafts(choice, delta, event) if options.include_drafts and not choice.is_empty else None
+                if any(delta) or drafts is not None:
+                    yield line(self.chunk(index, delta, None, drafts))
+                if (reason := choice.finish_reason) is not None:
+                    yield line(self.chunk(index, Delta(), reason))
+            if options.include_usage:
+                yield event_line(self.usage_chunk(completion.choices))
+        except ApiError as error:
+            yield event_line(error.body)
+        yield event_line("[DONE]")
+
     def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return {**self._chunk([]), "usage": self.usage(choices)}
 
@@ -88,6 +120,17 @@ class Format:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": self.chunk_object, "choices": choices}
+
+
+def _drafts(choice: Choice, delta: Delta, event: StreamEvent) -> dict[str, int]:
+    """Say what of a step was drafted; ``characters`` of its text, counted from the first.
+
+    The bonus token's characters are the last. Where text is held back, they may be those of a token before.
+    """
+    ids, accepted = event.ids[0], event.accepted[0]
+    lengths = [len(choice.call.tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, ids[:accepted])]
+    shown = len(delta.reasoning) + len(delta.content)
+    return {"tokens": len(ids), "accepted": accepted, "characters": max(0, shown - (lengths[0] - lengths[1]))}
 
 
 class ChatFormat(Format):

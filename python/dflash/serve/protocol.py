@@ -48,7 +48,7 @@ def refusing(param: str | None, where: str = "") -> Iterator[None]:
         raise bad_request(f"{where}{error}", param) from error
 
 
-def _not_applied(base: type[BaseModel], **fields: tuple[Any, ...]) -> Any:
+def not_applied(base: type[BaseModel], **fields: tuple[Any, ...]) -> Any:
     """Return a model with fields of OpenAI's API that are not applied, each with the values that ask for nothing.
 
     null always does. Their JSON schemas say so.
@@ -73,7 +73,8 @@ def _stops(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _parts(value: object) -> object:
+def parts_of(value: object) -> object:
+    """Return a text as the list of parts that it stands for."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -98,7 +99,9 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Top = Annotated[int, Field(ge=0, le=20), Whole]
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
+    """Takes unknown fields too, see `take_unknown`."""
+
     model_config = pydantic.ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
@@ -125,7 +128,7 @@ def take_unknown(model: BaseModel, place: str = "") -> list[str]:
     return list(dict.fromkeys(found))
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """Options of a stream. Extensions: ``continuous_usage_stats``, as in vLLM, and ``include_drafts``."""
 
     include_usage: bool | None = None
@@ -133,7 +136,7 @@ class StreamOptions(_Fields):
     include_drafts: bool | None = None
 
 
-class JsonSchema(_Fields):
+class JsonSchema(Fields):
     """The schema of an answer. What of it cannot be followed is refused only with ``strict``."""
 
     name: Name
@@ -142,7 +145,7 @@ class JsonSchema(_Fields):
     strict: bool | None = None
 
 
-class ResponseFormat(_Fields):
+class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -162,9 +165,9 @@ _PLAIN: Any = {
 }
 
 
-_Numbers = pydantic.create_model("_Numbers", __base__=_Fields, **_PLAIN)
+_Numbers = pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN)
 # Settings of other servers (vLLM, SGLang, llama.cpp) that would change the text.
-_OtherSettings = _not_applied(
+_OtherSettings = not_applied(
     _Numbers, add_generation_prompt=(True,), allowed_token_ids=([],), bad_words=([],), chat_template=(),
     continue_final_message=(False,), documents=([],), dry_multiplier=(0,), dynatemp_range=(0,), ebnf=(),
     enable_thinking=(), grammar=("",), guided_choice=(), include_stop_str_in_output=(False,), json_schema=(),
@@ -209,12 +212,12 @@ class GenerationRequest(_OtherSettings):
         return self
 
 
-class TextPart(_Fields):
+class TextPart(Fields):
     type: Literal["text"]
     text: str
 
 
-class Function(_Fields):
+class Function(Fields):
     """A function that the model may call. What of its schema cannot be followed is refused only with ``strict``."""
 
     name: Name
@@ -223,28 +226,28 @@ class Function(_Fields):
     strict: bool | None = None
 
 
-class Tool(_Fields):
+class Tool(Fields):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Fields):
+class NamedFunction(Fields):
     name: str
 
 
-class NamedChoice(_Fields):
+class NamedChoice(Fields):
     type: Literal["function"]
     function: NamedFunction
 
 
-class CalledFunction(_Fields):
+class CalledFunction(Fields):
     """A function that was called. Its arguments are JSON text; clients also send an object, null or nothing."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(_Fields):
+class ToolCall(Fields):
     """A call as it was answered. Clients that join the pieces of a stream may send its ``index`` too, or no type."""
 
     id: str
@@ -253,11 +256,11 @@ class ToolCall(_Fields):
     index: Annotated[int | None, Field(exclude=True), Whole] = None
 
 
-class Message(_not_applied(_Fields, refusal=(), audio=(), function_call=("none",))):
+class Message(not_applied(Fields, refusal=(), audio=(), function_call=("none",))):
     """A message of a conversation. The chat template decides which roles it takes, and what it shows of a name."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], BeforeValidator(_parts, str | list[TextPart])] | None = None
+    content: Annotated[list[TextPart], BeforeValidator(parts_of, str | list[TextPart])] | None = None
     reasoning_content: str | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, AfterValidator(lambda calls: calls or None)] = None
@@ -272,7 +275,7 @@ class Message(_not_applied(_Fields, refusal=(), audio=(), function_call=("none",
         return self
 
 
-_ChatFields = _not_applied(
+_ChatFields = not_applied(
     GenerationRequest, functions=([],), function_call=("none",), audio=(), modalities=(["text"],),
     verbosity=("medium",), web_search_options=(),
 )  # fmt: skip
@@ -317,7 +320,7 @@ class ChatRequest(_ChatFields):
         return self.top_logprobs or 0 if self.logprobs else None
 
 
-class CompletionRequest(_not_applied(GenerationRequest, best_of=(1,), suffix=("",))):
+class CompletionRequest(not_applied(GenerationRequest, best_of=(1,), suffix=("",))):
     """A request of ``/v1/completions``. With ``echo``, ``max_tokens`` may be 0, and ``logprobs`` has the prompt's."""
 
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1)]
@@ -330,7 +333,7 @@ class CompletionRequest(_not_applied(GenerationRequest, best_of=(1,), suffix=(""
         return self.logprobs
 
 
-class TokenizeRequest(_not_applied(_Fields, add_generation_prompt=(True,), continue_final_message=(False,))):
+class TokenizeRequest(not_applied(Fields, add_generation_prompt=(True,), continue_final_message=(False,))):
     """A request of ``/tokenize``, as in vLLM: a text or a conversation."""
 
     model: str | None = None
@@ -348,7 +351,7 @@ class TokenizeRequest(_not_applied(_Fields, add_generation_prompt=(True,), conti
         return self
 
 
-class DetokenizeRequest(_Fields):
+class DetokenizeRequest(Fields):
     """A request of ``/detokenize``, as in vLLM."""
 
     model: str | None = None

@@ -44,7 +44,7 @@ _MAX_WARNINGS = 16  # they are a header too
 _MAX_NAMES, _MAX_NAME = 1000, 100  # unknown fields that are logged, once each, and characters of one
 _STRICT_STOPS = 4  # as in OpenAI's API
 _NAMES = {row.request: name for name, row in SETTINGS.items() if row.request}  # of arguments, by field
-_RECEIPT = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{24}")  # the id of a completion: no other path is opened
+_RECEIPT = re.compile(r"(chatcmpl|cmpl|msg)-[0-9a-f]{24}")  # the id of a completion: no other path is opened
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _LOG = logging.getLogger(__name__)
 _STEP_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -415,7 +415,7 @@ class Service:
                 text = check_text(request.prompt, "prompt")
             return list(self.tokenizer(text, add_special_tokens=request.add_special_tokens is not False).input_ids)
         fields = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
-        return self._prompts(ChatRequest.model_construct(**fields), [])[0][0].ids
+        return self.encode(ChatRequest.model_construct(**fields))
 
     def detokenize(self, request: protocol.DetokenizeRequest) -> str:
         """Return the text of tokens; raises ApiError if there is no such token."""
@@ -425,16 +425,22 @@ class Service:
             raise bad_request(f"token ids must lie in 0 .. {len(self.tokenizer) - 1}, got {most}", "tokens")
         return str(self.tokenizer.decode(request.tokens))
 
-    def read(self, request: GenerationRequest) -> list[Choice]:
+    def encode(self, request: ChatRequest) -> list[int]:
+        """Return the prompt of a conversation; raises ApiError if it cannot be encoded."""
+        self.name_of(request.model)
+        return self._prompts(request, [])[0][0].ids
+
+    def read(self, request: GenerationRequest, warnings: Sequence[str] = ()) -> list[Choice]:
         """Return the choices that a request asks for, checked: all of the first prompt, then those of the next.
 
-        Nothing is run, but long prompts are slow to encode: call it outside of the event loop.
+        Nothing is run, but long prompts are slow to encode: call it outside of the event loop. ``warnings`` are those
+        of the request that this one was made of.
 
         Raises:
             ApiError: the request cannot be served.
         """
         self.name_of(request.model)
-        warnings = self.check_fields(request)
+        warnings = [*warnings, *self.check_fields(request)]
         generator, count = self.scheduler.generator, request.n or 1
         if self.is_strict and len(request.stop or ()) > _STRICT_STOPS:
             raise bad_request(f"stop: there may be {_STRICT_STOPS} at most, got {len(request.stop or ())}", "stop")

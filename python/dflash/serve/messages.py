@@ -1,0 +1,288 @@
+"""Anthropic's Messages API: its requests as chat requests, and answers to these as its messages and events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from .answers import Delta
+from .formats import Format
+from .protocol import ApiError, ChatRequest, Fields, Text, Whole, not_applied, parts_of
+from .service import Choice, Completion
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+_KINDS |= {429: "rate_limit_error", 503: "overloaded_error"}
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return an error as the API writes it."""
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+# ---------------------------------------------------------------------------------------------- requests
+
+
+class _Part(Fields):
+    """A part of a message or of the system prompt. Every prompt is cached, so marks that ask for it change nothing."""
+
+    cache_control: Annotated[dict[str, Any] | None, Field(exclude=True)] = None
+
+
+class TextBlock(_Part):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(_Part):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class ToolUseBlock(_Part):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Texts = Annotated[list[TextBlock], BeforeValidator(parts_of, str | list[TextBlock])]
+
+
+class ToolResultBlock(_Part):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
+class MessageParam(Fields):
+    role: Literal["user", "assistant"]
+    content: Annotated[list[Block], BeforeValidator(parts_of, str | list[Block])]
+
+
+class MessageTool(_Part):
+    """A function that the model may call. Tools that Anthropic's servers run are refused."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class MessageToolChoice(Fields):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Fields):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[Any, AfterValidator(lambda _: None)] = None  # the model ends its thoughts itself
+
+
+class OutputFormat(Fields):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Fields):
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class CountRequest(not_applied(_Part, mcp_servers=([],), container=())):
+    """A request of ``/v1/messages/count_tokens``, and what `MessagesRequest` shares with it."""
+
+    model: str | None = None
+    messages: Annotated[list[MessageParam], Field(min_length=1)]
+    system: Texts | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def chat(self) -> ChatRequest:
+        """Return the same as a chat request.
+
+        Raises:
+            pydantic.ValidationError: it cannot be one.
+        """
+        messages = [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
+        for message in self.messages:
+            messages += _chat_messages(message)
+        fields: dict[str, Any] = {"messages": messages, "model": self.model}
+        if self.tools:
+            fields["tools"] = [
+                {"type": "function", "function": {
+                    "name": tool.name, "description": tool.description, "parameters": tool.input_schema,
+                }} for tool in self.tools
+            ]  # fmt: skip
+        if (choice := self.tool_choice) is not None:
+            named = {"type": "function", "function": {"name": choice.name or ""}}
+            fields["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
+            fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            fields["enable_thinking"] = self.thinking.type == "enabled"
+        if (config := self.output_config) is not None:
+            fields["reasoning_effort"] = config.effort
+            if config.format is not None:
+                schema = {"name": "answer", "schema": config.format.schema_, "strict": True}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return ChatRequest.model_validate({**fields, **self._more()})
+
+    def _more(self) -> dict[str, Any]:
+        return {}
+
+
+class MessagesRequest(CountRequest):
+    """A request of ``/v1/messages``."""
+
+    max_tokens: Annotated[int, Field(ge=1), Whole]
+    stop_sequences: list[Text] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0), Whole] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+    def _more(self) -> dict[str, Any]:
+        sampling = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        given = {name: value for name, value in sampling.items() if value is not None}
+        return {**given, "max_tokens": self.max_tokens, "stop": self.stop_sequences or None, "stream": self.stream}
+
+
+def _joined(texts: Sequence[TextBlock]) -> str:
+    return "\n".join(block.text for block in texts)
+
+
+def _chat_messages(message: MessageParam) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a chat that a message becomes: results of tools are messages of their own there."""
+    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    results = [block for block in message.content if isinstance(block, ToolResultBlock)]
+    for result in results:
+        text = ("Error: " if result.is_error else "") + _joined(result.content or [])
+        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
+    said: dict[str, Any] = {"role": message.role, "content": _joined(texts)}
+    if calls := [block for block in message.content if isinstance(block, ToolUseBlock)]:
+        said["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.input)}}
+            for call in calls
+        ]
+    if thoughts := [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]:
+        said["reasoning_content"] = "\n".join(thoughts)
+    if texts or not results:
+        yield said
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+def _event(kind: str, **content: Any) -> str:
+    text = json.dumps({"type": kind, **content}, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {kind}\ndata: {text}\n\n"
+
+
+class MessagesFormat(Format):
+    """Writes an answer as a message, whole or as events."""
+
+    prefix = "msg"
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        (choice,) = choices
+        content: list[dict[str, Any]] = []
+        if thoughts := "".join(choice.reasoning):
+            content.append({"type": "thinking", "thinking": thoughts, "signature": ""})
+        calls = choice.calls.calls if choice.calls is not None else []
+        text = "".join(choice.content)
+        if text := text.strip() if calls else text:
+            content.append({"type": "text", "text": text})
+        for call in calls:
+            function = call["function"]
+            given = json.loads(function["arguments"] or "{}")
+            content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
+        return {**self._message(content), **self._end(choice), "usage": self.usage(choices)}
+
+    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        (choice,) = choices
+        read = choice.cached_tokens
+        counts = {"input_tokens": choice.prompt_tokens - read, "cache_creation_input_tokens": 0}
+        return {**counts, "cache_read_input_tokens": read, "output_tokens": choice.new_tokens}
+
+    async def lines(self, _body: Any, completion: Completion) -> AsyncIterator[str]:
+        """Yield the events of a stream. An error after its beginning is an event too."""
+        (choice,) = completion.choices
+        begin = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self.usage([choice])}
+        yield _event("message_start", message=begin)
+        blocks = _Blocks()
+        try:
+            async for _, delta, _ in completion.deltas():
+                for line in blocks.push(delta):
+                    yield line
+            for line in blocks.close():
+                yield line
+            yield _event("message_delta", delta=self._end(choice), usage=self.usage([choice]))
+            yield _event("message_stop")
+        except ApiError as error:
+            yield _event("error", error=error_body(error)["error"])
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {name: self._head[name] for name in ("id", "model", "warnings") if name in self._head}
+        return {**head, "type": "message", "role": "assistant", "content": content}
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        stopped = choice.text.stopped_by
+        reason = "stop_sequence" if stopped else _REASONS[choice.finish_reason or "stop"]
+        return {"stop_reason": reason, "stop_sequence": stopped or None}
+
+
+class _Blocks:
+    """Writes the events of the content blocks of a stream."""
+
+    def __init__(self) -> None:
+        self._index, self._kind = -1, ""
+        self._is_blank = ""  # white space that is text only if more text follows
+
+    def push(self, delta: Delta) -> Iterator[str]:
+        if delta.reasoning:
+            yield from self._open("thinking", thinking="", signature="")
+            yield self._delta("thinking_delta", thinking=delta.reasoning)
+        text = self._is_blank + delta.content
+        self._is_blank = "" if text.strip() or self._kind == "text" else text
+        if text and not self._is_blank:
+            yield from self._open("text", text="")
+            yield self._delta("text_delta", text=text)
+        for piece in delta.calls:
+            function = piece.get("function", {})
+            if "id" in piece:
+                yield from self.close()
+                yield from self._open("tool_use", id=piece["id"], name=function["name"], input={})
+            if arguments := function.get("arguments"):
+                yield self._delta("input_json_delta", partial_json=arguments)
+
+    def close(self) -> Iterator[str]:
+        """End the block that is open, if one is."""
+        if self._kind == "thinking":
+            yield self._delta("signature_delta", signature="")
+        if self._kind:
+            yield _event("content_block_stop", index=self._index)
+        self._kind = ""
+
+    def _open(self, kind: str, **content: Any) -> Iterator[str]:
+        if kind == self._kind:
+            return
+        yield from self.close()
+        self._index, self._kind = self._index + 1, kind
+        yield _event("content_block_start", index=self._index, content_block={"type": kind, **content})
+
+    def _delta(self, kind: str, **content: Any) -> str:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **content})

@@ -1,0 +1,160 @@
+"""Anthropic's Messages API, through the package of that name where it can say what was meant."""
+
+import json
+
+import anthropic
+import pytest
+from served import SUM, ask, chat, live, pair, serving
+
+PATH = "/v1/messages"
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+TOOL = {"name": "weather", "description": "Tell it.", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
+QUESTION = [{"role": "user", "content": SUM}]
+ROLES = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
+THINKS = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}=>\n<think>{# </think> #}"
+
+
+def body(**fields):
+    return {"model": "pair", "messages": QUESTION, "max_tokens": 300, "temperature": 0.0} | fields
+
+
+@pytest.fixture(scope="module")
+def server():
+    with live() as found:
+        yield found
+
+
+@pytest.fixture
+def service(server):
+    return server.service
+
+
+def both(server, **fields):
+    """Return the client's message, asked for whole and as a stream, which must be the same but for its id."""
+    url = server.url.removesuffix("/v1")
+    sent = body(**fields)
+    sampling = {name: sent.pop(name) for name in ("temperature", "top_k") if name in sent}  # newer clients lack them
+    sent["extra_body"] = sampling
+    with anthropic.Anthropic(api_key="none", base_url=url, max_retries=0) as client:
+        whole = client.messages.create(**sent)
+        with client.messages.stream(**sent) as stream:
+            streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert message.id.startswith("msg")
+        assert message.usage.output_tokens > 0
+    plain = [message.to_dict(exclude_none=True) for message in (whole, streamed)]
+    for message in plain:
+        for name in ("id", "usage"):  # the second answer's prompt is cached
+            message.pop(name)
+        for block in message["content"]:
+            block.pop("id", None)
+    assert plain[0] == plain[1]
+    return whole
+
+
+def test_a_message_is_the_chats_answer(server, service):
+    answer = ask(service, "/v1/chat/completions", chat(temperature=0.0)).json()
+    found = both(server)
+    assert [block.text for block in found.content] == [answer["choices"][0]["message"]["content"]]
+    assert (found.role, found.type, found.model) == ("assistant", "message", "pair")
+    assert (found.stop_reason, found.stop_sequence) == ("end_turn", None)
+    usage = found.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == answer["usage"]["prompt_tokens"]
+    assert usage.output_tokens == answer["usage"]["completion_tokens"]
+    assert both(server, max_tokens=3).stop_reason == "max_tokens"
+
+
+def test_a_stop_sequence_ends_the_answer_and_is_named(server):
+    whole = both(server).content[0].text
+    stop = whole[len(whole) // 2 :][:4]
+    found = both(server, stop_sequences=["never written", stop])
+    assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", stop)
+    assert found.content[0].text == whole[: whole.index(stop)]
+
+
+def test_a_tool_is_called_and_its_result_goes_back(server):
+    call = both(server, tools=[TOOL], tool_choice={"type": "any"})
+    (block,) = call.content
+    assert (call.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "weather")
+    assert block.input["city"] in ("Oslo", "Rome")
+    assert both(server, tools=[TOOL], tool_choice={"type": "tool", "name": "weather"}).content[0].name == "weather"
+    # The conversation that follows is that of a chat
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "sunny"}]}
+    said = [{"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "I look."}]
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": [*said, block.to_dict()]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
+    ]
+    asked = {"model": "pair", "system": [{"type": "text", "text": "Be brief."}], "messages": messages, "tools": [TOOL]}
+    function = {"name": "weather", "arguments": json.dumps(block.input)}
+    same = [
+        {"role": "system", "content": "Be brief."},
+        *QUESTION,
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": block.id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": block.id, "content": "sunny"},
+        {"role": "user", "content": "And now?"},
+    ]
+    tools = [{"type": "function", "function": {"name": "weather", "description": "Tell it.", "parameters": SCHEMA}}]
+    with serving(template=ROLES) as service:
+        count = ask(service, f"{PATH}/count_tokens", asked).json()
+        assert count == {"input_tokens": ask(service, "/tokenize", {"messages": same, "tools": tools}).json()["count"]}
+
+
+def test_an_answer_follows_a_schema(server):
+    config = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
+    (block,) = both(server, output_config=config, cache_control={"type": "ephemeral"}).content
+    assert json.loads(block.text)["city"] in ("Oslo", "Rome")
+
+
+def test_thoughts_are_a_block_of_their_own():
+    with live(template=THINKS) as server:
+        (block,) = both(server, max_tokens=12).content
+    assert block.type == "thinking"
+    assert pair()[2].decode(pair()[2](block.thinking).input_ids, skip_special_tokens=True).strip()
+
+
+def test_settings_reach_the_engine(server):
+    sampled = {"temperature": 1.0, "top_k": 1}
+    assert both(server, **sampled).content[0].text == both(server).content[0].text
+
+
+def test_unknown_fields_are_taken_and_named(service):
+    answer = ask(service, PATH, body(metadata={"user_id": "me"}, context_management={"edits": []}, max_tokens=4)).json()
+    assert answer["warnings"] == ["context_management: unknown, left out"]
+    with serving(tolerance={"is_strict": True}) as strict:
+        refused = ask(strict, PATH, body(context_management={"edits": []}))
+    assert refused.status_code == 400
+
+
+@pytest.mark.parametrize(("fields", "status", "kind", "message"), [
+    ({"model": "claude"}, 404, "not_found_error", "this server has the model 'pair'"),
+    ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
+    ({"temperature": 1.5}, 400, "invalid_request_error", "temperature"),
+    ({"messages": []}, 400, "invalid_request_error", "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "invalid_request_error",
+     "'image'"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error", "tools"),
+    ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool"),
+    ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers"),
+])  # fmt: skip
+def test_what_cannot_be_answered_is_refused_in_the_apis_own_form(service, fields, status, kind, message):
+    response = ask(service, PATH, body(**fields))
+    assert response.status_code == status
+    error = response.json()
+    assert (error["type"], error["error"]["type"]) == ("error", kind)
+    assert message in error["error"]["message"]
+
+
+def test_an_answer_that_fails_in_the_stream_ends_in_an_error_event(service, monkeypatch):
+    monkeypatch.setattr(service, "timeout", 0.0)
+    text = ask(service, PATH, body(stream=True)).text
+    assert text.startswith("event: message_start\n")
+    kind, data = text.strip().split("\n\n")[-1].split("\n")
+    assert kind == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["type"] == "overloaded_error"
