@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..outputs import TokenLogprobs
@@ -95,6 +95,62 @@ class AnswerText:
             text = text.lstrip()
             self._is_blank = not text
         return text
+
+
+class Block(NamedTuple):
+    """What happens to a block of an answer: it ``"open"``s, gets more ``text``, or is ``"close"``d.
+
+    Attributes:
+        what: ``"open"``, ``"add"`` or ``"close"``.
+        kind: ``"thinking"``, ``"text"`` or ``"call"``.
+        index: of the block in its answer.
+        text: what is added; all of the block when it closes.
+        call: id and name, of a call.
+    """
+
+    what: str
+    kind: str
+    index: int
+    text: str = ""
+    call: tuple[str, str] = ("", "")
+
+
+class Blocks:
+    """Writes an answer as blocks of thoughts, text and calls, one after another."""
+
+    def __init__(self) -> None:
+        self._index, self._kind, self._text, self._call = -1, "", "", ("", "")
+        self._blank = ""  # white space that is text only if more follows
+
+    def push(self, delta: Delta) -> Iterator[Block]:
+        """Yield what new text does."""
+        yield from self._add("thinking", delta.reasoning)
+        text = self._blank + delta.content
+        self._blank = "" if text.strip() or self._kind == "text" else text
+        yield from self._add("text", "" if self._blank else text)
+        for piece in delta.calls:
+            function = piece.get("function", {})
+            if "id" in piece:
+                yield from self.close()
+                self._call = piece["id"], function["name"]
+            yield from self._add("call", function.get("arguments", ""), is_new="id" in piece)
+
+    def close(self) -> Iterator[Block]:
+        """End the block that is open, if one is."""
+        if self._kind:
+            yield Block("close", self._kind, self._index, self._text, self._call)
+        self._kind = self._text = ""
+
+    def _add(self, kind: str, text: str, *, is_new: bool = False) -> Iterator[Block]:
+        if not text and not is_new:
+            return
+        if kind != self._kind:
+            yield from self.close()
+            self._index, self._kind = self._index + 1, kind
+            yield Block("open", kind, self._index, call=self._call)
+        self._text += text
+        if text:
+            yield Block("add", kind, self._index, text, self._call)
 
 
 # ---------------------------------------------------------------------------------------------- log probabilities

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +31,7 @@ from . import protocol
 from .formats import ChatFormat, Format, TextFormat
 from .messages import CountRequest, MessagesFormat, MessagesRequest, error_body
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, bad_request
+from .responses import Conversations, ResponsesFormat, ResponsesRequest
 from .service import Completion, Service, refusal_of
 
 _CLIENT_GONE = 499  # as nginx logs it; nobody reads it
@@ -40,7 +43,8 @@ _BODY_SECONDS = 30.0  # to send a body
 _AFTER_GRACE = 5.0  # seconds for streams to send their last event
 _LOAD_SECONDS = 10  # between two lines of the log about all answers
 _OPEN = ("/health", "/")  # paths without a key
-_SHORT = re.compile("/(chat/completions|completions|messages|models|receipts)(/.*)?")  # also served without /v1
+# Also served without /v1
+_SHORT = re.compile("/(chat/completions|completions|messages|models|receipts|responses)(/.*)?")
 _LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|\[?::1\]?|localhost", re.IGNORECASE)
 _PAGE = Path(__file__).with_name("page.html")
 # The page shows text of models as text only; this keeps it from loading anything, should that fail.
@@ -80,6 +84,10 @@ _EVENTS = {"description": "With stream=true: chunks or an error, then [DONE]."}
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: _documented("The answers.", **{"application/json": _WHOLE, "text/event-stream": _EVENTS})
 }
+_RESPONSE = _object(id=_TEXT, object=_TEXT, status=_TEXT, model=_TEXT, output={"type": "array"})
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: _documented("The answer.", **{"application/json": _RESPONSE, "text/event-stream": _EVENTS})
+}
 _MESSAGE = _object(id=_TEXT, type=_TEXT, role=_TEXT, model=_TEXT, content={"type": "array"}, stop_reason=_MAYBE)
 _REFUSED = {"application/json": _object(type=_TEXT, error=_object(type=_TEXT, message=_TEXT))}
 _MESSAGES: dict[int | str, dict[str, Any]] = {
@@ -99,7 +107,7 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
     """
     # The pages with FastAPI's own documentation load scripts of other hosts.
     app = FastAPI(title="dflash", version=service.version, docs_url=None, redoc_url=None, responses=_ERRORS)
-    app.state.service = service
+    app.state.service, app.state.conversations = service, Conversations()
     app.include_router(router)
     app.add_middleware(_Guard, api_key=api_key)
     if origins:
@@ -238,24 +246,45 @@ async def completions(body: CompletionRequest, request: Request, service: Served
 @router.post("/v1/messages", response_model=None, responses=_MESSAGES)
 async def messages(body: MessagesRequest, request: Request, service: Served) -> Response:
     """Answer a conversation, as Anthropic's API does."""
-    return await _respond(service, request, _chat(body), MessagesFormat, service.check_fields(body))
+    warnings = service.check_fields(body)
+    with _refusing_body():
+        chat = body.chat()
+    return await _respond(service, request, chat, MessagesFormat, warnings)
 
 
 @router.post("/v1/messages/count_tokens", response_model=None)
 async def count_tokens(body: CountRequest, service: Served) -> dict[str, int]:
     """Count the tokens of a conversation."""
-    return {"input_tokens": len(await to_thread.run_sync(service.encode, _chat(body)))}
+    with _refusing_body():
+        chat = body.chat()
+    return {"input_tokens": len(await to_thread.run_sync(service.encode, chat))}
 
 
-def _chat(body: CountRequest) -> ChatRequest:
+@router.post("/v1/responses", response_model=None, responses=_RESPONSES)
+async def create_response(body: ResponsesRequest, request: Request, service: Served) -> Response:
+    """Answer a conversation, or go on with that of an earlier response."""
+    warnings, kept = [*service.check_fields(body), *body.warnings], request.app.state.conversations
+    conversation = body.messages_after(kept.of(body.previous_response_id))
+    with _refusing_body():
+        chat = body.chat(conversation)
+    return await _respond(service, request, chat, partial(ResponsesFormat, body, conversation, kept), warnings)
+
+
+@contextlib.contextmanager
+def _refusing_body() -> Iterator[None]:
+    """Refuse a body that cannot be made a chat request of."""
     try:
-        return body.chat()
+        yield
     except ValidationError as error:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
 
 
 async def _respond(
-    service: Service, request: Request, body: GenerationRequest, kind: type[Format], warnings: Sequence[str] = ()
+    service: Service,
+    request: Request,
+    body: GenerationRequest,
+    kind: Callable[..., Format],
+    warnings: Sequence[str] = (),
 ) -> Response:
     choices = await to_thread.run_sync(service.read, body, warnings)
     warnings = choices[-1].warnings  # of all prompts

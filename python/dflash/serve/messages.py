@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from .answers import Delta
+from .answers import Block, Blocks
 from .formats import Format
 from .protocol import ApiError, ChatRequest, Fields, Text, Whole, not_applied, parts_of
 from .service import Choice, Completion
@@ -61,12 +61,12 @@ class ToolResultBlock(_Part):
     is_error: bool | None = None
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
 class MessageParam(Fields):
     role: Literal["user", "assistant"]
-    content: Annotated[list[Block], BeforeValidator(parts_of, str | list[Block])]
+    content: Annotated[list[ContentBlock], BeforeValidator(parts_of, str | list[ContentBlock])]
 
 
 class MessageTool(_Part):
@@ -192,6 +192,25 @@ def _event(kind: str, **content: Any) -> str:
     return f"event: {kind}\ndata: {text}\n\n"
 
 
+_BEGUN: dict[str, dict[str, Any]] = {
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": ""},
+    "call": {"type": "tool_use", "input": {}},
+}
+_ADDED = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "text")}
+_ADDED["call"] = ("input_json_delta", "partial_json")
+
+
+def _block_event(block: Block) -> str:
+    if block.what == "close":
+        return _event("content_block_stop", index=block.index)
+    if block.what == "add":
+        kind, field = _ADDED[block.kind]
+        return _event("content_block_delta", index=block.index, delta={"type": kind, field: block.text})
+    named = dict(zip(("id", "name"), block.call, strict=True)) if block.kind == "call" else {}
+    return _event("content_block_start", index=block.index, content_block={**_BEGUN[block.kind], **named})
+
+
 class MessagesFormat(Format):
     """Writes an answer as a message, whole or as events."""
 
@@ -223,13 +242,13 @@ class MessagesFormat(Format):
         (choice,) = completion.choices
         begin = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self.usage([choice])}
         yield _event("message_start", message=begin)
-        blocks = _Blocks()
+        blocks = Blocks()
         try:
             async for _, delta, _ in completion.deltas():
-                for line in blocks.push(delta):
-                    yield line
-            for line in blocks.close():
-                yield line
+                for block in blocks.push(delta):
+                    yield _block_event(block)
+            for block in blocks.close():
+                yield _block_event(block)
             yield _event("message_delta", delta=self._end(choice), usage=self.usage([choice]))
             yield _event("message_stop")
         except ApiError as error:
@@ -243,46 +262,3 @@ class MessagesFormat(Format):
         stopped = choice.text.stopped_by
         reason = "stop_sequence" if stopped else _REASONS[choice.finish_reason or "stop"]
         return {"stop_reason": reason, "stop_sequence": stopped or None}
-
-
-class _Blocks:
-    """Writes the events of the content blocks of a stream."""
-
-    def __init__(self) -> None:
-        self._index, self._kind = -1, ""
-        self._is_blank = ""  # white space that is text only if more text follows
-
-    def push(self, delta: Delta) -> Iterator[str]:
-        if delta.reasoning:
-            yield from self._open("thinking", thinking="", signature="")
-            yield self._delta("thinking_delta", thinking=delta.reasoning)
-        text = self._is_blank + delta.content
-        self._is_blank = "" if text.strip() or self._kind == "text" else text
-        if text and not self._is_blank:
-            yield from self._open("text", text="")
-            yield self._delta("text_delta", text=text)
-        for piece in delta.calls:
-            function = piece.get("function", {})
-            if "id" in piece:
-                yield from self.close()
-                yield from self._open("tool_use", id=piece["id"], name=function["name"], input={})
-            if arguments := function.get("arguments"):
-                yield self._delta("input_json_delta", partial_json=arguments)
-
-    def close(self) -> Iterator[str]:
-        """End the block that is open, if one is."""
-        if self._kind == "thinking":
-            yield self._delta("signature_delta", signature="")
-        if self._kind:
-            yield _event("content_block_stop", index=self._index)
-        self._kind = ""
-
-    def _open(self, kind: str, **content: Any) -> Iterator[str]:
-        if kind == self._kind:
-            return
-        yield from self.close()
-        self._index, self._kind = self._index + 1, kind
-        yield _event("content_block_start", index=self._index, content_block={"type": kind, **content})
-
-    def _delta(self, kind: str, **content: Any) -> str:
-        return _event("content_block_delta", index=self._index, delta={"type": kind, **content})

@@ -1,0 +1,387 @@
+"""OpenAI's Responses API: its requests as chat requests, and answers to these as its items and events."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
+from pydantic_core import PydanticCustomError
+
+from .answers import Block, Blocks, Delta
+from .formats import Format
+from .protocol import ApiError, ChatRequest, Fields, Limit, Name, Penalty, Whole, bad_request, not_applied
+from .service import Choice, Completion
+
+_MOST_KEPT = 1000  # responses that later requests can go on from
+_MOST_CHARACTERS = 2**26  # of their conversations
+
+
+# ---------------------------------------------------------------------------------------------- requests
+
+
+class ContentPart(Fields):
+    """Text that was given or answered. Its annotations change nothing."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Annotated[list[Any] | None, Field(exclude=True)] = None
+    logprobs: Annotated[list[Any] | None, Field(exclude=True)] = None
+
+
+class ReasoningPart(Fields):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+def _texts(value: object) -> object:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+class _Item(Fields):
+    id: Annotated[str | None, Field(exclude=True)] = None
+    status: Annotated[str | None, Field(exclude=True)] = None
+
+
+class MessageItem(_Item):
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[ContentPart], BeforeValidator(_texts, str | list[ContentPart])]
+
+
+class CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Annotated[list[ContentPart], BeforeValidator(_texts, str | list[ContentPart])]
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    summary: list[ReasoningPart] | None = None
+    content: list[ReasoningPart] | None = None
+    encrypted_content: Annotated[str | None, Field(exclude=True)] = None
+
+
+InputItem = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
+_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
+
+
+def _items(value: object) -> object:
+    """Return the input as items: a text is a user's message, and what has a role needs no type."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    return [{"type": "message", **each} if isinstance(each, dict) and "role" in each else each for each in value]
+
+
+class FunctionTool(Fields):
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+def _not_function(kind: str) -> str:
+    if kind == "function":
+        raise PydanticCustomError("pairs", "a function has a name, and may have a description and parameters")
+    return kind
+
+
+class HostedTool(Fields):
+    """A tool that OpenAI's servers run, or one whose input is free text: the model is not told of it."""
+
+    type: Annotated[str, AfterValidator(_not_function)]
+
+
+class FunctionChoice(Fields):
+    type: Literal["function"]
+    name: str
+
+
+class TextForm(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Fields):
+    format: TextForm | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Fields):
+    """How much to reason. Thoughts are shown whole, so a ``summary`` changes nothing."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(
+    not_applied(Fields, background=(False,), conversation=(), max_tool_calls=(), prompt=(), truncation=("disabled",))
+):
+    """A request of ``/v1/responses``."""
+
+    model: str | None = None
+    input: Annotated[list[InputItem], BeforeValidator(_items, str | list[InputItem]), Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    stream: bool | None = None
+    max_output_tokens: Limit | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Whole] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Whole] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    tools: Annotated[list[FunctionTool | HostedTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Say what is left out."""
+        kinds = dict.fromkeys(tool.type for tool in self.tools or () if isinstance(tool, HostedTool))
+        return [f"tools[]: {kind[:100]} is not served here, left out" for kind in kinds]
+
+    def messages_after(self, before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages of a chat: those of the response ``before``, then the input."""
+        messages = [*before]
+        for item in self.input:
+            _add_item(messages, item)
+        return messages
+
+    def chat(self, conversation: Sequence[dict[str, Any]]) -> ChatRequest:
+        """Return the same as a chat request.
+
+        Raises:
+            pydantic.ValidationError: it cannot be one.
+        """
+        same = ("model", "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
+        same += ("parallel_tool_calls", "stream")
+        fields = {name: value for name in same if (value := getattr(self, name)) is not None}
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        fields |= {"messages": [*system, *conversation], "max_tokens": self.max_output_tokens}
+        if self.functions:
+            fields["tools"] = [{"type": "function", "function": _given(tool, "type")} for tool in self.functions]
+        choice = self.tool_choice
+        named = isinstance(choice, FunctionChoice) and {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = named or choice
+        if self.reasoning is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        form = self.text.format if self.text is not None else None
+        if form is not None:
+            schema = {"json_schema": {"name": "answer", **_given(form, "type")}} if form.type == "json_schema" else {}
+            fields["response_format"] = {"type": form.type, **schema}
+        return ChatRequest.model_validate(fields)
+
+
+def _given(model: Fields, *left_out: str) -> dict[str, Any]:
+    return model.model_dump(by_alias=True, exclude_none=True, exclude={*left_out})
+
+
+def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
+    """Add an item of the input to the messages of a chat: thoughts and calls belong to an answer there."""
+    if isinstance(item, CallOutputItem):
+        text = "".join(part.text for part in item.output)
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+        return
+    if isinstance(item, MessageItem) and item.role != "assistant":
+        messages.append({"role": item.role, "content": "".join(part.text for part in item.content)})
+        return
+    last = messages[-1] if messages else None
+    is_open = last is not None and last["role"] == "assistant"
+    has_ended = is_open and not isinstance(item, CallItem) and ("content" in last or "tool_calls" in last)
+    if not is_open or has_ended:
+        messages.append(last := {"role": "assistant"})
+    if isinstance(item, CallItem):
+        function = {"name": item.name, "arguments": item.arguments}
+        last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif isinstance(item, MessageItem):
+        last["content"] = "".join(part.text for part in item.content)
+    elif text := "".join(part.text for part in item.content or item.summary or ()):
+        last["reasoning_content"] = text
+
+
+class Conversations:
+    """The conversations of earlier responses, in memory: the latest ones, within a bound."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[list[dict[str, Any]], int]] = OrderedDict()
+        self._characters = 0
+
+    def of(self, response: str | None) -> list[dict[str, Any]]:
+        """Return the messages up to a response; raise ApiError if it is not kept."""
+        if response is None:
+            return []
+        if response not in self._kept:
+            message = f"there is no response {response!r}: the server keeps the latest {_MOST_KEPT} in memory"
+            raise bad_request(message, "previous_response_id", "previous_response_not_found")
+        return self._kept[response][0]
+
+    def keep(self, response: str, messages: list[dict[str, Any]]) -> None:
+        size = len(json.dumps(messages))
+        self._kept[response], self._characters = (messages, size), self._characters + size
+        while len(self._kept) > _MOST_KEPT or (self._characters > _MOST_CHARACTERS and len(self._kept) > 1):
+            self._characters -= self._kept.popitem(last=False)[1][1]
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+class ResponsesFormat(Format):
+    """Writes an answer as a response, whole or as events."""
+
+    prefix = "resp"
+
+    def __init__(
+        self, request: ResponsesRequest, conversation: Sequence[dict[str, Any]], kept: Conversations, *arguments: Any
+    ) -> None:
+        super().__init__(*arguments)
+        self.request, self._conversation, self._kept = request, conversation, kept
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        (choice,) = choices
+        blocks, text = Blocks(), "".join(choice.content)
+        calls = choice.calls.calls if choice.calls is not None else []
+        delta = Delta(text.strip() if calls else text, "".join(choice.reasoning), calls)
+        closed = [block for block in (*blocks.push(delta), *blocks.close()) if block.what == "close"]
+        return self._finished(choice, [self._item(block, "completed") for block in closed])
+
+    async def lines(self, _body: Any, completion: Completion) -> AsyncIterator[str]:
+        """Yield the events of a stream. An error after its beginning is an event too."""
+        (choice,) = completion.choices
+        blocks, items, number = Blocks(), list[dict[str, Any]](), 0
+
+        def line(kind: str, **content: Any) -> str:
+            nonlocal number
+            event = {"type": kind, "sequence_number": number, **content}
+            number += 1
+            return f"event: {kind}\ndata: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+        begun = self._response("in_progress", [], None)
+        yield line("response.created", response=begun)
+        yield line("response.in_progress", response=begun)
+        try:
+            async for _, delta, _ in completion.deltas():
+                for block in blocks.push(delta):
+                    for kind, content in self._events(block, items):
+                        yield line(kind, **content)
+            for block in blocks.close():
+                for kind, content in self._events(block, items):
+                    yield line(kind, **content)
+            response = self._finished(choice, items)
+            yield line(f"response.{response['status']}", response=response)
+        except ApiError as error:
+            failed = {**begun, "status": "failed", "error": {"code": "server_error", "message": error.message}}
+            yield line("response.failed", response=failed)
+
+    def _events(self, block: Block, items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the events of a block, and add its item to ``items`` when it closes."""
+        item = self._item(block, "completed" if block.what == "close" else "in_progress")
+        place = {"item_id": item["id"], "output_index": block.index}
+        name, field = _STREAMED[block.kind]
+        inside = {} if block.kind == "call" else {"content_index": 0}
+        if block.what == "open":
+            yield "response.output_item.added", {"output_index": block.index, "item": {**item, **_empty(item)}}
+            if block.kind == "text":
+                yield "response.content_part.added", {**place, **inside, "part": _part("text", "")}
+        elif block.what == "add":
+            logprobs = {"logprobs": []} if block.kind == "text" else {}
+            yield f"response.{name}.delta", {**place, **inside, "delta": block.text, **logprobs}
+        else:
+            logprobs = {"logprobs": []} if block.kind == "text" else {}
+            named = {"name": block.call[1]} if block.kind == "call" else {}
+            yield f"response.{name}.done", {**place, **inside, field: block.text, **logprobs, **named}
+            if block.kind == "text":
+                yield "response.content_part.done", {**place, **inside, "part": _part("text", block.text)}
+            yield "response.output_item.done", {"output_index": block.index, "item": item}
+            items.append(item)
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        name = f"{self.id}-{block.index}"
+        if block.kind == "call":
+            call = {"call_id": block.call[0], "name": block.call[1], "arguments": block.text}
+            return {"id": f"fc_{name}", "type": "function_call", "status": status, **call}
+        if block.kind == "thinking":
+            content = [_part("thinking", block.text)]
+            return {"id": f"rs_{name}", "type": "reasoning", "summary": [], "status": status, "content": content}
+        content = [_part("text", block.text)]
+        return {"id": f"msg_{name}", "type": "message", "status": status, "role": "assistant", "content": content}
+
+    def _finished(self, choice: Choice, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the response, and keep its conversation for later ones."""
+        if self.request.store is not False:
+            answered = ResponsesRequest.model_construct(input=_ITEMS.validate_python(items))
+            self._kept.keep(self.id, answered.messages_after(self._conversation))
+        return self._response("incomplete" if choice.finish_reason == "length" else "completed", items, choice)
+
+    def _response(self, status: str, items: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
+        request, usage = self.request, None
+        if choice is not None:
+            counts = self.usage([choice])
+            usage = {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": counts["prompt_tokens_details"],
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
+                "total_tokens": counts["total_tokens"],
+            }
+        return {
+            **{"id": self.id, "object": "response", "created_at": self._head["created"], "status": status},
+            **{"error": None, "incomplete_details": _CUT if status == "incomplete" else None},
+            **{"model": self._head["model"], "output": items, "usage": usage},
+            **{name: getattr(request, name) for name in ("instructions", "max_output_tokens", "previous_response_id")},
+            **{"parallel_tool_calls": request.parallel_tool_calls is not False, "store": request.store is not False},
+            **{"temperature": request.temperature, "top_p": request.top_p, "truncation": "disabled"},
+            **{"metadata": request.metadata or {}, "tool_choice": _given_choice(request.tool_choice)},
+            **{"tools": [_given(tool) for tool in request.tools or ()]},
+            **({"warnings": self._head["warnings"]} if "warnings" in self._head else {}),
+        }
+
+
+_CUT = {"reason": "max_output_tokens"}
+_STREAMED = {  # events of a block, and the field of its last
+    "thinking": ("reasoning_text", "text"),
+    "text": ("output_text", "text"),
+    "call": ("function_call_arguments", "arguments"),
+}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "thinking":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _empty(item: dict[str, Any]) -> dict[str, Any]:
+    return {"content": []} if "content" in item else {"arguments": ""}
+
+
+def _given_choice(choice: Any) -> Any:
+    return choice.model_dump() if isinstance(choice, FunctionChoice) else choice or "auto"
