@@ -64,6 +64,9 @@ def test_functions_are_called(openai):
     call = found.output[0]
     assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
     assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+    cut = (both(openai, tools=[TOOL], tool_choice="required", max_output_tokens=limit) for limit in range(8, 60, 4))
+    short = next(response for response in cut if response.output)
+    assert (short.status, short.output[-1].status) == ("incomplete", "incomplete")
     named = {"type": "function", "name": "weather"}
     assert both(openai, tools=[TOOL], tool_choice=named).output[0].name == "weather"
 
@@ -107,13 +110,27 @@ def test_items_become_the_messages_of_a_chat_and_a_response_goes_on(service):
         with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as asking:
             create = asking.responses.create
             first = create(model="pair", input=items, instructions="Hello.", max_output_tokens=5, temperature=0.0)
-            told = [{"role": "system", "content": "Hello."}, *same]
+            told = [{"role": "system", "content": "Hello.\n\nBe brief."}, *same[1:]]
             assert first.usage.input_tokens == count(server.service, told)
             # The next response has the conversation, and not its instructions
             later = create(model="pair", input="And?", previous_response_id=first.id, max_output_tokens=5)
             answered = {"role": "assistant", "content": first.output_text}
             told = [*same, answered, {"role": "user", "content": "And?"}]
             assert later.usage.input_tokens == count(server.service, told)
+            # Two that continue the same response do not see each other
+            called = {"type": "function_call", "call_id": "d", "name": "weather", "arguments": "{}"}
+            result = {"type": "function_call_output", "call_id": "d", "output": "rain"}
+            for _ in range(2):
+                branch = create(
+                    model="pair", input=[called, result], previous_response_id=first.id, max_output_tokens=2
+                )
+                calls = [{**call, "id": "d"}]
+                told = [
+                    *same,
+                    {**answered, "tool_calls": calls},
+                    {"role": "tool", "tool_call_id": "d", "content": "rain"},
+                ]
+                assert branch.usage.input_tokens == count(server.service, told)
             hidden = create(model="pair", input="Hi.", store=False, max_output_tokens=2)
             with pytest.raises(openai.BadRequestError, match="there is no response"):
                 create(model="pair", input="And?", previous_response_id=hidden.id)

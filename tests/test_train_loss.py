@@ -96,3 +96,11 @@ def test_right_tokens_and_accepted_lengths_equal_a_slow_loop(batch, chunk, monke
     assert out.counted.tolist() == counted[1:].tolist()
     assert (int(out.accepted), int(out.blocks)) == (accepted, whole)
     assert 0 < whole < int((blocks.weights.sum(-1) > 0).sum()), "some blocks reach past their sequence"
+
+
+def test_blocks_without_a_token_that_can_be_drafted_teach_nothing(batch):
+    hidden, blocks, head = batch
+    out = block_loss(hidden, blocks, head, draft_ids=torch.full((VOCAB,), -1), is_dynamic=True, statistics=True)
+    assert float(out.weight) == float(out.loss) == 0
+    assert not torch.autograd.grad(out.loss, hidden)[0].any()
+    assert int(out.correct.sum()) == 0

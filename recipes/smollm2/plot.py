@@ -24,7 +24,8 @@ def main(folder: Path, out: Path) -> None:
     left.plot([group[-1]["tokens"] / 1e6 for group in groups], means, label="training")
     for key, name in (("acceptance_length", "held out, T = 0"), ("acceptance_length_t0.7", "held out, T = 0.7")):
         found = [row for row in rows if row.get(key) is not None]
-        left.plot([row["tokens"] / 1e6 for row in found], [row[key] for row in found], marker=".", label=name)
+        if found:
+            left.plot([row["tokens"] / 1e6 for row in found], [row[key] for row in found], marker=".", label=name)
     left.set(title="training", xlabel="million tokens seen", ylabel="tokens per step")
     left.legend()
     # 2. By category

@@ -52,6 +52,7 @@ TRAINING = {
     "slot-weights": "dpace",
     "batch-tokens": 2048,
     "eval-every": 1200,
+    "eval-temperatures": "0,0.7",
     "save-every": 400,
 }
 EVALUATED_ROWS, EVALUATED_TOKENS = 16, 256

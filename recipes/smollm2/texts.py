@@ -14,6 +14,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,7 @@ QUESTIONS = (
     "what does the term {} refer to",
 )
 PASSAGE_WORDS = (120, 200, 300, 400)
-PAGE = re.compile(r"<title>(.*?)</title>.*?<text[^>]*>(.*?)</text>", re.DOTALL)
+PAGE = re.compile(r"<title>(.*?)</title>.*?<text(?:[^>]*[^/>])?>(.*?)</text>", re.DOTALL)
 # Comments and notes, templates (up to six deep) and tables, pictures, links, emphasis
 MARKUP = (
     (r"<!--.*?-->|<ref[^>]*/>|<ref.*?</ref>|<[^>]+>", ""),
@@ -50,10 +51,9 @@ SENTENCE = re.compile(r"[A-ZÄÖÜ][\w ,.!?:;'äöüÄÖÜß-]+")
 def passages(dump: Path, chance: random.Random) -> Iterator[tuple[str, str]]:
     """Yield titles and passages of a MediaWiki dump: whole paragraphs, cut after some hundred words."""
     for title, text in PAGE.findall(bz2.decompress(dump.read_bytes()).decode()):
-        if text.startswith("#REDIRECT") or ":" in title:
+        title, text = unescape(title), unescape(text)
+        if text[:9].upper() == "#REDIRECT" or ":" in title:
             continue
-        for entity, character in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&amp;", "&")):
-            text = text.replace(entity, character)
         for pattern, plain in MARKUP:
             text = re.sub(pattern, plain, text, flags=re.DOTALL)
         paragraphs = [line.split() for line in map(str.strip, text.split("\n")) if line and line[0] not in "*|=:;#!{"]

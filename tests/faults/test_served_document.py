@@ -12,12 +12,14 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance  # ranges and the context are checked later
 
 PATHS = {
-    "/v1/chat/completions": "POST", "/v1/completions": "POST", "/v1/receipts/{completion}": "GET",
+    "/v1/chat/completions": "POST", "/v1/completions": "POST", "/v1/responses": "POST", "/v1/messages": "POST",
+    "/v1/messages/count_tokens": "POST", "/v1/receipts/{completion}": "GET",
     "/v1/receipts/{completion}/verify": "POST", "/v1/models": "GET", "/v1/models/{name}": "GET", "/health": "GET",
     "/metrics": "GET", "/tokenize": "POST", "/detokenize": "POST", "/version": "GET",
 }  # fmt: skip
 CASES = [(path, GenerationMode.POSITIVE) for path in PATHS]
-CASES += [(path, GenerationMode.NEGATIVE) for path in ("/v1/chat/completions", "/v1/completions")]
+ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+CASES += [(path, GenerationMode.NEGATIVE) for path in ANSWERED]
 LONGEST = 8  # tokens of an answer
 
 
@@ -38,11 +40,13 @@ def shorten(body: object) -> None:
         return
     if isinstance(body.get("model"), str):
         body["model"] = "pair"
-    limits = [name for name in ("max_tokens", "max_completion_tokens") if type(body.get(name)) is int]
+    limits = [
+        name for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if type(body.get(name)) is int
+    ]
     for name in limits:
         body[name] = min(body[name], LONGEST) if body[name] >= 0 else LONGEST
     if not limits:
-        body.setdefault("max_tokens", LONGEST)
+        body.setdefault("max_output_tokens" if "input" in body else "max_tokens", LONGEST)
 
 
 def simplify(body: object) -> None:
@@ -51,7 +55,10 @@ def simplify(body: object) -> None:
         return
     if "messages" in body:
         body["messages"] = [{"role": "user", "content": "add 1 and 2"}]
-    for name in ("tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs"):
+    if "input" in body:
+        body["input"] = "add 1 and 2"
+    fields = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs")
+    for name in (*fields, "system", "instructions", "text", "output_config", "output_format", "previous_response_id"):
         body.pop(name, None)
     for name in [name for name in body if name.startswith("guided_")]:
         del body[name]

@@ -140,7 +140,8 @@ def train(
     accelerator = make_accelerator(config, run.output, cpu=device == "cpu", tracker=tracker)
     target = options.load_target(source, run.dtype, accelerator.device).requires_grad_(False)
     if run.init is None:
-        adopt_layers_(drafter, target)
+        if adopt_layers_(drafter, target) and not quiet:
+            print(f"dflash: the drafter starts as the target's last {len(drafter.layers)} layers", file=sys.stderr)
         if drafter.config.draft_vocab_size is not None:
             adopt_head_(drafter, target, rows)
     others = {"heldout": heldout, "accelerator": accelerator, "tracker": tracker}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -97,6 +98,19 @@ class AnswerText:
         return text
 
 
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """Return a call's arguments; None if the text is cut short, or not what JSON can hold."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        found = json.loads(text or "{}", parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 class Block(NamedTuple):
     """What happens to a block of an answer: it ``"open"``s, gets more ``text``, or is ``"close"``d.
 
@@ -120,32 +134,37 @@ class Blocks:
 
     def __init__(self) -> None:
         self._index, self._kind, self._text, self._call = -1, "", "", ("", "")
-        self._blank = ""  # white space that is text only if more follows
+        self._blank = ""  # white space that is text only if more text follows, or nothing
 
     def push(self, delta: Delta) -> Iterator[Block]:
         """Yield what new text does."""
         yield from self._add("thinking", delta.reasoning)
         text = self._blank + delta.content
-        self._blank = "" if text.strip() or self._kind == "text" else text
-        yield from self._add("text", "" if self._blank else text)
+        self._blank = text[len(text.rstrip()) :]
+        yield from self._add("text", text.rstrip())
         for piece in delta.calls:
             function = piece.get("function", {})
             if "id" in piece:
-                yield from self.close()
+                yield from self._end()
                 self._call = piece["id"], function["name"]
             yield from self._add("call", function.get("arguments", ""), is_new="id" in piece)
 
     def close(self) -> Iterator[Block]:
-        """End the block that is open, if one is."""
+        """End the answer, and the block that is open, if one is."""
+        if self._kind == "text":
+            yield from self._add("text", self._blank)
+        yield from self._end()
+
+    def _end(self) -> Iterator[Block]:
         if self._kind:
             yield Block("close", self._kind, self._index, self._text, self._call)
-        self._kind = self._text = ""
+        self._kind = self._text = self._blank = ""
 
     def _add(self, kind: str, text: str, *, is_new: bool = False) -> Iterator[Block]:
         if not text and not is_new:
             return
         if kind != self._kind:
-            yield from self.close()
+            yield from self._end()
             self._index, self._kind = self._index + 1, kind
             yield Block("open", kind, self._index, call=self._call)
         self._text += text

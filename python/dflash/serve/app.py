@@ -84,16 +84,20 @@ _EVENTS = {"description": "With stream=true: chunks or an error, then [DONE]."}
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: _documented("The answers.", **{"application/json": _WHOLE, "text/event-stream": _EVENTS})
 }
+_TYPED_EVENTS = {"description": "With stream=true: events of the API, each with its type; the last may be an error."}
 _RESPONSE = _object(id=_TEXT, object=_TEXT, status=_TEXT, model=_TEXT, output={"type": "array"})
 _RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: _documented("The answer.", **{"application/json": _RESPONSE, "text/event-stream": _EVENTS})
+    200: _documented("The answer.", **{"application/json": _RESPONSE, "text/event-stream": _TYPED_EVENTS})
 }
 _MESSAGE = _object(id=_TEXT, type=_TEXT, role=_TEXT, model=_TEXT, content={"type": "array"}, stop_reason=_MAYBE)
 _REFUSED = {"application/json": _object(type=_TEXT, error=_object(type=_TEXT, message=_TEXT))}
-_MESSAGES: dict[int | str, dict[str, Any]] = {
-    200: _documented("The answer.", **{"application/json": _MESSAGE, "text/event-stream": _EVENTS}),
+_REFUSED_MESSAGES: dict[int | str, dict[str, Any]] = {
     "4XX": _documented("The request cannot be served.", **_REFUSED),
     "5XX": _documented("The answer failed, took too long, or the server is about to end.", **_REFUSED),
+}
+_MESSAGES: dict[int | str, dict[str, Any]] = {
+    200: _documented("The answer.", **{"application/json": _MESSAGE, "text/event-stream": _TYPED_EVENTS}),
+    **_REFUSED_MESSAGES,
 }
 
 
@@ -120,7 +124,7 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
             service.metrics.requests.labels("refused").inc()
         elif refusal is not error:  # an ApiError is counted where its completion ends
             service.metrics.requests.labels("failed").inc()
-        return _refuse(refusal, request.method, request.url.path)
+        return _refuse(refusal, request.method, _whole_path(request.url.path))
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
@@ -154,6 +158,10 @@ def _refusal(request: Request, error: Exception) -> ApiError:
     return bad_request(f"{'.'.join(place) or 'the body'}: {found['msg']}", place[0] if place else None, code)
 
 
+def _whole_path(path: str) -> str:
+    return f"/v1{path}" if _SHORT.fullmatch(path) else path
+
+
 class _Guard:
     """Checks key and host, and reads the body whole before the application sees the request."""
 
@@ -166,7 +174,7 @@ class _Guard:
             await self._app(scope, receive, send)
             return
         headers, method = dict(scope["headers"]), scope["method"]
-        path = f"/v1{scope['path']}" if _SHORT.fullmatch(scope["path"]) else scope["path"]
+        path = _whole_path(scope["path"])
         # uvicorn leaves the body of an answer to HEAD out.
         scope = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
         try:
@@ -252,9 +260,10 @@ async def messages(body: MessagesRequest, request: Request, service: Served) -> 
     return await _respond(service, request, chat, MessagesFormat, warnings)
 
 
-@router.post("/v1/messages/count_tokens", response_model=None)
+@router.post("/v1/messages/count_tokens", responses=_REFUSED_MESSAGES)
 async def count_tokens(body: CountRequest, service: Served) -> dict[str, int]:
     """Count the tokens of a conversation."""
+    service.check_fields(body)
     with _refusing_body():
         chat = body.chat()
     return {"input_tokens": len(await to_thread.run_sync(service.encode, chat))}
@@ -262,7 +271,7 @@ async def count_tokens(body: CountRequest, service: Served) -> dict[str, int]:
 
 @router.post("/v1/responses", response_model=None, responses=_RESPONSES)
 async def create_response(body: ResponsesRequest, request: Request, service: Served) -> Response:
-    """Answer a conversation, or go on with that of an earlier response."""
+    """Answer a conversation, or continue that of an earlier response."""
     warnings, kept = [*service.check_fields(body), *body.warnings], request.app.state.conversations
     conversation = body.messages_after(kept.of(body.previous_response_id))
     with _refusing_body():

@@ -6,9 +6,10 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from .answers import Block, Blocks
+from .answers import Block, Blocks, arguments_of
 from .formats import Format
 from .protocol import ApiError, ChatRequest, Fields, Text, Whole, not_applied, parts_of
 from .service import Choice, Completion
@@ -76,6 +77,7 @@ class MessageTool(_Part):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 class MessageToolChoice(Fields):
@@ -109,6 +111,13 @@ class CountRequest(not_applied(_Part, mcp_servers=([],), container=())):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # as older clients call it
+
+    @model_validator(mode="after")
+    def _check_last(self) -> CountRequest:
+        if self.messages[-1].role != "user":
+            raise PydanticCustomError("pairs", "the last message must be the user's: answers are not continued")
+        return self
 
     def chat(self) -> ChatRequest:
         """Return the same as a chat request.
@@ -124,6 +133,7 @@ class CountRequest(not_applied(_Part, mcp_servers=([],), container=())):
             fields["tools"] = [
                 {"type": "function", "function": {
                     "name": tool.name, "description": tool.description, "parameters": tool.input_schema,
+                    "strict": tool.strict,
                 }} for tool in self.tools
             ]  # fmt: skip
         if (choice := self.tool_choice) is not None:
@@ -132,11 +142,11 @@ class CountRequest(not_applied(_Part, mcp_servers=([],), container=())):
             fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
         if self.thinking is not None and self.thinking.type != "adaptive":
             fields["enable_thinking"] = self.thinking.type == "enabled"
-        if (config := self.output_config) is not None:
-            fields["reasoning_effort"] = config.effort
-            if config.format is not None:
-                schema = {"name": "answer", "schema": config.format.schema_, "strict": True}
-                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        config = self.output_config or OutputConfig()
+        fields["reasoning_effort"] = config.effort
+        if (form := config.format or self.output_format) is not None:
+            schema = {"name": "answer", "schema": form.schema_, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return ChatRequest.model_validate({**fields, **self._more()})
 
     def _more(self) -> dict[str, Any]:
@@ -201,6 +211,14 @@ _ADDED = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "te
 _ADDED["call"] = ("input_json_delta", "partial_json")
 
 
+def _content_block(block: Block) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    if block.kind == "thinking":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "tool_use", "id": block.call[0], "name": block.call[1], "input": arguments_of(block.text) or {}}
+
+
 def _block_event(block: Block) -> str:
     if block.what == "close":
         return _event("content_block_stop", index=block.index)
@@ -218,17 +236,9 @@ class MessagesFormat(Format):
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         (choice,) = choices
-        content: list[dict[str, Any]] = []
-        if thoughts := "".join(choice.reasoning):
-            content.append({"type": "thinking", "thinking": thoughts, "signature": ""})
-        calls = choice.calls.calls if choice.calls is not None else []
-        text = "".join(choice.content)
-        if text := text.strip() if calls else text:
-            content.append({"type": "text", "text": text})
-        for call in calls:
-            function = call["function"]
-            given = json.loads(function["arguments"] or "{}")
-            content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
+        blocks = Blocks()
+        happened = [block for delta in choice.deltas for block in blocks.push(delta)] + [*blocks.close()]
+        content = [_content_block(block) for block in happened if block.what == "close"]
         return {**self._message(content), **self._end(choice), "usage": self.usage(choices)}
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:

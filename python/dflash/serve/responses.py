@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from .answers import Block, Blocks, Delta
+from .answers import Block, Blocks, arguments_of
 from .formats import Format
 from .protocol import ApiError, ChatRequest, Fields, Limit, Name, Penalty, Whole, bad_request, not_applied
 from .service import Choice, Completion
 
-_MOST_KEPT = 1000  # responses that later requests can go on from
+_MOST_KEPT = 1000  # responses that later requests can continue
 _MOST_CHARACTERS = 2**26  # of their conversations
 
 
@@ -185,8 +185,13 @@ class ResponsesRequest(
         same = ("model", "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
         same += ("parallel_tool_calls", "stream")
         fields = {name: value for name in same if (value := getattr(self, name)) is not None}
-        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        fields |= {"messages": [*system, *conversation], "max_tokens": self.max_output_tokens}
+        messages = [*conversation]
+        if self.instructions is not None:  # many templates take one system message
+            texts = [self.instructions]
+            while messages and messages[0]["role"] in ("system", "developer"):
+                texts.append(messages.pop(0)["content"])
+            messages.insert(0, {"role": "system", "content": "\n\n".join(texts)})
+        fields |= {"messages": messages, "max_tokens": self.max_output_tokens}
         if self.functions:
             fields["tools"] = [{"type": "function", "function": _given(tool, "type")} for tool in self.functions]
         choice = self.tool_choice
@@ -214,18 +219,21 @@ def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
     if isinstance(item, MessageItem) and item.role != "assistant":
         messages.append({"role": item.role, "content": "".join(part.text for part in item.content)})
         return
-    last = messages[-1] if messages else None
-    is_open = last is not None and last["role"] == "assistant"
-    has_ended = is_open and not isinstance(item, CallItem) and ("content" in last or "tool_calls" in last)
-    if not is_open or has_ended:
-        messages.append(last := {"role": "assistant"})
+    thoughts = isinstance(item, ReasoningItem) and "".join(part.text for part in item.content or item.summary or ())
+    if isinstance(item, ReasoningItem) and not thoughts:
+        return
+    answer = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if answer is None or (not isinstance(item, CallItem) and ("content" in answer or "tool_calls" in answer)):
+        messages.append({"role": "assistant"})
+    answer = messages[-1] = {**messages[-1]}  # that of an earlier response stays as it is
     if isinstance(item, CallItem):
         function = {"name": item.name, "arguments": item.arguments}
-        last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        call = {"id": item.call_id, "type": "function", "function": function}
+        answer["tool_calls"] = [*answer.get("tool_calls", ()), call]
     elif isinstance(item, MessageItem):
-        last["content"] = "".join(part.text for part in item.content)
-    elif text := "".join(part.text for part in item.content or item.summary or ()):
-        last["reasoning_content"] = text
+        answer["content"] = "".join(part.text for part in item.content)
+    else:
+        answer["reasoning_content"] = "\n".join(filter(None, [answer.get("reasoning_content"), thoughts]))
 
 
 class Conversations:
@@ -267,11 +275,11 @@ class ResponsesFormat(Format):
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         (choice,) = choices
-        blocks, text = Blocks(), "".join(choice.content)
-        calls = choice.calls.calls if choice.calls is not None else []
-        delta = Delta(text.strip() if calls else text, "".join(choice.reasoning), calls)
-        closed = [block for block in (*blocks.push(delta), *blocks.close()) if block.what == "close"]
-        return self._finished(choice, [self._item(block, "completed") for block in closed])
+        blocks = Blocks()
+        whole = [block for delta in choice.deltas for block in blocks.push(delta) if block.what == "close"]
+        last = [block for block in blocks.close() if block.what == "close"]
+        items = [self._item(block, "completed") for block in whole]
+        return self._finished(choice, [*items, *(self._item(block, _status(choice)) for block in last)])
 
     async def lines(self, _body: Any, completion: Completion) -> AsyncIterator[str]:
         """Yield the events of a stream. An error after its beginning is an event too."""
@@ -293,7 +301,7 @@ class ResponsesFormat(Format):
                     for kind, content in self._events(block, items):
                         yield line(kind, **content)
             for block in blocks.close():
-                for kind, content in self._events(block, items):
+                for kind, content in self._events(block, items, _status(choice)):
                     yield line(kind, **content)
             response = self._finished(choice, items)
             yield line(f"response.{response['status']}", response=response)
@@ -301,9 +309,11 @@ class ResponsesFormat(Format):
             failed = {**begun, "status": "failed", "error": {"code": "server_error", "message": error.message}}
             yield line("response.failed", response=failed)
 
-    def _events(self, block: Block, items: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the events of a block, and add its item to ``items`` when it closes."""
-        item = self._item(block, "completed" if block.what == "close" else "in_progress")
+    def _events(
+        self, block: Block, items: list[dict[str, Any]], status: str = "completed"
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the events of a block, and add its item with ``status`` to ``items`` when it closes."""
+        item = self._item(block, status if block.what == "close" else "in_progress")
         place = {"item_id": item["id"], "output_index": block.index}
         name, field = _STREAMED[block.kind]
         inside = {} if block.kind == "call" else {"content_index": 0}
@@ -337,9 +347,12 @@ class ResponsesFormat(Format):
     def _finished(self, choice: Choice, items: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the response, and keep its conversation for later ones."""
         if self.request.store is not False:
-            answered = ResponsesRequest.model_construct(input=_ITEMS.validate_python(items))
+            calls = [item for item in items if item["type"] == "function_call"]
+            broken = [call for call in calls if arguments_of(call["arguments"]) is None]
+            whole = [item for item in items if item not in broken]
+            answered = ResponsesRequest.model_construct(input=_ITEMS.validate_python(whole))
             self._kept.keep(self.id, answered.messages_after(self._conversation))
-        return self._response("incomplete" if choice.finish_reason == "length" else "completed", items, choice)
+        return self._response(_status(choice), items, choice)
 
     def _response(self, status: str, items: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
         request, usage = self.request, None
@@ -371,6 +384,10 @@ _STREAMED = {  # events of a block, and the field of its last
     "text": ("output_text", "text"),
     "call": ("function_call_arguments", "arguments"),
 }
+
+
+def _status(choice: Choice) -> str:
+    return "incomplete" if choice.finish_reason == "length" else "completed"
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:

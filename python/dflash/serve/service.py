@@ -85,6 +85,7 @@ class Choice:
     warnings: Sequence[str] = ()
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     tokens: list[ShownToken] = field(default_factory=list)
     finish_reason: str | None = None
@@ -134,6 +135,7 @@ class Choice:
             shown = self._held.push(event.ids[0], event.logprobs[0], self.text.length, is_whole=is_whole)
             self.tokens += shown
             delta = delta._replace(tokens=shown)
+        self.deltas.append(delta)
         self.content.append(delta.content)
         self.reasoning.append(delta.reasoning)
         self.finish_reason = reason

@@ -58,8 +58,8 @@ def write_prompts(
     """Let the target write ``count`` prompts at temperature 1 and top-p 0.95, and drop the useless ones.
 
     These are prompts that have no end, no word or marks of the template in them; loops, in which less than half of the
-    runs of four tokens are distinct; and those that begin with the same eight tokens as an earlier one, or have the
-    same eight after the same beginning, but for case and punctuation.
+    runs of four tokens are distinct; and those that have the same beginning as an earlier one, and the same eight
+    tokens after it, but for case and punctuation.
 
     Args:
         writer: the target. Its drafter is not used.
@@ -75,10 +75,13 @@ def write_prompts(
         for; and how many were written, kept, and dropped for each reason.
 
     Raises:
-        ValueError: see `user_turn`; ``out`` has rows of another run; or every prompt is dropped.
+        ValueError: see `user_turn`; there are no ``beginnings``; ``out`` has rows of another run; or every prompt is
+            dropped.
         OSError: ``out`` cannot be written.
     """
     # 1. Write them
+    if not beginnings:
+        raise ValueError('beginnings must hold one text at least, got none: ("",) leaves prompts open')
     tokenizer = writer.tokenizer
     before, after = user_turn(tokenizer, writer.template)
 

@@ -100,16 +100,17 @@ class StepTotals:
         """Return the means over all processes. All processes must call this."""
         sums = {name: accelerator.reduce(part.float(), reduction="sum").tolist() for name, part in self.sums.items()}
         right, counted, blocks = (sums.get(name) for name in ("correct", "counted", "blocks"))
+        weight = sums["weight"] or 1.0  # no label could be drafted
         out = {
-            "loss": sums["loss"] / sums["weight"],
-            "cross_entropy": sums["cross_entropy"] / sums["weight"],
+            "loss": sums["loss"] / weight,
+            "cross_entropy": sums["cross_entropy"] / weight,
             "accuracy": [round(c / n, 4) if n else None for c, n in zip(right, counted, strict=True)],
             "train_acceptance": sums["accepted"] / blocks if blocks else None,
             "tokens_per_second": self.tokens / (time.monotonic() - self.began),
         }
         if "selector_loss" in sums:
             recall = sums["found"] / sum(counted) if sum(counted) else None
-            out |= {"selector_loss": sums["selector_loss"] / sums["weight"], "candidate_recall": recall}
+            out |= {"selector_loss": sums["selector_loss"] / weight, "candidate_recall": recall}
         return out
 
 
@@ -356,7 +357,7 @@ class Trainer:
         #    sums); this turns them into gradients of the full batch's weighted mean.
         total = accelerator.reduce(weight, reduction="sum")
         parameters = [p for p in self.drafter.parameters() if p.grad is not None]
-        torch._foreach_mul_([p.grad for p in parameters], world / total)
+        torch._foreach_mul_([p.grad for p in parameters], world / total.clamp(min=1e-12))  # 0 if nothing can be learned
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip)
         # 3. Step
         rate = config.learning_rate * learning_rate(self.step, self.steps, config.warmup, config.constant)
