@@ -1,10 +1,12 @@
 """The recipe of the drafter for SmolLM2, from a tiny random model to the table, and what it refuses."""
 
+import bz2
 import json
 
 import gguf_files
 import pytest
 import recipes.smollm2.stages as stages
+import recipes.smollm2.texts as texts
 from recipes.smollm2.__main__ import main
 from recipes.smollm2.evaluate import Answer, summarize
 from recipes.smollm2.stages import RESULTS, HeldOut
@@ -125,6 +127,33 @@ def test_a_held_out_text_is_found_inside_a_longer_prompt(folder):
     assert not held.find({"prompt": "train leaves the station at nine and arrives at"}), "short parts are common"
     assert not held.find({"prompt": "I said yes please, and then I left the room for a while"})
     assert not held.find({"prompt": "strain leaves the station at nine and arrives at noon"}), "only whole words"
+
+
+def test_texts_become_questions_summaries_and_translations(tmp_path):
+    words = " ".join(f"word{number}" for number in range(450))
+    page = (
+        f"&#39;&#39;&#39;Sand&#39;&#39;&#39; {words} [[Desert|deserts]] {{{{box}}}}&lt;ref&gt;a&lt;/ref&gt;\n* a list\n"
+    )
+    pages = f"<title>Dune</title><text /><title>Talk:Sand</title><text>{page}</text>"
+    pages += f'<title>Sand &amp; dust</title><text bytes="9">{page * 2}</text>'
+    (tmp_path / "wiki.bz2").write_bytes(bz2.compress(pages.encode()))
+    news = " ".join(["news"] * 50)
+    (tmp_path / "news.txt").write_text(f"{news}\ntoo short\n")
+    (tmp_path / "german").mkdir()
+    (tmp_path / "german" / "witze").write_text("Der Sand liegt in der großen Wüste.\n%\nZu kurz.\n")
+    sources = {"wiki": tmp_path / "wiki.bz2", "news": tmp_path / "news.txt", "german": tmp_path / "german"}
+    texts.main(tmp_path / "out.jsonl", **sources, questions=1, summaries=1, translations=5)
+    prompts = [row["prompt"] for row in read(tmp_path / "out.jsonl")]
+    (asked,) = [prompt for prompt in prompts if "\n" in prompt]
+    passage, question = asked.split("\n")
+    assert passage.startswith("Sand word0 word1 ")
+    assert len(passage.split()) in texts.PASSAGE_WORDS
+    assert "Sand & dust" in question
+    summaries = sorted(prompt for prompt in prompts if prompt.startswith("Summarize: "))
+    assert len(summaries) == 2
+    assert summaries[1] == f"Summarize: {news}"
+    assert "Translate German to English: Der Sand liegt in der großen Wüste." in prompts
+    assert len(prompts) == 4
 
 
 def test_measurements_are_those_of_the_answers():
