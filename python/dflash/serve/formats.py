@@ -19,6 +19,11 @@ def event_line(content: dict[str, Any] | str) -> str:
     return f"data: {text}\n\n"
 
 
+def typed_event(content: dict[str, Any]) -> str:
+    """Return an event of the APIs whose events have a ``type``."""
+    return f"event: {content['type']}\n{event_line(content)}"
+
+
 def chat_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
     """Return ``logprobs`` of a chat's choice."""
     content = []

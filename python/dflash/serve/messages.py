@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .answers import Block, Blocks, arguments_of
-from .formats import Format
+from .formats import Format, typed_event
 from .protocol import ApiError, ChatRequest, Fields, Text, Whole, not_applied, parts_of
 from .service import Choice, Completion
 
@@ -198,8 +198,7 @@ def _chat_messages(message: MessageParam) -> Iterator[dict[str, Any]]:
 
 
 def _event(kind: str, **content: Any) -> str:
-    text = json.dumps({"type": kind, **content}, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {kind}\ndata: {text}\n\n"
+    return typed_event({"type": kind, **content})
 
 
 _BEGUN: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from .answers import Block, Blocks, arguments_of
-from .formats import Format
+from .formats import Format, typed_event
 from .protocol import ApiError, ChatRequest, Fields, Limit, Name, Penalty, Whole, bad_request, not_applied
 from .service import Choice, Completion
 
@@ -290,7 +290,7 @@ class ResponsesFormat(Format):
             nonlocal number
             event = {"type": kind, "sequence_number": number, **content}
             number += 1
-            return f"event: {kind}\ndata: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+            return typed_event(event)
 
         begun = self._response("in_progress", [], None)
         yield line("response.created", response=begun)
