@@ -225,6 +225,9 @@ def test_a_model_is_served_without_a_drafter_in_the_memory_there_is(shell, chat_
         own = generator.engine.target.config.max_position_embeddings
         assert (generator.max_length, generator.draft is None) == (own, "--draft" not in options)
         assert f"context: {own} tokens, the target's own" in caplog.text
+        assert f"cache of prompts: {free[0] / 4e9:.1f} GB" in caplog.text
+    assert shell("serve", model, "--port", "0", "--cache-gb", "0.25").code == 0
+    assert "cache of prompts: 0.2 GB" in caplog.text
     free[0] = 2 * 4 * 256 * bytes_per_token(AutoModelForCausalLM.from_pretrained(model), None)
     assert shell("serve", model, "--port", "0").code == 0
     assert served[-1].service.scheduler.generator.max_length == 256

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from baseline import greedy, prompt
 from families import make_draft, make_target
 from served import Gate, wait_until
@@ -27,7 +28,7 @@ def scheduler():
     served = Scheduler(dflash.Generator(*pair(), max_length=96, batch_size=2, prefill_chunk=8), max_waiting=3)
     yield served
     served.close(drain=False)
-    assert served.session.idle == [0, 1]
+    assert sorted(served.session.idle) == [0, 1]
 
 
 def submit(scheduler, ids, **arguments):
@@ -53,6 +54,14 @@ def test_requests_of_several_threads_write_what_they_write_alone():
     for index, ids in enumerate(prompts):
         call = {"max_new_tokens": NEW, "temperature": index % 2, "seed": index}
         assert got[index] == dflash.generate(target, draft, ids[None], **call)[0, len(ids) :].tolist()
+
+
+def test_an_answer_that_has_ended_is_cached_with_its_prompt_while_nothing_is_asked(scheduler):
+    ids = prompt(20)
+    ids = torch.cat([ids, torch.tensor(written(submit(scheduler, ids)))])
+    wait_until(lambda: scheduler.session.is_settled)
+    *_, last = submit(scheduler, torch.cat([ids, prompt(3, seed=1)]))
+    assert last.statistics.num_prefilled_tokens == [35 - 32]
 
 
 def test_a_reader_that_reads_nothing_holds_up_nobody(scheduler):

@@ -22,9 +22,9 @@ def pair() -> tuple:
     return target, make_draft(target)
 
 
-def session(*, replays: bool = False, **options) -> Session:
+def session(*, replays: bool = False, cache_bytes: int = 2**20, **options) -> Session:
     generator = dflash.Generator(*pair(), **{"max_length": 96, "batch_size": 3, "prefill_chunk": CHUNK} | options)
-    return Session(record(generator) if replays else generator)
+    return Session(record(generator) if replays else generator, cache_bytes=cache_bytes)
 
 
 def admit(of: Session, ids: torch.Tensor, **arguments) -> int:
@@ -113,24 +113,24 @@ def test_rows_are_taken_and_freed():
     assert admit(of, prompt(6)) == rows[1]
 
 
-def test_a_long_prompt_is_run_in_chunks_between_the_steps_of_others():
+def test_a_long_prompt_adds_one_chunk_to_three_steps_of_the_others():
     target, _ = pair()
     of = session()
-    first = admit(of, prompt(5), stop_token_ids=[])
+    first = admit(of, prompt(5), stop_token_ids=[], max_new_tokens=60)
     of.step()
     of.step()
     long, short = prompt(60), prompt(6)
-    second, third = admit(of, long, stop_token_ids=[]), admit(of, short, stop_token_ids=[])
+    second, third = admit(of, long, stop_token_ids=[]), admit(of, short, stop_token_ids=[], max_new_tokens=60)
     steps, begun = 0, {}
     while second not in begun:
         rows = [row for row, *_ in of.step()]
         steps += first in rows
         for row in {second, third}.intersection(rows):
             begun.setdefault(row, steps)
-    assert begun == {third: 1, second: 8}, "a short prompt has its turn after one chunk of the long one"
+    assert begun == {third: 1, second: 6 * 3 + 1}, "a short prompt has its turn after one chunk of the long one"
     assert finish(of).keys() == {first, second, third}
-    assert admit(of, long) == second
-    assert finish(of)[second][0] == greedy(target, long, NEW).tolist()
+    row = admit(of, long)
+    assert finish(of)[row][0] == greedy(target, long, NEW).tolist()
 
 
 def test_whole_chunks_of_a_prompt_are_not_run_again():
@@ -139,19 +139,75 @@ def test_whole_chunks_of_a_prompt_are_not_run_again():
     row = admit(of, text[:29])
     assert finish(of)[row][1] == 29
     for length, cached in ((29, 24), (40, 24), (33, 32), (32, 24)):  # a prompt's last token is always run
-        assert admit(of, text[:length]) == row
+        row = admit(of, text[:length])
         assert finish(of) == {row: (greedy(target, text[:length], NEW).tolist(), length - cached)}
 
 
-def test_the_row_with_the_longest_prefix_is_taken_else_the_one_that_is_idle_longest():
-    of, texts = session(), [prompt(40, seed=seed) for seed in (1, 2, 3)]
-    rows = [admit(of, text[:20]) for text in texts]
+@pytest.mark.parametrize("options", [{"cache_bytes": 0}, {"reuse_prefix": False}], ids=str)
+def test_without_a_cache_every_prompt_is_run_whole(options):
+    of = session(**options)
+    for _ in range(2):
+        row = admit(of, prompt(29))
+        assert finish(of)[row][1] == 29
+        assert not of.settle()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_prompts_that_arrive_together_run_their_common_beginning_once(family):
+    target = make_target(family)
+    of = Session(dflash.Generator(target, make_draft(target), max_length=96, batch_size=3, prefill_chunk=CHUNK))
+    stem = prompt(44, seed=1)
+    texts = [torch.cat([stem, prompt(3 + n, seed=n)]) for n in (2, 3, 4)]
+    rows = [admit(of, text) for text in texts]
+    results = finish(of)
+    assert sum(run for _, run in results.values()) == 40 + sum(len(text) - 40 for text in texts)
+    assert [results[row][0] for row in rows] == [greedy(target, text, NEW).tolist() for text in texts]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_conversations_that_outnumber_the_rows_run_only_what_is_new(family):
+    target = make_target(family)
+    of = Session(dflash.Generator(target, make_draft(target), max_length=96, batch_size=2, prefill_chunk=CHUNK))
+    texts, cached = [prompt(20, seed=seed) for seed in range(5)], [0] * 5
+    for turn in range(3):
+        for number, text in enumerate(texts):
+            row = admit(of, text)
+            ids, run = finish(of)[row]
+            assert (ids, run) == (greedy(target, text, NEW).tolist(), len(text) - cached[number])
+            while of.settle():
+                pass
+            whole = torch.cat([text, torch.tensor(ids)])
+            cached[number] = len(whole) // CHUNK * CHUNK
+            texts[number] = torch.cat([whole, prompt(5, seed=9 * turn + number)])
+
+
+def test_an_answer_settles_while_others_run_until_its_row_is_taken():
+    of, texts = session(batch_size=2), [prompt(20, seed=seed) for seed in (1, 2, 3)]
+    row = admit(of, texts[0])
+    (ids, _), text = finish(of)[row], texts[0]
+    admit(of, texts[1], max_new_tokens=40)
+    of.step()
+    assert of.settle()
+    assert not of.is_settled
+    admit(of, texts[2])
+    assert of.is_settled
     finish(of)
-    of_both = torch.cat([texts[1][:12], texts[2]])
-    assert admit(of, texts[2]) == rows[2]
-    assert admit(of, of_both) == rows[1]
+    row = admit(of, torch.cat([text, torch.tensor(ids)]))
+    assert finish(of)[row][1] == 32 - 24, "one chunk had been run again"
+
+
+def test_the_cache_keeps_to_its_bytes_and_drops_what_was_used_least_recently():
+    of = session()
+    admit(of, prompt(33))
     finish(of)
-    assert admit(of, prompt(9, seed=9)) == rows[0], "the others have been used since"
+    block = of.prefix.num_bytes // 4
+    of, texts = session(cache_bytes=5 * block), [prompt(33, seed=seed) for seed in (1, 2)]
+    runs = []
+    for text in (texts[0], texts[1], texts[1], texts[0], prompt(60)):
+        row = admit(of, text)
+        runs.append(finish(of)[row][1])
+        assert of.prefix.num_bytes <= 5 * block
+    assert runs == [33, 33, 33 - 32, 33 - 8, 60], "of a prompt its last chunks go first"
 
 
 def test_a_call_of_the_generator_ends_the_session_and_a_new_one_begins_afresh():

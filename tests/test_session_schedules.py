@@ -1,6 +1,7 @@
 """Random schedules of requests on one session: each writes what it writes alone, bit for bit.
 
-Some have grammars, so that steps with masks come and go too.
+Some have grammars, so that steps with masks come and go too. Chunks of prompts come from the cache of the session, and
+answers that have ended are settled at random times.
 
 Reference is a request in a session of its own with a drafter that knows nothing, so that its blocks begin elsewhere.
 Compared are ids, text, the reason of the end, and the keys and values that the target has kept.
@@ -137,6 +138,8 @@ def play(
             row = choose.choice(list(running))
             del running[row]
             session.retire(row)
+        if choose.random() < 0.2:
+            session.settle()
 
 
 def options(pair: str) -> dict:

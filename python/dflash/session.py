@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .call import Call, GenerateArguments, check_stream_arguments
+from .engine.prefill import Prefill
+from .engine.prefix import PrefixCache
 from .engine.run import Answer, Run, event_of
 from .generator import Generator
 from .outputs import StreamEvent
@@ -16,6 +20,8 @@ from .streaming import BatchDecoder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_STEPS_PER_CHUNK = 3  # between two chunks of a prompt but before its last, while answers are being written
 
 
 class RowEvent(NamedTuple):
@@ -43,7 +49,7 @@ class _Request:
 
     answer: Answer
     text: BatchDecoder | None
-    ids: list[int]
+    ids: list[int]  # of its prompt, then of its answer
     began: float
 
 
@@ -52,8 +58,11 @@ class Session:
 
     A request writes the text that it writes alone, bit for bit in every dtype, whatever the other rows do, whichever
     row it gets, and whatever ran before it. (A target that runs its own modules relies on torch's products for this,
-    which must give a row the same bits at every place.) A new request takes the idle row that holds the most whole
-    chunks of its prompt, else the one that has been idle longest.
+    which must give a row the same bits at every place.)
+
+    Whole chunks that prompts begin with are kept for all rows (`dflash.engine.prefix.PrefixCache`). A prompt takes
+    those that are there when its turn comes, so prompts that arrive together run a common beginning once. `settle` adds
+    the chunks of answers that have ended.
 
     Settings, logit rules, stop tokens and strings, seed, grammar and sharpness are the request's own. Trees, rejection,
     Python processors and another number of denoising passes are refused: these are properties of the whole step. While
@@ -64,13 +73,17 @@ class Session:
 
     Args:
         generator: its ``batch_size`` rows are the session's, and its ``prefill_chunk`` bounds how long a prompt holds
-            up the others. With ``reuse_prefix=False`` every prompt is run whole.
+            up the others.
+        cache_bytes: memory for whole chunks of prompts; 0 runs every prompt whole, as does ``reuse_prefix=False``.
+
+    Attributes:
+        prefix: the chunks; None without any.
 
     Raises:
         ValueError: the generator chooses its block size while it runs, or its target is spread over processes.
     """
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, *, cache_bytes: int = 2**30) -> None:
         if generator.engine.widths == "auto":
             raise ValueError(
                 f"a session needs a generator with a fixed block size, this one has {generator.engine.widths!r}: "
@@ -80,10 +93,14 @@ class Session:
             raise ValueError(f"a session needs a target in one process, this one is spread over {count}")
         self.generator = generator
         self._requests: dict[int, _Request] = {}
-        self._held: list[list[int]] = [[]] * generator.batch_size  # ids of the whole chunks that a row's caches hold
-        self._retired = [0] * generator.batch_size  # when: a count
-        self._clock = 0
+        self._idle = deque(range(generator.batch_size))  # longest first
         self._owes_step = False  # a chunk has been run since the last step
+        self._steps = 0
+        self._paused = [0] * generator.batch_size  # per row, the steps before which its prompt runs no chunk
+        self._ended: dict[int, Call] = {}  # row -> the chunks that `settle` has not begun with, as a prompt
+        self._settling: Prefill | None = None
+        size = cache_bytes if generator.reuse_prefix else 0
+        self.prefix = PrefixCache(generator.state, generator.prefill_chunk, size) if size else None
         self._run: Run = generator.lock.run(self._begin)
 
     def _begin(self) -> Run:
@@ -93,8 +110,8 @@ class Session:
 
     @property
     def idle(self) -> list[int]:
-        """The rows that no request has."""
-        return [row for row in range(self.generator.batch_size) if row not in self._requests]
+        """The rows that no request has, the one that has been idle longest first."""
+        return [*self._idle]
 
     @property
     def is_busy(self) -> bool:
@@ -150,39 +167,29 @@ class Session:
 
     def _admit(self, call: Call, skip_special_tokens: bool) -> int:
         self._run.require_open()
-        # 1. The row with the longest prefix of the prompt, or the one that has been idle longest.
-        ids, began = call.prompts[0].tolist(), time.perf_counter()
-        cached = {row: 0 if call.prompt_logprobs else self._cached(row, ids) for row in self.idle}
-        row = max(cached, key=lambda idle: (cached[idle], -self._retired[idle]))
-        # 2. What the engine knows of it.
-        text = None
+        ids, began, text = call.prompts[0].tolist(), time.perf_counter(), None
         if call.tokenizer is not None:
             text = BatchDecoder(1, call.tokenizer, call.stop_strings, skip_special_tokens)
-        self._held[row] = []
-        chunk, snapshot = self.generator.prefill_chunk, self.generator.reuse_prefix
+        row = self._idle[0]
+        self._forget(row)
+        self._paused[row] = self._steps
         try:
             self.generator.engine.admit(row, call)
-            (answer,) = self._run.admit(call, [cached[row]], first=row, chunk=chunk, snapshot=snapshot, began=began)
+            (answer,) = self._run.admit(
+                call, [0], first=row, chunk=self.generator.prefill_chunk, prefix=self.prefix, began=began
+            )
         except BaseException:  # out of memory, or an interrupt
-            self._run.retire(row, 0)
+            self._run.retire(row)
             raise
+        self._idle.popleft()
         self._requests[row] = _Request(answer, text, ids, began)
         return row
 
-    def _cached(self, row: int, ids: list[int]) -> int:
-        """Count the leading tokens of a prompt that need not be run: whole chunks, whose bits would be the same."""
-        if not self.generator.reuse_prefix:
-            return 0
-        shared = 0
-        for old, new in zip(self._held[row], ids[:-1], strict=False):
-            if old != new:
-                break
-            shared += 1
-        whole = shared - shared % self.generator.prefill_chunk
-        return self.generator.state.target_cache.resumable([whole], row)[0] if whole else 0
-
     def step(self) -> list[RowEvent]:
         """Run one chunk of one waiting prompt, in turn, and one step of all rows that have begun.
+
+        Between two chunks of a prompt are at least three steps, unless the second is its last or no row has begun, so a
+        long prompt holds up the others by one chunk in three steps.
 
         An answer's first token does not wait for that step: a chunk that ends a prompt returns at once, and the next
         call begins with the step.
@@ -198,25 +205,84 @@ class Session:
     def _step(self) -> list[RowEvent]:
         self._run.require_open()
         try:
-            if self._run.prompts and not (self._owes_step and self._run.running):
+            is_writing = bool(self._run.running)
+            if self._next_prompt(is_writing):
                 self._owes_step = True
                 if begun := self._run.run_chunk():
                     return [self._event(answer) for answer in begun]
             self._owes_step = False
-            if not self._run.running:
+            if not is_writing:
                 return []
+            self._steps += 1
             return [self._event(answer) for answer in self._run.step()]
         except BaseException:  # out of memory, or an interrupt
             self._run.ended = True
             raise
 
+    def _next_prompt(self, is_writing: bool) -> bool:
+        """Put the prompt whose turn it is in front of the others; False if there is none."""
+        prompts = self._run.prompts
+        for _ in range(0 if is_writing and self._owes_step else len(prompts)):
+            prefill, _ = prompts[0]
+            row = prefill.rows.start
+            if not is_writing or len(prefill.chunks) == 1 or self._paused[row] <= self._steps:
+                self._paused[row] = self._steps + _STEPS_PER_CHUNK
+                return True
+            prompts.rotate(-1)
+        return False
+
     def _event(self, answer: Answer) -> RowEvent:
         request = self._requests[answer.row]
         event = event_of(self.generator.engine, [answer], request.text, request.began)
+        request.ids += event.ids[0]
         return RowEvent(answer.row, event, answer.error)
 
+    def settle(self) -> bool:
+        """Run one chunk of an answer that has ended as that of a prompt; do this while there is nothing else to do.
+
+        A prompt that continues the conversation begins with these chunks. (What the steps have left in the caches need
+        not have the bits of a prompt's pass.)
+
+        Returns:
+            False if there is nothing left to run.
+
+        Raises:
+            RuntimeError: the session has ended.
+        """
+        return self.generator.lock.run(self._settle)
+
+    def _settle(self) -> bool:
+        self._run.require_open()
+        try:
+            if self._settling is None:
+                if not self._ended:
+                    return False
+                (row, call), engine = next(iter(self._ended.items())), self.generator.engine
+                chunk = self.generator.prefill_chunk
+                self._settling = Prefill(engine, call, [0], first=row, chunk=chunk, prefix=self.prefix)
+                del self._ended[row]
+            self._settling.run_chunk()
+            if not self._settling.chunks:
+                self.generator.state.vacate_(self._settling.rows)
+                self._settling = None
+            return True
+        except BaseException:
+            self._run.ended = True
+            raise
+
+    @property
+    def is_settled(self) -> bool:
+        """True if `settle` has nothing to do."""
+        return not self._ended and self._settling is None
+
+    def _forget(self, row: int) -> None:
+        """Drop what `settle` would do in a row."""
+        self._ended.pop(row, None)
+        if self._settling is not None and self._settling.rows.start == row:
+            self._settling = None
+
     def retire(self, row: int) -> None:
-        """Free a row, whether its answer has ended or not. Its caches stay for a request that shares its prompt.
+        """Free a row, whether its answer has ended or not.
 
         Raises:
             ValueError: no request has the row.
@@ -229,8 +295,9 @@ class Session:
     def _retire(self, row: int) -> None:
         self._run.require_open()
         request = self._requests.pop(row)
-        filled = request.answer.filled
-        self._held[row] = request.ids[: filled - filled % self.generator.prefill_chunk]
-        self._clock += 1
-        self._retired[row] = self._clock
-        self._run.retire(row, len(self._held[row]))
+        self._idle.append(row)
+        self._run.retire(row)
+        call, chunk = request.answer.call, self.generator.prefill_chunk
+        if self.prefix is not None and len(request.ids) // chunk > request.answer.prompt_length // chunk:
+            whole = torch.tensor([request.ids[: len(request.ids) // chunk * chunk]], device=call.ids.device)
+            self._ended[row] = replace(call, prompts=[*whole], prompt_logprobs=False)

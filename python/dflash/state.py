@@ -383,6 +383,15 @@ class KVCache:
     def end_pass_(self, lengths: Tensor) -> None:
         """Note what the pass has done."""
 
+    def save(self, row: int, start: int, stop: int) -> list[Tensor]:
+        """Return copies of what a row whose last pass ended at ``stop`` holds of positions ``start .. stop - 1``."""
+        return [buffer[row, :, start:stop].clone() for buffer in (*self.keys.values(), *self.values.values())]
+
+    def load_(self, row: int, start: int, stop: int, saved: Sequence[Tensor]) -> None:
+        """Write what `save` has returned to a row that holds all before ``start``."""
+        for buffer, tensor in zip((*self.keys.values(), *self.values.values()), saved, strict=True):
+            buffer[row, :, start:stop] = tensor
+
     def resumable(self, shared: Sequence[int], first: int = 0) -> list[int]:  # noqa: ARG002
         """Return from which position at or before ``shared`` the rows from ``first`` on can continue: here any."""
         return list(shared)
@@ -535,6 +544,21 @@ class RecurrentCache(KVCache):
             raise ValueError("recurrent states follow chains only, got the path of a tree: pass path=None")
         if torch.compiler.is_compiling():
             torch.where(num_context > 0, length - num_context, self.held, out=self.held)
+
+    def save(self, row: int, start: int, stop: int) -> list[Tensor]:
+        return [*super().save(row, start, stop), *(standing[row].clone() for standing in self._standing)]
+
+    def load_(self, row: int, start: int, stop: int, saved: Sequence[Tensor]) -> None:
+        standing = self._standing
+        super().load_(row, start, stop, saved[: len(saved) - len(standing)])
+        for values, tensor in zip(standing, saved[len(saved) - len(standing) :], strict=True):
+            values[row] = tensor
+        self.held[row].fill_(stop)
+
+    @property
+    def _standing(self) -> list[Tensor]:
+        """What stands at ``held`` in all layers, see `RecurrentLayer.held_values`."""
+        return [values for layer in self.recurrent.values() for values in layer.held_values]
 
     def resumable(self, shared: Sequence[int], first: int = 0) -> list[int]:
         """Return ``shared`` where the states are at or before it, else the snapshot's position, else 0."""

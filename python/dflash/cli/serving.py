@@ -51,8 +51,13 @@ def serve(
         typer.Option(min=2, help="Tokens of a prompt and its answer; default: as many as the target and memory allow."),
     ] = None,
     prefill_chunk: Annotated[
-        int, typer.Option(min=1, help="Prompt tokens per pass; conversations share whole chunks of their beginning.")
-    ] = 128,
+        int | None,
+        typer.Option(min=1, help="Prompt tokens per pass; whole chunks stay cached. Default: 64 on a CPU, else 128."),
+    ] = None,
+    cache_gb: Annotated[
+        float | None,
+        typer.Option(min=0, help="GB of memory for prompts that stay cached; default: a quarter of what is free."),
+    ] = None,
     chat_template: Annotated[Path | None, "File with a chat template instead of the tokenizer's own."] = None,
     tool_form: Annotated[str | None, "How the model writes tool calls; default: as its chat template does."] = None,
     reasoning_form: Annotated[
@@ -100,11 +105,13 @@ def serve(
     from ..serve import Scheduler
     from ..serve.service import ReceiptFolder, Service
 
-    room = _room(model, drafter, rows, max_length)
-    generator = Generator(
-        model, drafter, max_length=room, batch_size=rows, prefill_chunk=prefill_chunk, **models.generator
-    )
-    scheduler = Scheduler(generator, max_waiting=queue)
+    free = free_memory(model.device)
+    room = _room(model, drafter, rows, max_length, free)
+    cache_bytes = int(free / 4 if cache_gb is None else cache_gb * 1e9)
+    _LOG.info("cache of prompts: %.1f GB", cache_bytes / 1e9)
+    chunk = prefill_chunk or (64 if model.device.type == "cpu" else 128)
+    generator = Generator(model, drafter, max_length=room, batch_size=rows, prefill_chunk=chunk, **models.generator)
+    scheduler = Scheduler(generator, max_waiting=queue, cache_bytes=cache_bytes)
     folder = None if receipts is None else ReceiptFolder(receipts, model, tokenizer, scheduler)
     version, forms = versions()["dflash"], (tool_form, reasoning_form)
     service = Service(scheduler, tokenizer, first, version, timeout, folder, aliases, any_name, strict, *forms)
@@ -161,13 +168,13 @@ def _shown_name(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def _room(target: Any, drafter: Any, rows: int, asked: int | None) -> int:
+def _room(target: Any, drafter: Any, rows: int, asked: int | None, free: int) -> int:
     """Return the tokens of a context, and log why: as asked, or the target's own as far as half the memory goes."""
     own = max_positions(target)
     if asked is not None:
         room, why = options.room_of(target, asked), "as asked" if asked <= (own or asked) else "the target has no more"
     else:
-        free, each = free_memory(target.device), rows * bytes_per_token(target, drafter)
+        each = rows * bytes_per_token(target, drafter)
         room = min(max(2, int(free / 2 / each) // 128 * 128), own or _MOST_UNASKED)
         memory = f"what half of the free {free / 1e9:.1f} GB holds for {rows} rows (--rows, --max-length)"
         why = "the target's own" if room == own else memory

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..call import Call
 from ..state import FULL, INVALID, RUNNING, STOPPED, Block, KVCache
+from .prefix import PrefixCache
 from .step import Engine, walk
 
 
@@ -29,16 +30,20 @@ class Prefill:
         first: the row of the first prompt.
         chunk: prompt tokens per forward pass.
         snapshot: keep a position of each prompt from which a later prompt can resume if it differs from there on.
+        prefix: where whole chunks of one prompt, of which nothing is cached, are taken from and kept.
 
     Attributes:
-        counts: per row, how many tokens of its prompt are run in all.
+        counts: per row, how many tokens of its prompt are not ``cached``.
+        num_loaded: how many of them have come from ``prefix``.
         chunks: what is left to run; each is its first token, the rows of it that end a prompt, and these on the device.
     """
 
     def __init__(
-        self, engine: Engine, call: Call, cached: Sequence[int], *, first: int = 0, chunk: int, snapshot: bool
-    ) -> None:
-        prompts, self.logprobs, self.snapshot = call.prompts, call.prompt_logprobs, snapshot
+        self, engine: Engine, call: Call, cached: Sequence[int], *, first: int = 0, chunk: int, snapshot: bool = False,
+        prefix: PrefixCache | None = None,
+    ) -> None:  # fmt: skip
+        prompts, self.logprobs, self.snapshot, self._prefix = call.prompts, call.prompt_logprobs, snapshot, prefix
+        self._keys, self.num_loaded = [] if prefix is None else prefix.keys(prompts[0]), 0
         self.engine, self.rows, self.chunk = engine, slice(first, first + len(prompts)), chunk
         lengths = list(map(len, prompts))
         self.counts = list(map(operator.sub, lengths, cached))
@@ -70,8 +75,10 @@ class Prefill:
 
     @torch.no_grad()
     def run_chunk(self) -> None:
-        """Run the next chunk of every prompt."""
+        """Take what ``prefix`` has by now of the chunks before the last, and run the next one of every prompt."""
         engine, state, draft = self.engine, self.engine.state, self.engine.draft
+        while len(self.chunks) > 1 and self._load():
+            self.chunks.popleft()
         start, keep, keep_on_device = self.chunks.popleft()
         ids = self._ids[:, start : start + self.chunk]
         past = torch.minimum(self._held + start, self._lengths)
@@ -95,6 +102,19 @@ class Prefill:
             positions = torch.where(positions < self._lengths[:, None], positions, -1)
             draft.inject_(draft.fuse(torch.cat(taps, -1), live), positions, state.draft_cache.rows(self.rows))
         state.length[self.rows] = past + live
+        if self._prefix is not None and start + self.chunk <= len(self._keys) * self.chunk:
+            self._prefix.save(self._keys[: start // self.chunk + 1], self.rows.start)
+
+    def _load(self) -> bool:
+        """Take the next chunk from ``prefix``; False if it is not there."""
+        if self._prefix is None or self.logprobs:
+            return False
+        row, start = self.rows.start, self.chunks[0][0]
+        if not self._prefix.load_(self._keys[start // self.chunk], row, start):
+            return False
+        self.engine.state.length[row].fill_(start + self.chunk)
+        self.num_loaded += self.chunk
+        return True
 
     @property
     def ends(self) -> Tensor:

@@ -17,6 +17,7 @@ from ..state import FULL, INVALID, RUNNING, STOPPED, Logprobs, RowReport, State
 from ..streaming import BatchDecoder, StopFinder
 from .graphs import Replay
 from .prefill import Prefill
+from .prefix import PrefixCache
 from .step import Engine, host_step, step
 
 _FINISH_REASONS = {STOPPED: "stop", FULL: "length"}
@@ -30,7 +31,6 @@ class Answer:
     call: Call
     prompt_length: int
     num_prefilled_tokens: int  # tokens of the prompt that are run
-    filled: int  # tokens of the prompt that the caches hold
     reads_ids: bool  # False leaves new_ids and accepted empty
     stops: StopFinder | None = None  # None without stop strings
     length: int = 0  # the index of the last emitted token
@@ -180,20 +180,21 @@ class Run:
     # ------------------------------------------------------------------------------------------ prompts
 
     def admit(
-        self, call: Call, cached: Sequence[int], *, first: int = 0, chunk: int, snapshot: bool, began: float
-    ) -> list[Answer]:
+        self, call: Call, cached: Sequence[int], *, first: int = 0, chunk: int, snapshot: bool = False,
+        prefix: PrefixCache | None = None, began: float,
+    ) -> list[Answer]:  # fmt: skip
         """Put the prompts of ``call`` into the rows from ``first`` on; `run_chunk` runs them. See `Prefill`.
 
         The engine is configured for the call, which began when ``time.perf_counter`` was ``began``.
         """
         self.consistent = False
-        prefill = Prefill(self.engine, call, cached, first=first, chunk=chunk, snapshot=snapshot)
+        prefill = Prefill(self.engine, call, cached, first=first, chunk=chunk, snapshot=snapshot, prefix=prefix)
         answers = []
-        for row, (prompt, count, held) in enumerate(zip(call.prompts, prefill.counts, cached, strict=True)):
+        for row, (prompt, count) in enumerate(zip(call.prompts, prefill.counts, strict=True)):
             stops = None if call.stops is None else call.stops(prompt.tolist())
             grammar = call.grammars[row] if call.grammars else None
             answers.append(Answer(
-                first + row, call, len(prompt), count, held, self.reads_ids or stops is not None, stops,
+                first + row, call, len(prompt), count, self.reads_ids or stops is not None, stops,
                 has_grammar=grammar is not None,
             ))  # fmt: skip
         self.answers[prefill.rows] = answers
@@ -212,8 +213,6 @@ class Run:
         prefill, began = self.prompts.popleft()
         prefill.run_chunk()
         answers = list(filter(None, self.answers[prefill.rows]))
-        for answer in answers:
-            answer.filled = min(answer.prompt_length, answer.filled + prefill.chunk)
         if prefill.chunks:
             self.prompts.append((prefill, began))
             return []
@@ -221,6 +220,7 @@ class Run:
         state, rows = self.engine.state, prefill.rows
         columns = state.length[rows].tolist(), state.done[rows].tolist(), state.anchor[rows, 0].tolist()
         for answer, length, done, token in zip(answers, *columns, strict=True):
+            answer.num_prefilled_tokens -= prefill.num_loaded
             answer.follow(length, done, [token], length, state)
             self._read_details(answer, is_first=True)
         seconds = time.perf_counter() - began
@@ -308,12 +308,12 @@ class Run:
         if is_first:
             answer.prompt_logprobs = answer.read_prompt_logprobs(engine.logprobs)
 
-    def retire(self, row: int, kept: int) -> None:
-        """Free a row, whether its answer has ended or not; the first ``kept`` positions of its caches stay."""
+    def retire(self, row: int) -> None:
+        """Free a row, whether its answer has ended or not."""
         answer, self.answers[row] = self.answers[row], None
         if answer is not None and answer.done in (None, RUNNING):
             answer.done = STOPPED
-        self.engine.retire(row, kept)
+        self.engine.retire(row)
         self.prompts = deque(item for item in self.prompts if not item[0].rows.start <= row < item[0].rows.stop)
 
 

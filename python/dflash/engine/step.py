@@ -255,11 +255,10 @@ class Engine:
         self._free(slice(0, self.batch_size))
         self.state.vacate_(slice(0, self.batch_size))
 
-    def retire(self, row: int, kept: int) -> None:
-        """Take ``row`` from its call; the first ``kept`` positions of its caches stay, and steps do least for it."""
+    def retire(self, row: int) -> None:
+        """Take ``row`` from its call; steps do least for it."""
         self._free(slice(row, row + 1))
         self.state.vacate_(slice(row, row + 1))
-        self.state.length[row].fill_(kept)
         self._apply_settings()
         self._draft_chains(self.chain.passes)
 

@@ -66,6 +66,7 @@ class Scheduler:
     Args:
         generator: used by nobody else until `close`.
         max_waiting: requests that may wait for a row.
+        cache_bytes: as in `dflash.session.Session`.
 
     Attributes:
         session: the rows. Only the scheduler's thread steps it.
@@ -75,12 +76,12 @@ class Scheduler:
         ValueError: the generator is not one for sessions, or ``max_waiting`` is negative.
     """
 
-    def __init__(self, generator: TokenGenerator, *, max_waiting: int = 64) -> None:
+    def __init__(self, generator: TokenGenerator, *, max_waiting: int = 64, cache_bytes: int = 2**30) -> None:
         if max_waiting < 0:
             raise ValueError(f"max_waiting must be at least 0, got {max_waiting}")
-        self.generator, self.max_waiting = generator, max_waiting
+        self.generator, self.max_waiting, self._cache_bytes = generator, max_waiting, cache_bytes
         self.on_step: Callable[[float], None] = lambda _: None
-        self.session = Session(generator)
+        self.session = Session(generator, cache_bytes=cache_bytes)
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
         self._works: deque[tuple[Generator[None, None, object], Future[object]]] = deque()
@@ -171,14 +172,17 @@ class Scheduler:
                     return
                 if self._works:
                     self._work(*self._works[0])
-                self._step()
+                if self._running:
+                    self._step()
+                else:
+                    self.session.settle()
             except Exception as error:  # requests get it, and the next ones new rows
                 self._fail(error)
 
     def _fill_rows(self) -> bool:
         """Drop cancelled requests, and give idle rows to waiting ones. False if all is done for good."""
         with self._changed:
-            while not (self._waiting or self._running or self._works or self._is_closing):
+            while self._is_idle and self.session.is_settled and not self._is_closing:
                 self._changed.wait()
             for row in [row for row, ticket in self._running.items() if ticket.is_cancelled]:
                 self._end(row, None)
@@ -193,7 +197,11 @@ class Scheduler:
                     ticket.emit(error)
                 else:
                     self._running[row] = ticket
-            return bool(self._waiting or self._running or self._works or not self._is_closing)
+            return not (self._is_closing and self._is_idle)
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._waiting or self._running or self._works)
 
     def _work(self, parts: Generator[None, None, object], future: Future[object]) -> None:
         try:
@@ -228,7 +236,7 @@ class Scheduler:
         """End every request that has a row, and begin again; if that fails too, end all and close."""
         failed, self._running = [*self._running.values()], {}
         try:
-            self.session = Session(self.generator)
+            self.session = Session(self.generator, cache_bytes=self._cache_bytes)
         except Exception as fatal:
             with self._changed:
                 self._is_closing, error = True, fatal

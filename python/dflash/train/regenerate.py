@@ -326,7 +326,7 @@ class LocalWriter(Writer):
             self.draft,
             max_length=max(len(row["prompt_ids"]) + row["max_new_tokens"] for row in rows),
             batch_size=min(self.batch_size, len(rows)),
-            prefill_chunk=max(1, min(512, len(first) - 1)) if are_same else 512,  # whole chunks are run once per row
+            prefill_chunk=max(1, min(512, len(first) - 1)) if are_same else 512,  # whole chunks are run once
             weights=self.weights,
         )
         session, device = Session(generator), self.target.get_input_embeddings().weight.device
