@@ -371,6 +371,18 @@ class TestBudget:
                 budget.observe(16, [12, 12, 12, 3], [other, other, other, steep])
             assert budget.choose() == best
 
+    def test_drafts_that_are_worth_nothing_are_left_out_and_tried_again(self):
+        budget = TreeBudget({1: 0.7, **GPU})
+        for _ in range(20):
+            budget.observe(16, [1], [report((8.0, 9.0, 9.5, 10.0))])
+        assert budget.choose() == 1
+        for _ in range(31):
+            assert budget.choose() == 1
+            budget.observe(1, [1], [report((0.0,) * 4)])
+        assert budget.choose() == 16
+        budget.observe(16, [9], [report((8.0, 9.0, 9.5, 10.0))])
+        assert budget.choose() > 1
+
 
 def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
@@ -383,12 +395,12 @@ def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, pla
         stream = generator.stream(ids, **call)
         events = [next(stream)]  # the prompt's: from here on the call has its budget
         budget = generator.engine.budget
-        budget.costs, budget.choose = EQUAL, itertools.cycle(TREE_SIZES).__next__
+        budget.costs, budget.choose = EQUAL, itertools.cycle((1, *TREE_SIZES)).__next__
         events += stream
         for row, answer in enumerate(expected):
             assert [token for event in events for token in event.ids[row]] == answer.tolist()
         statistics = events[-1].statistics
-        assert statistics.rows == [TREE_SIZES[step % 4] for step in range(len(statistics.rows))]
+        assert statistics.rows == [(1, *TREE_SIZES)[step % 5] for step in range(len(statistics.rows))]
         assert len(statistics.rows) == max(map(len, statistics.acceptance_lengths)) > 4
 
 

@@ -160,6 +160,19 @@ class Drafter(nn.Module):
             list(cache.keys.values()), list(cache.values.values()),
         )  # fmt: skip
 
+    def follow_(self, context: Tensor, num_context: Tensor, length: Tensor, cache: KVCache) -> None:
+        """Append the K/V of the target's features of tokens that were emitted last.
+
+        Args:
+            context: ``[batch, rows, taps * hidden]``; row i is at position ``length - num_context + i``.
+            num_context: ``[batch]`` int64; rows at or past it are off.
+            length: ``[batch]`` int64.
+            cache: written at these positions.
+        """
+        index = torch.arange(context.shape[1], device=context.device)
+        positions = torch.where(index < num_context[:, None], (length - num_context)[:, None] + index, -1)
+        self.inject_(self.fuse(context, num_context), positions, cache)
+
     def forward(
         self, features: Tensor, num_context: Tensor, block_embeds: Tensor, length: Tensor, cache: KVCache
     ) -> Tensor:

@@ -29,7 +29,10 @@ _STEPS_PER_TURN = 3
 _FIRST_BUCKET = 256
 # Weight that is left to a chain's steps by each step after them: the last 20 count most. Without this, a width could
 # never grow again: narrow blocks show nothing of what wider ones would do.
+# Nor can steps without drafts tell what drafts would do: what is known of them fades likewise.
 _FADING = 1 - 1 / 20
+# Steps without drafts after which they are tried again.
+_RESTS = 31
 # Steps that a bucket takes over from its neighbor at most.
 _FROM_NEIGHBOR = 8.0
 
@@ -41,6 +44,9 @@ class TreeBudget:
     number for every size, if it is as good as it believes. What was accepted so far, over what was predicted, corrects
     for this.
 
+    One row drafts nothing. Such steps show nothing of drafts: what is known fades, and after `_RESTS` of them the
+    smallest size is tried.
+
     Args:
         costs: by size, what a step costs, in any unit; empty while they are still to be measured.
     """
@@ -49,12 +55,14 @@ class TreeBudget:
         self.costs = costs
         self._accepted = self._predicted = _PRIOR
         self._expected: Sequence[float] = _PUBLISHED
+        self._rested = 0  # steps in a row without drafts
 
     def choose(self) -> int:
         """Return the rows of the next step."""
-        correction, expected = self._accepted / self._predicted, dict(zip(TREE_SIZES, self._expected, strict=True))
+        expected = dict(zip((1, *TREE_SIZES), (1.0, *self._expected), strict=True))
+        correction = self._accepted / self._predicted
         promised = {size: (1 + correction * (expected[size] - 1)) / cost for size, cost in self.costs.items()}
-        return min(size for size, tokens in promised.items() if tokens >= _EQUAL * max(promised.values()))
+        return _best(promised, self._rested)
 
     def observe(self, rows: int, emitted: Sequence[int], reports: Sequence[RowReport]) -> None:
         """Learn from a step that verified ``rows``. Rows that have ended are left out: the end may cut a path off."""
@@ -62,11 +70,22 @@ class TreeBudget:
         running = [(count, report) for count, report in pairs if report.done == RUNNING and count]
         if not running:
             return
+        self._rested = self._rested + 1 if rows == 1 else 0
+        if rows == 1:
+            self._accepted, self._predicted = (_FADING * count for count in (self._accepted, self._predicted))
+            return
         place = TREE_SIZES.index(rows)
         self._accepted += sum(count - 1 for count, _ in running)
         self._predicted += sum(report.expected[place] - 1 for _, report in running)
         means = [sum(column) / len(running) for column in zip(*(report.expected for _, report in running), strict=True)]
         self._expected = [old + _NEW * (new - old) for old, new in zip(self._expected, means, strict=True)]
+
+
+def _best(promised: Mapping[int, float], rested: int) -> int:
+    """Return the size that promises most tokens per cost, the smallest of nearly equal ones, or else one to try."""
+    if rested >= _RESTS:
+        return min(size for size in promised if size > 1)
+    return min(size for size, tokens in promised.items() if tokens >= _EQUAL * max(promised.values()))
 
 
 def context_bucket(length: int) -> int:
@@ -104,6 +123,8 @@ class WidthBudget:
     Lengths of one `context_bucket` share their counts, which begin as those of the nearest bucket, weighed as a few
     steps. A call begins with the widest, whose step counts as one that kept everything.
 
+    One row drafts nothing; see `TreeBudget`.
+
     Args:
         costs: by width, what a step costs, in any unit; empty while they are still to be measured.
         block_size: the widest.
@@ -114,6 +135,7 @@ class WidthBudget:
         self._counts: dict[int, _Counts] = {}
         self._runs: dict[int, int] = {}  # by row, the tokens of its unfinished run
         self._running: list[_Counts] = [self._first()]  # of each row's length
+        self._rested = 0  # steps in a row without drafts
 
     def choose(self) -> int:
         """Return the rows of the next step."""
@@ -121,15 +143,18 @@ class WidthBudget:
             width: sum(counts.tokens / counts.steps[width] for counts in self._running) / cost
             for width, cost in self.costs.items()
         }
-        return min(width for width, tokens in promised.items() if tokens >= _EQUAL * max(promised.values()))
+        return _best(promised, self._rested)
 
     def observe(self, rows: int, emitted: Sequence[int], reports: Sequence[RowReport]) -> None:
         """Learn from a step; see `TreeBudget.observe`."""
+        self._rested = self._rested + 1 if rows == 1 else 0
         rows_of = enumerate(zip(emitted, reports, strict=True))
         running = {row: context_bucket(r.length - n) for row, (n, r) in rows_of if r.done == RUNNING and n}
         for bucket in set(running.values()):
             self._counts[bucket] = self._at(bucket).scaled(_FADING)
-        for row, bucket in running.items():
+        if rows == 1:
+            self._runs.clear()
+        for row, bucket in running.items() if rows > 1 else ():
             before = self._runs.get(row, 0)
             self._counts[bucket].add(before, emitted[row])
             self._runs[row] = 0 if emitted[row] < rows else before + emitted[row]
@@ -152,7 +177,7 @@ class WidthBudget:
 def measured_costs(
     time_step: Callable[[int], float],
     warm_ups: int,
-    sizes: Sequence[int] = TREE_SIZES,
+    sizes: Sequence[int] = (1, *TREE_SIZES),
     most_per_doubling: float = _MOST_PER_DOUBLING,
 ) -> dict[int, float]:
     """Return the seconds of a step by size, up to the first that costs too much ever to be worth it.

@@ -168,9 +168,7 @@ def cached_prefix(engine: Engine, prompts: Sequence[Tensor]) -> list[int]:
     cached = _fitting(state.target_cache, cached, lengths, state.tokens.shape[1])
     if draft is not None and any(have > held for have, held in zip(cached, drafted, strict=True)):
         # The features of the last step's tokens wait in `context` for a step that will not come.
-        index = torch.arange(state.context.shape[1], device=ids.device)
-        positions = torch.where(index < num_context[:, None], (length - num_context)[:, None] + index, -1)
-        draft.inject_(draft.fuse(state.context[rows], num_context), positions, state.draft_cache.rows(rows))
+        draft.follow_(state.context[rows], num_context, length, state.draft_cache.rows(rows))
     return cached
 
 

@@ -112,6 +112,11 @@ class DraftPass:
         draft.share_(target.embedding_weight, target.head)
         self._multiplier, self._softcap = _scales(target.config) if draft.config.scales_like_target else (1.0, 0.0)
 
+    def follow(self, state: State) -> Block:
+        """Return a block of one row, which drafts nothing; the drafter's cache takes up what was emitted."""
+        self.draft.follow_(state.context, state.num_context, state.length, state.draft_cache)
+        return Block(state.anchor)
+
     def rows_for(self, state: State, num_drafts: int, drafts: Tensor | None = None) -> DraftRows:
         """Embed a block after each row's last token, with ``drafts [batch, num_drafts]`` int64 or masks."""
         table = self.target.embedding_weight
@@ -141,8 +146,8 @@ def _scales(config: Any) -> tuple[float, float]:
 
 
 def chain_widths(block_size: int) -> tuple[int, ...]:
-    """Return the rows among which ``block_size="auto"`` chooses: quarters of the drafter's own block size."""
-    return tuple(sorted({max(2, -(-block_size * quarters // 4)) for quarters in (1, 2, 3, 4)}))
+    """Return the rows among which ``block_size="auto"`` chooses: one, which drafts nothing, and quarters of a block."""
+    return 1, *sorted({max(2, -(-block_size * quarters // 4)) for quarters in (1, 2, 3, 4)})
 
 
 class PaddingProposer:
@@ -218,6 +223,8 @@ class ChainProposer(DraftPass):
 
     def propose(self, state: State) -> Block:
         """Return a drafted block for every row."""
+        if self.rows == 1:
+            return self.follow(state)
         block, known, drafts = self.rows_for(state, self.rows - 1), None, None
         features = self.draft.fuse(state.context, state.num_context)
         schedule = keep_schedule(self.rows - 1, self.passes) if self.passes > 1 else ()

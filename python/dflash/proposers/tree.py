@@ -66,6 +66,8 @@ class TreeProposer(DraftPass):
 
     def propose(self, state: State) -> Block:
         """Return a drafted tree for every row."""
+        if self.rows == 1:
+            return self.follow(state)
         # 1. One pass of the drafter over masks.
         block = self.rows_for(state, self.num_drafts)
         features = self.draft.fuse(state.context, state.num_context)
