@@ -311,7 +311,7 @@ async def _respond(
         completion.end()
     if not is_finished:
         return Response(status_code=_CLIENT_GONE)
-    return JSONResponse(form.whole(choices), headers=headers)
+    return JSONResponse(form.whole(completion), headers=headers)
 
 
 async def _unless_gone(request: Request, work: Any) -> bool:

@@ -65,9 +65,9 @@ class Format:
         if warnings:
             self._head["warnings"] = warnings
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, completion: Completion) -> dict[str, Any]:
         """Return the response to a request without ``stream``."""
-        content = []
+        content, choices = [], completion.choices
         for index, choice in enumerate(choices):
             logprobs = None if choice.pieces is None else self.logprobs(choice.tokens)
             end = {"logprobs": logprobs, "finish_reason": choice.finish_reason}

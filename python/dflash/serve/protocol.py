@@ -92,6 +92,7 @@ def _limit(value: int) -> int:
 Whole = BeforeValidator(_whole)
 Limit = Annotated[int, Field(ge=-1), AfterValidator(_limit), Whole]
 Text = Annotated[str, Field(min_length=1)]
+Stops = Annotated[list[Text], Field(max_length=128), BeforeValidator(_stops, Text | list[Text])]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]  # OpenAI's range; numbers near the largest would make logits infinite
@@ -156,19 +157,31 @@ class ResponseFormat(Fields):
         return self
 
 
-# Settings that are plain numbers, as the engine takes them; those with ranges of OpenAI's are below.
 _KINDS = {name: get_args(annotation)[0] for name, annotation in GenerateArguments.__annotations__.items()}
 _PLAIN: Any = {
     row.request: (Annotated[_KINDS[name], Whole] if _KINDS[name] == int | None else _KINDS[name], None)
     for name, row in SETTINGS.items()
-    if row.request and _KINDS[name] in (int | None, float | None)
+    if row.kind and row.request and _KINDS[name] in (int | None, float | None)
 }
 
 
-_Numbers = pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN)
+class Sampling(pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN)):
+    """How tokens are chosen, in every API: the engine's settings that are numbers. Some have ranges of OpenAI's."""
+
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Whole] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0), Whole] | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """Return those that are given."""
+        return {name: value for name in Sampling.model_fields if (value := getattr(self, name)) is not None}
+
+
 # Settings of other servers (vLLM, SGLang, llama.cpp) that would change the text.
 _OtherSettings = not_applied(
-    _Numbers, add_generation_prompt=(True,), allowed_token_ids=([],), bad_words=([],), chat_template=(),
+    Sampling, add_generation_prompt=(True,), allowed_token_ids=([],), bad_words=([],), chat_template=(),
     continue_final_message=(False,), documents=([],), dry_multiplier=(0,), dynatemp_range=(0,), ebnf=(),
     enable_thinking=(), grammar=("",), guided_choice=(), include_stop_str_in_output=(False,), json_schema=(),
     length_penalty=(1,), logits_processors=([],), lora_path=(), mirostat=(0,), mirostat_mode=(0,),
@@ -186,16 +199,11 @@ class GenerationRequest(_OtherSettings):
     stream_options: StreamOptions | None = None
     max_tokens: Limit | None = None
     n: Annotated[int, Field(ge=1, le=128), Whole] | None = None
-    stop: Annotated[list[Text], Field(max_length=128), BeforeValidator(_stops, Text | list[Text])] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Whole] | None = None
+    stop: Stops | None = None
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Bias] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
 
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0), Whole] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     structured_outputs: dict[Literal["json", "regex", "grammar"], Any] | None = None

@@ -32,7 +32,7 @@ from ..streaming import TextDecoder
 from ..targets import describe_config, sample_digest, version_of
 from ..terminal import named
 from . import protocol
-from .answers import AnswerText, AnswerTokens, Delta, Pieces, ShownToken
+from .answers import AnswerText, AnswerTokens, Block, Blocks, Delta, Pieces, ShownToken
 from .forms import CallText
 from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools
 from .protocol import ApiError, ChatRequest, GenerationRequest, bad_request, refusing, take_unknown
@@ -228,6 +228,17 @@ class Completion:
                     await to_thread.run_sync(receipts.write, self._id, choice, index, reason)
                 self._tickets[index].cancel()  # the text may show a stop string that the tokens do not
             yield index, delta, event
+
+    async def blocks(self) -> AsyncIterator[list[Block]]:
+        """Yield what each step does to the blocks of the one answer. The last thing is the end of its last block.
+
+        Raises:
+            ApiError: as `deltas`.
+        """
+        (choice,), blocks = self.choices, Blocks()
+        async for _, delta, _ in self.deltas():
+            happened = [*blocks.push(delta)]
+            yield [*happened, *blocks.close()] if choice.finish_reason is not None else happened
 
     async def _next(self) -> tuple[int, StreamEvent]:
         timeout = self._service.timeout
