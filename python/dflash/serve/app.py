@@ -104,7 +104,7 @@ _MESSAGES: dict[int | str, dict[str, Any]] = {
 # ---------------------------------------------------------------------------------------------- the application
 
 
-def build_app(service: Service, api_key: str | None = None, origins: Sequence[str] = ()) -> FastAPI:
+def build_app(service: Service, api_key: str | None = None, origins: Sequence[str] = ()) -> ASGIApp:
     """Return the application that serves ``service``. Clients must send ``api_key``, if there is one.
 
     Pages of ``origins`` may use it from a browser; ``"*"`` is any.
@@ -114,9 +114,6 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
     app.state.service, app.state.conversations = service, Conversations()
     app.include_router(router)
     app.add_middleware(_Guard, api_key=api_key)
-    if origins:
-        taken: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
-        app.add_middleware(CORSMiddleware, **taken, expose_headers=["X-DFlash-Warnings"])
 
     async def refuse(request: Request, error: Exception) -> Response:
         refusal = _refusal(request, error)
@@ -128,7 +125,11 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
-    return app
+    if not origins:
+        return app
+    # Around the application, so that a page can read its status 500 too.
+    taken: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+    return CORSMiddleware(app, **taken, expose_headers=["X-DFlash-Warnings"])
 
 
 def _refuse(error: ApiError, method: str, path: str) -> Response:

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from .answers import Block, Blocks, arguments_of
 from .formats import Format, typed_event
-from .protocol import ApiError, ChatRequest, Fields, Sampling, Text, Whole, not_applied, parts_of
+from .protocol import ApiError, ChatRequest, Fields, Number, Sampling, Text, not_applied, parts_of
 from .service import Choice, Completion
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -156,10 +156,10 @@ class CountRequest(not_applied(_Part, mcp_servers=([],), container=())):
 class MessagesRequest(CountRequest, Sampling):
     """A request of ``/v1/messages``."""
 
-    max_tokens: Annotated[int, Field(ge=1), Whole]
+    max_tokens: Annotated[int, Field(ge=1), Number]
     stop_sequences: list[Text] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1), Number] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 

@@ -528,6 +528,8 @@ def _arguments(request: GenerationRequest) -> GenerateArguments:
     arguments["num_return_sequences"] = 1  # several answers are several calls, each with its seed
     if arguments.get("top_k") == -1:
         arguments["top_k"] = 0  # how vLLM writes that it is off
+    if arguments.get("top_p") == 0:
+        arguments["top_p"], arguments["top_k"] = 1.0, 1  # the smallest nucleus is the best token
     if request.ignore_eos:
         arguments["stop_token_ids"] = []
     if request.most_logprobs is not None:
