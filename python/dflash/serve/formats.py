@@ -59,6 +59,8 @@ class Format:
     A subclass has what chats and texts do not share: names, the chunk before a choice's text, and an answer's place.
     """
 
+    media_type = "text/event-stream"
+
     def __init__(self, model: str, fingerprint: str, prompts: int = 1, warnings: Sequence[str] = ()) -> None:
         self._prompts, self.id = prompts, f"{self.prefix}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}

@@ -394,11 +394,15 @@ class Service:
         self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
     def name_of(self, asked: str | None) -> str:
-        """Return the model's name for a request that asks for ``asked``; raise ApiError if that is another model."""
-        if asked is None or asked in (self.name, *self.aliases) or self.takes_any_name:
+        """Return the model's name for a request that asks for ``asked``, to which Ollama's clients add ``:latest``.
+
+        Raises:
+            ApiError: it is another model.
+        """
+        names = (self.name, *self.aliases)
+        if asked is None or asked in names or asked.removesuffix(":latest") in names or self.takes_any_name:
             return asked or self.name
-        names = " and ".join(repr(name) for name in (self.name, *self.aliases))
-        message = f"this server has the model {names}, not {asked!r}"
+        message = f"this server has the model {' and '.join(map(repr, names))}, not {asked!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_fields(self, request: BaseModel) -> list[str]:
