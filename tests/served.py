@@ -93,6 +93,13 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
+def without(value: Any, *names: str) -> Any:
+    """Return what a client made of JSON without the fields of these names, wherever they are."""
+    if isinstance(value, dict):
+        return {name: without(part, *names) for name, part in value.items() if name not in names}
+    return [without(part, *names) for part in value] if isinstance(value, list) else value
+
+
 def prompt_ids(content: str = SUM) -> torch.Tensor:
     """Return the ids ``[1, length]`` of a question."""
     return pair()[2].apply_chat_template(

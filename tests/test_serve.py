@@ -202,7 +202,7 @@ BAD = {
     "template": ({"messages": [{"role": "system", "content": ""}]}, "messages", "without messages of the role system"),
     "unicode": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "half of a character"),
     "template argument": ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "no argument 'thinking'"),
-    "type": ({"temperature": "1"}, "temperature", "valid number"),
+    "type": ({"temperature": "warm"}, "temperature", "valid number"),
     "boolean": ({"n": True}, "n", "valid integer"),
     "max_tokens": ({"max_tokens": 0}, "max_tokens", "at least 1, or -1"),
     "no limit": ({"max_tokens": -2}, "max_tokens", "greater than or equal to -1"),
@@ -304,12 +304,15 @@ def test_as_many_tokens_as_fit_are_written(service):
     assert text["usage"]["total_tokens"] == room
 
 
-def test_whole_numbers_may_have_a_point_and_stops_may_be_many(service):
-    fields = {"seed": 3.0, "n": 1.0, "top_k": 20.0, "max_tokens": 50.0, "stop": [f"@{place}" for place in range(9)]}
-    found = ask(service, CHAT, chat(**fields, temperature=1))
-    assert answer(found) == direct(prompt_ids(), seed=3, top_k=20, max_new_tokens=50, temperature=1.0)
+def test_numbers_may_have_a_point_or_be_texts_and_stops_may_be_many(service):
+    fields = {"n": 1.0, "top_k": 20.0, "max_tokens": 50.0, "stop": [f"@{place}" for place in range(9)]}
+    fields |= {"seed": "9007199254740993", "temperature": "1.0", "presence_penalty": "-5e-1"}
+    settings = {"seed": 9007199254740993, "temperature": 1.0, "presence_penalty": -0.5, "top_k": 20}
+    assert answer(ask(service, CHAT, chat(**fields))) == direct(prompt_ids(), max_new_tokens=50, **settings)
     off, unset = (ask(service, CHAT, chat(seed=3, temperature=1, **more)) for more in ({"top_k": -1}, {"top_k": 0}))
     assert answer(off) == answer(unset)
+    greedy = ask(service, CHAT, chat(TRIP, temperature=1, top_p=0, max_tokens=50))
+    assert answer(greedy) == direct(prompt_ids(TRIP), max_new_tokens=50)
 
 
 def test_a_strict_server_refuses_what_others_take():
@@ -376,7 +379,7 @@ def test_paths_may_lack_their_version_and_be_asked_for_their_head(service):
         assert ask(service, path, None, method="HEAD").status_code == 200
 
 
-def test_pages_of_the_origins_that_are_named_may_use_the_server(service):
+def test_pages_of_the_origins_that_are_named_may_use_the_server(service, monkeypatch):
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     for origin, origins, allowed in (
         ("http://a", ["http://a", "http://b"], "http://a"), ("http://c", ["http://a"], None), ("http://c", ["*"], "*")
@@ -388,6 +391,11 @@ def test_pages_of_the_origins_that_are_named_may_use_the_server(service):
         headers = {"Origin": origin, "x-api-key": "secret"}
         after = ask(service, CHAT, chat(max_tokens=1), **call, headers=headers)
         assert after.headers.get("Access-Control-Allow-Origin") == allowed
+        with monkeypatch.context() as broken:
+            broken.setattr(service, "read", None)
+            failed = ask(service, CHAT, chat(), **call, headers=headers)
+        assert failed.headers.get("Access-Control-Allow-Origin") == allowed
+        assert error(failed)["type"] == "server_error"
     assert ask(service, CHAT, None, headers={"Origin": "http://a", **asks}, method="OPTIONS").status_code == 405
 
 

@@ -165,13 +165,17 @@ def test_an_answer_that_takes_longer_than_the_grace_ends_with_an_error():
 
 
 def test_a_port_refuses_until_it_is_handed_over():
-    port = Port("127.0.0.1", 0)
+    port = Port("127.0.0.1", 0, ["http://a"])
     address = f"http://127.0.0.1:{port.socket.getsockname()[1]}"
     for call in ({"method": "GET", "url": "/health"}, {"method": "POST", "url": "/v1/completions", "json": {"a": 1}}):
         found = httpx.request(**{**call, "url": address + call["url"]})
         assert (found.status_code, found.headers["Retry-After"]) == (503, "1")
         assert found.json()["status"] == found.json()["error"]["code"] == "loading"
     assert httpx.head(address).status_code == 503
+    for origin, allowed in (("http://a", "http://a"), ("http://b", None)):  # a page may read that too
+        before, after = (httpx.request(each, address, headers={"Origin": origin}) for each in ("OPTIONS", "GET"))
+        assert (before.status_code == 200) == (allowed is not None)
+        assert after.headers.get("Access-Control-Allow-Origin") == allowed
     with pytest.raises(OSError, match="Address already in use"):
         Port("127.0.0.1", int(address.rpartition(":")[2]))
     server = Server(serve(), grace=0)

@@ -4,7 +4,7 @@ import json
 
 import anthropic
 import pytest
-from served import SUM, TRIP, ask, chat, live, serving
+from served import SUM, TRIP, ask, chat, direct, live, prompt_ids, serving, without
 
 PATH = "/v1/messages"
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
@@ -42,13 +42,8 @@ def both(server, **fields):
     for message in (whole, streamed):
         assert message.id.startswith("msg")
         assert message.usage.output_tokens > 0
-    plain = [message.to_dict(exclude_none=True) for message in (whole, streamed)]
-    for message in plain:
-        for name in ("id", "usage"):  # the second answer's prompt is cached
-            message.pop(name)
-        for block in message["content"]:
-            block.pop("id", None)
-    assert plain[0] == plain[1]
+    plain = [without(message.to_dict(exclude_none=True), "id", "usage") for message in (whole, streamed)]
+    assert plain[0] == plain[1]  # but the second answer's prompt is cached
     return whole
 
 
@@ -130,6 +125,9 @@ def test_settings_reach_the_engine(server):
     bodies = [body(**trip, temperature=1.0) for _ in range(4)]
     texts = {ask(server.service, PATH, each).json()["content"][0]["text"] for each in bodies}
     assert texts - {greedy}
+    seeded = ask(server.service, PATH, body(**trip, temperature=1.0, seed=7, min_p=0.01)).json()
+    expected = direct(prompt_ids(TRIP), max_new_tokens=300, temperature=1.0, seed=7, min_p=0.01)
+    assert ([block["text"] for block in seeded["content"]], seeded.get("warnings")) == (expected, None)
 
 
 def test_unknown_fields_are_taken_and_named(service):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from served import SUM, ask, chat, client, live, serving
+from served import SUM, ask, chat, client, live, serving, without
 
 PATH = "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
@@ -34,16 +34,8 @@ def both(openai, **fields):
     written = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert written == whole.output_text
     assert [event.sequence_number for event in events] == [*range(len(events))]
-    plain = [response.to_dict() for response in (whole, streamed)]
-    for response in plain:
-        for name in ("id", "created_at", "usage"):  # the second answer's prompt is cached
-            response.pop(name)
-        for item in response["output"]:
-            item.pop("id")
-            item.pop("call_id", None)
-            item.pop("parsed_arguments", None)
-            for part in item.get("content", ()):
-                part.pop("parsed", None)
+    changing = ("id", "call_id", "created_at", "usage")  # the second answer's prompt is cached
+    plain = [without(found.to_dict(), *changing, "parsed", "parsed_arguments") for found in (whole, streamed)]
     assert plain[0] == plain[1]
     return whole
 

@@ -143,6 +143,15 @@ def test_whole_chunks_of_a_prompt_are_not_run_again():
         assert finish(of) == {row: (greedy(target, text[:length], NEW).tolist(), length - cached)}
 
 
+def test_a_block_is_found_by_all_tokens_up_to_its_end():
+    target, _ = pair()
+    of, same = session(), prompt(2 * CHUNK, seed=1)
+    texts = [torch.cat([prompt(CHUNK, seed=seed), same]) for seed in (2, 3)]
+    for text in texts:
+        row = admit(of, text)
+        assert finish(of)[row] == (greedy(target, text, NEW).tolist(), len(text))
+
+
 @pytest.mark.parametrize("options", [{"cache_bytes": 0}, {"reuse_prefix": False}], ids=str)
 def test_without_a_cache_every_prompt_is_run_whole(options):
     of = session(**options)

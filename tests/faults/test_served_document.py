@@ -13,12 +13,15 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance  # ranges
 
 PATHS = {
     "/v1/chat/completions": "POST", "/v1/completions": "POST", "/v1/responses": "POST", "/v1/messages": "POST",
-    "/v1/messages/count_tokens": "POST", "/v1/receipts/{completion}": "GET",
+    "/v1/messages/count_tokens": "POST", "/api/chat": "POST", "/api/generate": "POST", "/api/show": "POST",
+    "/api/tags": "GET", "/api/ps": "GET", "/api/version": "GET", "/v1/receipts/{completion}": "GET",
     "/v1/receipts/{completion}/verify": "POST", "/v1/models": "GET", "/v1/models/{name}": "GET", "/health": "GET",
     "/metrics": "GET", "/tokenize": "POST", "/detokenize": "POST", "/version": "GET",
 }  # fmt: skip
 CASES = [(path, GenerationMode.POSITIVE) for path in PATHS]
-ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+ANSWERED = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"
+)  # fmt: skip
 CASES += [(path, GenerationMode.NEGATIVE) for path in ANSWERED]
 LONGEST = 8  # tokens of an answer
 
@@ -40,6 +43,10 @@ def shorten(body: object) -> None:
         return
     if isinstance(body.get("model"), str):
         body["model"] = "pair"
+    if body.get("options") is None:
+        body["options"] = {}  # Ollama's; unknown elsewhere
+    if isinstance(body["options"], dict) and type(body["options"].get("num_predict", 0)) is int:
+        body["options"]["num_predict"] = LONGEST
     limits = [
         name for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if type(body.get(name)) is int
     ]

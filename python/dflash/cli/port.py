@@ -34,12 +34,18 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Refusal(BaseHTTPRequestHandler):
+    server: Port
     timeout = 5  # seconds for a client to send its request
 
     def _refuse(self) -> None:
         length = self.headers.get("Content-Length", "")
         self.rfile.read(min(int(length) if length.isdigit() else 0, _MAX_BODY))
-        self.send_response(503)
+        origin = next((each for each in ("*", self.headers.get("Origin")) if each in self.server.origins), None)
+        self.send_response(200 if origin and self.command == "OPTIONS" else 503)
+        if origin:
+            self.send_header("Access-Control-Allow-Origin", origin)
+            self.send_header("Access-Control-Allow-Methods", "*")
+            self.send_header("Access-Control-Allow-Headers", "*, authorization")
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(_LOADING)))
         self.send_header("Retry-After", "1")
@@ -55,14 +61,17 @@ class _Refusal(BaseHTTPRequestHandler):
 class Port(ThreadingHTTPServer):
     """A port of this machine that answers every request with 503 until it is handed over.
 
+    Pages of ``origins`` can read that; ``"*"`` is any.
+
     Raises:
         OSError: it cannot be bound.
     """
 
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, origins: Sequence[str] = ()) -> None:
         super().__init__((host, port), _Refusal, bind_and_activate=False)
+        self.origins = origins
         self.socket.close()
         self.socket = bind(host, port)
         self.server_activate()
@@ -92,12 +101,13 @@ def claimed(arguments: Sequence[str]) -> Iterator[None]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--host", default=HOST)
     parser.add_argument("--port", default=str(PORT))
+    parser.add_argument("--allow-origin", action="append", default=[])
     is_server = next((word for word in arguments if not word.startswith("-")), None) == "serve"
     if is_server and "--help" not in arguments:
         with contextlib.suppress(argparse.ArgumentError):  # the command itself tells what is wrong
             found, _ = parser.parse_known_args(arguments)
             if found.port.isdigit() and int(found.port) < 2**16:
-                _claimed.append(Port(found.host, int(found.port)))
+                _claimed.append(Port(found.host, int(found.port), found.allow_origin))
     try:
         yield
     finally:

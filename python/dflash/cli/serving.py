@@ -69,7 +69,7 @@ def serve(
         float, typer.Option(min=0, max=86400, help="Seconds that answers may still take after SIGTERM.")
     ] = 30.0,
 ) -> None:
-    """Serve MODEL, with a drafter or without, to clients of OpenAI's API and of Anthropic's messages.
+    """Serve MODEL, with a drafter or without, to clients of OpenAI's, Anthropic's and Ollama's APIs.
 
     The same request with the same seed gets the same answer, whatever else is running. Without a model, the packaged
     pair answers. Ctrl-C or SIGTERM ends the server when the answers that are being written have ended.

@@ -136,6 +136,12 @@ class Blocks:
         self._index, self._kind, self._text, self._call = -1, "", "", ("", "")
         self._blank = ""  # white space that is text only if more text follows, or nothing
 
+    @classmethod
+    def of(cls, deltas: Sequence[Delta]) -> list[Block]:
+        """Return what happens in a whole answer."""
+        blocks = cls()
+        return [block for delta in deltas for block in blocks.push(delta)] + [*blocks.close()]
+
     def push(self, delta: Delta) -> Iterator[Block]:
         """Yield what new text does."""
         yield from self._add("thinking", delta.reasoning)

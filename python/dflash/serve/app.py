@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..terminal import named, printable
-from . import protocol
+from . import ollama, protocol
 from .formats import ChatFormat, Format, TextFormat
 from .messages import CountRequest, MessagesFormat, MessagesRequest, error_body
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, bad_request
@@ -70,11 +70,15 @@ def _documented(description: str, **contents: dict[str, Any]) -> dict[str, Any]:
 
 
 _TEXT, _MAYBE, _COUNT = {"type": "string"}, {"type": ["string", "null"]}, {"type": "integer", "minimum": 0}
-_ERROR = {"application/json": _object(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE, code=_MAYBE))}
-_ERRORS: dict[int | str, dict[str, Any]] = {  # FastAPI's own 422 is never sent
-    "4XX": _documented("The request cannot be served.", **_ERROR),
-    "5XX": _documented("The answer failed, took too long, or the server is about to end.", **_ERROR),
-}
+
+
+def _errors(**properties: Any) -> dict[int | str, dict[str, Any]]:  # FastAPI's own 422 is never sent
+    body = {"application/json": _object(**properties)}
+    failed = "The answer failed, took too long, or the server is about to end."
+    return {"4XX": _documented("The request cannot be served.", **body), "5XX": _documented(failed, **body)}
+
+
+_ERRORS = _errors(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE, code=_MAYBE))
 _CHOICE = _object(index=_COUNT, finish_reason=_TEXT, logprobs={"type": ["object", "null"]})
 _USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 _CHOICES = {"type": "array", "minItems": 1, "items": _CHOICE}
@@ -90,21 +94,24 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: _documented("The answer.", **{"application/json": _RESPONSE, "text/event-stream": _TYPED_EVENTS})
 }
 _MESSAGE = _object(id=_TEXT, type=_TEXT, role=_TEXT, model=_TEXT, content={"type": "array"}, stop_reason=_MAYBE)
-_REFUSED = {"application/json": _object(type=_TEXT, error=_object(type=_TEXT, message=_TEXT))}
-_REFUSED_MESSAGES: dict[int | str, dict[str, Any]] = {
-    "4XX": _documented("The request cannot be served.", **_REFUSED),
-    "5XX": _documented("The answer failed, took too long, or the server is about to end.", **_REFUSED),
-}
+_REFUSED_MESSAGES = _errors(type=_TEXT, error=_object(type=_TEXT, message=_TEXT))
 _MESSAGES: dict[int | str, dict[str, Any]] = {
     200: _documented("The answer.", **{"application/json": _MESSAGE, "text/event-stream": _TYPED_EVENTS}),
     **_REFUSED_MESSAGES,
+}
+_REFUSED_BY_OLLAMA = _errors(error=_TEXT)
+_RECORD = _object(model=_TEXT, created_at=_TEXT, done={"type": "boolean"})
+_LINES = {"description": "Without stream=false: such records, or an error, one per line."}
+_RECORDS: dict[int | str, dict[str, Any]] = {
+    200: _documented("The answer.", **{"application/json": _RECORD, "application/x-ndjson": _LINES}),
+    **_REFUSED_BY_OLLAMA,
 }
 
 
 # ---------------------------------------------------------------------------------------------- the application
 
 
-def build_app(service: Service, api_key: str | None = None, origins: Sequence[str] = ()) -> FastAPI:
+def build_app(service: Service, api_key: str | None = None, origins: Sequence[str] = ()) -> ASGIApp:
     """Return the application that serves ``service``. Clients must send ``api_key``, if there is one.
 
     Pages of ``origins`` may use it from a browser; ``"*"`` is any.
@@ -114,9 +121,6 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
     app.state.service, app.state.conversations = service, Conversations()
     app.include_router(router)
     app.add_middleware(_Guard, api_key=api_key)
-    if origins:
-        taken: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
-        app.add_middleware(CORSMiddleware, **taken, expose_headers=["X-DFlash-Warnings"])
 
     async def refuse(request: Request, error: Exception) -> Response:
         refusal = _refusal(request, error)
@@ -128,13 +132,18 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
 
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
-    return app
+    if not origins:
+        return app
+    # Around the application, so that a page can read its status 500 too.
+    taken: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+    return CORSMiddleware(app, **taken, expose_headers=["X-DFlash-Warnings"])
 
 
 def _refuse(error: ApiError, method: str, path: str) -> Response:
     """Return an error as a response, and log why."""
     _LOG.info("%d %s %s: %s", error.status, named(method), named(path), printable(error.message[:_MAX_REASON]))
-    body = error_body(error) if path.startswith("/v1/messages") else error.body
+    bodies = {"/v1/messages": error_body, "/api/": ollama.error_body}
+    body = next((body(error) for begin, body in bodies.items() if path.startswith(begin)), error.body)
     content = json.dumps(body)  # in ASCII: the name of an unknown field may be half of a character
     return Response(content, error.status, error.headers, media_type="application/json")
 
@@ -177,6 +186,8 @@ class _Guard:
         path = _whole_path(scope["path"])
         # uvicorn leaves the body of an answer to HEAD out.
         scope = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
+        if path.startswith("/api/") and b"origin" not in headers:  # curl as in Ollama's docs, and no page of a site
+            scope["headers"] = [*{**headers, b"content-type": b"application/json"}.items()]
         try:
             self._check(scope, headers)
             body = await asyncio.wait_for(_read_body(headers, receive), _BODY_SECONDS)
@@ -254,10 +265,7 @@ async def completions(body: CompletionRequest, request: Request, service: Served
 @router.post("/v1/messages", response_model=None, responses=_MESSAGES)
 async def messages(body: MessagesRequest, request: Request, service: Served) -> Response:
     """Answer a conversation, as Anthropic's API does."""
-    warnings = service.check_fields(body)
-    with _refusing_body():
-        chat = body.chat()
-    return await _respond(service, request, chat, MessagesFormat, warnings)
+    return await _respond_translated(service, request, body, MessagesFormat)
 
 
 @router.post("/v1/messages/count_tokens", responses=_REFUSED_MESSAGES)
@@ -277,6 +285,33 @@ async def create_response(body: ResponsesRequest, request: Request, service: Ser
     with _refusing_body():
         chat = body.chat(conversation)
     return await _respond(service, request, chat, partial(ResponsesFormat, body, conversation, kept), warnings)
+
+
+@router.post("/api/chat", response_model=None, responses=_RECORDS)
+async def ollama_chat(body: ollama.OllamaChat, request: Request, service: Served) -> Response:
+    """Answer a conversation, as Ollama does."""
+    if not body.messages:
+        return _loaded(service, body, ollama.ChatRecords)
+    return await _respond_translated(service, request, body, ollama.ChatRecords)
+
+
+@router.post("/api/generate", response_model=None, responses=_RECORDS)
+async def ollama_generate(body: ollama.OllamaGenerate, request: Request, service: Served) -> Response:
+    """Answer a prompt, as Ollama does; with ``raw``, continue it."""
+    if not body.prompt:
+        return _loaded(service, body, ollama.GenerateRecords)
+    return await _respond_translated(service, request, body, ollama.GenerateRecords)
+
+
+def _loaded(service: Service, body: Any, kind: type[ollama.ChatRecords]) -> Response:
+    return JSONResponse(kind(service.name_of(body.model), service.fingerprint).empty())
+
+
+async def _respond_translated(service: Service, request: Request, body: Any, kind: type[Format]) -> Response:
+    warnings = service.check_fields(body)
+    with _refusing_body():
+        translated = body.chat()
+    return await _respond(service, request, translated, kind, warnings)
 
 
 @contextlib.contextmanager
@@ -304,14 +339,14 @@ async def _respond(
     headers = {"X-DFlash-Warnings": json.dumps(shown)} if warnings else {}
     completion = Completion(service, choices, form.id)
     if body.stream:
-        return _Stream(completion, form.lines(body, completion), headers)
+        return _Stream(completion, form.lines(body, completion), form.media_type, headers)
     try:
         is_finished = await _unless_gone(request, completion.finish())
     finally:
         completion.end()
     if not is_finished:
         return Response(status_code=_CLIENT_GONE)
-    return JSONResponse(form.whole(choices), headers=headers)
+    return JSONResponse(form.whole(completion), headers=headers)
 
 
 async def _unless_gone(request: Request, work: Any) -> bool:
@@ -334,11 +369,13 @@ async def _unless_gone(request: Request, work: Any) -> bool:
 
 
 class _Stream(StreamingResponse):
-    """A stream of server-sent events whose rows are freed whatever happens."""
+    """A stream of events whose rows are freed whatever happens."""
 
-    def __init__(self, completion: Completion, lines: AsyncIterator[str], headers: dict[str, str]) -> None:
+    def __init__(
+        self, completion: Completion, lines: AsyncIterator[str], media_type: str, headers: dict[str, str]
+    ) -> None:
         headers = {**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        super().__init__(lines, media_type=media_type, headers=headers)
         self._completion = completion
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -400,6 +437,27 @@ async def model(name: str, service: Served) -> dict[str, Any]:
         **{"id": service.name_of(name), "object": "model", "created": service.created, "owned_by": "dflash"},
         **{"max_model_len": service.scheduler.generator.max_length, "has_receipts": service.receipts is not None},
     }
+
+
+@router.get("/api/tags", responses=_REFUSED_BY_OLLAMA)
+@router.get("/api/ps", responses=_REFUSED_BY_OLLAMA)
+async def ollama_models(service: Served) -> dict[str, Any]:
+    """List the model under each of its names, as Ollama does."""
+    return {"models": ollama.models(service)}
+
+
+@router.post("/api/show", responses=_REFUSED_BY_OLLAMA)
+async def ollama_show(body: ollama.ShowRequest, service: Served) -> dict[str, Any]:
+    """Describe the model, as Ollama does."""
+    service.check_fields(body)
+    service.name_of(body.model or body.name)
+    return ollama.show(service)
+
+
+@router.get("/api/version", responses=_REFUSED_BY_OLLAMA)
+async def ollama_version() -> dict[str, str]:
+    """Return the version of Ollama whose API this is."""
+    return {"version": ollama.VERSION}
 
 
 @router.post("/tokenize")

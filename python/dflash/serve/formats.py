@@ -59,15 +59,17 @@ class Format:
     A subclass has what chats and texts do not share: names, the chunk before a choice's text, and an answer's place.
     """
 
+    media_type = "text/event-stream"
+
     def __init__(self, model: str, fingerprint: str, prompts: int = 1, warnings: Sequence[str] = ()) -> None:
         self._prompts, self.id = prompts, f"{self.prefix}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         if warnings:
             self._head["warnings"] = warnings
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, completion: Completion) -> dict[str, Any]:
         """Return the response to a request without ``stream``."""
-        content = []
+        content, choices = [], completion.choices
         for index, choice in enumerate(choices):
             logprobs = None if choice.pieces is None else self.logprobs(choice.tokens)
             end = {"logprobs": logprobs, "finish_reason": choice.finish_reason}

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from .answers import Block, Blocks, arguments_of
 from .formats import Format, typed_event
-from .protocol import ApiError, ChatRequest, Fields, Text, Whole, not_applied, parts_of
+from .protocol import ApiError, ChatRequest, Fields, Number, Sampling, Text, not_applied, parts_of
 from .service import Choice, Completion
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -153,22 +153,19 @@ class CountRequest(not_applied(_Part, mcp_servers=([],), container=())):
         return {}
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, Sampling):
     """A request of ``/v1/messages``."""
 
-    max_tokens: Annotated[int, Field(ge=1), Whole]
+    max_tokens: Annotated[int, Field(ge=1), Number]
     stop_sequences: list[Text] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0), Whole] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1), Number] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
     def _more(self) -> dict[str, Any]:
-        sampling = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
-        given = {name: value for name, value in sampling.items() if value is not None}
-        return {**given, "max_tokens": self.max_tokens, "stop": self.stop_sequences or None, "stream": self.stream}
+        ends = {"max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
+        return {**self.sampling(), **ends, "stream": self.stream}
 
 
 def _joined(texts: Sequence[TextBlock]) -> str:
@@ -233,12 +230,10 @@ class MessagesFormat(Format):
 
     prefix = "msg"
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        (choice,) = choices
-        blocks = Blocks()
-        happened = [block for delta in choice.deltas for block in blocks.push(delta)] + [*blocks.close()]
-        content = [_content_block(block) for block in happened if block.what == "close"]
-        return {**self._message(content), **self._end(choice), "usage": self.usage(choices)}
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        (choice,) = completion.choices
+        content = [_content_block(block) for block in Blocks.of(choice.deltas) if block.what == "close"]
+        return {**self._message(content), **self._end(choice), "usage": self.usage([choice])}
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         (choice,) = choices
@@ -251,13 +246,10 @@ class MessagesFormat(Format):
         (choice,) = completion.choices
         begin = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self.usage([choice])}
         yield _event("message_start", message=begin)
-        blocks = Blocks()
         try:
-            async for _, delta, _ in completion.deltas():
-                for block in blocks.push(delta):
+            async for blocks in completion.blocks():
+                for block in blocks:
                     yield _block_event(block)
-            for block in blocks.close():
-                yield _block_event(block)
             yield _event("message_delta", delta=self._end(choice), usage=self.usage([choice]))
             yield _event("message_stop")
         except ApiError as error:

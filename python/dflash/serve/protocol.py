@@ -6,6 +6,7 @@ Fields that would change the text and cannot be applied are refused by name. Unk
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -78,25 +79,38 @@ def parts_of(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-def _whole(value: object) -> object:
-    """Return 5.0 as 5: some languages write every number so."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _limit(value: int) -> int:
     if value == 0:
         raise PydanticCustomError("limit", "it must be at least 1, or -1 for as many as fit")
     return value
 
 
-Whole = BeforeValidator(_whole)
-Limit = Annotated[int, Field(ge=-1), AfterValidator(_limit), Whole]
+_NUMERAL = r"-?[0-9]{1,30}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,3})?"
+
+
+class _Number(BeforeValidator):
+    """Takes 5.0 and texts such as "5" for 5: some clients write numbers so."""
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(schema), {"type": "string", "pattern": f"^{_NUMERAL}$"}]}
+
+
+def _number(value: object) -> object:
+    if isinstance(value, str) and re.fullmatch(_NUMERAL, value):
+        value = float(value) if {".", "e"} & {*value} else int(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Number = _Number(_number)
+Limit = Annotated[int, Field(ge=-1), AfterValidator(_limit), Number]
 Text = Annotated[str, Field(min_length=1)]
+Stops = Annotated[list[Text], Field(max_length=128), BeforeValidator(_stops, Text | list[Text])]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
-Penalty = Annotated[float, Field(ge=-2, le=2)]  # OpenAI's range; numbers near the largest would make logits infinite
+# OpenAI's range; numbers near the largest would make logits infinite
+Penalty = Annotated[float, Field(ge=-2, le=2), Number]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Top = Annotated[int, Field(ge=0, le=20), Whole]
+Top = Annotated[int, Field(ge=0, le=20), Number]
 
 
 class Fields(BaseModel):
@@ -156,19 +170,31 @@ class ResponseFormat(Fields):
         return self
 
 
-# Settings that are plain numbers, as the engine takes them; those with ranges of OpenAI's are below.
 _KINDS = {name: get_args(annotation)[0] for name, annotation in GenerateArguments.__annotations__.items()}
 _PLAIN: Any = {
-    row.request: (Annotated[_KINDS[name], Whole] if _KINDS[name] == int | None else _KINDS[name], None)
+    row.request: (Annotated[_KINDS[name], Number], None)
     for name, row in SETTINGS.items()
-    if row.request and _KINDS[name] in (int | None, float | None)
+    if row.kind and row.request and _KINDS[name] in (int | None, float | None)
 }
 
 
-_Numbers = pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN)
+class Sampling(pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN)):
+    """How tokens are chosen, in every API: the engine's settings that are numbers. Some have ranges of OpenAI's."""
+
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Number] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), Number] | None = None
+    min_tokens: Annotated[int, Field(ge=0), Number] | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """Return those that are given."""
+        return {name: value for name in Sampling.model_fields if (value := getattr(self, name)) is not None}
+
+
 # Settings of other servers (vLLM, SGLang, llama.cpp) that would change the text.
 _OtherSettings = not_applied(
-    _Numbers, add_generation_prompt=(True,), allowed_token_ids=([],), bad_words=([],), chat_template=(),
+    Sampling, add_generation_prompt=(True,), allowed_token_ids=([],), bad_words=([],), chat_template=(),
     continue_final_message=(False,), documents=([],), dry_multiplier=(0,), dynatemp_range=(0,), ebnf=(),
     enable_thinking=(), grammar=("",), guided_choice=(), include_stop_str_in_output=(False,), json_schema=(),
     length_penalty=(1,), logits_processors=([],), lora_path=(), mirostat=(0,), mirostat_mode=(0,),
@@ -185,17 +211,12 @@ class GenerationRequest(_OtherSettings):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Limit | None = None
-    n: Annotated[int, Field(ge=1, le=128), Whole] | None = None
-    stop: Annotated[list[Text], Field(max_length=128), BeforeValidator(_stops, Text | list[Text])] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Whole] | None = None
+    n: Annotated[int, Field(ge=1, le=128), Number] | None = None
+    stop: Stops | None = None
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Bias] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
 
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0), Whole] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     structured_outputs: dict[Literal["json", "regex", "grammar"], Any] | None = None
@@ -253,7 +274,7 @@ class ToolCall(Fields):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Annotated[int | None, Field(exclude=True), Whole] = None
+    index: Annotated[int | None, Field(exclude=True), Number] = None
 
 
 class Message(not_applied(Fields, refusal=(), audio=(), function_call=("none",))):
@@ -324,7 +345,7 @@ class CompletionRequest(not_applied(GenerationRequest, best_of=(1,), suffix=("",
     """A request of ``/v1/completions``. With ``echo``, ``max_tokens`` may be 0, and ``logprobs`` has the prompt's."""
 
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=-1), Whole] | None = None
+    max_tokens: Annotated[int, Field(ge=-1), Number] | None = None
     echo: bool | None = None
     logprobs: Top | None = None
 

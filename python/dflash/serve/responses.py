@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from .answers import Block, Blocks, arguments_of
 from .formats import Format, typed_event
-from .protocol import ApiError, ChatRequest, Fields, Limit, Name, Penalty, Whole, bad_request, not_applied
+from .protocol import ApiError, ChatRequest, Fields, Limit, Name, Sampling, bad_request, not_applied
 from .service import Choice, Completion
 
 _MOST_KEPT = 1000  # responses that later requests can continue
@@ -130,7 +130,7 @@ class Reasoning(Fields):
 
 
 class ResponsesRequest(
-    not_applied(Fields, background=(False,), conversation=(), max_tool_calls=(), prompt=(), truncation=("disabled",))
+    not_applied(Sampling, background=(False,), conversation=(), max_tool_calls=(), prompt=(), truncation=("disabled",))
 ):
     """A request of ``/v1/responses``."""
 
@@ -140,12 +140,6 @@ class ResponsesRequest(
     previous_response_id: str | None = None
     stream: bool | None = None
     max_output_tokens: Limit | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Whole] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Whole] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: Annotated[list[FunctionTool | HostedTool], Field(max_length=128)] | None = None
@@ -182,9 +176,8 @@ class ResponsesRequest(
         Raises:
             pydantic.ValidationError: it cannot be one.
         """
-        same = ("model", "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
-        same += ("parallel_tool_calls", "stream")
-        fields = {name: value for name in same if (value := getattr(self, name)) is not None}
+        same = ("model", "parallel_tool_calls", "stream")
+        fields = self.sampling() | {name: getattr(self, name) for name in same}
         messages = [*conversation]
         if self.instructions is not None:  # many templates take one system message
             texts = [self.instructions]
@@ -273,18 +266,16 @@ class ResponsesFormat(Format):
         super().__init__(*arguments)
         self.request, self._conversation, self._kept = request, conversation, kept
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        (choice,) = choices
-        blocks = Blocks()
-        whole = [block for delta in choice.deltas for block in blocks.push(delta) if block.what == "close"]
-        last = [block for block in blocks.close() if block.what == "close"]
-        items = [self._item(block, "completed") for block in whole]
-        return self._finished(choice, [*items, *(self._item(block, _status(choice)) for block in last)])
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        (choice,) = completion.choices
+        closed = [block for block in Blocks.of(choice.deltas) if block.what == "close"]
+        items = [self._item(block, _status(choice) if block is closed[-1] else "completed") for block in closed]
+        return self._finished(choice, items)
 
     async def lines(self, _body: Any, completion: Completion) -> AsyncIterator[str]:
         """Yield the events of a stream. An error after its beginning is an event too."""
         (choice,) = completion.choices
-        blocks, items, number = Blocks(), list[dict[str, Any]](), 0
+        items, number = list[dict[str, Any]](), 0
 
         def line(kind: str, **content: Any) -> str:
             nonlocal number
@@ -296,29 +287,26 @@ class ResponsesFormat(Format):
         yield line("response.created", response=begun)
         yield line("response.in_progress", response=begun)
         try:
-            async for _, delta, _ in completion.deltas():
-                for block in blocks.push(delta):
-                    for kind, content in self._events(block, items):
+            async for blocks in completion.blocks():
+                for block in blocks:
+                    status = _status(choice) if block is blocks[-1] else "completed"
+                    for kind, content in self._events(block, items, status):
                         yield line(kind, **content)
-            for block in blocks.close():
-                for kind, content in self._events(block, items, _status(choice)):
-                    yield line(kind, **content)
             response = self._finished(choice, items)
             yield line(f"response.{response['status']}", response=response)
         except ApiError as error:
             failed = {**begun, "status": "failed", "error": {"code": "server_error", "message": error.message}}
             yield line("response.failed", response=failed)
 
-    def _events(
-        self, block: Block, items: list[dict[str, Any]], status: str = "completed"
-    ) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _events(self, block: Block, items: list[dict[str, Any]], status: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the events of a block, and add its item with ``status`` to ``items`` when it closes."""
         item = self._item(block, status if block.what == "close" else "in_progress")
         place = {"item_id": item["id"], "output_index": block.index}
         name, field = _STREAMED[block.kind]
         inside = {} if block.kind == "call" else {"content_index": 0}
         if block.what == "open":
-            yield "response.output_item.added", {"output_index": block.index, "item": {**item, **_empty(item)}}
+            empty = {"content": []} if "content" in item else {"arguments": ""}
+            yield "response.output_item.added", {"output_index": block.index, "item": {**item, **empty}}
             if block.kind == "text":
                 yield "response.content_part.added", {**place, **inside, "part": _part("text", "")}
         elif block.what == "add":
@@ -365,6 +353,8 @@ class ResponsesFormat(Format):
                 "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
                 "total_tokens": counts["total_tokens"],
             }
+        tool_choice: Any = request.tool_choice or "auto"
+        tool_choice = _given(tool_choice) if isinstance(tool_choice, FunctionChoice) else tool_choice
         return {
             **{"id": self.id, "object": "response", "created_at": self._head["created"], "status": status},
             **{"error": None, "incomplete_details": _CUT if status == "incomplete" else None},
@@ -372,8 +362,8 @@ class ResponsesFormat(Format):
             **{name: getattr(request, name) for name in ("instructions", "max_output_tokens", "previous_response_id")},
             **{"parallel_tool_calls": request.parallel_tool_calls is not False, "store": request.store is not False},
             **{"temperature": request.temperature, "top_p": request.top_p, "truncation": "disabled"},
-            **{"metadata": request.metadata or {}, "tool_choice": _given_choice(request.tool_choice)},
-            **{"tools": [_given(tool) for tool in request.tools or ()]},
+            **{"metadata": request.metadata or {}},
+            **{"tool_choice": tool_choice, "tools": [_given(tool) for tool in request.tools or ()]},
             **({"warnings": self._head["warnings"]} if "warnings" in self._head else {}),
         }
 
@@ -394,11 +384,3 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     if kind == "thinking":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _empty(item: dict[str, Any]) -> dict[str, Any]:
-    return {"content": []} if "content" in item else {"arguments": ""}
-
-
-def _given_choice(choice: Any) -> Any:
-    return choice.model_dump() if isinstance(choice, FunctionChoice) else choice or "auto"

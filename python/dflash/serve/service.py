@@ -32,7 +32,7 @@ from ..streaming import TextDecoder
 from ..targets import describe_config, sample_digest, version_of
 from ..terminal import named
 from . import protocol
-from .answers import AnswerText, AnswerTokens, Delta, Pieces, ShownToken
+from .answers import AnswerText, AnswerTokens, Block, Blocks, Delta, Pieces, ShownToken
 from .forms import CallText
 from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools
 from .protocol import ApiError, ChatRequest, GenerationRequest, bad_request, refusing, take_unknown
@@ -229,6 +229,17 @@ class Completion:
                 self._tickets[index].cancel()  # the text may show a stop string that the tokens do not
             yield index, delta, event
 
+    async def blocks(self) -> AsyncIterator[list[Block]]:
+        """Yield what each step does to the blocks of the one answer. The last thing is the end of its last block.
+
+        Raises:
+            ApiError: as `deltas`.
+        """
+        (choice,), blocks = self.choices, Blocks()
+        async for _, delta, _ in self.deltas():
+            happened = [*blocks.push(delta)]
+            yield [*happened, *blocks.close()] if choice.finish_reason is not None else happened
+
     async def _next(self) -> tuple[int, StreamEvent]:
         timeout = self._service.timeout
         while True:
@@ -383,11 +394,15 @@ class Service:
         self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
     def name_of(self, asked: str | None) -> str:
-        """Return the model's name for a request that asks for ``asked``; raise ApiError if that is another model."""
-        if asked is None or asked in (self.name, *self.aliases) or self.takes_any_name:
+        """Return the model's name for a request that asks for ``asked``, to which Ollama's clients add ``:latest``.
+
+        Raises:
+            ApiError: it is another model.
+        """
+        names = (self.name, *self.aliases)
+        if asked is None or asked in names or asked.removesuffix(":latest") in names or self.takes_any_name:
             return asked or self.name
-        names = " and ".join(repr(name) for name in (self.name, *self.aliases))
-        message = f"this server has the model {names}, not {asked!r}"
+        message = f"this server has the model {' and '.join(map(repr, names))}, not {asked!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_fields(self, request: BaseModel) -> list[str]:
@@ -517,6 +532,8 @@ def _arguments(request: GenerationRequest) -> GenerateArguments:
     arguments["num_return_sequences"] = 1  # several answers are several calls, each with its seed
     if arguments.get("top_k") == -1:
         arguments["top_k"] = 0  # how vLLM writes that it is off
+    if arguments.get("top_p") == 0:
+        arguments["top_p"], arguments["top_k"] = 1.0, 1  # the smallest nucleus is the best token
     if request.ignore_eos:
         arguments["stop_token_ids"] = []
     if request.most_logprobs is not None:

@@ -1,0 +1,266 @@
+"""Ollama's API: its requests as chat or text requests, and answers to these as its records."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Sequence
+from datetime import datetime, timezone
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from . import protocol
+from .answers import Block, Blocks, ShownToken, arguments_of
+from .formats import Format, chat_logprobs
+from .protocol import ApiError, ChatRequest, CompletionRequest, Fields, Number, Sampling, Stops, Top, not_applied
+from .service import Completion, Service
+
+VERSION = "0.12.11"  # of Ollama: the first with all that is here; some clients ask for a newer one than ours
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return an error as the API writes it."""
+    return {"error": error.message}
+
+
+# ---------------------------------------------------------------------------------------------- requests
+
+
+class OllamaOptions(not_applied(Sampling, mirostat=(0,), repeat_penalty=(1,), tfs_z=(1,), typical_p=(1,))):
+    """How an answer is written. Options of Ollama's runner are left out as unknown."""
+
+    num_predict: Annotated[int, Number] | None = None
+    stop: Stops | None = None
+
+
+class _Request(Fields):
+    """What both kinds of request have. ``keep_alive``, ``truncate`` and ``shift`` change nothing: the model stays."""
+
+    model: str | None = None
+    stream: bool | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
+    keep_alive: Any = None
+    truncate: bool | None = None
+    shift: bool | None = None
+
+    def _fields(self) -> dict[str, Any]:
+        """Return what chat and text requests have in common."""
+        options = self.options or OllamaOptions()
+        fields = {"model": self.model, "stream": self.stream is not False, "stop": options.stop, **options.sampling()}
+        fields["max_tokens"] = max(options.num_predict or -1, -1)  # -2 fills the context too
+        if options.seed == -1:
+            del fields["seed"]  # draws one
+        if self.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif isinstance(self.format, dict):
+            schema = {"name": "answer", "schema": self.format}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+    def _chat(self, messages: Sequence[dict[str, Any]], **more: Any) -> ChatRequest:
+        thinks = {"enable_thinking" if isinstance(self.think, bool) else "reasoning_effort": self.think}
+        logprobs = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs if self.logprobs else None}
+        return ChatRequest.model_validate({**self._fields(), **thinks, **logprobs, "messages": messages, **more})
+
+
+class OllamaCall(protocol.ToolCall):
+    """A call as it was answered; its id may be missing."""
+
+    id: str = ""
+
+
+class OllamaMessage(not_applied(Fields, images=([],))):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaChat(_Request):
+    """A request of ``/api/chat``. One without messages asks for the model to be loaded. ``tool_choice`` is ours."""
+
+    messages: list[OllamaMessage] | None = None
+    tools: Annotated[list[protocol.Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | protocol.NamedChoice | None = None
+
+    def chat(self) -> ChatRequest:
+        """Return the same as a chat request.
+
+        Raises:
+            pydantic.ValidationError: it cannot be one.
+        """
+        messages, calls = [], list[dict[str, Any]]()  # calls that have no result so far
+        ids = (f"{number:09}" for number in itertools.count())  # templates of Mistral take nine letters or digits
+        for said in self.messages or ():
+            message = {"role": said.role, "content": said.content, "reasoning_content": said.thinking}
+            if said.tool_calls:
+                calls = [call.model_dump() for call in said.tool_calls]
+                for call in calls:
+                    call["id"] = call["id"] or next(ids)
+                message["tool_calls"] = [*calls]
+            if said.role == "tool":
+                # The result is of the call with its id, else with its name, else of the first.
+                alike = [
+                    (call["id"] == said.tool_call_id, call["function"]["name"] == said.tool_name) for call in calls
+                ]
+                call = calls.pop(alike.index(max(alike))) if calls else {"id": next(ids)}
+                message |= {"tool_call_id": said.tool_call_id or call["id"], "name": said.tool_name}
+            messages.append(message)
+        return self._chat(messages, tools=self.tools, tool_choice=self.tool_choice)
+
+
+class OllamaGenerate(not_applied(_Request, context=([],), images=([],), suffix=("",), template=("",))):
+    """A request of ``/api/generate``. One without a prompt asks for the model to be loaded."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_raw(self) -> OllamaGenerate:
+        if self.raw and (self.system or self.think):
+            raise PydanticCustomError("pairs", "raw=true takes the prompt as it is: leave system and think out")
+        return self
+
+    def chat(self) -> ChatRequest | CompletionRequest:
+        """Return the same as a chat request, or with ``raw`` as a text request.
+
+        Raises:
+            pydantic.ValidationError: it cannot be one.
+        """
+        if self.raw:
+            logprobs = (self.top_logprobs or 0) if self.logprobs else None
+            return CompletionRequest.model_validate({**self._fields(), "prompt": self.prompt, "logprobs": logprobs})
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        return self._chat([*messages, {"role": "user", "content": self.prompt}])
+
+
+class ShowRequest(Fields):
+    """A request of ``/api/show``; older clients call the model ``name``."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+
+def _time(seconds: float | None = None) -> str:
+    now = datetime.now(timezone.utc) if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
+    return now.isoformat()
+
+
+class ChatRecords(Format):
+    """Writes an answer as one record, or as one per step and a last one with its numbers."""
+
+    prefix, media_type = "chatcmpl", "application/x-ndjson"
+
+    def empty(self) -> dict[str, Any]:
+        """Return the answer to a request that asks for the model to be loaded, which it is."""
+        return self._record([], done=True, done_reason="load")
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        (choice,) = completion.choices
+        return self._record(Blocks.of(choice.deltas), choice.tokens, **self._end(completion))
+
+    async def lines(self, _body: Any, completion: Completion) -> AsyncIterator[str]:
+        """Yield the records of a stream. An error after its beginning is a record too."""
+        (choice,) = completion.choices
+        nothing = self._content([])
+        try:
+            async for blocks in completion.blocks():
+                tokens = choice.deltas[-1].tokens
+                if tokens or self._content(blocks) != nothing:
+                    yield _line(self._record(blocks, tokens, done=False))
+            yield _line(self._record([], **self._end(completion)))
+        except ApiError as error:
+            yield _line(error_body(error))
+
+    def _record(self, blocks: Sequence[Block], tokens: Sequence[ShownToken] = (), **end: Any) -> dict[str, Any]:
+        logprobs = {"logprobs": chat_logprobs(tokens)["content"]} if tokens else {}
+        return {"model": self._head["model"], "created_at": _time(), **self._content(blocks), **logprobs, **end}
+
+    def _content(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        found, calls = self._texts(blocks, "content"), []
+        for block in blocks:
+            if (block.what, block.kind) == ("close", "call") and (arguments := arguments_of(block.text)) is not None:
+                calls.append({"id": block.call[0], "function": {"name": block.call[1], "arguments": arguments}})
+        return {"message": {"role": "assistant", **found, **({"tool_calls": calls} if calls else {})}}
+
+    def _texts(self, blocks: Sequence[Block], name: str) -> dict[str, str]:
+        added = [block for block in blocks if block.what == "add"]
+        text, thoughts = ("".join(block.text for block in added if block.kind == kind) for kind in ("text", "thinking"))
+        return {name: text, **({"thinking": thoughts} if thoughts else {})}
+
+    def _end(self, completion: Completion) -> dict[str, Any]:
+        (choice,), seconds = completion.choices, completion.seconds()
+        first = completion.first_token_seconds or seconds
+        return {
+            **{"done": True, "done_reason": "length" if choice.finish_reason == "length" else "stop"},
+            **{"total_duration": int(1e9 * seconds), "load_duration": 0},
+            **{"prompt_eval_count": choice.prompt_tokens, "prompt_eval_duration": int(1e9 * first)},
+            **{"eval_count": choice.new_tokens, "eval_duration": int(1e9 * (seconds - first))},
+            **({"warnings": self._head["warnings"]} if "warnings" in self._head else {}),
+        }
+
+
+class GenerateRecords(ChatRecords):
+    def _content(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        return self._texts(blocks, "response")
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------- the model
+
+
+def models(service: Service) -> list[dict[str, Any]]:
+    """Return the model under each of its names, as ``/api/tags`` and ``/api/ps`` list it."""
+    generator, shown = service.scheduler.generator, show(service)
+    target = generator.engine.target
+    size = sum(weight.nbytes for weight in target.model.parameters())
+    found = {
+        **{name: shown[name] for name in ("modified_at", "details")},
+        **{"digest": hashlib.sha256(service.fingerprint.encode()).hexdigest(), "size": size},
+        **{"size_vram": 0 if target.device.type == "cpu" else size, "expires_at": "9999-12-31T23:59:59Z"},
+        **{"context_length": generator.max_length},
+    }
+    names = [name if ":" in name else f"{name}:latest" for name in (service.name, *service.aliases)]
+    return [{"name": name, "model": name, **found} for name in names]
+
+
+def show(service: Service) -> dict[str, Any]:
+    """Describe the model, as ``/api/show`` does."""
+    generator, reader = service.scheduler.generator, service.reader
+    model = generator.engine.target.model
+    config, count = model.config.get_text_config(), sum(weight.numel() for weight in model.parameters())
+    family, template = config.model_type, service.tokenizer.chat_template
+    thinks, has_tools = reader.reasoning is not None, reader.has_template
+    return {
+        "modified_at": _time(service.created),
+        "template": template if isinstance(template, str) else "",
+        "details": {
+            **{"parent_model": "", "format": "safetensors", "family": family, "families": [family]},
+            "parameter_size": f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M",
+            "quantization_level": generator.weights or str(model.dtype).removeprefix("torch."),
+        },
+        "model_info": {
+            **{"general.architecture": family, "general.parameter_count": count},
+            f"{family}.context_length": generator.max_length,
+            f"{family}.embedding_length": config.hidden_size,
+            f"{family}.block_count": config.num_hidden_layers,
+        },
+        "capabilities": ["completion", *(["tools"] if has_tools else []), *(["thinking"] if thinks else [])],
+    }
