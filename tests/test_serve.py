@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import threading
+from urllib.parse import urljoin
 
 import pytest
 import torch
@@ -486,14 +487,41 @@ def test_the_model_is_listed(service):
     assert ask(service, "/health", None).json() == {"status": "ok"}
 
 
-def test_the_page_loads_nothing_from_elsewhere(service):
-    response = ask(service, "/", None, key="secret")  # the key is typed into the page
-    assert response.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in response.headers["content-security-policy"]
-    assert not re.search(r"https?:|//[a-z]|@import|url\(|<link|<img| src=", response.text)
-    controls = re.findall(r"<(?:input|textarea) id=\"(\w+)\"", response.text)
+def test_the_model_says_whether_its_steps_are_drafted(service):
+    assert ask(service, "/v1/models/pair", None).json()["has_drafter"]
+    with serving(block_size=1) as plain:
+        assert not ask(plain, "/v1/models/pair", None).json()["has_drafter"]
+
+
+def test_the_page_loads_its_own_files_only(service):
+    pending, files = ["/"], {}
+    while pending:
+        path = pending.pop()
+        response = files[path] = ask(service, path, None, key="secret")  # the key is typed into the page
+        assert response.status_code == 200, path
+        if "/vendor/" not in path:
+            assert not re.search(r"""https?:(?!//www\.w3\.org/2000/svg)|["'(]//|@import|url\(""", response.text), path
+            found = re.findall(r"""(?: src| href|from) ?=?"([^"#]+)""", response.text)
+            pending += {urljoin(path, name) for name in found} - {*files, *pending}
+    kinds = {path: response.headers["content-type"].split(";")[0] for path, response in files.items()}
+    assert kinds.pop("/") == "text/html"
+    assert {*kinds.values()} == {"text/css", "text/javascript", "image/svg+xml"}
+    assert {"/page/vendor/marked.umd.js", "/page/vendor/purify.min.js"} < kinds.keys()
+    for response in files.values():
+        policy = response.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert response.headers["x-content-type-options"] == "nosniff"
+    html = files["/"].text
+    assert not re.search(r"<style| style=| on\w+=|<script(?! [^>]*src=)", html)
+    controls = re.findall(r"<(?:input|textarea) id=\"(\w+)\"", html)
     assert controls
-    assert all(f'<label for="{control}">' in response.text for control in controls)
+    assert all(f'<label for="{control}"' in html for control in controls)
+
+
+@pytest.mark.parametrize("name", ["none.js", "vendor/LICENSE-marked", "vendor", "%2e%2e/app.py", "/etc/passwd", ""])
+def test_no_other_file_is_served(service, name):
+    assert ask(service, f"/page/{name}", None).status_code == 404
 
 
 def test_metrics_count_requests_and_tokens():

@@ -42,16 +42,22 @@ _MAX_REASON = 500  # characters of an error in the log
 _BODY_SECONDS = 30.0  # to send a body
 _AFTER_GRACE = 5.0  # seconds for streams to send their last event
 _LOAD_SECONDS = 10  # between two lines of the log about all answers
-_OPEN = ("/health", "/")  # paths without a key
+_OPEN = re.compile("/health|/|/page/.*")  # paths without a key
 # Also served without /v1
 _SHORT = re.compile("/(chat/completions|completions|messages|models|receipts|responses)(/.*)?")
 _LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|\[?::1\]?|localhost", re.IGNORECASE)
-_PAGE = Path(__file__).with_name("page.html")
-# The page shows text of models as text only; this keeps it from loading anything, should that fail.
-_PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+_PAGE = Path(__file__).with_name("page")
+_PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_PAGE_FILES = {str(path.relative_to(_PAGE)): path for path in _PAGE.rglob("*") if path.suffix in _PAGE_TYPES}
+# The page makes safe what a model writes; this keeps it from running or loading anything, should that fail.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+    ),
+    "Cache-Control": "no-cache",  # its files are of one version
+    "X-Content-Type-Options": "nosniff",
+}
 
 _LOG = logging.getLogger(__name__)
 
@@ -215,7 +221,7 @@ class _Guard:
         if self._expected is not None:
             scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
             given = bearer if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-            if scope["path"] not in _OPEN and not hmac.compare_digest(given, self._expected):
+            if not _OPEN.fullmatch(scope["path"]) and not hmac.compare_digest(given, self._expected):
                 message = "this server needs its key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
                 raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             return
@@ -433,9 +439,11 @@ async def models(service: Served) -> dict[str, Any]:
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: Served) -> dict[str, Any]:
     """Describe the model."""
+    generator = service.scheduler.generator
     return {
         **{"id": service.name_of(name), "object": "model", "created": service.created, "owned_by": "dflash"},
-        **{"max_model_len": service.scheduler.generator.max_length, "has_receipts": service.receipts is not None},
+        **{"max_model_len": generator.max_length, "has_drafter": generator.block_size > 1},
+        "has_receipts": service.receipts is not None,
     }
 
 
@@ -494,9 +502,12 @@ async def metrics(service: Served) -> Response:
 
 
 @router.get("/", response_model=None, include_in_schema=False)
-async def page() -> Response:
-    """Return the chat page."""
-    return FileResponse(_PAGE, media_type="text/html", headers={"Content-Security-Policy": _PAGE_POLICY})
+@router.get("/page/{name:path}", response_model=None, include_in_schema=False)
+async def page(name: str = "index.html") -> Response:
+    """Return the chat page, or a file that it loads."""
+    if (path := _PAGE_FILES.get(name)) is None:
+        raise HTTPException(404, "Not Found")
+    return FileResponse(path, media_type=_PAGE_TYPES[path.suffix], headers=_PAGE_HEADERS)
 
 
 # ---------------------------------------------------------------------------------------------- the server
