@@ -138,7 +138,7 @@ def test_items_become_the_messages_of_a_chat_and_a_response_goes_on(service):
 
 def test_what_is_left_out_is_named(service):
     asked = {"model": "pair", "input": SUM, "max_output_tokens": 4, "client_metadata": {"a": "b"}}
-    answer = ask(service, PATH, asked | {"tools": [TOOL, {"type": "web_search"}]}).json()
+    answer = ask(service, PATH, asked | {"tools": [TOOL, {"type": "web_search", "filters": {}}]}).json()
     assert answer["warnings"][:2] == [
         "client_metadata: unknown, left out", "tools[]: web_search is not served here, left out",
     ]  # fmt: skip

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
+import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 from pydantic_core import PydanticCustomError
 
@@ -100,6 +101,8 @@ def _not_function(kind: str) -> str:
 
 class HostedTool(Fields):
     """A tool that OpenAI's servers run, or one whose input is free text: the model is not told of it."""
+
+    model_config = pydantic.ConfigDict(extra="ignore")  # its fields need no warnings of their own
 
     type: Annotated[str, AfterValidator(_not_function)]
 
