@@ -1,0 +1,19 @@
+"""One server for all clients."""
+
+from collections.abc import Iterator
+
+import pytest
+import scripted
+from served import Live, live
+
+from dflash.sampling import LogitRules
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Live]:
+    """Serve the model on a port of this machine."""
+    script = scripted.Script()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LogitRules, "apply", lambda *arguments: script.apply(*arguments))
+        with live(service=scripted.service()) as found:
+            yield found
