@@ -6,6 +6,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,18 @@ def assert_ran(found) -> None:
 
 def test_codex(run, server):
     provider = f'{{name="dflash",base_url="{server.url}",wire_api="responses"}}'
-    options = ["model=scripted", "model_provider=dflash", f"model_providers.dflash={provider}"]
+    tools = f'{{command="{sys.executable}",args=["{Path(__file__).with_name("weather_mcp.py")}"]}}'
+    options = [
+        "model=scripted",
+        "model_provider=dflash",
+        f"model_providers.dflash={provider}",
+        f"mcp_servers.w={tools}",
+    ]
     options = [word for option in options for word in ("-c", option)]
     options += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    assert_ran(run(CLIENTS / "node/node_modules/.bin/codex", "exec", *options, shell("exec_command", "cmd")))
+    codex = [CLIENTS / "node/node_modules/.bin/codex", "exec", *options]
+    assert_ran(run(*codex, shell("exec_command", "cmd")))
+    assert "12 degrees in Oslo" in run(*codex, ASK.replace("weather", "mcp__w__weather"))
 
 
 def test_claude_code(run, server):
