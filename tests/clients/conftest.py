@@ -12,8 +12,9 @@ from dflash.sampling import LogitRules
 @pytest.fixture(scope="session")
 def server() -> Iterator[Live]:
     """Serve the model on a port of this machine."""
-    script = scripted.Script()
+    service = scripted.service()
+    script = scripted.Script(service)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LogitRules, "apply", lambda *arguments: script.apply(*arguments))
-        with live(service=scripted.service()) as found:
+        with live(service=service) as found:
             yield found

@@ -63,10 +63,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Script:
-    """The logits of a model that writes `answer`; takes the place of `LogitRules.apply`."""
+    """The logits of a model that writes `answer`; takes the place of `LogitRules.apply` for one service."""
 
-    def __init__(self) -> None:
-        self._apply = LogitRules.apply
+    def __init__(self, service: Service) -> None:
+        self._apply, self._tokens = LogitRules.apply, service.scheduler.generator.state.tokens
         self._ids = functools.cache(self._encoded)
 
     def _encoded(self, prompt: tuple[int, ...]) -> list[int]:
@@ -75,6 +75,8 @@ class Script:
 
     def apply(self, rules, logits, block, state):
         """Return the logits of the next token of each row's text. Its rows have no drafts."""
+        if state.tokens is not self._tokens:
+            return self._apply(rules, logits, block, state)
         logits = torch.zeros_like(logits)
         for row, (length, prompt) in enumerate(zip(state.length.tolist(), state.prompt_length.tolist(), strict=True)):
             if not prompt or length + 1 < prompt:
