@@ -165,9 +165,14 @@ class Live:
 
 
 @contextlib.contextmanager
-def live(*, key: str | None = None, grace: float = 30.0, **options: Any) -> Iterator[Live]:
-    """Serve on a free port; at the end the server and its scheduler must have ended."""
-    service = serve(**options)
+def live(
+    *, key: str | None = None, grace: float = 30.0, service: Service | None = None, **options: Any
+) -> Iterator[Live]:
+    """Serve ``service``, by default one of the pair, on a free port.
+
+    At the end the server and its scheduler must have ended.
+    """
+    service = service or serve(**options)
     server, bound = Server(service, api_key=key, grace=grace), bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()

@@ -105,6 +105,16 @@ def test_a_tool_is_called_and_its_result_goes_back(server):
         assert count == {"input_tokens": ask(service, "/tokenize", {"messages": same, "tools": tools}).json()["count"]}
 
 
+def test_turns_of_the_user_and_of_the_system_among_them_are_one():
+    """Claude Code sends both after the first; many templates take neither twice in a row."""
+    turns = [("user", "One."), ("system", "Two."), ("user", "Three.")]
+    asked = {"model": "pair", "messages": [{"role": role, "content": text} for role, text in turns]}
+    same = [{"role": "user", "content": "One.\nTwo.\nThree."}]
+    with serving(template=ROLES) as service:
+        count = ask(service, f"{PATH}/count_tokens", asked).json()
+        assert count == {"input_tokens": ask(service, "/tokenize", {"messages": same}).json()["count"]}
+
+
 def test_an_answer_follows_a_schema(server):
     config = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
     (block,) = both(server, output_config=config, cache_control={"type": "ephemeral"}).content

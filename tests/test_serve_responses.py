@@ -63,6 +63,23 @@ def test_functions_are_called(openai):
     assert both(openai, tools=[TOOL], tool_choice=named).output[0].name == "weather"
 
 
+def test_functions_of_a_namespace_are_called_in_it(openai):
+    """Codex has one for each MCP server."""
+    space = {"type": "namespace", "name": "mcp__w", "tools": [TOOL, {"type": "custom", "name": "patch"}]}
+    found = both(openai, tools=[space], tool_choice="required")
+    assert (found.output[0].name, found.output[0].namespace) == ("weather", "mcp__w")
+    assert "tools[]: custom is not served here, left out" in found.warnings
+    # The model is told of a call by its whole name
+    call = {"type": "function_call", "call_id": "c", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
+    names = {"name": "weather", "namespace": "mcp__w"}, {"name": "mcp__w__weather"}, {"name": "weather"}
+    with client(template=ROLES) as asking:
+        given = [[{"role": "user", "content": SUM}, {**call, **name}, result] for name in names]
+        told = [asking.responses.create(model="pair", input=each, max_output_tokens=1) for each in given]
+    counts = [response.usage.input_tokens for response in told]
+    assert counts[0] == counts[1] > counts[2]
+
+
 def test_a_format_is_followed(openai):
     form = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}
     assert json.loads(both(openai, text={"format": form}).output_text)["city"] in ("Oslo", "Rome")
@@ -130,7 +147,7 @@ def test_items_become_the_messages_of_a_chat_and_a_response_goes_on(service):
 
 def test_what_is_left_out_is_named(service):
     asked = {"model": "pair", "input": SUM, "max_output_tokens": 4, "client_metadata": {"a": "b"}}
-    answer = ask(service, PATH, asked | {"tools": [TOOL, {"type": "web_search"}]}).json()
+    answer = ask(service, PATH, asked | {"tools": [TOOL, {"type": "web_search", "filters": {}}]}).json()
     assert answer["warnings"][:2] == [
         "client_metadata: unknown, left out", "tools[]: web_search is not served here, left out",
     ]  # fmt: skip

@@ -80,6 +80,7 @@ def parsed(text, form, ends=(), reasoning=None):
         delta = answer.push(text[start:end], is_last=end == len(text))
         shown, pieces = calls.push(delta.content, is_last=end == len(text))
         content, thought = content + shown, thought + delta.reasoning
+        assert len({piece["index"] for piece in pieces}) == len(pieces)  # one piece of a call
         for piece in pieces:
             streamed[piece["index"]] = streamed.get(piece["index"], "") + piece["function"]["arguments"]
     assert [*streamed.values()] == [call["function"]["arguments"] for call in calls.calls]

@@ -393,10 +393,13 @@ class CallText:
         return True
 
     def _write(self, text: str) -> None:
-        """Add text to the last call's arguments."""
+        """Add text to the last call's arguments. It joins a piece of the call: some clients read only one per chunk."""
         if text:
             self.calls[-1]["function"]["arguments"] += text
-            self._pieces.append({"index": len(self.calls) - 1, "function": {"arguments": text}})
+            index = len(self.calls) - 1
+            if not self._pieces or self._pieces[-1]["index"] != index:
+                self._pieces.append({"index": index, "function": {"arguments": ""}})
+            self._pieces[-1]["function"]["arguments"] += text
 
     def _take_object(self) -> Generator[None, None, None]:
         """Take a JSON object, up to the bracket that closes it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -66,7 +67,9 @@ ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBl
 
 
 class MessageParam(Fields):
-    role: Literal["user", "assistant"]
+    """A message. One of the system in mid-conversation is shown as the user's: few templates take it there."""
+
+    role: Literal["user", "assistant", "system"]
     content: Annotated[list[ContentBlock], BeforeValidator(parts_of, str | list[ContentBlock])]
 
 
@@ -115,7 +118,7 @@ class CountRequest(not_applied(_Part, mcp_servers=([],), container=())):
 
     @model_validator(mode="after")
     def _check_last(self) -> CountRequest:
-        if self.messages[-1].role != "user":
+        if self.messages[-1].role == "assistant":
             raise PydanticCustomError("pairs", "the last message must be the user's: answers are not continued")
         return self
 
@@ -126,8 +129,11 @@ class CountRequest(not_applied(_Part, mcp_servers=([],), container=())):
             pydantic.ValidationError: it cannot be one.
         """
         messages = [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
-        for message in self.messages:
-            messages += _chat_messages(message)
+        for said in itertools.chain.from_iterable(map(_chat_messages, self.messages)):
+            if said["role"] == "user" and messages and messages[-1]["role"] == "user":  # as the API joins them
+                messages[-1]["content"] += f"\n{said['content']}"
+            else:
+                messages.append(said)
         fields: dict[str, Any] = {"messages": messages, "model": self.model}
         if self.tools:
             fields["tools"] = [
@@ -179,7 +185,8 @@ def _chat_messages(message: MessageParam) -> Iterator[dict[str, Any]]:
     for result in results:
         text = ("Error: " if result.is_error else "") + _joined(result.content or [])
         yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
-    said: dict[str, Any] = {"role": message.role, "content": _joined(texts)}
+    role = "user" if message.role == "system" else message.role
+    said: dict[str, Any] = {"role": role, "content": _joined(texts)}
     if calls := [block for block in message.content if isinstance(block, ToolUseBlock)]:
         said["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.input)}}

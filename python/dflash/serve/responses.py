@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
+import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 from pydantic_core import PydanticCustomError
 
@@ -55,6 +56,7 @@ class CallItem(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -92,16 +94,35 @@ class FunctionTool(Fields):
     strict: bool | None = None
 
 
-def _not_function(kind: str) -> str:
+def _hosted(kind: str) -> str:
     if kind == "function":
         raise PydanticCustomError("pairs", "a function has a name, and may have a description and parameters")
+    if kind == "namespace":
+        raise PydanticCustomError("pairs", "a namespace has a name and tools, and may have a description")
     return kind
 
 
 class HostedTool(Fields):
     """A tool that OpenAI's servers run, or one whose input is free text: the model is not told of it."""
 
-    type: Annotated[str, AfterValidator(_not_function)]
+    model_config = pydantic.ConfigDict(extra="ignore")  # its fields need no warnings of their own
+
+    type: Annotated[str, AfterValidator(_hosted)]
+
+
+class NamespaceTool(Fields):
+    """Functions of one subject. Codex has one for each MCP server."""
+
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: list[FunctionTool | HostedTool]
+
+
+def _whole_name(namespace: str, name: str) -> str:
+    """Return the name by which a model knows a function of a namespace."""
+    whole = f"{namespace}__{name}"
+    return whole if len(whole) <= 64 else name  # OpenAI's limit
 
 
 class FunctionChoice(Fields):
@@ -142,7 +163,7 @@ class ResponsesRequest(
     max_output_tokens: Limit | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[FunctionTool | HostedTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[FunctionTool | NamespaceTool | HostedTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
@@ -153,14 +174,21 @@ class ResponsesRequest(
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
-    @property
-    def functions(self) -> list[FunctionTool]:
-        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+    def functions(self) -> Iterator[tuple[FunctionTool, dict[str, str]]]:
+        """Yield each function as the model is told of it, and how a call names it."""
+        for tool in self.tools or ():
+            if isinstance(tool, FunctionTool):
+                yield tool, {"name": tool.name}
+            for each in tool.tools if isinstance(tool, NamespaceTool) else ():
+                if isinstance(each, FunctionTool):
+                    told = each.model_copy(update={"name": _whole_name(tool.name, each.name)})
+                    yield told, {"name": each.name, "namespace": tool.name}
 
     @property
     def warnings(self) -> list[str]:
         """Say what is left out."""
-        kinds = dict.fromkeys(tool.type for tool in self.tools or () if isinstance(tool, HostedTool))
+        tools = [each for tool in self.tools or () for each in getattr(tool, "tools", [tool])]
+        kinds = dict.fromkeys(tool.type for tool in tools if isinstance(tool, HostedTool))
         return [f"tools[]: {kind[:100]} is not served here, left out" for kind in kinds]
 
     def messages_after(self, before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -185,8 +213,8 @@ class ResponsesRequest(
                 texts.append(messages.pop(0)["content"])
             messages.insert(0, {"role": "system", "content": "\n\n".join(texts)})
         fields |= {"messages": messages, "max_tokens": self.max_output_tokens}
-        if self.functions:
-            fields["tools"] = [{"type": "function", "function": _given(tool, "type")} for tool in self.functions]
+        if functions := [_given(tool, "type") for tool, _ in self.functions()]:
+            fields["tools"] = [{"type": "function", "function": function} for function in functions]
         choice = self.tool_choice
         named = isinstance(choice, FunctionChoice) and {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = named or choice
@@ -220,7 +248,8 @@ def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
         messages.append({"role": "assistant"})
     answer = messages[-1] = {**messages[-1]}  # that of an earlier response stays as it is
     if isinstance(item, CallItem):
-        function = {"name": item.name, "arguments": item.arguments}
+        name = _whole_name(item.namespace, item.name) if item.namespace else item.name
+        function = {"name": name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         answer["tool_calls"] = [*answer.get("tool_calls", ()), call]
     elif isinstance(item, MessageItem):
@@ -265,6 +294,7 @@ class ResponsesFormat(Format):
     ) -> None:
         super().__init__(*arguments)
         self.request, self._conversation, self._kept = request, conversation, kept
+        self._called = {tool.name: called for tool, called in request.functions()}
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         (choice,) = completion.choices
@@ -314,7 +344,7 @@ class ResponsesFormat(Format):
             yield f"response.{name}.delta", {**place, **inside, "delta": block.text, **logprobs}
         else:
             logprobs = {"logprobs": []} if block.kind == "text" else {}
-            named = {"name": block.call[1]} if block.kind == "call" else {}
+            named = {"name": item["name"]} if block.kind == "call" else {}
             yield f"response.{name}.done", {**place, **inside, field: block.text, **logprobs, **named}
             if block.kind == "text":
                 yield "response.content_part.done", {**place, **inside, "part": _part("text", block.text)}
@@ -324,7 +354,7 @@ class ResponsesFormat(Format):
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         name = f"{self.id}-{block.index}"
         if block.kind == "call":
-            call = {"call_id": block.call[0], "name": block.call[1], "arguments": block.text}
+            call = {"call_id": block.call[0], **self._called[block.call[1]], "arguments": block.text}
             return {"id": f"fc_{name}", "type": "function_call", "status": status, **call}
         if block.kind == "thinking":
             content = [_part("thinking", block.text)]

@@ -1,0 +1,146 @@
+"""Programs that speak to the server, each in its own environment: one tool call, its result, and an answer as a stream.
+
+`.ci/run clients` installs them in the folder DFLASH_CLIENTS. A client that is missing fails its test.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLIENTS = Path(os.environ.get("DFLASH_CLIENTS", "clients"))
+ASK = 'Please call weather {"city": "Oslo"} now.'
+TEXT = "Streams come in pieces: ünïcödé, 🙂, and the end."
+SAY = f"Please write [[{TEXT}]]"
+PLACE = {"city": "Oslo", "country": "Norway"}
+PYTHON = dict.fromkeys(("openai", "anthropic", "ollama", "litellm", "langchain", "pydantic_ai"), "python")
+PYTHON["instructor"] = "instructor"
+
+
+@pytest.fixture
+def run(server, tmp_path):
+    """Return a function that runs a program in an empty home and returns what it prints.
+
+    Nothing that the program asks the server for may be refused.
+    """
+    home = tmp_path / "home"
+    (home / "work").mkdir(parents=True)
+    keep = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+
+    def refused() -> list[str]:
+        lines = server.service.metrics.page().decode().splitlines()
+        return [line for line in lines if line.startswith("dflash_requests_total") and "completed" not in line]
+
+    def call(*command, given="", **environment) -> str:
+        before = refused()
+        done = subprocess.run(
+            [*map(str, command)], cwd=home / "work", env={**keep, "HOME": str(home), **environment}, input=given,
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert (done.returncode, refused()) == (0, before), done.stdout + done.stderr
+        return done.stdout
+
+    call.home = home
+    return call
+
+
+def use(run, url, *command) -> dict:
+    """Run a script of one of the folders; check its answers and streams."""
+    found = json.loads(run(*command, url, ASK, SAY).splitlines()[-1])
+    assert set(found.get("answers", [])) <= {"The tool said: 12 degrees in Oslo"}
+    for pieces in found.get("streams", []):
+        assert "".join(pieces) == TEXT
+        assert len(pieces) > 3
+    return found
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_python(name, run, server):
+    found = use(run, server.url, CLIENTS / PYTHON[name] / "bin/python", Path(__file__).parent / f"python/use_{name}.py")
+    assert found.get("answers") or found["cities"] == ["Oslo"] * 4
+
+
+@pytest.mark.parametrize("name", ["openai", "ai_sdk", "ollama"])
+def test_node(name, run, server):
+    assert use(run, server.url, "node", CLIENTS / f"node/use_{name}.mjs")["answers"]
+
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+def shell(tool, key, **more) -> str:
+    """Return a request to run a command by an agent's tool. Its result, 42, is not in the request."""
+    return f"Please call {tool} {json.dumps({key: 'echo $((6 * 7))', **more})} now."
+
+
+def assert_ran(found) -> None:
+    assert "The tool said: " in found
+    assert "42" in found.rpartition("The tool said: ")[2]
+
+
+def test_codex(run, server):
+    provider = f'{{name="dflash",base_url="{server.url}",wire_api="responses"}}'
+    tools = f'{{command="{sys.executable}",args=["{Path(__file__).with_name("weather_mcp.py")}"]}}'
+    options = [
+        "model=scripted",
+        "model_provider=dflash",
+        f"model_providers.dflash={provider}",
+        f"mcp_servers.w={tools}",
+    ]
+    options = [word for option in options for word in ("-c", option)]
+    options += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    codex = [CLIENTS / "node/node_modules/.bin/codex", "exec", *options]
+    assert_ran(run(*codex, shell("exec_command", "cmd")))
+    assert "12 degrees in Oslo" in run(*codex, ASK.replace("weather", "mcp__w__weather"))
+
+
+def test_claude_code(run, server):
+    asked = shell("Bash", "command", description="Multiply.")
+    environment = {"ANTHROPIC_BASE_URL": server.url.removesuffix("/v1"), "ANTHROPIC_AUTH_TOKEN": "none"}
+    environment["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"
+    program = CLIENTS / "node/node_modules/.bin/claude"
+    assert_ran(run(program, "-p", "--allowedTools", "Bash", given=asked, **environment))
+
+
+def test_opencode(run, server):
+    model = {"name": "scripted", "limit": {"context": 65536, "output": 4096}}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": server.url}, "models": {"scripted": model}}
+    config = {"model": "dflash/scripted", "autoupdate": False, "provider": {"dflash": provider}}
+    (run.home / "work/opencode.json").write_text(json.dumps(config))
+    program, offline = CLIENTS / "node/node_modules/.bin/opencode", {"OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    assert_ran(run(program, "run", given=shell("bash", "command"), **offline))
+
+
+def test_qwen_code(run, server):
+    environment = {"OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "none", "OPENAI_MODEL": "scripted"}
+    asked, program = shell("run_shell_command", "command", is_background=False), CLIENTS / "node/node_modules/.bin/qwen"
+    assert_ran(run(program, "--auth-type", "openai", "--yolo", "-p", asked, **environment))
+
+
+def test_aider(run, server):
+    file = run.home / "work/hello.txt"
+    file.write_text("old\n")
+    environment = {"OPENAI_API_BASE": server.url, "OPENAI_API_KEY": "none"}
+    options = ["--model", "openai/scripted", "--edit-format", "whole", "--no-git", "--yes-always"]
+    options += ["--no-check-update", "--no-show-model-warnings", "--analytics-disable"]
+    message = "Please write [[hello.txt\n```\nnew\n```\n]]"
+    run(CLIENTS / "aider/bin/aider", *options, "--message", message, file, **environment)
+    assert file.read_text() == "new\n"
+
+
+def test_llm(run, server):
+    names = {"model_id": "dflash", "model_name": "scripted", "api_base": server.url}
+    model = {**names, "supports_tools": True, "supports_schema": True}
+    (run.home / "extra-openai-models.yaml").write_text(json.dumps([model]))  # JSON is YAML
+    (run.home / "tools.py").write_text("def weather(city: str) -> str:\n    return f'12 degrees in {city}'\n")
+
+    def llm(*options) -> str:
+        command = [CLIENTS / "python/bin/llm", "-m", "dflash", "--key", "none"]
+        return run(*command, *options, LLM_USER_PATH=str(run.home)).strip()
+
+    assert llm("--functions", run.home / "tools.py", ASK) == "The tool said: 12 degrees in Oslo"
+    assert llm(SAY) == TEXT
+    assert json.loads(llm("--schema", "city, country", f"write [[{json.dumps(PLACE)}]]")) == PLACE
