@@ -38,7 +38,7 @@ def int8_product(o, rows, width, out):
 
     return (
         operands,
-        lambda x, _, values, scales: ops.linear(x, values, scales=scales),
+        lambda x, _, packed, scales: ops.linear(x, packed, scales=scales),
         {"F.linear": lambda x, weight, *_: F.linear(x, weight)},
         out * width + rows * (width + out) * o.size,
     )

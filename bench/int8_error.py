@@ -21,7 +21,7 @@ def main() -> None:
     exact, quantized, rounded = x.double() @ weight.double().T, ops.Int8Weight.of(weight), x.bfloat16()
     products = {
         "weights in 8 bits": x.double() @ quantized.wide().double().T,
-        "weights and rows in 8 bits": ops.linear(x, quantized.values, scales=quantized.scales),
+        "weights and rows in 8 bits": ops.linear(x, quantized.packed, scales=quantized.scales),
         "bfloat16": ops.linear(rounded, weight.bfloat16()),
     }
     for name, product in products.items():

@@ -91,7 +91,7 @@ static inline void tile_multiply_int8() {
     for (int k = 0; k < kTileWords; ++k)
       for (int shift = 24; shift >= 0; shift -= 8) {
         const int32_t x = int32_t(a.words[m][k] << shift) >> 24;
-        const IVec y = (*reinterpret_cast<const IVec*>(b.words[k]) << shift) >> 24;
+        const IVec y = ((*reinterpret_cast<const IVec*>(b.words[k]) << shift) >> 24) & 0xff;
         *reinterpret_cast<IVec*>(sums.words[m]) += x * y;
       }
 }

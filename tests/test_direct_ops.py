@@ -21,10 +21,10 @@ def products(dtype: torch.dtype) -> list[tuple[str, list]]:
     """Return calls of the ops with products, with and without biases and scales."""
     x, weight, bias = random(2, ROWS, WIDTH, dtype=dtype), random(OUT, WIDTH, dtype=dtype), random(OUT, dtype=dtype)
     first, second = (ops.Int8Weight.of(random(OUT, WIDTH)[:, order]) for order in (range(WIDTH), range(WIDTH)[::-1]))
-    values, scales = [first.values, second.values], torch.cat([first.scales, second.scales])
+    values, scales = [first.packed, second.packed], torch.cat([first.scales, second.scales])
     return [
         ("linear", [x, weight, bias, False, None]),
-        ("linear", [x, first.values, bias, False, first.scales]),
+        ("linear", [x, first.packed, bias, False, first.scales]),
         ("linears", [x, [weight, weight[:7]], [bias, bias[:7]], False, None]),
         ("linears", [x, (weight,), (), False, None]),
         ("linears", [x, values, [], False, scales]),

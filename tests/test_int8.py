@@ -20,7 +20,7 @@ def operands(rows, out, width, dtype, bias=True):
 def test_each_channels_largest_magnitude_becomes_127():
     weight = torch.tensor([[0.5, -2.0, 1.0], [0.0, 0.0, 0.0], [3e-3, 1e-3, -1.5e-3]])
     got = Int8Weight.of(weight)
-    assert got.values.tolist() == [[32, -127, 64], [0, 0, 0], [127, 42, -64]]
+    assert got.values().tolist() == [[32, -127, 64], [0, 0, 0], [127, 42, -64]]
     torch.testing.assert_close(got.scales, torch.tensor([2.0, 0.0, 3e-3]) / 127)
     assert (got.wide() - weight).abs().max() <= got.scales.max() / 2
 
@@ -30,7 +30,27 @@ def test_weights_of_any_size_are_stored_in_8_bits(shape):
     weight = torch.ones(shape, dtype=torch.bfloat16)
     got = Int8Weight.of(weight)
     assert got.shape == shape
-    assert (got.values == 127).all()
+    assert (got.values() == 127).all()
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (48, 12), (37, 66), (5, 3), (16, 1), (0, 8), (8, 0)], ids=str)
+def test_packed_values_are_read_back(shape):
+    values = torch.arange(shape[0] * shape[1]).remainder(256).sub(128).to(torch.int8).view(shape)
+    packed = reference.pack_int8(values)
+    assert packed.shape == shape
+    assert torch.equal(reference.unpack_int8(packed), values)
+
+
+def test_a_tile_has_four_elements_of_each_channel_in_turn():
+    values = torch.arange(-128, 128).to(torch.int8).view(16, 16)
+    in_memory = reference.pack_int8(values).flatten()
+    assert in_memory[:12].tolist() == [0, 1, 2, 3, 16, 17, 18, 19, 32, 33, 34, 35]
+    assert in_memory[64:68].tolist() == [4, 5, 6, 7]
+
+
+def test_selected_channels_keep_their_values_and_scales():
+    weight, channels = Int8Weight.of(torch.randn(40, 70)), torch.tensor([3, 39, 0, 17])
+    assert torch.equal(weight.select(channels).wide(), weight.wide()[channels])
 
 
 @pytest.mark.parametrize(("value", "name"), [(float("-inf"), "infinity"), (float("nan"), "NaN")])
@@ -47,24 +67,24 @@ def test_rows_are_rounded_with_scales_of_their_own():
     x[1, :256] *= 1e-3
     x[2, 5], x[2, 300:] = float("inf"), 0
     integers, scales = reference.round_rows(x)
-    assert integers.shape == (3, 3, 256)
+    assert integers.shape == (3, 11, 64)
     assert integers.abs().amax(-1)[:2].eq(127).all()
     assert scales[2, 0].isnan()
-    assert scales[2, 2] == 0
+    assert scales[2, 5:].eq(0).all()
     error = (integers * scales[..., None]).flatten(1)[:2, :700] - x[:2]
-    assert (error.abs() <= scales[:2].repeat_interleave(256, 1)[:, :700] * 0.501).all()
+    assert (error.abs() <= scales[:2].repeat_interleave(64, 1)[:, :700] * 0.501).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("out", "width"), [(1, 1), (7, 33), (24, 64), (25, 257), (40, 600), (65, 1023), (131, 1032), (9, 0)]
+    ("out", "width"), [(1, 1), (7, 33), (24, 64), (25, 257), (32, 128), (40, 600), (65, 1023), (131, 1032), (9, 0)]
 )
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16, 17, 33, 49, 64, 65, 70, 300])
 def test_every_instruction_set_has_the_bits_of_plain_torch(rows, out, width, bias, dtype):
     x, weight, offset = operands(rows, out, width, dtype, bias)
-    got = ops.linear(x, weight.values, offset, scales=weight.scales)
-    assert torch.equal(got, reference.linear(x, weight.values, offset, scales=weight.scales))
+    got = ops.linear(x, weight.packed, offset, scales=weight.scales)
+    assert torch.equal(got, reference.linear(x, weight.packed, offset, scales=weight.scales))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,8 +92,8 @@ def test_magnitudes_far_apart_keep_the_bits_of_plain_torch(dtype):
     x, weight, offset = operands(20, 30, 900, dtype)
     x *= torch.logspace(-38, 38, 900, dtype=torch.float64).to(dtype)
     x[3], x[4, ::7] = 0, 1e-31
-    got = ops.linear(x, weight.values, offset, scales=weight.scales)
-    want = reference.linear(x, weight.values, offset, scales=weight.scales)
+    got = ops.linear(x, weight.packed, offset, scales=weight.scales)
+    want = reference.linear(x, weight.packed, offset, scales=weight.scales)
     assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
 
 
@@ -87,13 +107,13 @@ def test_groups_too_small_to_divide_by_count_as_zero(rows, dtype):
     x[0] = 1e-31
     x[1, 256:512] = 1e-31
     x[2], x[3], x[4] = threshold, above, 1e-40
-    got = ops.linear(x, weight.values, scales=weight.scales)
-    assert torch.equal(got, reference.linear(x, weight.values, scales=weight.scales))
+    got = ops.linear(x, weight.packed, scales=weight.scales)
+    assert torch.equal(got, reference.linear(x, weight.packed, scales=weight.scales))
     assert got[[0, 2, 4]].eq(0).all()
     assert got[3].ne(0).any()
     without = x.clone()
     without[1, 256:512] = 0
-    assert torch.equal(got, ops.linear(without, weight.values, scales=weight.scales))
+    assert torch.equal(got, ops.linear(without, weight.packed, scales=weight.scales))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,11 +121,13 @@ def test_groups_too_small_to_divide_by_count_as_zero(rows, dtype):
 @pytest.mark.parametrize("width", [33, 256, 600])
 def test_weights_may_be_minus_128(width, rows, dtype):
     x, weight, bias = operands(rows, 25, width, dtype)
-    weight.values[::2, ::3] = -128
-    weight.values[3] = -128
+    values = weight.values()
+    values[::2, ::3] = -128
+    values[3] = -128
+    weight = weight._replace(packed=reference.pack_int8(values))
     x[0] = x[0].abs().max()  # whole groups of 127
-    got = ops.linear(x, weight.values, bias, scales=weight.scales)
-    assert torch.equal(got, reference.linear(x, weight.values, bias, scales=weight.scales))
+    got = ops.linear(x, weight.packed, bias, scales=weight.scales)
+    assert torch.equal(got, reference.linear(x, weight.packed, bias, scales=weight.scales))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,11 +135,11 @@ def test_the_reference_is_the_product_of_what_weights_and_rows_stand_for(dtype):
     x, weight, offset = operands(6, 50, 600, dtype)
     integers, scales = reference.round_rows(x)
     rounded = (integers.double() * scales.double()[..., None]).flatten(1)[:, :600]
-    exact = rounded @ (weight.values.double() * weight.scales.double()[:, None]).T + offset.double()
-    got = reference.linear(x, weight.values, offset, scales=weight.scales)
+    exact = rounded @ (weight.values().double() * weight.scales.double()[:, None]).T + offset.double()
+    got = reference.linear(x, weight.packed, offset, scales=weight.scales)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=tolerance)
-    original = x.double() @ (weight.values.double() * weight.scales.double()[:, None]).T + offset.double()
+    original = x.double() @ (weight.values().double() * weight.scales.double()[:, None]).T + offset.double()
     assert (got - original).norm() < 0.01 * original.norm()
 
 
@@ -126,22 +148,22 @@ def test_the_reference_is_the_product_of_what_weights_and_rows_stand_for(dtype):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_rows_bits_depend_neither_on_its_place_nor_on_the_others(out, width, bias, dtype):
     x, weight, offset = operands(150, out, width, dtype, bias)
-    whole = ops.linear(x, weight.values, offset, scales=weight.scales)
+    whole = ops.linear(x, weight.packed, offset, scales=weight.scales)
     x[1::2] = float("nan")
     for rows in (1, 2, 3, 4, 7, 8, 9, 16, 17, 24, 25, 40, 64, 65, 150):
-        assert torch.equal(ops.linear(x[:rows], weight.values, offset, scales=weight.scales)[::2], whole[:rows:2])
-    assert torch.equal(ops.linear(x[62:63], weight.values, offset, scales=weight.scales), whole[62:63])
+        assert torch.equal(ops.linear(x[:rows], weight.packed, offset, scales=weight.scales)[::2], whole[:rows:2])
+    assert torch.equal(ops.linear(x[62:63], weight.packed, offset, scales=weight.scales), whole[62:63])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 16, 70, 300])
 def test_several_weights_side_by_side(rows, dtype):
     parts = [operands(rows, out, 1040, dtype) for out in (130, 0, 128, 24)]
-    x, values = parts[0][0], [weight.values for _, weight, _ in parts]
+    x, packed = parts[0][0], [weight.packed for _, weight, _ in parts]
     biases, scales = [bias for *_, bias in parts], torch.cat([weight.scales for _, weight, _ in parts])
-    apart = [ops.linear(x, weight.values, bias, scales=weight.scales) for _, weight, bias in parts]
-    assert torch.equal(ops.linears(x, values, biases, scales=scales), torch.cat(apart, -1))
-    gate, up = values[2], values[2].flip(0)
-    scales = torch.cat([parts[2][1].scales, parts[2][1].scales.flip(0)])
-    both = ops.linears(x, [gate, up], scales=scales)
-    assert torch.equal(ops.swiglu(x, gate, up, scales=scales), ops.silu_mul(both))
+    apart = [ops.linear(x, weight.packed, bias, scales=weight.scales) for _, weight, bias in parts]
+    assert torch.equal(ops.linears(x, packed, biases, scales=scales), torch.cat(apart, -1))
+    gate, up = parts[2][1], parts[2][1].select(torch.arange(128).flip(0))
+    scales = torch.cat([gate.scales, up.scales])
+    both = ops.linears(x, [gate.packed, up.packed], scales=scales)
+    assert torch.equal(ops.swiglu(x, gate.packed, up.packed, scales=scales), ops.silu_mul(both))

@@ -104,7 +104,7 @@ def test_nothing_past_the_end_of_an_operand_is_read():
             for dtype in (torch.float32, torch.bfloat16):
                 weight, bias = torch.randn(out, width).to(dtype), guarded(torch.randn(out).to(dtype))
                 eight = Int8Weight.of(weight)
-                weight, values, scales = guarded(weight), guarded(eight.values), guarded(eight.scales)
+                weight, values, scales = guarded(weight), guarded(eight.packed), guarded(eight.scales)
                 for rows in (1, 5, 16, 21, 40, 64):
                     x = torch.randn(rows, width).to(dtype)
                     for operands, named in (((weight, bias), {}), ((values, bias), {"scales": scales})):

@@ -28,7 +28,7 @@ bool read_products(const Call& call, const Seen* weights, int count, const Seen*
   if (p.in == 0 || (!scales && p.rows > skinny_rows(p.dtype))) return false;
   for (int i = 0; i < count; ++i) {
     const DLTensor& weight = weights[i].t;
-    if ((weight.dtype() == kDLInt8) != (scales != nullptr)) return false;
+    if ((weight.dtype() == kDLUInt8) != (scales != nullptr)) return false;
     if (biases && biases[i].t.shape[0] != weight.shape[0]) return false;
     p.weights[i] = weight.data, p.features[i] = weight.shape[0];
     p.biases[i] = biases ? biases[i].t.data : nullptr;
@@ -188,6 +188,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("SKINNY_ROWS") =
       py::dict("float32"_a = skinny_rows(DType::kFloat32), "bfloat16"_a = skinny_rows(DType::kBFloat16));
   m.attr("QUANT_GROUP") = kQuantGroup;
+  m.attr("QUANT_TILE") = kQuantTile;
   m.attr("MAX_RECURRENT_KEYS") = kMaxRecurrentKeys;
   m.attr("MAX_TREE_ROWS") = kMaxTreeRows;
   m.attr("MAX_CANDIDATES") = kMaxCandidates;

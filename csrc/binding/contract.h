@@ -69,7 +69,7 @@ constexpr int64_t (*kTensorOperations[])(const DLTensor& t, int64_t dim) = {
     [](const DLTensor& t, int64_t) -> int64_t { return row_stride(t, false); },
     [](const DLTensor& t, int64_t) -> int64_t { return t.element_size(); },
     [](const DLTensor& t, int64_t) -> int64_t { return t.dtype() == kDLFloat32; },
-    [](const DLTensor& t, int64_t) -> int64_t { return t.dtype() == kDLInt8; },
+    [](const DLTensor& t, int64_t) -> int64_t { return t.dtype() == kDLUInt8; },
 };
 using Wide = __int128;  // shows what does not fit
 constexpr int kOfNumbers = kOfTensor + std::size(kTensorOperations);

@@ -491,9 +491,11 @@ struct GatedRmsNormParams {
 
 constexpr int kMaxLinearWeights = 4;
 constexpr int64_t kMaxLinearRows = 256;  // of the CUDA kernel
-constexpr int64_t kQuantGroup = 256;     // elements of a row that share a step where weights are int8
+constexpr int64_t kQuantGroup = 64;      // elements of a row that share a step where weights are int8
+constexpr int kQuantTile = 16;           // features whose int8 weights alternate in memory (linear_int8.h)
 
-// A weight of a product as the CPU reads it. One with scales is int8: values[n][k] * scales[n].
+// A weight of a product as the CPU reads it. One with scales is in 8 bits, ordered as linear_int8.h says, and stands
+// for its values times scales[n].
 struct LinearWeight {
   const void* values;   // [out, in]
   const float* scales;  // [out] or null: the values are of the storage type

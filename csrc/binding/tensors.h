@@ -31,7 +31,7 @@ struct DLTensor {
 };
 constexpr int32_t kDLCPU = 1;
 constexpr uint8_t kDLInt = 0;
-constexpr int kDLInt8 = 0x008, kDLInt64 = 0x040, kDLFloat16 = 0x210, kDLFloat32 = 0x220, kDLBFloat16 = 0x410;
+constexpr int kDLUInt8 = 0x108, kDLInt64 = 0x040, kDLFloat16 = 0x210, kDLFloat32 = 0x220, kDLBFloat16 = 0x410;
 constexpr int kMaxDimensions = 8;  // of a tensor that a kernel is given past Python
 
 struct DLPackExchange {

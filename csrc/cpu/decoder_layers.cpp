@@ -209,9 +209,7 @@ class Pass {
     int count = 0;
     const auto project = [&](LinearWeight& weight, T* to, int64_t features, int64_t stride) {
       if (features) parts[count++] = {weight, nullptr, to, features, stride, 0};
-      const int64_t size = weight.scales ? sizeof(int8_t) : sizeof(T);
-      weight.values = static_cast<const char*>(weight.values) + features * hidden * size;
-      if (weight.scales) weight.scales += features;
+      weight.values = static_cast<const T*>(weight.values) + features * hidden;
     };
     const int64_t served = p.delta_heads / p.key_heads, values = served * p.value_dim;
     LinearWeight qkv = w.qkv, bs = w.b;

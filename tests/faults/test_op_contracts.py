@@ -58,7 +58,7 @@ def test_plain_tensors_reach_the_kernel_directly_with_the_bits_of_a_checked_call
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name, dtype):
-    of_storage = {spec.name for spec in contract_of(name).tensors if spec.dtype in (None, "any", "T|i8", "T|f32")}
+    of_storage = {spec.name for spec in contract_of(name).tensors if spec.dtype in (None, "any", "T|u8", "T|f32")}
     call = {
         key: tree_map_only(torch.Tensor, lambda x: x.to(dtype), value) if key in of_storage else value
         for key, value in CALLS[name]().items()
@@ -187,11 +187,11 @@ def test_a_call_that_breaks_a_rule_is_told_what_must_hold(name, change, message)
 
 
 def test_weights_in_8_bits_need_scales_and_others_must_have_none():
-    x, values, scales = torch.ones(2, 8), torch.ones(4, 8, dtype=torch.int8), torch.ones(4)
+    x, values, scales = torch.ones(2, 8), torch.ones(4, 8, dtype=torch.uint8), torch.ones(4)
     for weight, given in ((values, None), (torch.ones(4, 8), scales)):
-        with pytest.raises(TypeError, match=r"weight must be torch\.int8 exactly where scales are given"):
+        with pytest.raises(TypeError, match=r"weight must be torch\.uint8 exactly where scales are given"):
             ops.linear(x, weight, scales=given)
-        with pytest.raises(TypeError, match=r"weights\[0\] must be torch\.int8 exactly where scales are given"):
+        with pytest.raises(TypeError, match=r"weights\[0\] must be torch\.uint8 exactly where scales are given"):
             ops.linears(x, [weight], scales=given)
     with pytest.raises(ValueError, match=r"scales must be \[total_rows\(weights\)\] = \[8\], got \[4\]"):
         ops.linears(x, [values, values], scales=scales)

@@ -1,8 +1,8 @@
 // The bits of a row depend neither on its place nor on the number of rows: two kernels sum in the same order
 // (linear_tile.h). In one a vector lane holds a row, and every weight is broadcast to all lanes, so weights are never
 // copied as a matrix. In the other (AVX2, AVX-512) lanes hold weights as they lie in memory, for the few rows that
-// would leave lanes idle. With AMX, bf16 goes through tiles (linear_amx.h). Where weights are int8, rows are too
-// (linear_int8.h).
+// would leave lanes idle. With AMX, bf16 goes through tiles (linear_amx.h). Where weights are int8, rows are too, and
+// lanes hold weights for any number of rows (linear_int8.h).
 //
 // A task is a tile of weight rows, which comes from memory once for all rows that fit in a core's cache beside it.
 // These are packed by every thread for itself; more of them by the calling thread for all.
@@ -61,7 +61,6 @@ static uint64_t next_product() {
 template <typename T>
 class Rows : public Split {
  public:
-  using Weight = T;
   static constexpr bool kIsInt8 = false;
   static constexpr bool kTakesFew = kWidth >= 8 && !kOnTiles<T>, kInGroups = !kOnTiles<T>;
   using ThreadState = std::conditional_t<kOnTiles<T>, TileState, NoTiles>;
@@ -110,49 +109,21 @@ class Rows : public Split {
 
 // Rows of x as the kernels of int8 weights read them.
 template <typename T>
-class Int8Rows : public Split {
- public:
-  using Weight = int8_t;
-  static constexpr bool kIsInt8 = true;
-  static constexpr bool kTakesFew = kWidth >= 8 && !kHasTiles, kInGroups = !kHasTiles;
+struct Int8Rows : QuantizedRows {
+  static constexpr bool kIsInt8 = true, kTakesFew = false, kInGroups = true;
   using ThreadState = TileState;
-  template <int NV>
-  static constexpr int kFeaturesPerTask = kBlockFeatures<NV>;
+  template <int>
+  static constexpr int kFeaturesPerTask = kQuantTile;
 
   static int64_t packed_bytes(int64_t rows, int64_t in) {
-    return QuantizedRows(rows, Split(rows, kTakesFew).all_lanes(), in).size() * int64_t(sizeof(uint32_t));
+    return QuantizedRows(rows, in).size() * int64_t(sizeof(uint32_t));
   }
 
-  Int8Rows(const T* x, int64_t rows, int64_t in, uint64_t product)
-      : Split(rows, kTakesFew), in_(in), rows_(rows, all_lanes(), in) {
+  Int8Rows(const T* x, int64_t rows, int64_t in, uint64_t product) : QuantizedRows(rows, in) {
     static thread_local PackedRows mine;
-    rows_.place(mine.buffer.reserve(rows_.size()));
-    if (!mine.begins(product)) return;
-    rows_.round(x);
-    for (int64_t g = 0; g < groups; ++g) rows_.transpose(g * kMostRows, kMostRows, kMostRows);
-    if (in_lanes > 0) rows_.transpose(groups * kMostRows, in_lanes, lanes);
+    place(mine.buffer.reserve(size()));
+    if (mine.begins(product)) round(x, in);
   }
-
-  template <int NV>
-  void multiply_lanes(int64_t group, const int8_t* weight, int64_t live, float* sums) const {
-    const auto lanes = rows_.lanes_from(group * kMostRows);
-#if DFLASH_TILES
-    choose_block<NV>(live, [&](auto tile) { multiply_int8_block<NV, tile>(lanes, in_, weight, live, sums); });
-#else
-    multiply_int8_in_lanes<NV>(lanes, in_, weight, live, sums);
-#endif
-  }
-
-#if defined(__AVX2__) && !DFLASH_TILES
-  template <int ROWS>
-  void multiply_few_rows(int64_t row, int64_t n, const int8_t* weight, int64_t live, float* sums) const {
-    multiply_few_int8<ROWS>(rows_, all_in_lanes() + row, n, in_, weight, live, sums);
-  }
-#endif
-
- private:
-  int64_t in_;
-  QuantizedRows rows_;
 };
 
 // The cost of one output feature for `rows` rows, in multiply-adds.
@@ -193,16 +164,16 @@ static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t si
 }
 
 // One tile of a part: `live` features from `first`, for all rows.
-template <typename T, int NV, typename R>
-static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, int64_t in, int64_t first,
+template <int NV, typename T>
+static void one_tile(const Rows<T>& rows, int64_t first_row, const LinearPart& part, int64_t in, int64_t first,
                      int64_t live) {
+  using R = Rows<T>;
   // 1. Skip the rows that the part does not compute
   const int64_t skip = part.first_row > first_row ? part.first_row - first_row : 0;
   if (skip >= rows.count) return;
-  const auto* weight = static_cast<const typename R::Weight*>(part.weight.values) + first * in;
+  const auto* weight = static_cast<const T*>(part.weight.values) + first * in;
   const auto finish_at = [&](int64_t at) {
-    return Finish(part.weight.scales ? part.weight.scales + first + at : nullptr,
-                  part.bias ? static_cast<const T*>(part.bias) + first + at : nullptr, least(kTile, live - at));
+    return Finish(part.bias ? static_cast<const T*>(part.bias) + first + at : nullptr, least(kTile, live - at));
   };
   // row `row` of the result, at feature `at` of the tile
   const auto store = [&](int64_t row, int64_t at, const auto& store_to) {
@@ -244,6 +215,36 @@ static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, i
     }
 }
 
+template <int, typename T>
+static void one_tile(const Int8Rows<T>& rows, int64_t first_row, const LinearPart& part, int64_t in, int64_t first,
+                     int64_t live) {
+  // 1. The tile, padded if it is not whole, and what finishes its features
+  const auto* weight = static_cast<const uint8_t*>(part.weight.values) + first * in;
+  if (live < kQuantTile || in % kQuantGroup) {
+    static thread_local Buffer<uint8_t> buffer;
+    uint8_t* padded = buffer.reserve(rows.groups * kInt8Group);
+    copy_int8_tile(weight, in, live, padded);
+    weight = padded;
+  }
+  alignas(64) float scales[kQuantTile] = {}, bias[kQuantTile] = {};
+  for (int64_t i = 0; i < live; ++i) {
+    scales[i] = part.weight.scales[first + i];
+    if (part.bias) bias[i] = to_float(static_cast<const T*>(part.bias)[first + i]);
+  }
+  // 2. Its products with the rows that the part computes
+  const int64_t skip = most(0, part.first_row - first_row);
+  const auto multiply = [&](auto* out) {
+    for (int64_t row = skip / kInt8Rows * kInt8Rows; row < rows.rows; row += kInt8Rows) {
+      alignas(64) float sums[kInt8Rows * kQuantTile];
+      multiply_int8(rows.block(row), rows.groups, weight, sums);
+      for (int64_t r = most(row, skip); r < least(row + kInt8Rows, rows.rows); ++r)
+        finish_int8(sums + (r - row) * kQuantTile, scales, part.bias ? bias : nullptr, live,
+                    out + (first_row + r - part.first_row) * part.out_stride + first);
+    }
+  };
+  part.wide ? multiply(static_cast<float*>(part.out)) : multiply(static_cast<T*>(part.out));
+}
+
 template <typename T, int NV, typename R>
 static void run_tiles(const T* x, int64_t rows, int64_t first_row, const LinearPart* parts, int num_parts, int64_t in,
                       int threads) {
@@ -251,7 +252,7 @@ static void run_tiles(const T* x, int64_t rows, int64_t first_row, const LinearP
   const auto run = [&](const auto& make) {
     over_tiles<R>(parts, num_parts, R::template kFeaturesPerTask<NV>, products_of(rows, in), threads, make,
                   [&](const R& packed, const LinearPart& part, int64_t first, int64_t live) {
-                    one_tile<T, NV>(packed, first_row, part, in, first, live);
+                    one_tile<NV>(packed, first_row, part, in, first, live);
                   });
   };
   const auto pack = [&] { return R(x, rows, in, product); };
@@ -269,12 +270,13 @@ static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* 
   const int64_t groups = R::kInGroups ? most(1, kOwnRows / R::packed_bytes(kMostRows, in)) : 1;
   for (int64_t first = 0, n; first < count; first += n) {
     n = least(kMostRows * groups, count - first);
-    const int64_t vecs = Split(n, R::kTakesFew).lanes / kWidth;
+    const int64_t vecs = R::kIsInt8 ? 0 : Split(n, R::kTakesFew).lanes / kWidth;
+    constexpr int kMost = R::kIsInt8 ? 0 : kMaxVecs;
     const auto run = vecs == 0   ? run_tiles<T, 0, R>
-                     : vecs == 1 ? run_tiles<T, 1, R>
-                     : vecs == 2 ? run_tiles<T, 2, R>
-                     : vecs == 3 ? run_tiles<T, least(3, kMaxVecs), R>
-                                 : run_tiles<T, kMaxVecs, R>;
+                     : vecs == 1 ? run_tiles<T, least(1, kMost), R>
+                     : vecs == 2 ? run_tiles<T, least(2, kMost), R>
+                     : vecs == 3 ? run_tiles<T, least(3, kMost), R>
+                                 : run_tiles<T, kMost, R>;
     run(x + first * in, n, first, parts, num_parts, in, threads);
   }
 }

@@ -72,11 +72,11 @@ static inline void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
 }
 
-// Words of four int8, sums of int32.
+// Words of four bytes, those of A with a sign and those of B without; sums of int32.
 template <int SUMS, int A, int B>
 static inline void tile_multiply_int8() {
   static_assert(kAreDistinct<SUMS, A, B>);
-  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
 }
 #endif
 
@@ -175,10 +175,7 @@ static inline void add_tile_products(const T* weight, int64_t in, int64_t live, 
     }
     unroll<NV>([&](auto v) {
       if constexpr (f == 0) tile_load<B::rows(v)>(packed + v * kWidth, NV * kWidth * sizeof(uint32_t));
-      if constexpr (sizeof(T) == 1)
-        tile_multiply_int8<B::sums(f, v), B::weights(f), B::rows(v)>();
-      else
-        tile_multiply<B::sums(f, v), B::weights(f), B::rows(v)>();
+      tile_multiply<B::sums(f, v), B::weights(f), B::rows(v)>();
     });
   });
 }

@@ -1,354 +1,262 @@
 // The products of linear.cpp with int8 weights: rows of x in 8 bits too, so that the sums are of integers.
 //
-// Of a row, 256 elements at a time share a scale, the 127th part of their largest magnitude, and are rounded to whole
-// multiples of it. The sum of such a group is exact, whatever the instructions and their order; it is multiplied by the
-// scale, rounded, and added to those of the groups before it. So the bits of a result are the same with every
+// Of a row, kQuantGroup elements at a time share a scale, the 127th part of their largest magnitude, and are rounded to
+// whole multiples of it. The sum of such a group is exact, whatever the instructions and their order; it is multiplied
+// by the scale, rounded, and added to those of the groups before it. So the bits of a result are the same with every
 // instruction set, and depend on the row and the weights alone.
 //
-// What is multiplied at once is a word of four bytes (vpdpbusd, AMX), elsewhere a pair of 16-bit integers. vpdpbusd
-// takes one operand without a sign: weights are shifted by 128, and sums start at what that adds.
+// Weights are copies of our own (Int8Weight), in one order for all instruction sets: of a tile of 16 features the words
+// of four elements alternate, and 128 is added to each. So vectors hold features, one word of a row is broadcast to
+// all, and a tile is read from its first byte to its last. vpdpbusd and AMX multiply a word at once, its weights
+// without a sign; elsewhere its even and its odd elements are pairs of 16-bit integers. Sums start at what 128 adds.
 #pragma once
 #include "cpu/linear/linear_amx.h"
 
 DFLASH_NAMESPACE_BEGIN
 
+constexpr int kInt8Vecs = kQuantTile / kWidth;            // of a tile
+constexpr int kInt8Words = kQuantGroup / 4;               // of a group
+constexpr int64_t kInt8Group = kQuantGroup * kQuantTile;  // bytes of a tile's group
+constexpr int64_t kInt8Ahead = 8192, kInt8Soon = 1024;    // bytes: weights are in the L2 and L1 cache so early
+constexpr int kShift = 128;
 #if DFLASH_TILES || defined(__AVX512VNNI__)
-typedef int8_t Quantized;
+constexpr int kWordParts = 1;
 #else
-typedef int16_t Quantized;
+constexpr int kWordParts = 2;  // a group has its words' even elements in 16 bits, then the odd ones
 #endif
-constexpr int64_t kInt8Each = sizeof(uint32_t) / sizeof(Quantized);  // elements in a word
-constexpr int64_t kInt8Words = kQuantGroup / kInt8Each;              // of a group
-constexpr int64_t kInt8Stride = kInt8Words + kGroup;                 // as kSegmentStride
-constexpr int64_t kInt8Ahead = 2 * kQuantGroup;                      // elements: weights are requested that long before
-typedef Quantized QuantizedVec __attribute__((vector_size(sizeof(Quantized) * kWidth), aligned(1), may_alias));
-typedef int8_t ByteVec __attribute__((vector_size(kInt8Each * kWidth), aligned(1), may_alias));
-typedef Quantized WordVec __attribute__((vector_size(4 * kWidth), aligned(1), may_alias));
-
-#if defined(__AVX512VNNI__) && !DFLASH_TILES
-constexpr int32_t kShift = 128;
-#else
-constexpr int32_t kShift = 0;
-#endif
+// Rows that a tile is multiplied with at once: a tile register, or as many as there are vector registers for the
+// integers and the totals of. Of two tiles with half as many rows, Zen 4 multiplies a fifth less in the same time.
+constexpr int kInt8Rows = kHasTiles ? 16 : kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;
+typedef int8_t ByteVec __attribute__((vector_size(kWidth), aligned(1), may_alias));
+typedef int16_t PairVec __attribute__((vector_size(4 * kWidth), aligned(1), may_alias));
 
 static inline IVec load_ints(const void* from) { return *static_cast<const IVec*>(from); }
 
-// The words of kWidth * kInt8Each weights.
-static inline IVec load_weights(const int8_t* from) {
-  const WordVec words = __builtin_convertvector(*reinterpret_cast<const ByteVec*>(from), WordVec);
-  return (IVec)words ^ (kShift ? int32_t(0x80808080) : 0);
-}
-
-static inline IVec add_dots(IVec weights, IVec rows, IVec sums) {
-#if defined(__AVX512VNNI__)
-  return (IVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)rows);
-#elif defined(__AVX512F__)
-  return sums + (IVec)_mm512_madd_epi16((__m512i)weights, (__m512i)rows);
-#elif defined(__AVX2__)
-  return sums + (IVec)_mm256_madd_epi16((__m256i)weights, (__m256i)rows);
+#if defined(__AVX512F__)
+static inline int32_t largest_of(IVec x) { return _mm512_reduce_max_epi32((__m512i)x); }
+static inline int32_t sum_of(IVec x) { return _mm512_reduce_add_epi32((__m512i)x); }
 #else
-  return sums + ((weights << 16) >> 16) * ((rows << 16) >> 16) + (weights >> 16) * (rows >> 16);
-#endif
+static inline int32_t largest_of(IVec x) {
+  int32_t largest = x[0];
+  for (int i = 1; i < kWidth; ++i) largest = x[i] > largest ? x[i] : largest;
+  return largest;
 }
-
-// Rounds a group of a row, `live` elements and zeros, to multiples of its scale. Returns the scale: NaN if not all
-// elements are finite, and zero if all are too small to divide by.
-template <typename T>
-static float quantize_group(const T* from, int64_t live, Quantized* to) {
-  alignas(64) T group[kQuantGroup] = {};
-  std::memcpy(group, from, least(live, kQuantGroup) * sizeof(T));
-  IVec most{};  // as integers, which orders magnitudes, NaN last
-  for (int64_t k = 0; k < kQuantGroup; k += kWidth) {
-    const Vec x = load(group + k);
-    const IVec magnitude = (IVec)x & 0x7fffffff;
-    most = magnitude > most ? magnitude : most;
-  }
-  int32_t bits = 0;
-  for (int i = 0; i < kWidth; ++i) bits = most[i] > bits ? most[i] : bits;
-  float top;
-  std::memcpy(&top, &bits, sizeof(top));
-  const bool is_finite = bits < 0x7f800000;
-  const float inverse = is_finite && top > 1e-30f ? 127.0f / top : 0.0f;
-  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  for (int64_t k = 0; k < kQuantGroup; k += kWidth) {
-    const Vec scaled = is_finite ? load(group + k) * inverse + magic : magic;
-    const IVec whole = (IVec)scaled - (IVec)magic;
-    *reinterpret_cast<QuantizedVec*>(to + k) = __builtin_convertvector(whole, QuantizedVec);
-  }
-  return is_finite ? (inverse > 0 ? top / 127.0f : 0.0f) : __builtin_nanf("");
-}
-
-static inline int32_t sum_group(const Quantized* group) {
+static inline int32_t sum_of(IVec x) {
   int32_t sum = 0;
-  for (int64_t k = 0; k < kQuantGroup; ++k) sum += group[k];
+  for (int i = 0; i < kWidth; ++i) sum += x[i];
   return sum;
 }
+#endif
 
-// Rows in 8 bits. Those in lanes are also transposed, as many at once as are multiplied at once: words [groups *
-// kInt8Words, lanes], scales and starts [groups, lanes].
+// Rows in 8 bits, padded with zeros to whole groups. Those that are multiplied at once make up a block: the first group
+// of each row, then the second of each.
 struct QuantizedRows {
-  int64_t rows, all_lanes, in, groups;
-  int64_t stride;                 // words from a row to the next
-  uint32_t *words, *packed;       // [rows, stride], [all_lanes * groups * kInt8Words]
-  float *scales, *packed_scales;  // [rows, groups], [all_lanes * groups]
-  int32_t *starts, *packed_starts;
-
-  // What is transposed of some rows.
-  struct Lanes {
-    uint32_t* words;
-    float* scales;
-    int32_t* starts;
+  // A block of rows. With AMX all blocks have kInt8Rows, some of them undefined.
+  struct Block {
+    int64_t rows;
+    uint32_t* words;  // [groups, rows, kInt8Words * kWordParts]
+    float* scales;    // [groups, rows]: NaN where not all elements are finite
+    int32_t* starts;  // [groups, rows]: minus what the shift of the weights adds to the sum
   };
 
-  QuantizedRows(int64_t rows, int64_t all_lanes, int64_t in)
-      : rows(rows), all_lanes(all_lanes), in(in), groups(ceil_div(in, kQuantGroup)) {
-    stride = groups * kInt8Words + 32;
+  int64_t rows, padded, groups;
+  uint32_t* words;
+  float* scales;
+  int32_t* starts;
+
+  QuantizedRows(int64_t rows, int64_t in) : rows(rows), groups(ceil_div(in, kQuantGroup)) {
+    padded = kHasTiles ? ceil_div(rows, kInt8Rows) * kInt8Rows : rows;
   }
 
   // The words of memory that it takes.
-  int64_t size() const { return rows * stride + all_lanes * groups * kInt8Words + 2 * groups * (rows + all_lanes); }
+  int64_t size() const { return padded * groups * (kInt8Words * kWordParts + 2); }
 
   void place(uint32_t* memory) {
-    packed = memory;  // whole lines: it is first, where the memory begins with one
-    words = packed + all_lanes * groups * kInt8Words;
-    packed_scales = reinterpret_cast<float*>(words + rows * stride);
-    packed_starts = reinterpret_cast<int32_t*>(packed_scales + groups * all_lanes);
-    scales = reinterpret_cast<float*>(packed_starts + groups * all_lanes);
-    starts = reinterpret_cast<int32_t*>(scales + groups * rows);
+    words = memory;
+    scales = reinterpret_cast<float*>(words + padded * groups * kInt8Words * kWordParts);
+    starts = reinterpret_cast<int32_t*>(scales + padded * groups);
   }
 
-  // Those that begin with the row of this number.
-  Lanes lanes_from(int64_t first) const {
-    return {packed + first * groups * kInt8Words, packed_scales + first * groups, packed_starts + first * groups};
+  // That of this row, which is its first.
+  Block block(int64_t row) const {
+    const int64_t at = row * groups;
+    return {least(kInt8Rows, padded - row), words + at * kInt8Words * kWordParts, scales + at, starts + at};
   }
 
-  // Rounds rows of x.
   template <typename T>
-  void round(const T* x) {
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t g = 0; g < groups; ++g) {
-        auto* to = reinterpret_cast<Quantized*>(words + r * stride + g * kInt8Words);
-        scales[r * groups + g] = quantize_group(x + r * in + g * kQuantGroup, in - g * kQuantGroup, to);
-        starts[r * groups + g] = kShift ? -kShift * sum_group(to) : 0;
+  void round(const T* x, int64_t in) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const Block to = block(r / kInt8Rows * kInt8Rows);
+      for (int64_t g = 0, k = 0, at = r % kInt8Rows; g < groups; ++g, k += kQuantGroup, at += to.rows) {
+        const T* from = x + r * in + k;
+        T some[kQuantGroup];
+        if (in - k < kQuantGroup) {
+          std::memset(some, 0, sizeof(some));
+          from = static_cast<const T*>(std::memcpy(some, from, (in - k) * sizeof(T)));
+        }
+        round_group(from, to.words + at * kInt8Words * kWordParts, to.scales[at], to.starts[at]);
       }
+    }
   }
 
-  // Transposes `count` rows from `first`; lanes after them are zero.
-  void transpose(int64_t first, int64_t count, int64_t lanes) {
-    const Lanes to = lanes_from(first);
-    transpose_rows(count, groups * kInt8Words, lanes, reinterpret_cast<float*>(to.words),
-                   [&](int64_t r, int64_t k) { return (Vec)load_ints(words + (first + r) * stride + k); });
-    for (int64_t g = 0; g < groups; ++g)
-      for (int64_t r = 0; r < lanes; ++r) {
-        to.scales[g * lanes + r] = r < count ? scales[(first + r) * groups + g] : 0.0f;
-        to.starts[g * lanes + r] = r < count ? starts[(first + r) * groups + g] : 0;
-      }
+ private:
+  // The scale is zero if all elements are too small to divide by.
+  template <typename T>
+  static void round_group(const T* from, uint32_t* to, float& scale, int32_t& start) {
+    IVec most{};  // as integers, which orders magnitudes, NaN last
+    for (int k = 0; k < kQuantGroup; k += kWidth) {
+      const IVec magnitude = (IVec)load(from + k) & 0x7fffffff;
+      most = magnitude > most ? magnitude : most;
+    }
+    const int32_t bits = largest_of(most);
+    float top;
+    std::memcpy(&top, &bits, sizeof(top));
+    const bool is_finite = bits < 0x7f800000;
+    const float inverse = is_finite && top > 1e-30f ? 127.0f / top : 0.0f;
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    alignas(64) int8_t own[kQuantGroup];
+    int8_t* bytes = kWordParts == 1 ? reinterpret_cast<int8_t*>(to) : own;
+    IVec sum{};
+    for (int k = 0; k < kQuantGroup; k += kWidth) {
+      const Vec scaled = is_finite ? load(from + k) * inverse + magic : magic;
+      const IVec whole = (IVec)scaled - (IVec)magic;
+      sum += whole;
+      *reinterpret_cast<ByteVec*>(bytes + k) = __builtin_convertvector(whole, ByteVec);
+    }
+    for (int k = 0; kWordParts == 2 && k < kInt8Words; k += kWidth) {
+      const PairVec pairs = *reinterpret_cast<const PairVec*>(bytes + 4 * k);
+      *reinterpret_cast<PairVec*>(to + k) = (pairs << 8) >> 8;
+      *reinterpret_cast<PairVec*>(to + kInt8Words + k) = pairs >> 8;
+    }
+    start = -kShift * sum_of(sum);
+    scale = is_finite ? (inverse > 0 ? top / 127.0f : 0.0f) : __builtin_nanf("");
   }
 };
 
-// Words of a group of a tile's rows, of which `left` elements exist; past the end of the matrix its last row again,
-// whose sums are dropped.
-static inline void copy_group(const int8_t* weight, int64_t in, int64_t live, int64_t left, uint32_t* copied) {
-  for (int i = 0; i < kTile; ++i) {
-    const int8_t* from = weight + least(i, live - 1) * in;
-    int8_t some[kQuantGroup] = {};
-    if (left < kQuantGroup) from = static_cast<const int8_t*>(std::memcpy(some, from, left));
-#pragma GCC unroll 8
-    for (int64_t k = 0; k < kInt8Words; k += kWidth)
-      *reinterpret_cast<IVec*>(copied + i * kInt8Stride + k) = load_weights(from + k * kInt8Each);
-  }
+// to [groups of kInt8Group] = a tile of `live` features and `in` elements, padded with zeros
+static inline void copy_int8_tile(const uint8_t* tile, int64_t in, int64_t live, uint8_t* to) {
+  std::memset(to, 0, ceil_div(in, kQuantGroup) * kInt8Group);
+  for (int64_t k = 0; k < in; k += 4, to += 4 * kQuantTile)
+    for (int64_t f = 0, each = least(4, in - k); f < live; ++f, tile += each) std::memcpy(to + 4 * f, tile, each);
 }
 
-// sums [TILE, NV vectors] += copied [TILE, words] packed [words, NV vectors], of one group. Meanwhile one at `next`
-// comes from memory.
-template <int NV, int TILE>
-__attribute__((noinline)) static void multiply_group(const uint32_t* copied, const uint32_t* packed, int64_t words,
-                                                     const float* scales, const int32_t* starts, float* sums,
-                                                     const int8_t* next, int64_t in) {
-  IVec acc[TILE][NV];
-#pragma GCC unroll 32
-  for (int i = 0; i < TILE; ++i)
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) acc[i][v] = load_ints(starts + v * kWidth);
-  for (int64_t k = 0; k < words; k += kGroup) {
-#pragma GCC unroll 8
-    for (int i = 0; i < TILE; ++i) __builtin_prefetch(next + k * kInt8Each + i * in, 0, 2);
-#pragma GCC unroll 4
-    for (int64_t j = k; j < k + kGroup; ++j) {
-      IVec x[NV];
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) x[v] = load_ints(packed + (j * NV + v) * kWidth);
-#pragma GCC unroll 32
-      for (int i = 0; i < TILE; ++i) {
-        const IVec w = IVec{} + int32_t(copied[i * kInt8Stride + j]);
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) acc[i][v] = add_dots(w, x[v], acc[i][v]);
-      }
-    }
-  }
-#pragma GCC unroll 32
-  for (int i = 0; i < TILE; ++i)
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) {
-      float* at = sums + (i * NV + v) * kWidth;
-      store(at, load(at) + __builtin_convertvector(acc[i][v], Vec) * load(scales + v * kWidth));
-    }
-}
-
-// sums [kTile, NV vectors of rows] of `live` features
-template <int NV>
-static void multiply_int8_in_lanes(const QuantizedRows::Lanes& rows, int64_t in, const int8_t* weight, int64_t live,
-                                   float* sums) {
-  constexpr int64_t lanes = NV * kWidth;
-  alignas(64) uint32_t copied[kTile * kInt8Stride];
-  std::memset(sums, 0, kTile * lanes * sizeof(float));
-  for (int64_t g = 0; g * kQuantGroup < in; ++g) {
-    const int64_t k = g * kQuantGroup, left = least(kQuantGroup, in - k);
-    const int64_t words = (left + kGroup * kInt8Each - 1) / (kGroup * kInt8Each) * kGroup;
-    copy_group(weight + k, in, live, left, copied);
-    const int8_t* next = weight + element_ahead(in, k + kInt8Ahead, kTile);
-    for (int i = 0; i < kTile; i += kAtOnce<NV>)
-      multiply_group<NV, kAtOnce<NV>>(copied + i * kInt8Stride, rows.words + g * kInt8Words * lanes, words,
-                                      rows.scales + g * lanes, rows.starts + g * lanes, sums + i * lanes, next + i * in,
-                                      in);
-  }
+static inline Vec add_group(Vec total, IVec sum, float scale) {
+  return total + __builtin_convertvector(sum, Vec) * scale;
 }
 
 #if DFLASH_TILES
-// The same on AMX tiles, as linear_amx.h multiplies bf16: a group's sums leave the tiles after each group, for its
-// scale.
-template <int NV, int TILE>
-static void multiply_int8_block(const QuantizedRows::Lanes& rows, int64_t in, const int8_t* weight, int64_t live,
-                                float* sums) {
-  constexpr int64_t lanes = NV * kWidth;
-  alignas(64) int32_t whole[TILE * lanes];
-  std::memset(sums, 0, TILE * lanes * sizeof(float));
-  for (int64_t g = 0; g * kQuantGroup < in; ++g) {
-    zero_sums<NV, TILE>();
-    for (int64_t k = g * kQuantGroup; k < least(in, (g + 1) * kQuantGroup); k += kTileBytes) {
-      prefetch_weights<TILE>(weight, in, k, kInt8Ahead);
-      add_tile_products<int8_t, NV, TILE>(weight + k, in, live, in - k, rows.words + k / kInt8Each * lanes);
-    }
-    store_sums<NV, TILE>(whole);
-    for (int64_t i = 0; i < TILE; ++i)
-      for (int64_t at = i * lanes, v = 0; v < NV; ++v, at += kWidth)
-        store(sums + at, load(sums + at) + __builtin_convertvector(load_ints(whole + at), Vec) *
-                                               load(rows.scales + g * lanes + v * kWidth));
+// sums [kInt8Rows, kQuantTile] of a block and a whole tile. On AMX tiles a group of the rows is one operand and a group
+// of weights the other, and its sums leave the registers after each group, for the scales.
+static void multiply_int8(const QuantizedRows::Block& rows, int64_t groups, const uint8_t* tile, float* sums) {
+  constexpr int kAtOnce = 4;  // groups
+  static_assert(kInt8Words == kTileWords && kQuantTile == kTileRows && kInt8Rows == kTileRows);
+  alignas(64) int32_t whole[kAtOnce][kInt8Rows * kQuantTile];
+  std::memset(sums, 0, kInt8Rows * kQuantTile * sizeof(float));
+  for (int64_t g = 0; g < groups; g += kAtOnce) {
+    const int64_t count = least(kAtOnce, groups - g);
+    unroll<kAtOnce>([&](auto i) {
+      constexpr int kRows = 4 + i % 2, kWeights = 6 + i % 2;
+      if (i >= count) return;
+      const uint8_t* weights = tile + (g + i) * kInt8Group;
+      for (int line = 0; line < kTileRows; ++line) __builtin_prefetch(weights + kInt8Soon + line * kTileBytes);
+      tile_zero<i>();
+      tile_load<kRows>(rows.words + (g + i) * kInt8Rows * kInt8Words, kTileBytes);
+      tile_stream<kWeights>(weights, kTileBytes);
+      tile_multiply_int8<i, kRows, kWeights>();
+      tile_store<i>(whole[i], kTileBytes);
+    });
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t r = 0, at = (g + i) * kInt8Rows; r < kInt8Rows; ++r, ++at) {
+        float* sum = sums + r * kQuantTile;
+        store(sum, add_group(load(sum), load_ints(whole[i] + r * kQuantTile) + rows.starts[at], rows.scales[at]));
+      }
   }
 }
-#elif defined(__AVX512F__)
-// total + scale * (the four chains + start)
-static inline __m128 add_group(IVec chains, __m128i start, __m128 scale, __m128 total) {
-  const __m512i all = (__m512i)chains;
-  const __m128i low = _mm_add_epi32(_mm512_extracti32x4_epi32(all, 0), _mm512_extracti32x4_epi32(all, 1)),
-                high = _mm_add_epi32(_mm512_extracti32x4_epi32(all, 2), _mm512_extracti32x4_epi32(all, 3));
-  const __m128i sum = _mm_add_epi32(_mm_add_epi32(low, high), start);
-  return _mm_add_ps(total, _mm_mul_ps(_mm_cvtepi32_ps(sum), scale));
+#else
+// sum + the products of a word of kWidth features with a row's, which is in kWordParts vectors
+static inline IVec add_words(IVec weights, const IVec (&row)[kWordParts], IVec sum) {
+#if defined(__AVX512VNNI__)
+  return (IVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)row[0]);
+#else
+  const IVec even = weights & 0x00ff00ff, odd = (weights >> 8) & 0x00ff00ff;
+#if defined(__AVX512F__)
+  return sum + ((IVec)_mm512_madd_epi16((__m512i)even, (__m512i)row[0]) +
+                (IVec)_mm512_madd_epi16((__m512i)odd, (__m512i)row[1]));
+#elif defined(__AVX2__)
+  return sum + ((IVec)_mm256_madd_epi16((__m256i)even, (__m256i)row[0]) +
+                (IVec)_mm256_madd_epi16((__m256i)odd, (__m256i)row[1]));
+#elif defined(__SSE2__)
+  return sum +
+         ((IVec)_mm_madd_epi16((__m128i)even, (__m128i)row[0]) + (IVec)_mm_madd_epi16((__m128i)odd, (__m128i)row[1]));
+#else
+  const auto dots = [](IVec a, IVec b) { return (a & 0xffff) * ((b << 16) >> 16) + (a >> 16) * (b >> 16); };
+  return sum + dots(even, row[0]) + dots(odd, row[1]);
+#endif
+#endif
 }
 
-// sums [ROWS, kTile] of `count` rows from `first`, as multiply_few
+// sums [ROWS, kQuantTile] of a block of so many rows and a whole tile
 template <int ROWS>
-static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t count, int64_t in, const int8_t* weight,
-                              int64_t live, float* sums) {
-  constexpr int64_t kElements = kGroup * kInt8Each;
-  int64_t row[ROWS];
-  for (int r = 0; r < ROWS; ++r) row[r] = first + least(r, count - 1);
-  const RowStarts<int8_t> tile(weight, in, live);
-  IVec acc[ROWS][kFours];
-  __m128 totals[ROWS][kFours] = {};
-  // 1. 16 words of all features, with all rows
-  const auto block = [&](int64_t k, const auto& load) {
-    Vec weights[kFours][4], each[4];
-    load_quarters(tile, k, element_ahead(in, k + kInt8Ahead, kTile), load, weights);
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-      spread_quarters((Vec)load_ints(rows.words + row[r] * rows.stride + k / kInt8Each), each);
-#pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c)
-#pragma GCC unroll 4
-        for (int f = 0; f < kFours; ++f) acc[r][f] = add_dots((IVec)weights[f][c], (IVec)each[c], acc[r][f]);
-    }
-  };
-  // 2. Groups, each summed from zero
-  for (int64_t g = 0; g < rows.groups; ++g) {
+__attribute__((noinline)) static void multiply_int8_rows(const QuantizedRows::Block& rows, int64_t groups,
+                                                         const uint8_t* tile, float* sums) {
+  constexpr int kRow = kInt8Words * kWordParts;  // words of a row's group
+  const uint32_t* words = rows.words;
+  Vec total[ROWS][kInt8Vecs] = {};
+  for (int64_t g = 0; g < groups; ++g, words += ROWS * kRow - kInt8Words) {
+    const float* scales = rows.scales + g * ROWS;
+    const int32_t* starts = rows.starts + g * ROWS;
+    IVec sum[ROWS][kInt8Vecs];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-      for (int f = 0; f < kFours; ++f) acc[r][f] = IVec{};
-    int64_t k = g * kQuantGroup;
-    const int64_t end = least(in, k + kQuantGroup);
-    for (; k + kElements <= end; k += kElements) block(k, [](const int8_t* from) { return (Vec)load_weights(from); });
-    if (k < end)
-      block(k, [&](const int8_t* from) {
-        int8_t some[kElements] = {};
-        std::memcpy(some, from, end - k);
-        return (Vec)load_weights(some);
-      });
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-      const __m128 scale = _mm_set1_ps(rows.scales[row[r] * rows.groups + g]);
-      const __m128i start = _mm_set1_epi32(rows.starts[row[r] * rows.groups + g]);
+      for (int v = 0; v < kInt8Vecs; ++v) sum[r][v] = IVec{} + starts[r];
 #pragma GCC unroll 4
-      for (int f = 0; f < kFours; ++f) totals[r][f] = add_group(acc[r][f], start, scale, totals[r][f]);
+    for (int k = 0; k < kInt8Words; ++k, ++words, tile += 4 * kQuantTile) {
+      __builtin_prefetch(tile + kInt8Ahead, 0, 2);
+      __builtin_prefetch(tile + kInt8Soon);
+      IVec weights[kInt8Vecs];
+#pragma GCC unroll 4
+      for (int v = 0; v < kInt8Vecs; ++v) weights[v] = load_ints(tile + v * 4 * kWidth);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) {
+        IVec row[kWordParts];
+#pragma GCC unroll 2
+        for (int p = 0; p < kWordParts; ++p) row[p] = IVec{} + int32_t(words[r * kRow + p * kInt8Words]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kInt8Vecs; ++v) sum[r][v] = add_words(weights[v], row, sum[r][v]);
+      }
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kInt8Vecs; ++v) total[r][v] = add_group(total[r][v], sum[r][v], scales[r]);
   }
-  store_totals(totals, sums);
-}
-#elif defined(__AVX2__)
-// The sums of four vectors.
-static inline __m128i sums_of(const IVec* four) {
-  const __m256i pairs = _mm256_hadd_epi32(_mm256_hadd_epi32((__m256i)four[0], (__m256i)four[1]),
-                                          _mm256_hadd_epi32((__m256i)four[2], (__m256i)four[3]));
-  return _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kInt8Vecs; ++v) store(sums + r * kQuantTile + v * kWidth, total[r][v]);
 }
 
-// sums [ROWS, kTile] of `count` rows from `first`, as multiply_few; two rows at once.
-template <int ROWS>
-static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t count, int64_t in, const int8_t* weight,
-                              int64_t live, float* sums) {
-  if constexpr (ROWS > 2) {
-    multiply_few_int8<2>(rows, first, 2, in, weight, live, sums);
-    multiply_few_int8<ROWS - 2>(rows, first + 2, most(1, count - 2), in, weight, live, sums + 2 * kTile);
-  } else {
-    constexpr int64_t kElements = kWidth * kInt8Each;
-    const RowStarts<int8_t> tile(weight, in, live);
-    for (int four = 0; four < kTile; four += 4) {
-      __m128 totals[ROWS] = {};
-      for (int64_t g = 0; g < rows.groups; ++g) {
-        // 1. The sums of a group, of four features with all rows
-        IVec acc[ROWS][4] = {};
-        const auto block = [&](int64_t k, const auto& weights_at) {
-          const int64_t next = element_ahead(in, k + kInt8Ahead, kTile);
-          IVec x[ROWS];
-          for (int r = 0; r < ROWS; ++r)
-            x[r] = load_ints(rows.words + (first + least(r, count - 1)) * rows.stride + k / kInt8Each);
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; ++i) {
-            const int8_t* from = tile.at[four + i];
-            const IVec w = weights_at(from + k);
-            __builtin_prefetch(from + next);
-            for (int r = 0; r < ROWS; ++r) acc[r][i] = add_dots(w, x[r], acc[r][i]);
-          }
-        };
-        int64_t k = g * kQuantGroup;
-        const int64_t end = least(in, k + kQuantGroup);
-        for (; k + kElements <= end; k += kElements) block(k, [](const int8_t* from) { return load_weights(from); });
-        if (k < end)
-          block(k, [&](const int8_t* from) {
-            int8_t some[kElements] = {};
-            std::memcpy(some, from, end - k);
-            return load_weights(some);
-          });
-        // 2. Add them to the totals, times the scale
-        for (int r = 0; r < ROWS; ++r) {
-          const __m128 scale = _mm_set1_ps(rows.scales[(first + least(r, count - 1)) * rows.groups + g]);
-          totals[r] = _mm_add_ps(totals[r], _mm_mul_ps(_mm_cvtepi32_ps(sums_of(acc[r])), scale));
-        }
-      }
-      for (int r = 0; r < ROWS; ++r) _mm_storeu_ps(sums + r * kTile + four, totals[r]);
-    }
-  }
+template <int ROWS = kInt8Rows>
+static void multiply_int8(const QuantizedRows::Block& rows, int64_t groups, const uint8_t* tile, float* sums) {
+  if constexpr (ROWS > 1)
+    if (rows.rows < ROWS) return multiply_int8<ROWS - 1>(rows, groups, tile, sums);
+  multiply_int8_rows<ROWS>(rows, groups, tile, sums);
 }
 #endif
+
+// out [live] = the sums of a row and a tile, times the features' scales, plus their bias if there is one
+template <typename Out>
+static inline void finish_int8(const float* sums, const float* scales, const float* bias, int64_t live, Out* out) {
+  Out rounded[kQuantTile];
+  for (int i = 0; i < kQuantTile; i += kWidth) {
+    const Vec scaled = load(sums + i) * load(scales + i);
+    store(rounded + i, bias ? scaled + load(bias + i) : scaled);
+  }
+  if (live == kQuantTile)
+    std::memcpy(out, rounded, sizeof(rounded));
+  else
+    std::memcpy(out, rounded, live * sizeof(Out));
+}
 
 DFLASH_NAMESPACE_END

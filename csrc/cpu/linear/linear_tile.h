@@ -232,20 +232,17 @@ static void multiply_in_lanes(const Word<T>* packed, int64_t in, const T* weight
 
 // What becomes of the sums of a tile's features.
 struct Finish {
-  alignas(64) float scales[2 * kTile], bias[2 * kTile];  // as many as store_features loads
-  bool scaled, biased;
+  alignas(64) float bias[2 * kTile];  // as many as store_features loads
+  bool biased;
 
   template <typename T>
-  Finish(const float* scale, const T* add, int64_t live) : scaled(scale), biased(add) {
-    if (scaled)
-      for (int64_t i = 0; i < live; ++i) scales[i] = scale[i];
+  Finish(const T* add, int64_t live) : biased(add) {
     if (biased)
       for (int64_t i = 0; i < live; ++i) bias[i] = to_float(add[i]);
   }
 
   // The finished sums of feature i.
   Vec operator()(Vec sum, int i) const {
-    if (scaled) sum *= scales[i];
     if (biased) sum += bias[i];
     return sum;
   }
@@ -374,7 +371,6 @@ static inline void store_features(Out* to, const float* from, const Finish& fini
 #else
   Vec sum = load(from);
 #endif
-  if (finish.scaled) sum *= load(finish.scales);
   if (finish.biased) sum += load(finish.bias);
   Out rounded[kWidth];
   store(rounded, sum);

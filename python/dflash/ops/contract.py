@@ -6,8 +6,8 @@ A name is bound where it first stands and must be the same everywhere else; an e
 must come out; ``*`` is any size. ``batch..`` stands for any number of leading dimensions and is their product,
 ``key_dim?`` for a last dimension that may be missing, ``caches{layers}`` for a list. After the brackets:
 
-    :i64, :f32, :i8   the dtype. Without one it is the op's storage type, which the first such tensor decides.
-    :T|f32, :T|i8     the storage type or another; :any is any dtype, :float a floating one that becomes float32.
+    :i64, :f32, :u8   the dtype. Without one it is the op's storage type, which the first such tensor decides.
+    :T|f32, :T|u8     the storage type or another; :any is any dtype, :float a floating one that becomes float32.
     !                 the op writes it: it must be contiguous and share no memory with another argument.
     ~ or ~2           only the last dimension or two must be dense; without it, what is read is made contiguous.
     =                 only its rows must be dense and evenly spaced.
@@ -31,11 +31,11 @@ from torch import Tensor
 from .. import _C
 
 _TENSOR = re.compile(r"(\w+)(?:\{(\w+)\})?\[([^\]]*)\](?::([\w|]+))?([!~=\d]*)")
-_DTYPES = {"i64": torch.int64, "f32": torch.float32, "float": torch.float32, "i8": torch.int8}
-_CODES = {"any": -1, "": 0, "T": 0, "i64": 0x040, "f32": 0x220, "float": 0x220, "i8": 0x008}  # as in contract.h
+_DTYPES = {"i64": torch.int64, "f32": torch.float32, "float": torch.float32, "u8": torch.uint8}
+_CODES = {"any": -1, "": 0, "T": 0, "i64": 0x040, "f32": 0x220, "float": 0x220, "u8": 0x108}  # as in contract.h
 _OPERATIONS = (  # as in contract.h
     "constant", "slot", "has", "total_rows", "at_least", "at_most", "Not",
-    "ndim", "size", "stride", "row_stride", "itemsize", "is_float32", "is_int8",
+    "ndim", "size", "stride", "row_stride", "itemsize", "is_float32", "is_uint8",
     "Add", "Sub", "Mult", "FloorDiv", "Mod", "min", "max", "Eq", "NotEq", "Lt", "LtE", "And", "Or",
 )  # fmt: skip
 _LETTERS = {float: "f", int: "i", bool: "b", str: "o"}  # as in contract.h; all others are tensors, "t"
@@ -268,7 +268,7 @@ class Contract:
                 terms = dict.fromkeys(re.findall(r"\w+\(\w+\)|\w+", text))
                 came = {term: eval(term, env) for term in terms if term in self.slots or "(" in term}
                 came |= {term: env[term] for term in terms if isinstance(env.get(term), float)}
-                kind = TypeError if "is_int8" in text else ValueError
+                kind = TypeError if "is_uint8" in text else ValueError
                 at_layer = f"{at[:-1]}: " if at else ""
                 found = ", ".join(f"{term} = {value}" for term, value in came.items())
                 raise kind(f"{self.op}: {at_layer}{words}, got {found}")
@@ -414,7 +414,7 @@ _FUNCTIONS = {
     "row_stride": row_stride,
     "itemsize": lambda tensor: 0 if tensor is None else tensor.element_size(),
     "is_float32": lambda tensor: tensor is not None and tensor.dtype == torch.float32,
-    "is_int8": lambda tensor: tensor is not None and tensor.dtype == torch.int8,
+    "is_uint8": lambda tensor: tensor is not None and tensor.dtype == torch.uint8,
     "at_least": lambda number, bound: number >= bound,
     "at_most": lambda number, bound: number <= bound,
 }

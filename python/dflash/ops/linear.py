@@ -19,8 +19,8 @@ def _plan_linear(launch: Launcher, s: Scope) -> bool:
 
 def _plan_linears(launch: Launcher, s: Scope) -> bool:
     for i, weight in enumerate(s.weights):
-        if (weight.dtype == torch.int8) != (s.scales is not None):
-            raise TypeError(f"linears: weights[{i}] must be torch.int8 exactly where scales are given")
+        if (weight.dtype == torch.uint8) != (s.scales is not None):
+            raise TypeError(f"linears: weights[{i}] must be torch.uint8 exactly where scales are given")
         if s.biases and s.biases[i].shape[0] != len(weight):
             raise ValueError(f"linears: biases[{i}] must be [out] = [{len(weight)}], got {list(s.biases[i].shape)}")
     return _plan(launch, s, s.weights, s.biases or [None] * len(s.weights))
@@ -73,10 +73,10 @@ def _follows(first: Tensor, second: Tensor) -> bool:
 
 
 @op(
-    "x[rows.., in] weight[out_features, in]:T|i8 bias[out_features] scales[out_features]:f32",
+    "x[rows.., in] weight[out_features, in]:T|u8 bias[out_features] scales[out_features]:f32",
     "out[rows.., out_features]",
     where="ndim(x) >= 2: x must be [..., rows, in]; "
-    "is_int8(weight) == has(scales): weight must be torch.int8 exactly where scales are given",
+    "is_uint8(weight) == has(scales): weight must be torch.uint8 exactly where scales are given",
     prepare=_plan_linear,
 )
 def linear(
@@ -90,10 +90,11 @@ def linear(
 
     Args:
         x: ``[..., rows, in]``.
-        weight: ``[out, in]``, the dtype of ``x``, or int8 with ``scales``; ``bias`` is ``[out]``.
+        weight: ``[out, in]``, the dtype of ``x``, or with ``scales`` what an `Int8Weight` has packed; ``bias`` is
+            ``[out]``.
         prefetch: for CUDA: ``weight`` may be read before what is queued ahead has ended, so nothing under way may write
             it.
-        scales: ``[out]`` float32, those of an int8 weight (`Int8Weight`). The rows are rounded to 8 bits too
+        scales: ``[out]`` float32, those of the `Int8Weight`. The rows are rounded to 8 bits too
             (`round_rows`). On CPU any number of rows has the same bits with every instruction set.
 
     Returns:
@@ -102,7 +103,7 @@ def linear(
 
 
 @op(
-    "x[rows.., in] weights{count}[*, in]:T|i8 biases{biases_given}[*] scales[total_rows(weights)]:f32",
+    "x[rows.., in] weights{count}[*, in]:T|u8 biases{biases_given}[*] scales[total_rows(weights)]:f32",
     "out[rows.., total_rows(weights)]",
     where="ndim(x) >= 2: x must be [..., rows, in]; "
     f"1 <= count <= {_C.MAX_LINEAR_WEIGHTS}; biases_given == 0 or biases_given == count",
@@ -129,10 +130,10 @@ def linears(
 
 
 @op(
-    "x[rows.., in] gate[out_features, in]:T|i8 up[out_features, in]:T|i8 scales[2 * out_features]:f32",
+    "x[rows.., in] gate[out_features, in]:T|u8 up[out_features, in]:T|u8 scales[2 * out_features]:f32",
     "out[rows.., out_features]",
     where="ndim(x) >= 2: x must be [..., rows, in]; "
-    "is_int8(gate) == is_int8(up) == has(scales): gate and up must be torch.int8 exactly where scales are given",
+    "is_uint8(gate) == is_uint8(up) == has(scales): gate and up must be torch.uint8 exactly where scales are given",
     body=_swiglu,
 )
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: Tensor | None = None) -> Tensor:

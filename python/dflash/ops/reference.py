@@ -7,6 +7,7 @@ under ``FakeTensorMode`` and inside a CUDA graph. Imports torch only, and a size
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -611,6 +612,7 @@ def gather_rows_(x: Tensor, path: Tensor, out: Tensor) -> None:
 
 _AMX_INNER = 32
 _GROUP = _C.QUANT_GROUP
+_TILE = _C.QUANT_TILE
 _WIDENED = 2**22  # int8 values that are widened at a time
 
 
@@ -705,10 +707,10 @@ def separate_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows ``x [..., in]`` to 8 bits: 256 adjacent elements share a scale, a 127th of their largest magnitude.
+    """Round rows ``x [..., in]`` to 8 bits: 64 adjacent elements share a scale, a 127th of their largest magnitude.
 
     Returns:
-        ``(integers [..., groups, 256], group_scales [..., groups])``, at least fp32, zero past ``in``. The scale of a
+        ``(integers [..., groups, 64], group_scales [..., groups])``, at least fp32, zero past ``in``. The scale of a
         group that is not finite is NaN; magnitudes up to 1e-30 are zero.
     """
     wide = torch.nn.functional.pad(x.to(_compute_dtype(x)), (0, -x.shape[-1] % _GROUP)).unflatten(-1, (-1, _GROUP))
@@ -719,20 +721,56 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return integers, torch.where(is_finite, torch.where(divides, top / 127, 0), torch.nan)
 
 
+def rows_at_once(width: int) -> int:
+    """Return how many rows of an int8 weight are widened at a time: whole tiles."""
+    return _TILE * max(1, _WIDENED // (_TILE * max(1, width)))
+
+
+def pack_int8(values: Tensor) -> Tensor:
+    """Return int8 values ``[out, in]`` as the kernels read them: uint8, of the same shape, 128 added to each.
+
+    Of a tile of 16 rows, memory holds four elements of each row, then the next four. The last tile may have fewer rows,
+    and the last elements may be fewer than four.
+    """
+    packed = torch.empty_like(values, dtype=torch.uint8, memory_format=torch.contiguous_format)
+    for tiles, rows, columns in _tiles(packed):
+        tiles.copy_((values[rows, columns].short() + 128).reshape(tiles.shape))
+    return packed
+
+
+def unpack_int8(packed: Tensor) -> Tensor:
+    """Return the int8 values ``[out, in]`` that `pack_int8` was given."""
+    values = torch.empty_like(packed, dtype=torch.int8)
+    for tiles, rows, columns in _tiles(packed):
+        to = values[rows, columns]
+        to.copy_(tiles.reshape(to.shape).short() - 128)
+    return values
+
+
+def _tiles(packed: Tensor) -> Iterator[tuple[Tensor, slice, slice]]:
+    """Yield views ``[tiles, rows, words, elements]`` of a packed weight, and which rows and columns each has."""
+    (out, width), whole = packed.shape, packed.shape[1] // 4 * 4
+    for rows, size in ((slice(0, out // _TILE * _TILE), _TILE), (slice(out // _TILE * _TILE, out), out % _TILE)):
+        for columns, each in ((slice(0, whole), 4), (slice(whole, width), width % 4)):
+            if rows.start < rows.stop and columns.start < columns.stop:
+                tiles = packed[rows].view(-1, size * width)[:, size * columns.start : size * columns.stop]
+                yield tiles.unflatten(1, (-1, size, each)).transpose(1, 2), rows, columns
+
+
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False, scales: Tensor | None = None
 ) -> Tensor:
     """Compute ``x @ weight.T + bias``; a row of NaN spoils no other. An int8 weight is never widened whole."""
     if scales is None:
         return torch.nn.functional.linear(*separate_rows(x, weight), bias)
-    out, step = x.new_empty(*x.shape[:-1], weight.shape[0]), max(1, _WIDENED // max(1, weight.shape[1]))
+    out, step = x.new_empty(*x.shape[:-1], weight.shape[0]), rows_at_once(weight.shape[1])
     integers, group_scales = round_rows(x)
     for first in range(0, weight.shape[0], step):
         at = slice(first, first + step)
-        total = torch.zeros_like(out[..., at], dtype=group_scales.dtype)
+        total, values = torch.zeros_like(out[..., at], dtype=group_scales.dtype), unpack_int8(weight[at])
         for group in range(group_scales.shape[-1]):  # sums below 2**24, which float32 holds
-            values = weight[at, group * _GROUP : (group + 1) * _GROUP].to(group_scales.dtype)
-            total += integers[..., group, : values.shape[1]] @ values.T * group_scales[..., group, None]
+            some = values[:, group * _GROUP : (group + 1) * _GROUP].to(group_scales.dtype)
+            total += integers[..., group, : some.shape[1]] @ some.T * group_scales[..., group, None]
         scaled = total * scales[at]
         out[..., at] = scaled if bias is None else scaled + bias[at]
     return out

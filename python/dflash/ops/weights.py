@@ -9,13 +9,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from . import reference
 from .contract import Contract, expect_memory, expect_strided
 
 _OP = "decoder_layers"
 WeightStorage = Literal["int8"] | None
 """How the weights of products are stored: "int8" for copies in 8 bits, None for the weights as they are."""
-
-_PIECE = 2**22  # values that are widened at a time
 
 
 class NotFiniteError(ValueError):
@@ -32,13 +31,13 @@ class NotFiniteError(ValueError):
 
 
 class Int8Weight(NamedTuple):
-    """A weight in 8 bits with a scale per output channel: it stands for ``values * scales[:, None]``.
+    """A weight in 8 bits with a scale per output channel: it stands for ``values() * scales[:, None]``.
 
     Products round the activations too (`dflash.ops.reference.round_rows`): sums of integers are exact, so their bits
     are the same with every instruction set and any number of rows.
     """
 
-    values: Tensor  # [out, in] int8, -127 .. 127
+    packed: Tensor  # [out, in] uint8, in the order in which kernels read it (`dflash.ops.reference.pack_int8`)
     scales: Tensor  # [out] float32
 
     @classmethod
@@ -50,25 +49,36 @@ class Int8Weight(NamedTuple):
         Raises:
             NotFiniteError: a value is infinite or NaN.
         """
-        values = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+        packed = torch.empty_like(weight, dtype=torch.uint8, memory_format=torch.contiguous_format)
         scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
-        rows = max(1, _PIECE // max(1, weight.shape[1]))
-        for piece, to, scale in zip(*(x.split(rows) for x in (weight, values, scales)), strict=True):
+        rows = reference.rows_at_once(weight.shape[1])
+        for piece, to, scale in zip(*(x.split(rows) for x in (weight, packed, scales)), strict=True):
             wide = piece.float()
             torch.div(wide.abs().amax(1) if weight.shape[1] else torch.zeros_like(scale), 127, out=scale)
             if not scale.isfinite().all():
                 raise NotFiniteError(weight, "NaN" if scale.isnan().any() else "infinity")
-            to.copy_((wide / torch.where(scale > 0, scale, 1)[:, None]).round_().clamp_(-127, 127))
-        return cls(values, scales)
+            values = (wide / torch.where(scale > 0, scale, 1)[:, None]).round_().clamp_(-127, 127)
+            to.copy_(reference.pack_int8(values.to(torch.int8)))
+        return cls(packed, scales)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def select(self, channels: Tensor) -> Int8Weight:
+        """Return the weight of some output channels, in new memory."""
+        return Int8Weight(reference.pack_int8(self.values()[channels]), self.scales[channels])
 
     @property
     def shape(self) -> torch.Size:
         """``[out, in]``."""
-        return self.values.shape
+        return self.packed.shape
+
+    def values(self) -> Tensor:
+        """Return the integers ``[out, in]`` int8, -127 .. 127."""
+        return reference.unpack_int8(self.packed)
 
     def wide(self) -> Tensor:
         """Return the values that this stands for, ``[out, in]`` float32, each rounded."""
-        return self.values.float() * self.scales[:, None]
+        return self.values().float() * self.scales[:, None]
 
 
 Weight = Tensor | Int8Weight
@@ -82,8 +92,8 @@ def split_weights(*weights: Weight) -> tuple[list[Tensor], Tensor | None]:
         return list(weights), None
     if len(quantized) < len(weights):
         raise TypeError("weights of one product must all be in 8 bits or none, got some that are")
-    values, scales = zip(*quantized, strict=True)
-    return list(values), scales[0] if len(scales) == 1 else torch.cat(scales)
+    packed, scales = zip(*quantized, strict=True)
+    return list(packed), scales[0] if len(scales) == 1 else torch.cat(scales)
 
 
 # In place of gate, up and down, which are None then: takes and returns [batch, rows, hidden].
@@ -194,21 +204,21 @@ def _contract(kind: type[NamedTuple], tensors: str, where: str, derived: str = "
     return Contract(_OP, parameters, "final_norm[hidden] " + tensors, where=where, derived=derived)
 
 
-_MLP = "input_norm[hidden] post_norm[hidden] gate[width, hidden]:T|i8 up[width, hidden]:T|i8 down[hidden, width]:T|i8 "
+_MLP = "input_norm[hidden] post_norm[hidden] gate[width, hidden]:T|u8 up[width, hidden]:T|u8 down[hidden, width]:T|u8 "
 _CONTRACTS = {
     DecoderLayer: _contract(
         DecoderLayer,
-        _MLP + "o[hidden, q_size]:T|i8 q[q_size * (2 if gated else 1), hidden]:T|i8 k[kv_size, hidden]:T|i8 "
-        "v[kv_size, hidden]:T|i8 q_norm[head_dim] k_norm[head_dim] q_bias[q_size * (2 if gated else 1)] "
+        _MLP + "o[hidden, q_size]:T|u8 q[q_size * (2 if gated else 1), hidden]:T|u8 k[kv_size, hidden]:T|u8 "
+        "v[kv_size, hidden]:T|u8 q_norm[head_dim] k_norm[head_dim] q_bias[q_size * (2 if gated else 1)] "
         "k_bias[kv_size] v_bias[kv_size] o_bias[hidden] sinks[sinks_given]:any",
         "hidden >= 1; width >= 1; q_size >= 1; has(q_norm) == has(k_norm): q_norm and k_norm come together; "
         "has(q_bias) == has(k_bias) == has(v_bias): q_bias, k_bias and v_bias come together; window >= 0",
     ),
     DeltaNetLayer: _contract(
         DeltaNetLayer,
-        _MLP + "conv[channels, 1, conv_width] a_log[heads] norm[value_dim] dt_bias[heads] out[hidden, values]:T|i8 "
-        "qkv[channels + (0 if has(z) else values), hidden]:T|i8 z[values, hidden]:T|i8 "
-        "b[heads * (1 if has(z) else 2), hidden]:T|i8 a[heads, hidden]:T|i8",
+        _MLP + "conv[channels, 1, conv_width] a_log[heads] norm[value_dim] dt_bias[heads] out[hidden, values]:T|u8 "
+        "qkv[channels + (0 if has(z) else values), hidden]:T|u8 z[values, hidden]:T|u8 "
+        "b[heads * (1 if has(z) else 2), hidden]:T|u8 a[heads, hidden]:T|u8",
         "hidden >= 1; width >= 1; heads >= 1 and value_dim >= 1 and conv_width >= 1; "
         "key_heads >= 1 and heads % key_heads == 0; keys >= 1 and keys % (2 * key_heads) == 0; "
         "has(z) == has(a): z and a come together",
@@ -248,9 +258,9 @@ def check_layers(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor, t
 def _check_weights(at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv, norm: Tensor) -> dict[str, int]:
     """Check one record of weights; return the sizes that all of its kind have in common."""
     for name, weight in weights._asdict().items():
-        if isinstance(weight, Tensor) and weight.dtype == torch.int8:
+        if isinstance(weight, Tensor) and weight.dtype == torch.uint8:
             raise TypeError(f"{_OP}: {at}{name} must be {norm.dtype} or an Int8Weight, got {weight.dtype}")
-    plain = [x.values if isinstance(x, Int8Weight) else x for x in weights]
+    plain = [x.packed if isinstance(x, Int8Weight) else x for x in weights]
     scope = vars(_CONTRACTS[type(weights)].check([norm, *plain], at))
     return {name: scope[name] for name in _SHARED if name in scope}
 
@@ -261,11 +271,20 @@ _PROJECTIONS = ("q", "k", "v", "o", "qkv", "z", "b", "a", "out", "gate", "up", "
 def int8_layer(layer: DecoderLayer | DeltaNetLayer) -> DecoderLayer | DeltaNetLayer:
     """Return the layer with the weights of its projections in 8 bits, in new memory. Convolutions stay as they are.
 
+    Those of a Gated DeltaNet are stored apart (`DeltaNetLayer.split`), so that each begins with a tile of its own.
+
     Raises:
         NotFiniteError: a value is infinite or NaN.
     """
     weights = ((name, getattr(layer, name, None)) for name in _PROJECTIONS)
-    return layer._replace(**{name: Int8Weight.of(weight) for name, weight in weights if weight is not None})
+    stored = layer._replace(**{name: Int8Weight.of(weight) for name, weight in weights if weight is not None})
+    if not layer.is_recurrent or layer.z is not None:
+        return stored
+    rows = len(layer.qkv)
+    qkv, z, b, a = (x.flatten() for x in layer.split(torch.arange(rows + len(layer.b))[None, None]))
+    qkv, z = map(stored.qkv.select, (qkv, z))
+    b, a = (stored.b.select(channels - rows) for channels in (b, a))
+    return stored._replace(qkv=qkv, z=z, b=b, a=a)
 
 
 def named_tensors(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) -> Iterator[tuple[str, Tensor]]:
