@@ -219,6 +219,18 @@ def test_the_cache_keeps_to_its_bytes_and_drops_what_was_used_least_recently():
     assert runs == [33, 33, 33 - 32, 33 - 8, 60], "of a prompt its last chunks go first"
 
 
+def test_a_beginning_that_is_used_often_stays_cached():
+    of = session()
+    admit(of, prompt(9))
+    finish(of)
+    of, stem, runs = session(cache_bytes=6 * of.prefix.num_bytes), prompt(24, seed=1), []
+    for seed in range(2, 7):
+        for text in (torch.cat([stem, prompt(3, seed=seed)]), prompt(18, seed=10 * seed)):
+            row = admit(of, text)
+            runs.append(finish(of)[row][1])
+    assert runs == [27, 18, 3, 18, 3, 18, 3, 18, 3, 18]
+
+
 def test_a_call_of_the_generator_ends_the_session_and_a_new_one_begins_afresh():
     of, text = session(), prompt(20, seed=1)
     admit(of, text)

@@ -38,11 +38,11 @@ class OneShotArguments(GenerateArguments, PairOptions, total=False):
     """The keyword arguments of `generate` and `stream`: those of a call, and three of the generator's options.
 
     Attributes:
-        block_size: rows that a step verifies, 1 to the drafter's own (the default). ``"auto"`` chooses a quarter, half,
-            three quarters or all of these before each step: the width that wrote most tokens per second so far at this
-            context length. A step's time at each width is measured when a call begins at a new length. Cannot be
-            combined with ``tree`` or ``acceptance="rejection"``. Changes the speed, never the text; in bf16 as far as
-            the texts of two fixed widths are equal, and the widths then follow the clock.
+        block_size: rows that a step verifies, 1 to the drafter's own (the default). ``"auto"`` chooses no drafts, or a
+            quarter, half, three quarters or all of these before each step: the width that wrote most tokens per second
+            so far at this context length. A step's time at each width is measured when a call begins at a new length.
+            Cannot be combined with ``tree`` or ``acceptance="rejection"``. Changes the speed, never the text; in bf16
+            as far as the texts of two fixed widths are equal, and the widths then follow the clock.
         weights: ``"int8"`` for the text of the target with its weights in 8 bits, see `Generator`. The copies are added
             to what is in memory.
         draft_weights: ``"int8"`` for the drafter's; changes the speed, never the text.

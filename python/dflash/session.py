@@ -299,5 +299,6 @@ class Session:
         self._run.retire(row)
         call, chunk = request.answer.call, self.generator.prefill_chunk
         if self.prefix is not None and len(request.ids) // chunk > request.answer.prompt_length // chunk:
-            whole = torch.tensor([request.ids[: len(request.ids) // chunk * chunk]], device=call.ids.device)
-            self._ended[row] = replace(call, prompts=[*whole], prompt_logprobs=False)
+            whole = torch.tensor(request.ids[: len(request.ids) // chunk * chunk], device=call.ids.device)
+            if self.prefix.keys(whole)[-1] not in self.prefix:
+                self._ended[row] = replace(call, prompts=[whole], prompt_logprobs=False)

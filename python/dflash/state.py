@@ -33,7 +33,7 @@ RUNNING, STOPPED, FULL, INVALID = ops.ROW_STATES
 """Values of ``done``: running; a stop token, string or criterion; the limit is reached; the target's logits are NaN."""
 
 TREE_SIZES = (16, 32, 64, 128)
-"""Rows of a tree among which ``tree="auto"`` chooses."""
+"""Rows of a tree among which ``tree="auto"`` chooses, beside steps without drafts."""
 
 _NO_TOKEN = -2  # pads the stop list: no token and no placeholder has this id
 _STOP_SLOTS = 8
@@ -546,17 +546,17 @@ class RecurrentCache(KVCache):
             torch.where(num_context > 0, length - num_context, self.held, out=self.held)
 
     def save(self, row: int, start: int, stop: int) -> list[Tensor]:
-        return [*super().save(row, start, stop), *(standing[row].clone() for standing in self._standing)]
+        return [*super().save(row, start, stop), *(state[row].clone() for state in self._states)]
 
     def load_(self, row: int, start: int, stop: int, saved: Sequence[Tensor]) -> None:
-        standing = self._standing
-        super().load_(row, start, stop, saved[: len(saved) - len(standing)])
-        for values, tensor in zip(standing, saved[len(saved) - len(standing) :], strict=True):
+        states = self._states
+        super().load_(row, start, stop, saved[: len(saved) - len(states)])
+        for values, tensor in zip(states, saved[len(saved) - len(states) :], strict=True):
             values[row] = tensor
         self.held[row].fill_(stop)
 
     @property
-    def _standing(self) -> list[Tensor]:
+    def _states(self) -> list[Tensor]:
         """What stands at ``held`` in all layers, see `RecurrentLayer.held_values`."""
         return [values for layer in self.recurrent.values() for values in layer.held_values]
 

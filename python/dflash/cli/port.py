@@ -44,6 +44,7 @@ class _Refusal(BaseHTTPRequestHandler):
         self.send_response(200 if origin and self.command == "OPTIONS" else 503)
         if origin:
             self.send_header("Access-Control-Allow-Origin", origin)
+            self.send_header("Vary", "Origin")
             self.send_header("Access-Control-Allow-Methods", "*")
             self.send_header("Access-Control-Allow-Headers", "*, authorization")
         self.send_header("Content-Type", "application/json")

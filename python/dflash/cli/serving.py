@@ -107,10 +107,10 @@ def serve(
 
     free = free_memory(model.device)
     room = _room(model, drafter, rows, max_length, free)
-    cache_bytes = int(free / 4 if cache_gb is None else cache_gb * 1e9)
-    _LOG.info("cache of prompts: %.1f GB", cache_bytes / 1e9)
     chunk = prefill_chunk or (64 if model.device.type == "cpu" else 128)
     generator = Generator(model, drafter, max_length=room, batch_size=rows, prefill_chunk=chunk, **models.generator)
+    cache_bytes = int(_cache_bytes(model, drafter, rows * room, free) if cache_gb is None else cache_gb * 1e9)
+    _LOG.info("cache of prompts: %.1f GB", cache_bytes / 1e9)
     scheduler = Scheduler(generator, max_waiting=queue, cache_bytes=cache_bytes)
     folder = None if receipts is None else ReceiptFolder(receipts, model, tokenizer, scheduler)
     version, forms = versions()["dflash"], (tool_form, reasoning_form)
@@ -180,6 +180,13 @@ def _room(target: Any, drafter: Any, rows: int, asked: int | None, free: int) ->
         why = "the target's own" if room == own else memory
     _LOG.info("context: %d tokens, %s", room, why)
     return room
+
+
+def _cache_bytes(target: Any, drafter: Any, tokens: int, free: int) -> float:
+    """Return a quarter of what was free, or half of what ``tokens`` of context and copies of weights leave of it."""
+    copies = max(0, free - free_memory(target.device))  # on a GPU they include the context
+    left = free - max(copies, tokens * bytes_per_token(target, drafter))
+    return max(0.0, min(free / 4, left / 2))
 
 
 def _log_models(generator: Generator, target: Any, is_pair_as_stored: bool) -> None:

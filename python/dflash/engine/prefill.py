@@ -30,7 +30,7 @@ class Prefill:
         first: the row of the first prompt.
         chunk: prompt tokens per forward pass.
         snapshot: keep a position of each prompt from which a later prompt can resume if it differs from there on.
-        prefix: where whole chunks of one prompt, of which nothing is cached, are taken from and kept.
+        prefix: where whole chunks are looked up and stored. Needs one prompt, with ``cached`` 0.
 
     Attributes:
         counts: per row, how many tokens of its prompt are not ``cached``.
@@ -102,8 +102,12 @@ class Prefill:
             positions = torch.where(positions < self._lengths[:, None], positions, -1)
             draft.inject_(draft.fuse(torch.cat(taps, -1), live), positions, state.draft_cache.rows(self.rows))
         state.length[self.rows] = past + live
-        if self._prefix is not None and start + self.chunk <= len(self._keys) * self.chunk:
-            self._prefix.save(self._keys[: start // self.chunk + 1], self.rows.start)
+        if self._prefix is not None:
+            keys = self._keys[: start // self.chunk + 1]
+            if len(keys) * self.chunk > start:  # it is a whole chunk
+                self._prefix.save(keys, self.rows.start)
+            else:
+                self._prefix.touch(keys)
 
     def _load(self) -> bool:
         """Take the next chunk from ``prefix``; False if it is not there."""

@@ -51,6 +51,12 @@ class PrefixCache:
             cache.load_(row, start, start + self.chunk, tensors)
         return True
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that the blocks of a prompt's ``keys`` are used."""
+        for key in reversed(keys):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+
     def save(self, keys: Sequence[bytes], row: int) -> None:
         """Keep the block of the last of ``keys``, which a row has just run; the others come before it.
 
@@ -61,9 +67,7 @@ class PrefixCache:
             block = [cache.save(row, stop - self.chunk, stop) for cache in self._caches]
             self.num_bytes += _size(block)
             self._blocks[keys[-1]] = block
-        for key in reversed(keys):
-            if key in self._blocks:
-                self._blocks.move_to_end(key)
+        self.touch(keys)
         while self.num_bytes > self.max_bytes:
             _, oldest = self._blocks.popitem(last=False)
             self.num_bytes -= _size(oldest)

@@ -260,6 +260,8 @@ def _check_weights(at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv, n
     for name, weight in weights._asdict().items():
         if isinstance(weight, Tensor) and weight.dtype == torch.uint8:
             raise TypeError(f"{_OP}: {at}{name} must be {norm.dtype} or an Int8Weight, got {weight.dtype}")
+    if isinstance(weights, DeltaNetLayer) and isinstance(weights.qkv, Int8Weight) and weights.z is None:
+        raise TypeError(f"{_OP}: {at}qkv and z, b and a must be separate where they are in 8 bits: use int8_layer")
     plain = [x.packed if isinstance(x, Int8Weight) else x for x in weights]
     scope = vars(_CONTRACTS[type(weights)].check([norm, *plain], at))
     return {name: scope[name] for name in _SHARED if name in scope}
@@ -271,7 +273,7 @@ _PROJECTIONS = ("q", "k", "v", "o", "qkv", "z", "b", "a", "out", "gate", "up", "
 def int8_layer(layer: DecoderLayer | DeltaNetLayer) -> DecoderLayer | DeltaNetLayer:
     """Return the layer with the weights of its projections in 8 bits, in new memory. Convolutions stay as they are.
 
-    Those of a Gated DeltaNet are stored apart (`DeltaNetLayer.split`), so that each begins with a tile of its own.
+    Those of a Gated DeltaNet are separate (`DeltaNetLayer.split`), so that each begins with a tile of its own.
 
     Raises:
         NotFiniteError: a value is infinite or NaN.

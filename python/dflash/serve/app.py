@@ -310,6 +310,7 @@ async def ollama_generate(body: ollama.OllamaGenerate, request: Request, service
 
 
 def _loaded(service: Service, body: Any, kind: type[ollama.ChatRecords]) -> Response:
+    service.check_fields(body)
     return JSONResponse(kind(service.name_of(body.model), service.fingerprint).empty())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -120,9 +121,9 @@ class NamespaceTool(Fields):
 
 
 def _whole_name(namespace: str, name: str) -> str:
-    """Return the name by which a model knows a function of a namespace."""
+    """Return the name by which a model knows a function of a namespace, of at most OpenAI's 64 characters."""
     whole = f"{namespace}__{name}"
-    return whole if len(whole) <= 64 else name  # OpenAI's limit
+    return whole if len(whole) <= 64 else f"{whole[:55]}_{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
 class FunctionChoice(Fields):
@@ -216,8 +217,10 @@ class ResponsesRequest(
         if functions := [_given(tool, "type") for tool, _ in self.functions()]:
             fields["tools"] = [{"type": "function", "function": function} for function in functions]
         choice = self.tool_choice
-        named = isinstance(choice, FunctionChoice) and {"type": "function", "function": {"name": choice.name}}
-        fields["tool_choice"] = named or choice
+        if isinstance(choice, FunctionChoice):
+            known = {called["name"]: tool.name for tool, called in self.functions()}
+            choice = {"type": "function", "function": {"name": known.get(choice.name, choice.name)}}
+        fields["tool_choice"] = choice
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
         form = self.text.format if self.text is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -19,6 +20,7 @@ from ..session import Session
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_LOG = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 Item = StreamEvent | Exception | None
 """An event, what went wrong, or None for the end."""
@@ -235,6 +237,8 @@ class Scheduler:
     def _fail(self, error: Exception) -> None:
         """End every request that has a row, and begin again; if that fails too, end all and close."""
         failed, self._running = [*self._running.values()], {}
+        if not failed:  # nobody else is told
+            _LOG.error("the rows and the cache of prompts begin again: %s", error)
         try:
             self.session = Session(self.generator, cache_bytes=self._cache_bytes)
         except Exception as fatal:

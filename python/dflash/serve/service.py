@@ -102,7 +102,7 @@ class Choice:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of its prompt that the caches already held."""
+        """Tokens of its prompt that were not run again."""
         return 0 if self.statistics is None else self.prompt_tokens - self.statistics.num_prefilled_tokens[0]
 
     @property
@@ -278,7 +278,7 @@ class Metrics:
         running.set_function(lambda: scheduler.running)
         # 2. Tokens.
         self._prompt = Counter("dflash_prompt_tokens", "Prompt tokens of answers that began.", **own)
-        self._cached = Counter("dflash_cached_prompt_tokens", "Those that a row's caches already held.", **own)
+        self._cached = Counter("dflash_cached_prompt_tokens", "Those that were not run again.", **own)
         self._new = Counter("dflash_new_tokens", "Tokens of answers.", **own)
         help = "Tokens that a step added to an answer: accepted drafts and the bonus token."
         sizes = range(1, scheduler.generator.block_size + 1)

@@ -24,7 +24,7 @@ function keep(conversation) {
   conversations.set(conversation.id, conversation);
   if (conversation === current) history.replaceState(null, "", `#${current.id}`);
   const problem = store.save(conversation);
-  if (problem) notify(`This conversation goes on, but it is not kept: ${problem}.`);
+  if (problem) notify(`This conversation is not kept: ${problem}. You can continue it until the page is closed.`);
   showList();
 }
 
