@@ -55,7 +55,7 @@ class TestCustomGenerate:
         assert torch.equal(alone, target.generate(ids[:1, -4:], max_new_tokens=NEW, do_sample=False))
 
     def test_weights_are_stored_as_in_generate(self, target, draft):
-        ids, call = prompt(9)[None], {"max_new_tokens": NEW, "weights": "int8"}
+        ids, call = prompt(11)[None], {"max_new_tokens": NEW, "weights": "int8"}
         expected = dflash.generate(target, draft, ids, **call)
         output = ours(target, draft, ids, return_dict_in_generate=True, **call, draft_weights="int8")
         assert torch.equal(output.sequences, expected)

@@ -95,13 +95,15 @@ def _without_times(value: object) -> object:
 
 
 def _contents(folder: Path) -> dict[str, object]:
-    """Return the content of every file of a run, without times."""
+    """Return the content of every file of a run, without times; answers are written in the order in which they end."""
     found: dict[str, object] = {}
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
         if path.name in ("trainer.json", "metrics.jsonl"):
             lines = [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines()
             found[name] = [_without_times(json.loads(line)) for line in lines]
+        elif path.name == "out.jsonl":
+            found[name] = sorted(path.read_bytes().splitlines(keepends=True))
         else:
             found[name] = path.read_bytes() if path.is_file() else None
     return found
