@@ -96,6 +96,16 @@ def test_steps_of_more_rows_are_timed_next_to_one_row(bench, tmp_path, weights):
     assert all(math.isfinite(row[name]) for row in report["rows"] for name in ("ms", "of_one", "share"))
 
 
+def test_cached_prompts_are_measured(bench, tmp_path):
+    sizes = ["--shared", 40, "--users", 2, "--conversations", 3, "--turns", 2, "--chunk", 8, "--repeats", 1]
+    _, users, *turns = bench("bench_prefix.py", "--model", save_pair(tmp_path) / "target", *sizes)
+    assert users.endswith("80 of 120 tokens run")
+    assert turns == [
+        "turn 1 of 3 conversations, 20 tokens: 0% cached",
+        "turn 2 of 3 conversations, 110 tokens: 24% cached",
+    ]
+
+
 def test_trees_are_measured_next_to_the_chain(bench, tmp_path):
     pair = save_pair(tmp_path)  # of the first generation, whatever the package's is: no other grows trees
     (pair / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n')
