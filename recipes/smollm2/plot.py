@@ -37,7 +37,7 @@ def main(folder: Path, out: Path) -> None:
         right.bar(places, [found[way][key] for found in bars.values()], 0.25, label=label)
     right.set_xticks(range(len(bars)), bars, rotation=40, ha="right")
     right.set(title="held-out prompts", ylabel="tokens per step")
-    right.set_ylim(bottom=1)
+    right.set_ylim(1, 1.3 * right.get_ylim()[1])  # the legend is above the bars
     right.legend()
     for axes in (left, right):
         axes.grid(alpha=0.3, axis="y")
