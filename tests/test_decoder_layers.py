@@ -451,6 +451,14 @@ def test_a_bad_layer_is_named(change, message):
         call.run()
 
 
+def test_joined_projections_in_8_bits_are_refused():
+    call = make_call(torch.float32, delta="together", context_rows=0)
+    joined = {name: Int8Weight.of(getattr(call.layers[0], name)) for name in ("qkv", "b")}
+    call.layers[0] = call.layers[0]._replace(**joined)
+    with pytest.raises(TypeError, match=r"layers\[0\]\.qkv and z, b and a must be separate where they are in 8 bits"):
+        call.run()
+
+
 def test_a_handle_without_layers_is_named():
     call = make_call(torch.float32)
     packed = call.packed()
