@@ -392,8 +392,8 @@ class KVCache:
         for buffer, tensor in zip((*self.keys.values(), *self.values.values()), saved, strict=True):
             buffer[row, :, start:stop] = tensor
 
-    def resumable(self, shared: Sequence[int], first: int = 0) -> list[int]:  # noqa: ARG002
-        """Return from which position at or before ``shared`` the rows from ``first`` on can continue: here any."""
+    def resumable(self, shared: Sequence[int]) -> list[int]:
+        """Return from which position at or before ``shared`` the first rows can continue: here any."""
         return list(shared)
 
     def resume_(self, positions: Sequence[int], first: int = 0) -> None:
@@ -560,9 +560,9 @@ class RecurrentCache(KVCache):
         """What stands at ``held`` in all layers, see `RecurrentLayer.held_values`."""
         return [values for layer in self.recurrent.values() for values in layer.held_values]
 
-    def resumable(self, shared: Sequence[int], first: int = 0) -> list[int]:
+    def resumable(self, shared: Sequence[int]) -> list[int]:
         """Return ``shared`` where the states are at or before it, else the snapshot's position, else 0."""
-        held, snapshots = torch.stack([self.held, self._snapshot_at])[:, first : first + len(shared)].tolist()
+        held, snapshots = torch.stack([self.held, self._snapshot_at])[:, : len(shared)].tolist()
         return [
             at if self.goes_on and stands <= at else snapshot if snapshot <= at else 0
             for at, stands, snapshot in zip(shared, held, snapshots, strict=True)

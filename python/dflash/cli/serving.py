@@ -105,11 +105,11 @@ def serve(
     from ..serve import Scheduler
     from ..serve.service import ReceiptFolder, Service
 
-    free = free_memory(model.device)
-    room = _room(model, drafter, rows, max_length, free)
+    free, each = free_memory(model.device), rows * bytes_per_token(model, drafter)
+    room = _room(model, rows, max_length, free, each)
     chunk = prefill_chunk or (64 if model.device.type == "cpu" else 128)
     generator = Generator(model, drafter, max_length=room, batch_size=rows, prefill_chunk=chunk, **models.generator)
-    cache_bytes = int(_cache_bytes(model, drafter, rows * room, free) if cache_gb is None else cache_gb * 1e9)
+    cache_bytes = int(_cache_bytes(model, room * each, free) if cache_gb is None else cache_gb * 1e9)
     _LOG.info("cache of prompts: %.1f GB", cache_bytes / 1e9)
     scheduler = Scheduler(generator, max_waiting=queue, cache_bytes=cache_bytes)
     folder = None if receipts is None else ReceiptFolder(receipts, model, tokenizer, scheduler)
@@ -168,13 +168,15 @@ def _shown_name(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def _room(target: Any, drafter: Any, rows: int, asked: int | None, free: int) -> int:
-    """Return the tokens of a context, and log why: as asked, or the target's own as far as half the memory goes."""
+def _room(target: Any, rows: int, asked: int | None, free: int, each: int) -> int:
+    """Return the tokens of a context, and log why: as asked, or the target's own as far as half the memory goes.
+
+    A token of all rows takes ``each`` bytes.
+    """
     own = max_positions(target)
     if asked is not None:
         room, why = options.room_of(target, asked), "as asked" if asked <= (own or asked) else "the target has no more"
     else:
-        each = rows * bytes_per_token(target, drafter)
         room = min(max(2, int(free / 2 / each) // 128 * 128), own or _MOST_UNASKED)
         memory = f"what half of the free {free / 1e9:.1f} GB holds for {rows} rows (--rows, --max-length)"
         why = "the target's own" if room == own else memory
@@ -182,10 +184,10 @@ def _room(target: Any, drafter: Any, rows: int, asked: int | None, free: int) ->
     return room
 
 
-def _cache_bytes(target: Any, drafter: Any, tokens: int, free: int) -> float:
-    """Return a quarter of what was free, or half of what ``tokens`` of context and copies of weights leave of it."""
+def _cache_bytes(target: Any, context: int, free: int) -> float:
+    """Return a quarter of what was free, or half of what the context's bytes and copies of weights leave of it."""
     copies = max(0, free - free_memory(target.device))  # on a GPU they include the context
-    left = free - max(copies, tokens * bytes_per_token(target, drafter))
+    left = free - max(copies, context)
     return max(0.0, min(free / 4, left / 2))
 
 

@@ -154,10 +154,11 @@ class WidthBudget:
             self._counts[bucket] = self._at(bucket).scaled(_FADING)
         if rows == 1:
             self._runs.clear()
-        for row, bucket in running.items() if rows > 1 else ():
-            before = self._runs.get(row, 0)
-            self._counts[bucket].add(before, emitted[row])
-            self._runs[row] = 0 if emitted[row] < rows else before + emitted[row]
+        else:
+            for row, bucket in running.items():
+                before = self._runs.get(row, 0)
+                self._counts[bucket].add(before, emitted[row])
+                self._runs[row] = 0 if emitted[row] < rows else before + emitted[row]
         if running:
             self._running = [self._counts[bucket] for bucket in running.values()]
 

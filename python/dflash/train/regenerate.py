@@ -329,10 +329,8 @@ class LocalWriter(Writer):
             prefill_chunk=max(1, min(512, len(first) - 1)) if are_same else 512,  # whole chunks are run once
             weights=self.weights,
         )
-        session, device = (
-            Session(generator, cache_bytes=2**30 if are_same else 0),
-            self.target.get_input_embeddings().weight.device,
-        )
+        session = Session(generator, cache_bytes=2**30 if are_same else 0)
+        device = self.target.get_input_embeddings().weight.device
         waiting, answering = iter(rows), dict[int, tuple[Row, list[int]]]()
         while True:
             for row in itertools.islice(waiting, len(session.idle)):
