@@ -25,6 +25,7 @@ from dflash.serve.app import Server, build_app
 from dflash.serve.service import ReceiptFolder, Service
 
 SUM = "add 48213 and 90377"
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 TRIP = "trip: from Lorne; to Dalmere; train 362; hour 7; person Tilda"
 
 

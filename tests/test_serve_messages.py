@@ -4,10 +4,9 @@ import json
 
 import anthropic
 import pytest
-from served import SUM, TRIP, ask, chat, direct, live, prompt_ids, serving, without
+from served import SCHEMA, SUM, TRIP, ask, chat, direct, live, prompt_ids, serving, without
 
 PATH = "/v1/messages"
-SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 TOOL = {"name": "weather", "description": "Tell it.", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
 QUESTION = [{"role": "user", "content": SUM}]
 ROLES = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.reasoning_content }}{% endfor %}"

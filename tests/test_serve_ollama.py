@@ -5,11 +5,10 @@ from datetime import datetime
 
 import ollama
 import pytest
-from served import SUM, TRIP, ask, chat, live, without
+from served import SCHEMA, SUM, TRIP, ask, chat, live, without
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 QUESTION = [{"role": "user", "content": SUM}]
-SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 ROLES = "{% for m in messages %}[{{ m.role }}{% if m.name %}{{ m.tool_call_id }}{% endif %}]{{ m.content }}{% endfor %}"
 THINKS = "{{ messages[-1].content }}{{ '\n=>\n' if enable_thinking is false else '\n=>\n<think>' }}{# </think> #}"
 

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from served import SUM, ask, chat, client, live, serving, without
+from served import SCHEMA, SUM, ask, chat, client, live, serving, without
 
 PATH = "/v1/responses"
-SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 TOOL = {"type": "function", "name": "weather", "description": "Tell it.", "parameters": SCHEMA, "strict": False}
 ROLES = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
 THINKS = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}=>\n<think>{# </think> #}"

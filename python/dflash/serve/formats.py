@@ -149,8 +149,8 @@ class ChatFormat(Format):
         return self._chunk([{"index": index, "delta": first, "logprobs": None, "finish_reason": None}])
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(choice.content), "refusal": None}
-        if reasoning := "".join(choice.reasoning):
+        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+        if reasoning := choice.reasoning:
             message["reasoning_content"] = reasoning
         if choice.calls is not None and choice.calls.calls:
             message |= {"content": message["content"].strip() or None, "tool_calls": choice.calls.calls}
@@ -172,7 +172,7 @@ class TextFormat(Format):
         return self.chunk(index, Delta(choice.prompt_text, tokens=choice.tokens[: choice.prompt_tokens]), None)
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
-        return {"text": choice.prompt_text + "".join(choice.content)}
+        return {"text": choice.prompt_text + choice.content}
 
     def _part(self, delta: Delta) -> dict[str, Any]:
         return {"text": delta.content}

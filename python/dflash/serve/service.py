@@ -83,8 +83,6 @@ class Choice:
     pieces: Pieces | None = None
     is_empty: bool = False
     warnings: Sequence[str] = ()
-    content: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     tokens: list[ShownToken] = field(default_factory=list)
@@ -95,6 +93,14 @@ class Choice:
         self._decoder = None if self.shown is None else TextDecoder(self.shown, skip_special_tokens=True)
         if self.pieces is not None:
             self._held = AnswerTokens(self.pieces, self.shown or self.call.tokenizer, len(self.prompt_text))
+
+    @property
+    def content(self) -> str:
+        return "".join(delta.content for delta in self.deltas)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(delta.reasoning for delta in self.deltas)
 
     @property
     def prompt_tokens(self) -> int:
@@ -136,8 +142,6 @@ class Choice:
             self.tokens += shown
             delta = delta._replace(tokens=shown)
         self.deltas.append(delta)
-        self.content.append(delta.content)
-        self.reasoning.append(delta.reasoning)
         self.finish_reason = reason
         return delta
 
