@@ -94,7 +94,7 @@ class Session:
         self.generator = generator
         self._requests: dict[int, _Request] = {}
         self._idle = deque(range(generator.batch_size))  # longest first
-        self._owes_step = False  # a chunk has been run since the last step
+        self._prefilled = 0  # tokens of prompts since the last step
         self._steps = 0
         self._paused = [0] * generator.batch_size  # per row, the steps before which its prompt runs no chunk
         self._ended: dict[int, Call] = {}  # row -> the chunks that `settle` has not begun with, as a prompt
@@ -186,13 +186,13 @@ class Session:
         return row
 
     def step(self) -> list[RowEvent]:
-        """Run one chunk of one waiting prompt, in turn, and one step of all rows that have begun.
+        """Run one chunk of a waiting prompt, that with the fewest left, and one step of all rows that have begun.
 
         Between two chunks of a prompt are at least three steps, unless the second is its last or no row has begun, so a
         long prompt holds up the others by one chunk in three steps.
 
-        An answer's first token does not wait for that step: a chunk that ends a prompt returns at once, and the next
-        call begins with the step.
+        An answer's first token does not wait for that step: a chunk that ends a prompt returns at once. The next call
+        begins with the step if as many tokens as a whole chunk has were run since the last one.
 
         Returns:
             What happened, in order. A row stays taken after its last event until `retire`.
@@ -207,10 +207,11 @@ class Session:
         try:
             is_writing = bool(self._run.running)
             if self._next_prompt(is_writing):
-                self._owes_step = True
+                prefill, _ = self._run.prompts[0]
+                self._prefilled += min(prefill.chunk, prefill.counts[0] - prefill.chunks[0][0])
                 if begun := self._run.run_chunk():
                     return [self._event(answer) for answer in begun]
-            self._owes_step = False
+            self._prefilled = 0
             if not is_writing:
                 return []
             self._steps += 1
@@ -220,16 +221,25 @@ class Session:
             raise
 
     def _next_prompt(self, is_writing: bool) -> bool:
-        """Put the prompt whose turn it is in front of the others; False if there is none."""
-        prompts = self._run.prompts
-        for _ in range(0 if is_writing and self._owes_step else len(prompts)):
-            prefill, _ = prompts[0]
-            row = prefill.rows.start
-            if not is_writing or len(prefill.chunks) == 1 or self._paused[row] <= self._steps:
-                self._paused[row] = self._steps + _STEPS_PER_CHUNK
-                return True
-            prompts.rotate(-1)
-        return False
+        """Put the prompt whose turn it is in front of the others; False if there is none.
+
+        The one with the fewest chunks left comes first. So prompts with a common beginning do not wait for each other's
+        ends, and a short one does not wait for a long one.
+        """
+        if is_writing and self._prefilled >= self.generator.prefill_chunk:
+            return False
+        prompts, ready = self._run.prompts, []
+        for prompt in prompts:
+            row, left = prompt[0].rows.start, len(prompt[0].chunks)
+            if not is_writing or left == 1 or self._paused[row] <= self._steps:
+                ready.append((left, row, prompt))
+        if not ready:
+            return False
+        _, row, chosen = min(ready, key=lambda each: each[0])
+        prompts.remove(chosen)
+        prompts.appendleft(chosen)
+        self._paused[row] = self._steps + _STEPS_PER_CHUNK
+        return True
 
     def _event(self, answer: Answer) -> RowEvent:
         request = self._requests[answer.row]
