@@ -21,7 +21,9 @@ from .streaming import BatchDecoder
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_STEPS_PER_CHUNK = 3  # between two chunks of a prompt but before its last, while answers are being written
+# While answers are being written: steps between two chunks of a prompt, but before its last, and chunks of any prompts
+# between two steps.
+_STEPS_PER_CHUNK, _CHUNKS_PER_STEP = 3, 2
 
 
 class RowEvent(NamedTuple):
@@ -186,13 +188,11 @@ class Session:
         return row
 
     def step(self) -> list[RowEvent]:
-        """Run one chunk of a waiting prompt, that with the fewest left, and one step of all rows that have begun.
+        """Run one chunk of a waiting prompt, that with the fewest left, or one step of all rows that have begun.
 
         Between two chunks of a prompt are at least three steps, unless the second is its last or no row has begun, so a
-        long prompt holds up the others by one chunk in three steps.
-
-        An answer's first token does not wait for that step: a chunk that ends a prompt returns at once. The next call
-        begins with the step if as many tokens as a whole chunk has were run since the last one.
+        long prompt holds up the others by one chunk in three steps. Of several prompts at most two chunks, or shorter
+        ends, are run between two steps.
 
         Returns:
             What happened, in order. A row stays taken after its last event until `retire`.
@@ -209,8 +209,7 @@ class Session:
             if self._next_prompt(is_writing):
                 prefill, _ = self._run.prompts[0]
                 self._prefilled += min(prefill.chunk, prefill.counts[0] - prefill.chunks[0][0])
-                if begun := self._run.run_chunk():
-                    return [self._event(answer) for answer in begun]
+                return [self._event(answer) for answer in self._run.run_chunk()]
             self._prefilled = 0
             if not is_writing:
                 return []
@@ -226,7 +225,7 @@ class Session:
         The one with the fewest chunks left comes first. So prompts with a common beginning do not wait for each other's
         ends, and a short one does not wait for a long one.
         """
-        if is_writing and self._prefilled >= self.generator.prefill_chunk:
+        if is_writing and self._prefilled >= _CHUNKS_PER_STEP * self.generator.prefill_chunk:
             return False
         prompts, ready = self._run.prompts, []
         for prompt in prompts:
