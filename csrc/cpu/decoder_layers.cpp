@@ -177,7 +177,8 @@ class Pass {
     const LinearPart qkv[] = {{w.q, w.q_bias, raw_q, raw_size, raw_size, context},
                               {w.k, w.k_bias, k, kv_size, kv_size, 0},
                               {w.v, w.v_bias, v, kv_size, kv_size, 0}};
-    linear_parts(x, all, hidden, qkv, 3, p.dtype, p.threads);
+    const int skipped = n == 0;  // without a block nothing has a query
+    linear_parts(x, all, hidden, qkv + skipped, 3 - skipped, p.dtype, p.threads);
     void *k_cache = p.k_caches[index], *v_cache = p.v_caches[index];
     parallel_for(all, all * (q_size + 2 * kv_size), p.threads, [&](int64_t i) {
       const Row row = rows[i];

@@ -161,7 +161,7 @@ class Drafter(nn.Module):
         )  # fmt: skip
 
     def follow_(self, context: Tensor, num_context: Tensor, length: Tensor, cache: KVCache) -> None:
-        """Append the K/V of the target's features of tokens that were emitted last.
+        """Append the K/V of the target's features of tokens that were emitted last: a pass over a block of no rows.
 
         Args:
             context: ``[batch, rows, taps * hidden]``; row i is at position ``length - num_context + i``.
@@ -169,9 +169,8 @@ class Drafter(nn.Module):
             length: ``[batch]`` int64.
             cache: written at these positions.
         """
-        index = torch.arange(context.shape[1], device=context.device)
-        positions = torch.where(index < num_context[:, None], (length - num_context)[:, None] + index, -1)
-        self.inject_(self.fuse(context, num_context), positions, cache)
+        features = self.fuse(context, num_context)
+        self(features, num_context, features[:, :0], length, cache)
 
     def forward(
         self, features: Tensor, num_context: Tensor, block_embeds: Tensor, length: Tensor, cache: KVCache
