@@ -5,7 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from draft_variants import VARIANTS, config_dict, random_drafter, random_tensors, save_checkpoint, tensor_shapes
+from draft_variants import (
+    DFLASH2_VARIANTS,
+    VARIANTS,
+    config_dict,
+    random_drafter,
+    random_tensors,
+    save_checkpoint,
+    tensor_shapes,
+)
 from op_checks import OpByOp, assert_as_exact_as_torch
 from safetensors.torch import load_file, save_file
 
@@ -100,6 +108,23 @@ def test_a_value_scale_is_as_good_as_scaled_values(rows):
     scaled.refresh()
     again = scaled(scaled.fuse(context, full), full, block, full, scaled.new_cache(len(context), 32))
     assert not torch.allclose(again, hidden[1], atol=1e-2), "weights that were changed in place are scaled again"
+
+
+@pytest.mark.parametrize("batch", [9, 70], ids=["one op", "op by op"])
+@pytest.mark.parametrize(
+    "config", [VARIANTS["Qwen3-4B"], DFLASH2_VARIANTS["DFlash2"], ODD], ids=["qwen", "conv", "bias"]
+)
+def test_context_without_a_block_is_appended_as_by_a_pass(config, batch):
+    draft = random_drafter(config)
+    context, block = inputs(draft.config, batch, 8)
+    counts = torch.arange(batch) % 9
+    alone, by_pass = poisoned(draft, batch, 32), poisoned(draft, batch, 32)
+    draft.follow_(context, counts, counts, alone)
+    draft(draft.fuse(context, counts), counts, block, counts, by_pass)
+    for ours, expected in zip(alone.buffers, by_pass.buffers, strict=True):
+        for row, count in enumerate(counts.tolist()):
+            assert torch.equal(ours[row, :, :count], expected[row, :, :count])
+            assert ours[row, :, count:].isnan().all(), "nothing else is written"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
