@@ -160,7 +160,8 @@ class Generator:
             those of the decoder layers and of the head, on CPU, of ``fused`` targets without experts. They are added to
             what is in memory. The text is then exactly what that quantized target would write on its own, not what the
             target as it is would.
-        draft_weights: ``"int8"`` for the drafter's layers likewise. Changes the speed, never the text.
+        draft_weights: ``"int8"`` for the drafter's layers, its own head and what fuses the target's features, likewise.
+            Changes the speed, never the text.
 
     Attributes:
         engine: what runs the steps.

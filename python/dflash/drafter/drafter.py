@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..decoder import BlockConv, DecoderLayer, DecoderStack, rotation
-from ..ops import NotFiniteError, WeightStorage, int8_layer, reference
+from ..ops import Int8Weight, NotFiniteError, WeightStorage, int8_layer, reference
 from ..state import KVCache
 from ..targets import not_finite
 from ..targets.model import modules_of, tensors_of
@@ -200,7 +200,7 @@ class Drafter(nn.Module):
         A drafter without a head uses the target's. Its own multiplier and softcap apply.
         """
         config = self.config
-        logits = ops.linear(hidden, self.lm_head.weight) if "lm_head" in config.own_parts else head(hidden)
+        logits = self._own_head(hidden) if "lm_head" in config.own_parts else head(hidden)
         logits = scale_logits(logits, config.output_multiplier, config.final_logit_softcapping)
         if config.draft_vocab_size is None:
             return logits
@@ -298,6 +298,9 @@ class Drafter(nn.Module):
             return
         eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
         self._stack = DecoderStack(layers, norm, eps=eps, scale=scale)
+
+    def _own_head(self, hidden: Tensor) -> Tensor:
+        return ops.linear(hidden, self.lm_head.weight)
 
     def _stack_layers(self) -> list[DecoderLayer]:
         """Return the layers as the ops take them."""
@@ -550,17 +553,31 @@ def quantized_draft(weights: WeightStorage, draft: Drafter) -> Drafter:
 
 
 class Int8Drafter(Drafter):
-    """A drafter with another's parameters, whose layers run on copies of their weights in 8 bits.
+    """A drafter with another's parameters, which multiplies by copies of its weights in 8 bits.
 
-    What is outside of the layers runs as it is, and so do the products of prefill.
+    A selector's weights run as they are, and so do those of prompts' K/V.
     """
+
+    _fc: Int8Weight
+    _lm_head: Int8Weight
+
+    def fuse(self, context: Tensor, num_context: Tensor) -> Tensor:
+        """See `Drafter.fuse`."""
+        fused = ops.linear(context, self._fc.packed, scales=self._fc.scales)
+        return ops.rms_norm(fused, self.hidden_norm.weight, self.config.rms_norm_eps, num_context)
+
+    def _own_head(self, hidden: Tensor) -> Tensor:
+        return ops.linear(hidden, self._lm_head.packed, scales=self._lm_head.scales)
 
     def _runs_copies(self) -> bool:
         return True
 
     def _stack_layers(self) -> list[DecoderLayer]:
-        """Return the layers in 8 bits, made of the weights as they are now."""
+        """Return the layers in 8 bits, and copy the weights around them: all as they are now."""
         try:
+            self._fc = Int8Weight.of(self.fc.weight)
+            if "lm_head" in self.config.own_parts:
+                self._lm_head = Int8Weight.of(self.lm_head.weight)
             return list(map(int8_layer, super()._stack_layers()))
         except NotFiniteError as error:
             raise ValueError(not_finite("draft_weights", self, error)) from error
