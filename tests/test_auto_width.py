@@ -81,14 +81,24 @@ class TestBudget:
                 budget.observe(16, [16, 2, 2, 2], lengths)
             assert budget.choose() == width
 
-    def test_drafts_that_are_worth_nothing_are_left_out_and_tried_again(self):
+    def test_a_useless_drafter_is_left_out_within_a_few_steps_and_tried_less_and_less_often(self):
+        budget, widths = fed({1: 1.0, 4: 1.3, 8: 1.5, 12: 1.7, 16: 1.9}), []
+        for step in range(150):
+            widths.append(budget.choose())
+            budget.observe(widths[-1], [1], [report(step)])
+        drafted = [step for step, width in enumerate(widths) if width > 1]
+        first = widths.index(1)
+        assert first <= 8
+        rests = [after - before - 1 for before, after in itertools.pairwise(drafted[first - 1 :])]
+        assert rests == [4, 8, 16, 31, 31, 31]
+        assert {widths[step] for step in drafted[first:]} == {4}
+
+    def test_drafts_that_are_worth_something_again_are_made_again(self):
         bad = [*[(16, 1)] * 4, *[(4, 1)] * 40]
-        assert fed(STEEP, *bad).choose() == 1
-        assert fed(STEEP, *bad, *[(1, 1)] * 30).choose() == 1
-        assert fed(STEEP, *bad, *[(1, 1)] * 31).choose() == 4
-        assert fed(STEEP, *bad, *[(1, 1)] * 31, (4, 1)).choose() == 1
-        assert fed(STEEP, *bad, *[(1, 1)] * 31, (4, 4)).choose() > 1
-        assert fed(STEEP, *bad, *[(1, 1)] * 31, *[(4, 4)] * 8).choose() == 8
+        assert fed(STEEP, *bad, *[(1, 1)] * 4).choose() == 4
+        assert fed(STEEP, *bad, *[(1, 1)] * 4, (4, 1)).choose() == 1
+        assert fed(STEEP, *bad, *[(1, 1)] * 4, (4, 4)).choose() > 1
+        assert fed(STEEP, *bad, *[(1, 1)] * 4, *[(4, 4)] * 20).choose() == 8
 
 
 # ---------------------------------------------------------------------------------------------- the text

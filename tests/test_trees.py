@@ -376,7 +376,7 @@ class TestBudget:
         for _ in range(20):
             budget.observe(16, [1], [report((8.0, 9.0, 9.5, 10.0))])
         assert budget.choose() == 1
-        for _ in range(31):
+        for _ in range(4):
             assert budget.choose() == 1
             budget.observe(1, [1], [report((0.0,) * 4)])
         assert budget.choose() == 16

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..proposers import chain_widths
 from ..state import RUNNING, TREE_SIZES, RowReport
 
 # Tokens that are taken as accepted, and as predicted, before the first step.
@@ -31,21 +32,21 @@ _FIRST_BUCKET = 256
 # never grow again: narrow blocks show nothing of what wider ones would do.
 # Nor can steps without drafts tell what drafts would do: what is known of them fades likewise.
 _FADING = 1 - 1 / 20
-# Steps without drafts after which they are tried again.
-_RESTS = 31
+# Steps without drafts after which they are tried again: at first, and at most. A trial that no other step with drafts
+# follows doubles them.
+_FIRST_REST, _LONGEST_REST = 4, 31
+# Steps of the widest that are taken as accepted whole before the first step. With more, a useless drafter is noticed
+# later; with fewer, one wrong block ends drafting.
+_FIRST_STEPS = 0.25
 # Steps that a bucket takes over from its neighbor at most.
 _FROM_NEIGHBOR = 8.0
 
 
-class TreeBudget:
-    """Chooses the size of which most tokens per second are to be expected, the smallest of nearly equal ones.
+class Budget:
+    """Chooses the size that promises most tokens per cost, the smallest of nearly equal ones.
 
-    A step emits one token of the target's own and the nodes that it accepts. The drafter's probabilities predict their
-    number for every size, if it is as good as it believes. What was accepted so far, over what was predicted, corrects
-    for this.
-
-    One row drafts nothing. Such steps show nothing of drafts: what is known fades, and after `_RESTS` of them the
-    smallest size is tried.
+    One row drafts nothing. Such steps show nothing of drafts: what is known of them fades, and after a rest of some
+    steps the smallest size is tried.
 
     Args:
         costs: by size, what a step costs, in any unit; empty while they are still to be measured.
@@ -53,16 +54,46 @@ class TreeBudget:
 
     def __init__(self, costs: Mapping[int, float]) -> None:
         self.costs = costs
-        self._accepted = self._predicted = _PRIOR
-        self._expected: Sequence[float] = _PUBLISHED
-        self._rested = 0  # steps in a row without drafts
+        self._rested, self._rest = 0, _FIRST_REST  # steps in a row without drafts, and their number before a trial
 
     def choose(self) -> int:
         """Return the rows of the next step."""
-        expected = dict(zip((1, *TREE_SIZES), (1.0, *self._expected), strict=True))
-        correction = self._accepted / self._predicted
-        promised = {size: (1 + correction * (expected[size] - 1)) / cost for size, cost in self.costs.items()}
-        return _best(promised, self._rested)
+        promised = {size: self.expected(size) / cost for size, cost in self.costs.items()}
+        if self._rested >= self._rest:
+            return min(size for size in promised if size > 1)
+        return min(size for size, tokens in promised.items() if tokens >= _EQUAL * max(promised.values()))
+
+    def expected(self, rows: int) -> float:
+        """Return the tokens that are expected of the next step."""
+        raise NotImplementedError
+
+    def _count(self, rows: int) -> None:
+        """Take note of a step that verified ``rows``."""
+        if rows == 1:
+            self._rested += 1
+            return
+        self._rest = min(2 * self._rest, _LONGEST_REST) if self._rested else _FIRST_REST
+        self._rested = 0
+
+
+class TreeBudget(Budget):
+    """Chooses the rows of a tree.
+
+    A step emits one token of the target's own and the nodes that it accepts. The drafter's probabilities predict their
+    number for every size, if it is as good as it believes. What was accepted so far, over what was predicted, corrects
+    for this.
+    """
+
+    def __init__(self, costs: Mapping[int, float]) -> None:
+        super().__init__(costs)
+        self._accepted = self._predicted = _PRIOR
+        self._expected: Sequence[float] = _PUBLISHED
+
+    def expected(self, rows: int) -> float:
+        """See `Budget.expected`."""
+        if rows == 1:
+            return 1.0
+        return 1 + self._accepted / self._predicted * (self._expected[TREE_SIZES.index(rows)] - 1)
 
     def observe(self, rows: int, emitted: Sequence[int], reports: Sequence[RowReport]) -> None:
         """Learn from a step that verified ``rows``. Rows that have ended are left out: the end may cut a path off."""
@@ -70,7 +101,7 @@ class TreeBudget:
         running = [(count, report) for count, report in pairs if report.done == RUNNING and count]
         if not running:
             return
-        self._rested = self._rested + 1 if rows == 1 else 0
+        self._count(rows)
         if rows == 1:
             self._accepted, self._predicted = (_FADING * count for count in (self._accepted, self._predicted))
             return
@@ -79,13 +110,6 @@ class TreeBudget:
         self._predicted += sum(report.expected[place] - 1 for _, report in running)
         means = [sum(column) / len(running) for column in zip(*(report.expected for _, report in running), strict=True)]
         self._expected = [old + _NEW * (new - old) for old, new in zip(self._expected, means, strict=True)]
-
-
-def _best(promised: Mapping[int, float], rested: int) -> int:
-    """Return the size that promises most tokens per cost, the smallest of nearly equal ones, or else one to try."""
-    if rested >= _RESTS:
-        return min(size for size in promised if size > 1)
-    return min(size for size, tokens in promised.items() if tokens >= _EQUAL * max(promised.values()))
 
 
 def context_bucket(length: int) -> int:
@@ -113,41 +137,35 @@ class _Counts:
             self.steps[width] += math.ceil((before + emitted) / width) - math.ceil(before / width)
 
 
-class WidthBudget:
-    """Chooses the width of chains that writes most tokens per cost at this context length.
+class WidthBudget(Budget):
+    """Chooses the width of chains.
 
     Up to the first wrong draft the tokens of steps are a *run*, of which blocks of w rows need ``ceil(run / w)`` steps.
     So every width is judged by the same tokens. Shares of drafts kept per position would not do: a wide block always
     ends at a token that is hard to draft, and a narrow one also before.
 
     Lengths of one `context_bucket` share their counts, which begin as those of the nearest bucket, weighed as a few
-    steps. A call begins with the widest, whose step counts as one that kept everything.
-
-    One row drafts nothing; see `TreeBudget`.
+    steps. A call begins with the widest, as if a part of a step had kept everything.
 
     Args:
-        costs: by width, what a step costs, in any unit; empty while they are still to be measured.
+        costs: as in `Budget`.
         block_size: the widest.
     """
 
     def __init__(self, costs: Mapping[int, float], block_size: int) -> None:
-        self.costs, self._block_size = costs, block_size
+        super().__init__(costs)
+        self._block_size = block_size
         self._counts: dict[int, _Counts] = {}
         self._runs: dict[int, int] = {}  # by row, the tokens of its unfinished run
         self._running: list[_Counts] = [self._first()]  # of each row's length
-        self._rested = 0  # steps in a row without drafts
 
-    def choose(self) -> int:
-        """Return the rows of the next step."""
-        promised = {
-            width: sum(counts.tokens / counts.steps[width] for counts in self._running) / cost
-            for width, cost in self.costs.items()
-        }
-        return _best(promised, self._rested)
+    def expected(self, rows: int) -> float:
+        """See `Budget.expected`."""
+        return sum(counts.tokens / counts.steps[rows] for counts in self._running)
 
     def observe(self, rows: int, emitted: Sequence[int], reports: Sequence[RowReport]) -> None:
         """Learn from a step; see `TreeBudget.observe`."""
-        self._rested = self._rested + 1 if rows == 1 else 0
+        self._count(rows)
         rows_of = enumerate(zip(emitted, reports, strict=True))
         running = {row: context_bucket(r.length - n) for row, (n, r) in rows_of if r.done == RUNNING and n}
         for bucket in set(running.values()):
@@ -162,6 +180,10 @@ class WidthBudget:
         if running:
             self._running = [self._counts[bucket] for bucket in running.values()]
 
+    def leave(self, row: int) -> None:
+        """Forget the run of a row, which another call will have."""
+        self._runs.pop(row, None)
+
     def _at(self, bucket: int) -> _Counts:
         if bucket in self._counts:
             return self._counts[bucket]
@@ -171,8 +193,8 @@ class WidthBudget:
         return nearest.scaled(min(1.0, _FROM_NEIGHBOR / nearest.taken))
 
     def _first(self) -> _Counts:
-        steps = {width: math.ceil(self._block_size / width) for width in self.costs}
-        return _Counts(self._block_size, steps)
+        steps = {width: math.ceil(self._block_size / width) for width in chain_widths(self._block_size)}
+        return _Counts(self._block_size, steps).scaled(_FIRST_STEPS)
 
 
 def measured_costs(
