@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from baseline import greedy, prompt
-from families import make_draft, make_target
+from families import at_costs, hinted, make_draft, make_target
 from recorded import record
 from tiny_tokenizers import byte_fallback, byte_level
 
@@ -94,10 +94,43 @@ def test_trees_are_refused():
     assert of.resolve(prompt(3)[None], tree=None)
 
 
-def test_a_generator_that_chooses_its_block_size_has_no_session():
-    generator = dflash.Generator(*pair(), max_length=40, block_size="auto")
-    with pytest.raises(ValueError, match="a session needs a generator with a fixed block size"):
-        Session(generator)
+def rows_of_steps(of: Session, texts: list[torch.Tensor]) -> list[int]:
+    """Run a request per row, check its text, and return the rows that each step verified."""
+    taken = {admit(of, text, max_new_tokens=40, stop_token_ids=[]): text for text in texts}
+    seen, written = [], {row: [] for row in taken}
+    while of.is_busy:
+        for row, event, _ in of.step():
+            written[row] += event.ids[0]
+            seen = event.statistics.rows
+    target, _ = pair()
+    for row, text in taken.items():
+        of.retire(row)
+        assert written[row] == greedy(target, text, 40).tolist()
+    return seen
+
+
+def test_all_rows_have_one_width_chosen_by_what_they_have_accepted():
+    """A random drafter is worth nothing, and one that knows most of the text is worth its whole block."""
+    target, draft = pair()
+    texts = [prompt(9, seed=seed) for seed in (1, 2, 3)]
+    known = [torch.cat([text, greedy(target, text, 40)]) for text in texts]
+    sizes = {"max_length": 96, "prefill_chunk": CHUNK, "block_size": "auto"}
+    costs = {1: 1.0, 4: 1.2, 8: 1.3, 12: 1.4, 16: 1.5}
+    random = Session(at_costs(dflash.Generator(target, draft, batch_size=3, **sizes), costs))
+    good = Session(at_costs(hinted(target, draft, known, spoil=1000, **sizes), costs))
+    assert rows_of_steps(random, texts).count(1) > 30
+    assert rows_of_steps(random, texts)[0] == 1, "the session remembers"
+    assert set(rows_of_steps(good, texts)) == {16}
+
+
+def test_where_bits_would_depend_on_the_width_steps_have_the_whole_block():
+    target = make_target("qwen3", dtype=torch.bfloat16)
+    sizes = {"max_length": 96, "prefill_chunk": CHUNK, "block_size": "auto", "fused": False}
+    of = Session(at_costs(dflash.Generator(target, make_draft(target), **sizes), {1: 1.0, 16: 9.0}))
+    admit(of, prompt(9))
+    while of.is_busy:
+        for _, event, _ in of.step():
+            assert set(event.statistics.rows) <= {16}
 
 
 def test_rows_are_taken_and_freed():

@@ -1,7 +1,8 @@
 """Random schedules of requests on one session: each writes what it writes alone, bit for bit.
 
 Some have grammars, so that steps with masks come and go too. Chunks of prompts come from the cache of the session, and
-answers that have ended are settled at random times.
+answers that have ended are settled at random times. Each step has a random width, but for targets whose bits would
+depend on it.
 
 Reference is a request in a session of its own with a drafter that knows nothing, so that its blocks begin elsewhere.
 Compared are ids, text, the reason of the end, and the keys and values that the target has kept.
@@ -16,11 +17,12 @@ import pytest
 import torch
 from baseline import prompt
 from examples import LONG_FACTOR, is_long
-from families import hinted, make_draft, make_target
+from families import at_costs, hinted, make_draft, make_target
 from recorded import record
 from tiny_tokenizers import byte_level
 
 import dflash
+from dflash.proposers import chain_widths
 from dflash.session import Session
 
 ROWS, NEW = 4, 20
@@ -153,7 +155,9 @@ class Player:
     def __init__(self, pair: str, *, replays: bool) -> None:
         target, draft, self.requests, results = alone(pair)
         self.alone = {id(request): result for request, result in zip(self.requests, results, strict=True)}
-        generator = hinted(target, draft, [torch.zeros(0, dtype=torch.int64)] * ROWS, **options(pair))
+        empty = [torch.zeros(0, dtype=torch.int64)] * ROWS
+        generator = hinted(target, draft, empty, block_size="auto", **options(pair))
+        at_costs(generator, dict.fromkeys(chain_widths(generator.block_size), 1.0))
         self.script = generator.script
         self.session = Session(record(generator) if replays else generator)
 
@@ -164,6 +168,8 @@ class Player:
     def check(self, seed: int) -> int:
         """Play one schedule; return how many answers were compared."""
         choose, compared = random.Random(seed), 0
+        if (budget := self.session.generator.engine.budget) is not None:
+            budget.choose = functools.partial(random.Random(seed).choice, sorted(budget.costs))
         wanted = choose.choices(self.requests, k=choose.randint(5, 14))
         for request, result in play(self.session, wanted, choose, self.tell):
             expected = self.alone[id(request)]

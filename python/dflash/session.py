@@ -70,6 +70,11 @@ class Session:
     Python processors and another number of denoising passes are refused: these are properties of the whole step. While
     a row has a grammar, steps are not captured as graphs and wait for its masks.
 
+    With ``block_size="auto"`` the generator chooses one width for all rows before each step, by what the requests of
+    the session have had accepted. It measures costs when the session begins. Where bits would depend on the width, each
+    step has the whole block: for a target that runs its own modules, and if ``batch_size`` blocks have more rows than
+    the kernels take (in bfloat16 64 on CPUs with AVX-512, 256 on a GPU; `dflash.targets.Target.is_exact_for`).
+
     The session ends when its generator starts another call or session, and when a step raises: nobody knows then how
     far its rows have come. Until then the weights must not change.
 
@@ -82,15 +87,10 @@ class Session:
         prefix: the chunks; None without any.
 
     Raises:
-        ValueError: the generator chooses its block size while it runs, or its target is spread over processes.
+        ValueError: the generator's target is spread over processes.
     """
 
     def __init__(self, generator: Generator, *, cache_bytes: int = 2**30) -> None:
-        if generator.engine.widths == "auto":
-            raise ValueError(
-                f"a session needs a generator with a fixed block size, this one has {generator.engine.widths!r}: "
-                "make one with block_size=None or a number"
-            )
         if (count := generator.engine.target.ranks.count) > 1:
             raise ValueError(f"a session needs a target in one process, this one is spread over {count}")
         self.generator = generator
@@ -106,8 +106,10 @@ class Session:
         self._run: Run = generator.lock.run(self._begin)
 
     def _begin(self) -> Run:
-        run = self.generator.begin_run(reads_ids=True)
-        self.generator.engine.clear_()
+        run, engine = self.generator.begin_run(reads_ids=True), self.generator.engine
+        engine.begin_rows_(self.generator.denoise_steps)
+        if engine.budget is not None:
+            run.learn_costs()
         return run
 
     @property

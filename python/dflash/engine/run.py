@@ -206,6 +206,15 @@ class Run:
         """The answers that the next step continues."""
         return [answer for answer in self.answers if answer is not None and answer.done == RUNNING]
 
+    @property
+    def _is_masked(self) -> bool:
+        return self.engine.grammar_masks is not None
+
+    @property
+    def _obstacle_now(self) -> str:
+        """Why the next step must not be captured; empty if it may."""
+        return self._obstacle or ("a grammar's masks are made on the host" if self._is_masked else "")
+
     def run_chunk(self) -> list[Answer]:
         """Run one chunk of the prompt that waited longest for one; return the answers that begin with it."""
         self.require_open()
@@ -239,25 +248,13 @@ class Run:
         self.require_open()
         # 1. Choose the step. With Python rules it is read at once: they must not see tokens that will not count.
         engine, runner, began, running = self.engine, self.runner, time.perf_counter(), self.running
-        waits, masked = engine.host_rules is not None, engine.grammar_masks is not None
-        obstacle = self._obstacle or ("a grammar's masks are made on the host" if masked else "")
-        launched = functools.partial(host_step, engine) if waits or masked else self._device_step
+        waits, obstacle = engine.host_rules is not None, self._obstacle_now
+        launched = functools.partial(host_step, engine) if waits or self._is_masked else self._device_step
         for answer in filter(None, self.answers):
             answer.new_ids, answer.accepted, answer.logprobs, answer.prompt_logprobs = [], 0, [], None
-        # 2. Measure what sizes cost, where the call chooses them.
-        if engine.budget is not None:
-            timed = functools.partial(step, engine) if waits or masked else self._device_step
-
-            def time_step() -> float:
-                start = runner.clock()
-                runner.launch(timed, engine.kind, obstacle)
-                runner.read()
-                return runner.clock() - start
-
-            launching = isinstance(runner, Replay) and not obstacle, waits
-            longest = max((answer.length for answer in running), default=0)
-            engine.learn_costs(launching, longest, time_step, runner.warm_ups)
-        # 3. Launch.
+        # 2. Launch.
+        if engine.budget is not None and not engine.budget.costs:
+            self.learn_costs()
         self.consistent = False
         while len(self._launched) <= (0 if waits else runner.ahead):
             if engine.budget is not None:
@@ -266,10 +263,27 @@ class Run:
             if self._must_capture and runner.reason:
                 raise RuntimeError(f"graph=True cannot be followed: {runner.reason}")
             self._launched.append((engine.proposer.rows, running))
-        # 4. Read the oldest.
+        # 3. Read the oldest.
         continued = self._read(began)
         self.consistent = not self.failed
         return continued
+
+    def learn_costs(self) -> None:
+        """Tell the engine's budget what steps of each size cost. Measured once per kind of step."""
+        engine, runner, waits = self.engine, self.runner, self.engine.host_rules is not None
+        obstacle, timed = self._obstacle_now, self._device_step
+        if waits or self._is_masked:
+            timed = functools.partial(step, engine)
+
+        def time_step() -> float:
+            start = runner.clock()
+            runner.launch(timed, engine.kind, obstacle)
+            runner.read()
+            return runner.clock() - start
+
+        launching = isinstance(runner, Replay) and not obstacle, waits
+        longest = max((answer.length for answer in self.running), default=0)
+        engine.learn_costs(launching, longest, time_step, runner.warm_ups)
 
     def _read(self, began: float) -> list[Answer]:
         """Read the oldest step into the answers that it continued, and return them."""

@@ -247,17 +247,24 @@ class Engine:
             ValueError: its grammar is for another tokenizer than those of other rows.
         """
         self._assign(slice(row, row + 1), call)
-        self.host_rules, self.budget, self.acceptance = None, None, self.keyed
         self._draft_chains(call.denoise_steps)
 
-    def clear_(self) -> None:
-        """Take all rows from their calls, and forget what they hold."""
+    def begin_rows_(self, passes: int) -> None:
+        """Take all rows from their calls, forget what they hold, and set how those that `admit` assigns will draft."""
         self._free(slice(0, self.batch_size))
         self.state.vacate_(slice(0, self.batch_size))
+        self.host_rules, self.acceptance = None, self.keyed
+        self._apply_settings()
+        self._draft_chains(passes)
+        # A row's text must not depend on the others, so a width is chosen only where no bit depends on it.
+        is_free = self.target.is_exact_for(self.batch_size * self.block_size)
+        self.budget = WidthBudget({}, self.block_size) if self.widths == "auto" and is_free else None
 
     def retire(self, row: int) -> None:
         """Take ``row`` from its call; steps do least for it."""
         self._free(slice(row, row + 1))
+        if isinstance(self.budget, WidthBudget):
+            self.budget.leave(row)
         self.state.vacate_(slice(row, row + 1))
         self._apply_settings()
         self._draft_chains(self.chain.passes)
@@ -348,7 +355,7 @@ class Engine:
         self.proposer.rows = int(self._shared(self.budget.choose()))
 
     def learn_costs(self, launching: Hashable, length: int, time_step: Callable[[], float], warm_ups: int) -> None:
-        """Measure what a step of each size costs, if the call's budget does not know and it was not measured before.
+        """Tell the call's budget what a step of each size costs; measure it first if that was not done before.
 
         Args:
             launching: how steps are launched: kernel by kernel, launches may take as long as 128 rows.
@@ -356,14 +363,11 @@ class Engine:
             time_step: takes a step, launched so, and returns its seconds.
             warm_ups: how many steps of a kind take longer than the others.
         """
-        if self.budget.costs:
-            return
         is_tree = isinstance(self.budget, TreeBudget)
         key = launching if is_tree else (launching, self.chain.kind[:-1], context_bucket(length))
         if key not in self.costs:
             self.costs[key] = self._measure_costs(time_step, warm_ups)
-        costs = self.costs[key]
-        self.budget = TreeBudget(costs) if is_tree else WidthBudget(costs, self.block_size)
+        self.budget.costs = self.costs[key]
 
     def _measure_costs(self, time_step: Callable[[], float], warm_ups: int) -> dict[int, float]:
         """Time steps of each size. Changes nothing else."""

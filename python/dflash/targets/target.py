@@ -159,6 +159,10 @@ class Target:
         if self._fused is not None:
             self._fused.refresh(cache)
 
+    def is_exact_for(self, rows: int) -> bool:
+        """Return True if a pass over so many rows, or fewer, gives each the bits that it has alone."""
+        return self._fused is not None and self._fused.handles(rows)
+
     def forward(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor = 0,
         keep: Tensor | None = None, tree: Tree | None = None, features: Tensor | None = None,
@@ -187,7 +191,7 @@ class Target:
                 f"{type(self.model).__name__}: verify chains"
             )
         cache.begin_pass_(lengths, keep)
-        if self._fused is not None and self._fused.handles(ids):
+        if self.is_exact_for(ids.numel()):
             logits, tapped = self._fused.forward(ids, lengths, cache, logits_to_keep, tree, features)
             taps = [tapped] if features is None else []
         else:
@@ -350,13 +354,13 @@ class FusedTarget:
         every = torch.arange(positions, device=self._inv_freq.device)
         return rotation(every, self._inv_freq, self._rotary.attention_scaling)
 
-    def handles(self, ids: Tensor) -> bool:
-        """Return True if a pass over these rows runs here. torch's matrix products are faster for more rows."""
+    def handles(self, rows: int) -> bool:
+        """Return True if a pass over so many rows runs here. torch's matrix products are faster for more rows."""
         if self.is_int8:
             return True  # the modules have other weights
-        if ids.device.type == "cpu":
-            return ops.skinny(ids.numel(), self.embedding.dtype)
-        return ids.numel() <= _MAX_CUDA_ROWS
+        if self.embedding.device.type == "cpu":
+            return ops.skinny(rows, self.embedding.dtype)
+        return rows <= _MAX_CUDA_ROWS
 
     def forward(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, tree: Tree | None = None,
