@@ -96,6 +96,18 @@ def test_steps_of_more_rows_are_timed_next_to_one_row(bench, tmp_path, weights):
     assert all(math.isfinite(row[name]) for row in report["rows"] for name in ("ms", "of_one", "share"))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_drafting_is_timed_next_to_one_token_per_step(bench, tmp_path, rows):
+    pair = save_pair(tmp_path)
+    models = ["--model", pair / "target", "--draft", pair / "draft"]
+    _, _, *lines = bench("bench_auto.py", *models, "--limit", 2, "--new", 6, "--rows", rows)
+    found = {line[:24].strip(): line[24:].split() for line in lines}
+    ways = [f"{drafter}, {way}" for drafter in ("drafter", "useless") for way in ("whole blocks", "auto")]
+    assert list(found) == ["one token", *ways]
+    assert {row[3] for row in found.values()} == {"2"}, "every answer is that of one token per step"
+    assert found["one token"][:3] == ["1.00", "1.00", "1.0"]
+
+
 def test_cached_prompts_are_measured(bench, tmp_path):
     sizes = ["--shared", 40, "--users", 2, "--conversations", 3, "--turns", 2, "--chunk", 8, "--repeats", 1]
     _, users, *turns = bench("bench_prefix.py", "--model", save_pair(tmp_path) / "target", *sizes)
