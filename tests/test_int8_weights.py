@@ -9,7 +9,7 @@ import pytest
 import torch
 from baseline import check_answers, greedy, left_padded, prompt
 from draft_variants import random_drafter
-from families import Cheat, draft_config, make_draft, make_target
+from families import Cheat, draft_config, hinted, make_draft, make_target
 from test_dspark import save as save_dspark
 
 import dflash
@@ -21,6 +21,12 @@ FAMILIES = {
     "llama": {}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}, "qwen3 (windowed)": {}, "qwen3_5": {},
     "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3]},
 }  # fmt: skip
+# Those that run as transformers' modules: windows, scaled embeddings, softcaps, convolutions with a state
+MODULES = {
+    "gemma3": {"tie_word_embeddings": True}, "gemma2": {"sliding_window": 20, "final_logit_softcapping": 5.0},
+    "lfm2": {},
+}  # fmt: skip
+FAMILIES |= MODULES
 BLOCK = 16
 LONG = 300  # tokens of a prompt that bfloat16 runs in passes of more rows than a kernel of ours takes
 
@@ -107,7 +113,7 @@ def test_the_text_is_that_of_one_token_at_a_time(family, length, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", *MODULES])
 def test_rows_of_a_ragged_batch_write_what_they_write_alone(family, dtype):
     target = make_target(family, dtype=dtype, **FAMILIES[family])
     prompts = [prompt(length) for length in (4, LONG, 21)]
@@ -118,9 +124,39 @@ def test_rows_of_a_ragged_batch_write_what_they_write_alone(family, dtype):
     check_answers(output, ids.shape[1], [answer(alone, row, 24) for row in prompts])
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma2"])
+def test_a_tree_changes_no_text_of_modules_in_8_bits(family):
+    target, ids = make_target(family, **FAMILIES[family]), prompt(40)
+    expected = answer(generator(target, block_size=BLOCK), ids)
+    options = {"max_length": 400, "weights": "int8", "tree": 12}
+    drafting = hinted(target, make_draft(target), [torch.cat([ids, expected])], **options)
+    output = drafting.generate(ids[None], max_new_tokens=32, tree=12, return_dict_in_generate=True)
+    assert torch.equal(output.sequences[0, 40:], expected)
+    assert 3 < output.statistics.acceptance_length < 7
+
+
+def test_a_compiled_step_of_modules_follows_weights_that_change():
+    target, ids = make_target("gemma3"), prompt(20)
+    made = generator(target, make_draft(target), compile=True)
+    alone = generator(target, block_size=made.block_size, compile=True)
+    answers = []
+    for seed in (0, 5):
+        target.load_state_dict(make_target("gemma3", seed=seed).state_dict())
+        answers.append(answer(made, ids))
+        assert torch.equal(answers[-1], answer(alone, ids))
+    assert not torch.equal(*answers)
+
+
+def test_a_target_runs_as_modules_in_8_bits_if_that_is_asked_for():
+    target, ids = make_target("qwen3"), prompt(20)
+    made = generator(target, make_draft(target), fused=False)
+    assert made.fused_reason == "fused=False was asked for"
+    assert torch.equal(answer(made, ids), answer(generator(target, fused=False, block_size=BLOCK), ids))
+
+
 @pytest.mark.parametrize("compile", [False, True])
-def test_the_modules_of_the_target_are_never_run(compile):
-    """They have the weights as they are, which must decide no token and no log probability."""
+def test_the_modules_of_a_fused_target_are_never_run(compile):
+    """They round otherwise between products, which must decide no token and no log probability."""
     target = make_target("qwen3", num_hidden_layers=2)
     made = generator(target, make_draft(target), compile=compile, prefill_chunk=290)
     for layer in made.engine.target.model.get_decoder().layers:
@@ -130,14 +166,15 @@ def test_the_modules_of_the_target_are_never_run(compile):
     assert all(torch.equal(got, answers[1]) for got in tree)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("change", ["in place", "unnoticed, then reset", "inference tensors"])
-def test_weights_that_change_are_quantized_again(change):
+def test_weights_that_change_are_quantized_again(change, family):
     with torch.inference_mode(change == "inference tensors"):
-        target = make_target("qwen3", num_hidden_layers=2)
+        target = make_target(family)
     made, ids = generator(target, draft := make_draft(target), draft_weights="int8"), prompt(20)
     before, weight = answer(made, ids), target.model.layers[0].mlp.down_proj.weight
     if change == "in place":
-        target.load_state_dict(make_target("qwen3", num_hidden_layers=2, seed=5).state_dict())
+        target.load_state_dict(make_target(family, seed=5).state_dict())
     elif change == "inference tensors":
         with torch.inference_mode():
             weight[1::2] *= -30
@@ -198,16 +235,26 @@ def test_changed_weights_of_a_drafter_are_quantized_again(change):
     assert not torch.equal(drafted(made.draft), before)
 
 
-@pytest.mark.parametrize(("family", "options", "reason"), [
-    ("qwen3", {"fused": False}, "fused=False was asked for"),
-    ("gemma3", {}, "is not one of the models that are recognized"),
-    ("qwen3_moe", {}, "it has experts"),
+@pytest.mark.parametrize(("family", "reason"), [
+    ("qwen3_moe", r"model\.layers\.0\.mlp\.experts\.gate_up_proj is a weight of Qwen3MoeExperts"),
+    ("gpt_oss", r"model\.layers\.0\.mlp\.experts\.gate_up_proj is a weight of GptOssExperts"),
+    ("gpt2", r"transformer\.h\.0\.mlp\.c_fc\.weight is a weight of Conv1D"),
 ])  # fmt: skip
-def test_targets_that_cannot_be_stored_as_int8_are_refused(family, options, reason):
-    target = make_target(family)
-    says = f"weights='int8' needs a target on CPU .*{reason}.*Leave weights out"
+def test_weights_that_are_not_of_linear_layers_are_refused_by_name(family, reason):
+    says = rf"weights='int8' needs a target on CPU .*: {reason}\. Leave weights out"
     with pytest.raises(UnsupportedTargetError, match=says):
-        generator(target, **options)
+        generator(make_target(family))
+
+
+def test_a_subclass_of_a_linear_layer_is_refused_by_name():
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    target = make_target("gemma3")
+    target.model.layers[1].mlp.up_proj.__class__ = Scaled
+    with pytest.raises(UnsupportedTargetError, match=r"layers\.1\.mlp\.up_proj\.weight is a weight of Scaled\. Leave"):
+        generator(target)
 
 
 class Linear8bitLt(torch.nn.Linear):
@@ -246,9 +293,10 @@ def spoil(linear, value):
     linear.weight[3, 4] = value
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize(("value", "name"), [(float("inf"), "infinity"), (float("nan"), "NaN")])
-def test_weights_that_are_not_finite_are_refused_by_name(value, name):
-    target, ids = make_target("qwen3", num_hidden_layers=2), prompt(20)
+def test_weights_that_are_not_finite_are_refused_by_name(family, value, name):
+    target, ids = make_target(family), prompt(20)
     draft = make_draft(target)
     says = f"needs finite weights, got {name} in"
     made = generator(target, draft, draft_weights="int8")
@@ -313,7 +361,7 @@ def test_a_receipt_of_int8_weights_needs_a_target_that_can_store_them():
     recorder = dflash.Recorder(target, ids, max_new_tokens=4)
     output = dflash.generate(target, None, ids, return_dict_in_generate=True, **recorder.arguments)
     receipt = dataclasses.replace(recorder.receipt(output), weights="int8")
-    says = "states int8 weights, and this target's cannot be stored so: it has experts. Load .* with, on the CPU"
+    says = "int8 weights, and this target's cannot be stored so: model.* of Qwen3MoeExperts. Load .* with, on the CPU"
     with pytest.raises(ValueError, match=says):
         dflash.verify(receipt, target)
 

@@ -157,9 +157,9 @@ class Generator:
             `reset` after these. It counts none of inference tensors: a target with such weights runs every prompt
             whole.
         weights: ``"int8"`` to multiply by copies of the target's weights in 8 bits, with a scale per output channel:
-            those of the decoder layers and of the head, on CPU, of ``fused`` targets without experts. They are added to
-            what is in memory. The text is then exactly what that quantized target would write on its own, not what the
-            target as it is would.
+            those of the decoder and of the head, on CPU, of targets without experts. They are added to what is in
+            memory. The text is then exactly what that quantized target would write on its own, not what the target as
+            it is would.
         draft_weights: ``"int8"`` for the drafter's layers, its own head and what fuses the target's features, likewise.
             Changes the speed, never the text.
 

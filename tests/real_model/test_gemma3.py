@@ -50,9 +50,12 @@ def test_float32_text_is_that_of_transformers(model, prompts, texts, options):
     assert 3 < tokens_per_step < 7, "most drafts are right, and some are not"
 
 
-def test_bfloat16_text_is_that_of_one_token_decoding(model, prompts):
-    target, prompts = copy.deepcopy(model).bfloat16(), prompts[::6]
-    expected = one_token(target, prompts, 24)
-    found, tokens_per_step = drafted(target, prompts, list(map(torch.tensor, expected)), 24)
+@pytest.mark.parametrize("options", [{}, {"tree": TREE}], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", ["int8", "bfloat16"])
+def test_narrow_text_is_that_of_one_token_decoding(model, prompts, kind, options):
+    settings = {"weights": "int8"} if kind == "int8" else {}
+    target, prompts = model if kind == "int8" else copy.deepcopy(model).bfloat16(), prompts[::6]
+    expected = one_token(target, prompts, 24, **settings)
+    found, tokens_per_step = drafted(target, prompts, list(map(torch.tensor, expected)), 24, **settings, **options)
     check_same(found, expected)
     assert tokens_per_step > 3

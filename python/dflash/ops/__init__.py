@@ -28,6 +28,7 @@ from .weights import (
     Weight,
     WeightStorage,
     int8_layer,
+    separate_int8,
     split_weights,
 )
 

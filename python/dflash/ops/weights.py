@@ -273,20 +273,27 @@ _PROJECTIONS = ("q", "k", "v", "o", "qkv", "z", "b", "a", "out", "gate", "up", "
 def int8_layer(layer: DecoderLayer | DeltaNetLayer) -> DecoderLayer | DeltaNetLayer:
     """Return the layer with the weights of its projections in 8 bits, in new memory. Convolutions stay as they are.
 
-    Those of a Gated DeltaNet are separate (`DeltaNetLayer.split`), so that each begins with a tile of its own.
-
     Raises:
         NotFiniteError: a value is infinite or NaN.
     """
     weights = ((name, getattr(layer, name, None)) for name in _PROJECTIONS)
-    stored = layer._replace(**{name: Int8Weight.of(weight) for name, weight in weights if weight is not None})
-    if not layer.is_recurrent or layer.z is not None:
-        return stored
-    rows = len(layer.qkv)
-    qkv, z, b, a = (x.flatten() for x in layer.split(torch.arange(rows + len(layer.b))[None, None]))
-    qkv, z = map(stored.qkv.select, (qkv, z))
-    b, a = (stored.b.select(channels - rows) for channels in (b, a))
-    return stored._replace(qkv=qkv, z=z, b=b, a=a)
+    return separate_int8(
+        layer._replace(**{name: Int8Weight.of(weight) for name, weight in weights if weight is not None})
+    )
+
+
+def separate_int8(layer: DecoderLayer | DeltaNetLayer) -> DecoderLayer | DeltaNetLayer:
+    """Return the layer with ``qkv`` and ``z``, ``b`` and ``a`` of a Gated DeltaNet apart if they are in 8 bits.
+
+    Each then begins with a tile of its own (`DeltaNetLayer.split`). Other layers are returned as they are.
+    """
+    if not layer.is_recurrent or layer.z is not None or not isinstance(layer.qkv, Int8Weight):
+        return layer
+    rows = layer.qkv.shape[0]
+    qkv, z, b, a = (x.flatten() for x in layer.split(torch.arange(rows + layer.b.shape[0])[None, None]))
+    qkv, z = map(layer.qkv.select, (qkv, z))
+    b, a = (layer.b.select(channels - rows) for channels in (b, a))
+    return layer._replace(qkv=qkv, z=z, b=b, a=a)
 
 
 def named_tensors(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from .copies import structural_copy
 from .fingerprint import Fingerprint, KnownWeights, describe_config, sample_digest, version_of, versions, weights_digest
 from .folder import check_target_config, check_target_size, check_target_weights
+from .int8 import check_int8, int8_obstacle, not_finite
 from .model import (
     UnsupportedTargetError,
     config_values,
@@ -20,5 +21,5 @@ from .model import (
 from .parallel import ranks_in
 from .recurrent import has_recurrent_layers
 from .support import check_target, is_quantized, refusal, refusal_of_weights
-from .target import Target, check_int8, int8_obstacle, not_finite
+from .target import Target
 from .trial import forget_trials

@@ -16,11 +16,11 @@ from transformers.integrations import moe
 
 from .. import ops
 from ..decoder import DecoderLayer, DeltaNetLayer
-from .model import PLAIN_TENSORS, config_values
+from ..ops import Weight, separate_int8
+from .int8 import weight_of
+from .model import KERNEL_DTYPES, PLAIN_TENSORS, config_values
 
 _MAX_ROWS = 256  # of one pass of experts: a block for each row of a batch, but not a chunk of a long prompt
-KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
-"""The dtypes that our kernels multiply in."""
 
 
 def kernel_obstacle(device: torch.device, weights: Sequence[Tensor], widths: Iterable[int]) -> str:
@@ -125,7 +125,7 @@ class Family(NamedTuple):
             projections = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
             return DecoderLayer(
                 **shared,
-                **{name: projection.weight for name, projection in projections.items()},
+                **{name: weight_of(projection) for name, projection in projections.items()},
                 **{f"{name}_bias": projection.bias for name, projection in projections.items()},
                 q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
                 k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
@@ -134,16 +134,17 @@ class Family(NamedTuple):
             )
         mixer = layer.linear_attn
         together = {"qkv": "qkvz", "b": "ba"} if hasattr(mixer, "in_proj_qkvz") else {name: name for name in _DELTA_NET}
-        projections = {name: getattr(mixer, f"in_proj_{theirs}").weight for name, theirs in together.items()}
-        return DeltaNetLayer(
+        projections = {name: weight_of(getattr(mixer, f"in_proj_{theirs}")) for name, theirs in together.items()}
+        found = DeltaNetLayer(
             **shared, **dict.fromkeys(_DELTA_NET) | projections, conv=mixer.conv1d.weight, a_log=mixer.A_log,
-            dt_bias=mixer.dt_bias, norm=mixer.norm.weight, out=mixer.out_proj.weight, key_heads=mixer.num_k_heads,
+            dt_bias=mixer.dt_bias, norm=mixer.norm.weight, out=weight_of(mixer.out_proj), key_heads=mixer.num_k_heads,
         )  # fmt: skip
+        return separate_int8(found)
 
-    def _mlp(self, mlp: nn.Module) -> dict[str, Tensor | Callable | None]:
+    def _mlp(self, mlp: nn.Module) -> dict[str, Weight | Callable | None]:
         """Return the weights of an MLP; a sparse one runs as the module that it is."""
         if self.is_a(mlp, "MLP"):
-            return {"gate": mlp.gate_proj.weight, "up": mlp.up_proj.weight, "down": mlp.down_proj.weight}
+            return {name: weight_of(getattr(mlp, f"{name}_proj")) for name in ("gate", "up", "down")}
 
         def experts(hidden: Tensor) -> Tensor:
             out = mlp(hidden)

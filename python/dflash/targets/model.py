@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -15,6 +16,8 @@ from transformers import PreTrainedModel
 from ..settings import SETTINGS
 
 PLAIN_TENSORS = frozenset([Tensor, nn.Parameter])  # types whose values are in their memory as they are
+KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
+"""The dtypes that our kernels multiply in."""
 
 
 class UnsupportedTargetError(ValueError):

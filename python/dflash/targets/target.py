@@ -14,24 +14,24 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..decoder import DecoderStack, rotation
-from ..ops import Int8Weight, NotFiniteError, WeightStorage, int8_layer, split_weights
+from ..ops import WeightStorage, split_weights
 from ..state import KVCache, RecurrentCache, Tree
 from .copies import CacheView, structural_copy, use_attention
-from .fingerprint import Fingerprint, describe_config, sample_digest
+from .fingerprint import describe_config, sample_digest
 from .fused import Family, kernel_obstacle, layers_of, recognize, use_experts_op
+from .int8 import Int8Linear, Int8Weights, check_int8, weight_of
 from .model import (
     UnsupportedTargetError,
     cache_argument,
     embedding_table,
     has_global_hooks,
     max_positions,
-    name_of,
     tapped_modules,
     text_config,
 )
 from .parallel import Ranks, mesh_of
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
-from .support import is_quantized, replaced_function
+from .support import replaced_function
 from .trial import run_trial
 
 
@@ -45,7 +45,7 @@ class Target:
         fused: True to run the layers on `dflash.ops` (see `dflash.targets.fused`) and refuse other models,
             False to use the model's own forward, ``"auto"`` to run them on the ops where the kernels take them. Unless
             False, mixtures of experts run on their op where its kernels take them, in other models too.
-        weights: ``"int8"`` to multiply by copies of the weights in 8 bits, those of the decoder layers and of the head.
+        weights: ``"int8"`` to multiply by copies of the weights in 8 bits, those of the decoder and of the head.
 
     Attributes:
         weights: how they are stored.
@@ -67,6 +67,7 @@ class Target:
     ) -> None:  # fmt: skip
         self.config, self.weights = text_config(model), weights
         self.compiled_forward: Callable[..., tuple[Tensor, list[Tensor]]] | None = None
+        self._int8: Int8Weights | None = None
         # 1. Build it and try it; what goes wrong on our ops may go well in the model's own modules.
         replaced = replaced_function(model)
         self._build(model, target_layer_ids, fused, replaced)
@@ -81,8 +82,9 @@ class Target:
         self.tree_obstacle = verdict.tree_fault
         # 2. Store it as int8. Its logits are then others than the model's.
         if weights is not None:
-            check_int8(model, self._fused, self.fused_reason)
-            self._fused.store_as_int8()
+            check_int8(model)
+            self._int8 = Int8Weights(self.model, self._fused)
+            self._int8.refresh()
 
     def _build(
         self, model: nn.Module, target_layer_ids: tuple[int, ...], fused: bool | Literal["auto"], replaced: str
@@ -137,8 +139,8 @@ class Target:
 
     def forget_values(self) -> None:
         """Read all weights again at the next `refresh` if there are copies of them."""
-        if self._fused is not None:
-            self._fused.forget_values()
+        if self._int8 is not None:
+            self._int8.forget_values()
 
     def new_cache(self, batch_size: int, capacity: int, block_size: int) -> KVCache:
         """Return an empty cache for ``batch_size`` sequences of ``capacity`` positions, lookahead slots included.
@@ -156,6 +158,8 @@ class Target:
         """Notice changed weights, and fit a cache that may be an earlier target's. Called once per call."""
         if self.ranks.count > 1:
             self.ranks.refresh()
+        if self._int8 is not None:
+            self._int8.refresh()
         if self._fused is not None:
             self._fused.refresh(cache)
 
@@ -260,9 +264,6 @@ class FusedTarget:
         model: a copy of the user's model. Its parameters are used where they are.
         family: its own.
         target_layer_ids: the tapped layers.
-
-    Attributes:
-        is_int8: True if products multiply by copies of the weights in 8 bits, see `store_as_int8`.
     """
 
     def __init__(self, model: nn.Module, family: Family, target_layer_ids: tuple[int, ...]) -> None:
@@ -270,15 +271,12 @@ class FusedTarget:
         layers, norm = layers_of(decoder), decoder.norm
         attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
         self.embedding, self.head = decoder.embed_tokens.weight, model.get_output_embeddings()
-        self._model, self.is_int8 = model, False
-        self._int8_head: Int8Weight | None = None
-        self._quantized: Fingerprint | None = None  # of the weights that the copies in 8 bits were made of
         self.num_kv_heads, self.head_dim = attention.k_proj.weight.shape[0] // attention.head_dim, attention.head_dim
+        self._family, self._layers = family, layers
         self.stack = DecoderStack(
             list(map(family.layer, layers)), norm.weight, eps=norm.eps if family.gated else norm.variance_epsilon,
             scale=float(attention.scaling), taps=target_layer_ids, zero_centered=family.gated,
         )  # fmt: skip
-        self._layers = self.stack.layers  # of the model's own weights
         self._rotary = decoder.rotary_emb
         self._inv_freq = self._rotary.inv_freq.detach().clone()  # what the tables were made of
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
@@ -290,38 +288,12 @@ class FusedTarget:
         weights.append(self.head.weight)
         return kernel_obstacle(self.embedding.device, weights, {weight.shape[1] for weight in weights})
 
-    @property
-    def int8_obstacle(self) -> str:
-        """Why these weights, on CPU, cannot be stored as int8; empty if they can."""
-        return "it has experts" if any(layer.experts for layer in self._layers) else self.obstacle
-
-    def store_as_int8(self) -> None:
-        """Multiply by copies of the weights in 8 bits from now on, also in passes of many rows.
-
-        Raises:
-            UnsupportedTargetError: a value is infinite or NaN. Earlier copies are gone then, and `refresh` raises until
-                the values are finite; without earlier copies nothing has changed.
-        """
-        # 1. Free earlier copies, so that no two sets are in memory. Nothing runs before `refresh` has made new ones.
-        if self.is_int8:
-            self._quantized = self._int8_head = None
-            self.stack.replace(self._layers, self.stack.norm)
-        # 2. Make all copies before any of them is used.
-        try:
-            head, layers = Int8Weight.of(self.head.weight), [int8_layer(layer) for layer in self._layers]
-        except NotFiniteError as error:
-            raise UnsupportedTargetError(not_finite("weights", self._model, error)) from error
-        self.stack.replace(layers, self.stack.norm)
-        self._int8_head, self.is_int8, self._quantized = head, True, Fingerprint(self._model)
-
-    def forget_values(self) -> None:
-        """Make copies in 8 bits again at the next `refresh`, whether the weights are known to have changed or not."""
-        self._quantized = None
+    def read_layers(self) -> None:
+        """Use what the linear layers multiply by now."""
+        self.stack.replace(list(map(self._family.layer, self._layers)), self.stack.norm)
 
     def refresh(self, cache: KVCache) -> None:
         """Notice changed weights and frequencies, and fit a cache that another target has made."""
-        if self.is_int8 and (self._quantized is None or not self._quantized.has_same_values(self._model)):
-            self.store_as_int8()
         self.stack.refresh()
         if not torch.equal(self._inv_freq, self._rotary.inv_freq):
             self._inv_freq = self._rotary.inv_freq.detach().clone()
@@ -356,8 +328,8 @@ class FusedTarget:
 
     def handles(self, rows: int) -> bool:
         """Return True if a pass over so many rows runs here. torch's matrix products are faster for more rows."""
-        if self.is_int8:
-            return True  # the modules have other weights
+        if isinstance(self.head, Int8Linear):
+            return True  # the bits of its products are the same for any number of rows
         if self.embedding.device.type == "cpu":
             return ops.skinny(rows, self.embedding.dtype)
         return rows <= _MAX_CUDA_ROWS
@@ -379,41 +351,8 @@ class FusedTarget:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's logits of any rows ``[..., hidden]``."""
-        (weight,), scales = split_weights(self.head.weight if self._int8_head is None else self._int8_head)
+        (weight,), scales = split_weights(weight_of(self.head))
         return ops.linear(hidden, weight, self.head.bias, prefetch=True, scales=scales)
-
-
-# ---------------------------------------------------------------------------------------------- int8
-
-
-def not_finite(option: str, model: nn.Module, error: NotFiniteError) -> str:
-    """Return the message for a weight of a target or drafter that is not finite, with ``option`` asking for int8."""
-    name = name_of(model, error.weight).removesuffix(".weight")
-    return f"{option}='int8' needs finite weights, got {error.value} in {name}: leave it out"
-
-
-def check_int8(model: nn.Module, fused: FusedTarget | None = None, reason: str = "") -> None:
-    """Raise UnsupportedTargetError if there is an `int8_obstacle`, which takes the same arguments."""
-    if obstacle := int8_obstacle(model, fused, reason):
-        raise UnsupportedTargetError(
-            "weights='int8' needs a target on CPU whose dense layers run on the ops of this package (see fused), got "
-            f"{type(model).__name__}: {obstacle}. Leave weights out"
-        )
-
-
-def int8_obstacle(model: nn.Module, fused: FusedTarget | None = None, reason: str = "") -> str:
-    """Return why the weights of a target cannot be stored as int8; empty if they can, if they are finite.
-
-    No value is read. A copy is made, in milliseconds, unless its fused form is given, or why it has none.
-    """
-    device = embedding_table(model).device
-    if device.type != "cpu":
-        return f"it is on {device}"
-    if fused is None and not reason:
-        fused, reason = fuse(structural_copy(model), (), "auto", replaced_function(model))
-    if fused is not None:
-        return fused.int8_obstacle
-    return "its weights are quantized already" if is_quantized(model) else reason
 
 
 _NOT_FUSED = (
