@@ -45,6 +45,7 @@ class Call:
     pending: Tensor | None = None
     keep: Tensor | None = None
     tree: Tree | None = None
+    sequences: Tensor | None = None
 
     @property
     def recurrent(self) -> tuple:
@@ -78,7 +79,7 @@ class Call:
 
     def run(self) -> tuple[Tensor, Tensor]:
         packed = self.packed()
-        return ops.decoder_layers(*self.varying, packed.handle, *self.recurrent, self.ancestors)
+        return ops.decoder_layers(*self.varying, packed.handle, *self.recurrent, self.ancestors, self.sequences)
 
     def run_twin(self) -> tuple[Tensor, Tensor]:
         fixed = (self.norm, self.eps, self.scale, self.taps)
@@ -98,6 +99,7 @@ class Cache:
     def __init__(self, call: Call) -> None:
         self.keys, self.values = call.k_caches, call.v_caches
         self.rotary, self.capacity = (call.cos, call.sin), call.k_caches[0].shape[2]
+        self.sequences = call.sequences
 
 
 def recurrent_cache(call: Call) -> RecurrentCache:
@@ -376,6 +378,21 @@ def test_one_row_at_a_time_gives_the_same_bits(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"tree": True, "causal": (1, 1, 1), "rows": 20}])
+def test_some_sequences_have_the_bits_that_they_have_among_all(options, dtype):
+    call, chosen = make_call(dtype, **options), torch.tensor([2, 0])
+    whole, part = changed(call, torch.clone), changed(call, torch.clone)
+    part = replace(part, sequences=chosen, tree=None if part.tree is None else Tree(*(x[chosen] for x in part.tree)))
+    for name in ("hidden", "context", "num_context", "lengths"):
+        setattr(part, name, getattr(part, name)[chosen])
+    for got, want in zip(part.run(), whole.run(), strict=True):
+        assert torch.equal(got, want[chosen])
+    for got, want, before in zip(part.caches, whole.caches, call.caches, strict=True):
+        want[1] = before[1]
+        assert torch.equal(got.nan_to_num(9.0), want.nan_to_num(9.0)), "another sequence was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_context_is_appended_without_a_block(dtype):
     call = make_call(dtype, rows=0)
     ours, twin = changed(call, torch.clone), changed(call, torch.clone)
@@ -430,6 +447,7 @@ def test_accepted_rows_move_recurrent_layers_as_if_no_other_had_run(options, dty
     ({}, {"taps": (3,)}, r"taps must be different layers in 0 \.\. 2, got \[3\]"),
     ({}, {"num_context": None}, "context and num_context come together"),
     ({"delta": "apart"}, {"windows": [torch.ones(3, 18, 176) for _ in "ab"]}, "slots must be 19 as the layers say"),
+    ({"delta": "apart"}, {"sequences": torch.arange(3)}, "sequences must be None where layers are recurrent"),
     ({"causal": (1, 0, 1)}, {"tree": random_shapes(16, 3)}, "ancestors need causal attention"),
     ({"causal": (1, 1, 1), "rows": 129}, {"tree": random_shapes(129, 3)}, "a tree has at most 128 rows"),
 ])  # fmt: skip

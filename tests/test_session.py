@@ -11,6 +11,7 @@ from recorded import record
 from tiny_tokenizers import byte_fallback, byte_level
 
 import dflash
+from dflash import ops
 from dflash.session import Session
 
 NEW, CHUNK = 12, 8
@@ -144,6 +145,27 @@ def test_rows_are_taken_and_freed():
         with pytest.raises(ValueError, match=f"row must be one that a request has, got {row}"):
             of.retire(row)
     assert admit(of, prompt(6)) == rows[1]
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_steps_leave_out_rows_that_are_done(draft, monkeypatch):
+    target, drafter = pair()
+    of = Session(dflash.Generator(target, drafter if draft else None, max_length=96, batch_size=3), cache_bytes=0)
+    sizes, run = [], ops.decoder_layers
+
+    def decoder_layers(hidden, *arguments, **named):
+        sizes.append(len(hidden))
+        return run(hidden, *arguments, **named)
+
+    monkeypatch.setattr(ops, "decoder_layers", decoder_layers)
+    wanted = {}
+    for new in (40, 4, 20):
+        ids = prompt(new)
+        wanted[admit(of, ids, max_new_tokens=new, stop_token_ids=[])] = greedy(target, ids, new).tolist()
+    assert {row: ids for row, (ids, _) in finish(of).items()} == wanted
+    passes = 2 if draft else 1
+    assert sizes[-passes:] == [1] * passes
+    assert {2, 3} <= set(sizes)
 
 
 def test_a_long_prompt_adds_one_chunk_to_three_steps_of_the_others():

@@ -212,6 +212,8 @@ struct BlockAttentionParams {
   // [batch, rows, ceil(rows / 64)] or null: the rows of its block that each row sees, itself among them; bits
   // at or past `rows` are ignored, and a row without a bit has depth 0. Only if causal.
   const int64_t* ancestors = nullptr;
+  // In decoder_layers only: [batch], where each sequence's keys are in the caches; null: in order.
+  const int64_t* sequences = nullptr;
   // CUDA only; block_attention_workspace() answers for them.
   // [batch, num_kv_heads, tiles, splits, floats of a stored state], then two int32 per tile
   float* workspace = nullptr;
@@ -609,7 +611,7 @@ struct DecoderLayer {
 // The decoder layers of a model and its final norm over a block of rows, each sequence at its own length.
 struct DecoderLayersParams {
   const DecoderLayer* layers;  // [num_layers]
-  // Per layer of attention a pointer to [batch, num_kv_heads, capacity, head_dim].
+  // Per layer of attention a pointer to [held, num_kv_heads, capacity, head_dim].
   void *const *k_caches, *const *v_caches;
   // Per recurrent layer a pointer to what its kernels take under these names, see GatedRecurrenceParams.
   void* const* windows;
@@ -621,21 +623,23 @@ struct DecoderLayersParams {
   const int64_t* num_context;  // [batch], clamped to 0 .. context_rows: live ones, ahead of lengths[b]
   const int64_t* lengths;      // [batch], the position of each sequence's first row, as in BlockAttentionParams
   const int64_t* ancestors;    // [batch, rows, ceil(rows / 64)] or null, as in BlockAttentionParams
+  const int64_t* sequences;    // [batch], the place of each in the caches, clamped to 0 .. held - 1; null: in order
   const float *cos, *sin;      // [positions, half]
   const void* norm;            // [hidden], the final norm
   void* out;                   // [batch, rows, hidden]
   void* taps;                  // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
-  int64_t num_layers, batch, rows, context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half, positions,
-      capacity, num_taps;
+  int64_t num_layers, batch, held, rows, context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half,
+      positions, capacity, num_taps;
   int64_t key_heads, delta_heads, key_dim, value_dim;  // of the recurrent layers; 0 without
   int64_t conv_width, block;
   float scale, eps;
   bool zero_centered;  // the norms over hidden states and heads add one to their weights
   DType dtype;
   DFLASH_PARAMS(layers, k_caches, v_caches, windows, states, saved_k, saved_d, saved_a, pending, keep, hidden, context,
-                num_context, lengths, ancestors, cos, sin, norm, out, taps, num_layers, batch, rows, context_rows,
-                hidden_size, width, num_heads, num_kv_heads, head_dim, half, positions, capacity, num_taps, key_heads,
-                delta_heads, key_dim, value_dim, conv_width, block, scale, eps, zero_centered, dtype)
+                num_context, lengths, ancestors, sequences, cos, sin, norm, out, taps, num_layers, batch, held, rows,
+                context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half, positions, capacity,
+                num_taps, key_heads, delta_heads, key_dim, value_dim, conv_width, block, scale, eps, zero_centered,
+                dtype)
 };
 
 // The kernels and their params. Those with products, and those of the CPU alone, are compiled again for an instruction

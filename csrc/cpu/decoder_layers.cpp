@@ -77,6 +77,7 @@ class Pass {
   const int64_t key_size = p.key_heads * p.key_dim, value_size = p.delta_heads * p.value_dim;
   const int64_t channels = 2 * key_size + value_size;
   int64_t context = 0;                       // live context rows
+  int64_t* sequences = nullptr;              // [batch], places in the caches
   Row* rows = nullptr;                       // [context + n]
   T *x, *normed, *residual, *other, *delta;  // [context + n, hidden], then [n, hidden]
   T *plain, *dynamic;                        // [n, hidden], [n, 2, width, groups] of convolutions
@@ -90,15 +91,18 @@ class Pass {
   // The live context rows, then the block's.
   void find_rows() {
     static thread_local Buffer<Row> buffer;
+    static thread_local Buffer<int64_t> places;
     rows = buffer.reserve(p.batch * (p.context_rows + p.rows));
+    sequences = places.reserve(p.batch);
+    for (int64_t s = 0; s < p.batch; ++s) sequences[s] = p.sequences ? clamped(p.sequences[s], p.held - 1) : s;
     for (int64_t s = 0; s < p.batch; ++s)
       for (int64_t i = 0; i < live(s); ++i) {
         const int64_t position = length_of(p, s) - live(s) + i;
-        rows[context++] = {s, position, position};
+        rows[context++] = {sequences[s], position, position};
       }
     for (int64_t i = 0; i < n; ++i) {
       const int64_t length = length_of(p, i / p.rows), slot = length + i % p.rows;
-      rows[context + i] = {i / p.rows, slot, p.ancestors ? length + depth_of(p.ancestors, p.rows, i) : slot};
+      rows[context + i] = {sequences[i / p.rows], slot, p.ancestors ? length + depth_of(p.ancestors, p.rows, i) : slot};
     }
   }
 
@@ -197,6 +201,7 @@ class Pass {
         p.batch, p.rows,   p.num_heads, p.num_kv_heads, d,       d,   p.capacity,      window, p.scale,
         0.0f,    w.causal, p.dtype,     p.threads};
     attention.ancestors = p.ancestors;
+    attention.sequences = sequences;
     block_attention(attention);
     if (w.gated) sigmoid_mul({out, raw_q + d, out, raw_size, q_stride, n, p.num_heads, d, p.dtype, p.threads});
     const LinearPart o{w.o, w.o_bias, delta, hidden, hidden, 0};

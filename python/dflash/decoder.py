@@ -92,14 +92,13 @@ class DecoderStack:
             ``(out [batch, rows, hidden], tapped)``, ``out`` after the final norm.
         """
         rows = hidden.shape[1] + (0 if context is None else context.shape[1])
-        is_few = hidden.device.type == "cpu" and ops.skinny(hidden.shape[0] * rows, hidden.dtype)
-        if is_few and self._packed is not None:
+        if self.is_one_op(hidden.shape[0] * rows, hidden):
             keys = list(map(cache.keys.__getitem__, self._attention_layers))
             values = list(map(cache.values.__getitem__, self._attention_layers))
             recurrent = self._recurrent(cache) if isinstance(cache, RecurrentCache) else ()
             out, taps = ops.decoder_layers(
                 hidden, context, num_context, lengths, *cache.rotary, keys, values, self._packed.handle, *recurrent,
-                ancestors=None if tree is None else tree.ancestors,
+                ancestors=None if tree is None else tree.ancestors, sequences=cache.sequences,
             )  # fmt: skip
             return out, taps if tapped is None else tapped.copy_(taps)
         if context is not None and context.device.type == "cpu":  # rows that are off may hold NaN: see reference.linear
@@ -107,6 +106,10 @@ class DecoderStack:
         if tapped is None:
             tapped = hidden.new_empty(*hidden.shape[:2], len(self.taps) * hidden.shape[2])
         return self._op_by_op(hidden, AttentionInputs(lengths, context, num_context, cache, tree), tapped), tapped
+
+    def is_one_op(self, rows: int, like: Tensor) -> bool:
+        """Return True if a pass of so many rows ``like`` this tensor, of all sequences and contexts, is one op."""
+        return self._packed is not None and like.device.type == "cpu" and ops.skinny(rows, like.dtype)
 
     def _recurrent(self, cache: RecurrentCache) -> tuple:
         """Return what `ops.decoder_layers` takes for recurrent layers."""

@@ -226,6 +226,7 @@ class Generator:
         weakref.finalize(self, self.runner.drain).atexit = False
         self.step: Callable[[], None] = functools.partial(step, self.engine)
         self.compiles_step = options.compile and not on_gpu
+        self.engine.leaves_out = not self.compiles_step
         if self.compiles_step:
             self.step = compiled_per_kind(self.step, self.engine.kind)
         elif options.compile:  # only the target's part of the step, inside the CUDA graph

@@ -183,6 +183,8 @@ class State:
         self.target_cache = target.new_cache(batch, capacity, block_size)
         self.draft_cache = None if draft is None else draft.new_cache(batch, capacity)
         self.report = Report(batch, block_size, len(TREE_SIZES) if tree_rows else 0, device)
+        # [n] int64, the rows that the next step continues, where it may leave out the others; None for all.
+        self.live: Tensor | None = None
 
     @property
     def anchor(self) -> Tensor:
@@ -309,6 +311,7 @@ class KVCache:
     Attributes:
         keys, values: layer index -> buffer. A layer that shares another's keys and values has none.
         rotary: ``(cos, sin)``, each ``[capacity, rotary / 2]`` float32, for layers on `dflash.ops`; else None.
+        sequences: ``[batch]`` int64, those of the buffers that a pass runs (see `only`); None for all.
 
     Args:
         batch_size: sequences.
@@ -320,6 +323,7 @@ class KVCache:
         self.batch_size, self.capacity, self.rotary = batch_size, capacity, rotary
         self._whole: Self | None = None  # the cache that this one is `_rows` of
         self._rows = _ALL_ROWS
+        self.sequences: Tensor | None = None
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -359,6 +363,12 @@ class KVCache:
         part = copy.copy(self)
         part.batch_size, part._whole, part._rows = rows.stop - rows.start, self, rows
         part.keys, part.values = ({i: x[rows] for i, x in buffers.items()} for buffers in (self.keys, self.values))
+        return part
+
+    def only(self, sequences: Tensor) -> Self:
+        """Return a cache for one pass of some sequences through `dflash.ops.decoder_layers`; it shares their memory."""
+        part = copy.copy(self)
+        part.sequences = sequences
         return part
 
     def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:

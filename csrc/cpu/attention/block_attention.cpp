@@ -448,7 +448,8 @@ struct Worker {
     chunk.clear(lanes, p.v_head_dim);
     if (few) std::memset(read, 0, kFewRows * p.v_head_dim * sizeof(float));
     const float scale = p.softcap != 0.0f ? p.scale / p.softcap : p.scale;
-    const int64_t cache = (g.batch * p.num_kv_heads + g.kv_head) * p.capacity;
+    const int64_t sequence = p.sequences ? p.sequences[g.batch] : g.batch;
+    const int64_t cache = (sequence * p.num_kv_heads + g.kv_head) * p.capacity;
     for (int64_t first = most(begin, g.lo_min / kTileSlots * kTileSlots); first < end; first += kTileSlots) {
       const Keys keys = keys_at(first, end);
       score(static_cast<const T*>(p.k_cache) + cache * p.head_dim, keys);

@@ -194,6 +194,10 @@ class Drafter(nn.Module):
         hidden, _ = self._stack(block_embeds, length, cache, features, num_context)
         return hidden
 
+    def can_leave_out(self, rows: int) -> bool:
+        """Return True if a pass of so many rows, the context's included, can be one of some sequences of its cache."""
+        return self._stack.is_one_op(rows, self.fc.weight)
+
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Return draft logits ``[..., vocab]`` of rows ``[..., hidden]``, -inf for tokens that its own head lacks.
 

@@ -122,8 +122,8 @@ class Prefill:
 
     @property
     def ends(self) -> Tensor:
-        """``[batch, 1, vocab]``, the logits of each prompt's last token, once all are run; 0 for other rows."""
-        logits = self._logits[0].new_zeros(self.engine.batch_size, 1, len(self._logits[0]))
+        """``[batch, 1, vocab]``, the logits of each prompt's last token, once all are run; -inf for other rows."""
+        logits = self._logits[0].new_full((self.engine.batch_size, 1, len(self._logits[0])), -torch.inf)
         logits[self.rows, 0] = torch.stack(self._logits)
         return logits
 

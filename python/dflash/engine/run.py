@@ -255,6 +255,8 @@ class Run:
         # 2. Launch.
         if engine.budget is not None and not engine.budget.costs:
             self.learn_costs()
+        if engine.leaves_out and not runner.ahead and len(running) < engine.batch_size:
+            engine.state.live = torch.tensor([answer.row for answer in running], device=engine.target.device)
         self.consistent = False
         while len(self._launched) <= (0 if waits else runner.ahead):
             if engine.budget is not None:
@@ -263,6 +265,7 @@ class Run:
             if self._must_capture and runner.reason:
                 raise RuntimeError(f"graph=True cannot be followed: {runner.reason}")
             self._launched.append((engine.proposer.rows, running))
+        engine.state.live = None
         # 3. Read the oldest.
         continued = self._read(began)
         self.consistent = not self.failed

@@ -153,6 +153,7 @@ class Engine:
         costs: the measured seconds of a step by size, per way of launching; with chains also per way of drafting and
             context length.
         calls: per row, the call that it belongs to, or None.
+        leaves_out: True if steps may leave out rows that are done, where the host knows which: shapes may change.
         rules: the logit rules of all rows.
         host_rules: Python processors and criteria of the call; None for none.
         logprobs: where log probabilities go; None while no row asks for them.
@@ -181,6 +182,7 @@ class Engine:
         self.keyed = KeyedAcceptance()
         self.acceptance: KeyedAcceptance | RejectionAcceptance = self.keyed
         self.calls: list[Call | None] = [None] * batch_size
+        self.leaves_out = False
         self.host_rules: HostRules | None = None
         self.logprobs: Logprobs | None = None
         # Made at first use, and kept: graphs hold their addresses.

@@ -169,20 +169,22 @@ def _run(launch: Launcher, s: Scope) -> tuple[Tensor, Tensor]:
 @op(
     "hidden[batch, rows, hidden_size] context[batch, context_rows, hidden_size] num_context[batch]:i64 "
     "lengths[batch]:i64 cos[positions, half]:f32 sin[positions, half]:f32 "
-    "k_caches{attention_layers}[batch, num_kv_heads, capacity, head_dim]! "
-    "v_caches{attention_layers}[batch, num_kv_heads, capacity, head_dim]! "
+    "k_caches{attention_layers}[held, num_kv_heads, capacity, head_dim]! "
+    "v_caches{attention_layers}[held, num_kv_heads, capacity, head_dim]! "
     "windows{recurrent_layers}[batch, slots, channels]! "
     "states{recurrent_layers}[batch, delta_heads, key_dim, value_dim]:f32! "
     "saved_k{recurrent_layers}[batch, block, key_heads, key_dim]:f32! "
     "saved_d{recurrent_layers}[batch, block, delta_heads, value_dim]:f32! "
     "saved_a{recurrent_layers}[batch, block, delta_heads]:f32! pending[batch]:i64 keep[batch]:i64 "
-    "ancestors[batch, rows, (rows + 63) // 64]:i64",
+    "ancestors[batch, rows, (rows + 63) // 64]:i64 sequences[batch]:i64",
     where="capacity >= 1; positions >= 1; 2 * half <= head_dim; "
     "has(context) == has(num_context): context and num_context come together; "
     "has(pending) == has(keep) == (recurrent_layers > 0): pending and keep must be given exactly where layers are "
     "recurrent; recurrent_layers == 0 or not has(context): context must be None where layers are recurrent; "
     f"not has(ancestors) or rows <= {_C.MAX_TREE_ROWS}: a tree has at most {_C.MAX_TREE_ROWS} rows; "
-    "recurrent_layers == 0 or not has(ancestors): ancestors must be None unless every layer has causal attention",
+    "recurrent_layers == 0 or not has(ancestors): ancestors must be None unless every layer has causal attention; "
+    "held == batch or has(sequences): sequences must say which of the caches' the block's are; "
+    "recurrent_layers == 0 or not has(sequences): sequences must be None where layers are recurrent",
     body=_run,
     twin=_run,
 )
@@ -191,6 +193,7 @@ def decoder_layers(
     k_caches: list[Tensor], v_caches: list[Tensor], layers: str, windows: list[Tensor] = (),
     states: list[Tensor] = (), saved_k: list[Tensor] = (), saved_d: list[Tensor] = (), saved_a: list[Tensor] = (),
     pending: Tensor | None = None, keep: Tensor | None = None, ancestors: Tensor | None = None,
+    sequences: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the pre-norm decoder layers of a model (Qwen3.5, Qwen3, Llama, ...) and its final norm, in one call.
 
@@ -205,12 +208,15 @@ def decoder_layers(
         num_context: ``[batch]``, clamped to 0 .. ``context_rows``; rows at or past it are never read.
         lengths: ``[batch]``, as in `block_attention`.
         cos, sin: ``[positions, rotary / 2]``; positions past the end take the last.
-        k_caches, v_caches: per layer of attention ``[batch, num_kv_heads, capacity, head_dim]``; written.
+        k_caches, v_caches: per layer of attention ``[batch, num_kv_heads, capacity, head_dim]``; written. With
+            ``sequences`` they may hold more.
         layers: the handle of `PackedLayers`.
         windows: per recurrent layer, as in `causal_conv_`; written, as are ``states`` and ``saved_k``, ``saved_d`` and
             ``saved_a``, which are as in `gated_recurrence_`.
         pending, keep: as in `gated_recurrence_`; None without recurrent layers.
         ancestors: as in `block_attention`. Every layer must have causal attention and no convolutions then.
+        sequences: ``[batch]``, each sequence's place in the caches, clamped to them; no two may be the same. None for
+            their order. There must be no recurrent layers then.
 
     Returns:
         ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.

@@ -14,7 +14,7 @@ from .. import ops
 from ..drafter import Drafter, PairWeights, scale_logits
 from ..sampling import LogitRules, RejectionAcceptance, Sampling
 from ..state import Block, State
-from ..targets import Target
+from ..targets import Target, spread
 
 
 @dataclass
@@ -124,15 +124,27 @@ class DraftPass:
 
     def predict(self, block: DraftRows, features: Tensor, state: State) -> Predictions:
         """Run the drafter once; ``features [batch, context_rows, hidden]``, fused, go into its cache."""
-        hidden = self.draft(features, state.num_context, block.embeds, state.length, state.draft_cache)
+        inputs, cache, live = (features, state.num_context, block.embeds, state.length), state.draft_cache, None
+        if state.live is not None:
+            # The features of a row's last tokens still go into the cache after it has ended
+            live = (state.num_context > 0).index_fill(0, state.live, True).nonzero()[:, 0]
+            if self.draft.can_leave_out(len(live) * (features.shape[1] + block.embeds.shape[1])):
+                inputs, cache = tuple(x[live] for x in inputs), cache.only(live)
+            else:
+                live = None
+        hidden = self.draft(*inputs, cache)
         # One matrix: for rows that are not dense torch makes a product per sequence, and each reads the whole head.
         rows = (hidden if self.draft.config.predicts_from_anchor else hidden[:, 1:]).flatten(0, 1)
         logits = self.draft.logits(rows, self.target.draft_head).unflatten(0, (len(hidden), -1))
         logits = scale_logits(logits, self._multiplier, self._softcap)
+        if live is not None:
+            logits = spread(logits, live, len(block.embeds), -torch.inf)
         logits = logits if self.rules is None else self.rules.apply_to_drafts(logits, state)
         if (selector := self.draft.selector) is None:
             return Predictions(logits)
         pairs = selector.pair_weights(rows.unflatten(0, (len(hidden), -1)))
+        if live is not None:
+            pairs = pairs._replace(queries=spread(pairs.queries, live, len(block.embeds), 0.0))
         return LinkedPredictions(logits, pairs, block.anchor, selector.top_k)
 
 

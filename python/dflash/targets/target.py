@@ -235,11 +235,14 @@ class Target:
         """Run a block, and write its features into ``state.features(block)`` for the drafter's next pass.
 
         Returns its logits ``[batch, rows, vocab]``. The rows are at positions ``state.length[b] + i``, those of a tree
-        at ``state.length[b] + depth[i]``; ``state.target_cache`` takes their K/V.
+        at ``state.length[b] + depth[i]``; ``state.target_cache`` takes their K/V. Where one op runs all layers, it runs
+        only those in ``state.live``: logits of others are -inf.
         """
         if self.ranks.count > 1:
             for part in (block.ids, *(block.tree or ())):
                 self.ranks.share_(part)
+        if state.live is not None and self._can_leave_out(block, state.live):
+            return self._verify_live(block, state)
         forward = self.compiled_forward or self.forward
         features = state.features(block) if state.context.shape[-1] else None
         out = features if features is not None and features.is_contiguous() else None
@@ -249,6 +252,21 @@ class Target:
         elif features is not None and taps:  # the first rows of each sequence's: torch.compile takes no such `out`
             features.copy_(torch.cat(taps, -1))
         return logits
+
+    def _can_leave_out(self, block: Any, live: Tensor) -> bool:
+        """Return True if a pass over a block can leave out sequences. The others' bits do not depend on it."""
+        if self._fused is None or self.is_recurrent or not self._fused.handles(block.ids.numel()):
+            return False
+        return self._fused.stack.is_one_op(len(live) * block.ids.shape[1], self.embedding_weight)
+
+    def _verify_live(self, block: Any, state: Any) -> Tensor:
+        """Run `verify` for the sequences in ``state.live``."""
+        live, cache = state.live, state.target_cache.only(state.live)
+        tree = None if block.tree is None else Tree(*(part[live] for part in block.tree))
+        found, tapped = self._fused.forward(block.ids[live], state.length[live], cache, 0, tree)
+        if tapped.shape[-1]:
+            state.features(block).index_copy_(0, live, tapped)
+        return spread(found, live, len(block.ids), -torch.inf)
 
 
 # ---------------------------------------------------------------------------------------------- running on the ops
@@ -376,6 +394,11 @@ def fuse(
     found = FusedTarget(model, family, target_layer_ids)
     reason = "" if fused is True else found.obstacle
     return (None if reason else found), reason
+
+
+def spread(values: Tensor, live: Tensor, batch: int, other: float) -> Tensor:
+    """Return ``[batch, ...]`` with ``values [n, ...]`` of the sequences ``live [n]``, and ``other`` everywhere else."""
+    return values.new_full((batch, *values.shape[1:]), other).index_copy_(0, live, values)
 
 
 def _tap_hook(taps: list[Tensor | None], index: int) -> Callable[..., None]:
