@@ -20,6 +20,7 @@ __all__ = [
     "find_layers",
     "make_runner",
     "structural_copy",
+    "weights_of",
 ]
 
 Force = Callable[[Tensor, Tensor], Tensor]
@@ -106,6 +107,12 @@ class ForcedStep:
     def launcher(self) -> tuple[Replay | Direct, Callable[[], None], Callable[[], Hashable]]:
         """Return the runner, the step, and what returns the key under which the runner keeps the step's graph."""
         return self._generator.runner, self._generator.step, self._generator.engine.kind
+
+
+def weights_of(generator: dflash.Generator) -> tuple[list, object]:
+    """Return the weights of the layers and of the head of a target that runs on `dflash.ops`, as the ops take them."""
+    fused = generator.engine.target._fused
+    return list(fused.stack.layers), fused.head.weight if fused._int8_head is None else fused._int8_head
 
 
 def cache_layers(cache: object) -> tuple[list[Tensor], list[Tensor]]:

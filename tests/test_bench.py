@@ -108,6 +108,17 @@ def test_drafting_is_timed_next_to_one_token_per_step(bench, tmp_path, rows):
     assert found["one token"][:3] == ["1.00", "1.00", "1.0"]
 
 
+@pytest.mark.parametrize("weights", [[], ["--weights", "int8"]])
+def test_the_parts_of_a_step_and_the_rest_make_up_the_step(bench, tmp_path, weights):
+    sizes = ["--rows", 1, 3, "--new", 3, "--prompt", 8, "--repeats", 1]
+    lines = bench("bench_step_parts.py", "--model", save_pair(tmp_path) / "target", *sizes, *weights)
+    assert lines[1].split() == ["rows", "1", "3"]
+    *parts, whole = ([float(ms) for ms in line[24:].split()] for line in lines[2:])
+    assert len(parts) == 11
+    for column, step in enumerate(whole):
+        assert sum(part[column] for part in parts) == pytest.approx(step, abs=0.06)
+
+
 def test_cached_prompts_are_measured(bench, tmp_path):
     sizes = ["--shared", 40, "--users", 2, "--conversations", 3, "--turns", 2, "--chunk", 8, "--repeats", 1]
     _, users, *turns = bench("bench_prefix.py", "--model", save_pair(tmp_path) / "target", *sizes)

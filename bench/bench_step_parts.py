@@ -1,0 +1,109 @@
+"""Where a step goes on CPU: the ops of a target's pass on their own, next to a whole step.
+
+    python bench/bench_step_parts.py --model PATH [--rows 1 8 16] [--weights int8] [--dtype bfloat16] [--threads N]
+
+PATH is what --model of the commands takes, of a target that runs on this package's ops. Milliseconds, medians. A part
+is called for one layer after the other, so that its weights come from memory; what as many calls on tiny operands take
+is subtracted. The rest is Python, calls, and what parts cost each other. Prints; asserts nothing.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import harness
+import torch
+from bench_rows import step_ms
+from internals import cache_layers, weights_of
+from torch import Tensor
+
+import dflash
+from dflash import ops
+from dflash.cli.options import Source, load_target
+from dflash.ops import split_weights
+
+Calls = Sequence[Callable[[], object]]
+
+
+def calls_of(generator: dflash.Generator, rows: int, context: int) -> dict[str, Calls]:
+    """Return the calls of each part of a step."""
+    (layers, head), (keys, values) = weights_of(generator), cache_layers(generator.state.target_cache)
+    first, kv_heads, dim = layers[0], keys[0].shape[1], keys[0].shape[3]
+    size, width, heads = first.o.shape[0], first.gate.shape[0], first.o.shape[1] // dim
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, rows, *shape).to(keys[0].dtype)
+
+    def product(*weights: object) -> Callable[[], Tensor]:
+        (given, scales), x = split_weights(*weights), normal(weights[0].shape[1])
+        return lambda: ops.linears(x, given, (), False, scales)
+
+    x, both, logits, qkv = normal(size), normal(2 * width), normal(head.shape[0]), normal((heads + 2 * kv_heads) * dim)
+    query, lengths, caches = normal(heads, dim), torch.tensor([context]), list(zip(keys, values, strict=True))
+    at = qkv, lengths, None, None, *generator.state.target_cache.rotary, first.q_norm, first.k_norm, 1e-6, query
+    return {
+        "products of q, k, v": [product(layer.q, layer.k, layer.v) for layer in layers],
+        "product of o": [product(layer.o) for layer in layers],
+        "products of gate, up": [product(layer.gate, layer.up) for layer in layers],
+        "product of down": [product(layer.down) for layer in layers],
+        "head": [product(head)],
+        "attention": [lambda kv=kv: ops.block_attention(query, *kv, lengths, dim**-0.5, True) for kv in caches],
+        "rotation and append": [lambda kv=kv: ops.qkv_norm_rope_append_(*at, *kv) for kv in caches],
+        "norms": [lambda: ops.add_rms_norm(x, x, first.input_norm, 1e-6)] * 2 * len(layers),
+        "silu": [lambda: ops.silu_mul(both)] * len(layers),
+        "selection": [lambda: generator.state.sampling.select(logits, lengths)],
+    }
+
+
+def ms_of(calls: Calls, repeats: int) -> float:
+    """Return the median milliseconds of all calls together, after a warm-up."""
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        for call in calls:
+            call()
+        times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--weights", choices=["int8"])
+    parser.add_argument("--dtype", default="auto", help="default: that of the files")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt, which are random")
+    parser.add_argument("--new", type=int, default=33, help="new tokens per run")
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    target = load_target(Source(arguments.model), arguments.dtype, "cpu")
+    prompt = torch.randint(target.config.get_text_config().vocab_size, (1, arguments.prompt))
+    print(
+        f"{arguments.model}, {target.dtype}, weights {arguments.weights}, {harness.processor()}, ISA {ops.isa()}, "
+        f"{arguments.threads} threads"
+    )
+    found: dict[str, list[float]] = {}
+    for rows in arguments.rows:
+        generator = dflash.Generator(
+            target, None, max_length=arguments.prompt + arguments.new, block_size=rows, weights=arguments.weights,
+            reuse_prefix=False,
+        )  # fmt: skip
+        steps = [step_ms(generator, prompt, arguments.new) for _ in range(arguments.repeats // 2 + 1)]
+        tiny = torch.zeros(1, 16)
+        call = ms_of([lambda: ops.silu_mul(tiny)] * 100, arguments.repeats) / 100  # noqa: B023
+        whole, parts = statistics.median(steps), 0.0
+        for name, calls in calls_of(generator, rows, arguments.prompt).items():
+            found.setdefault(name, []).append(ms := ms_of(calls, arguments.repeats) - len(calls) * call)
+            parts += ms
+        found.setdefault("the rest", []).append(whole - parts)
+        found.setdefault("a whole step", []).append(whole)
+    print(f"{'rows':<24}" + "".join(f"{rows:>8}" for rows in arguments.rows))
+    for name, times in found.items():
+        print(f"{name:<24}" + "".join(f"{ms:>8.2f}" for ms in times))
+
+
+if __name__ == "__main__":
+    main()
