@@ -24,7 +24,7 @@ NEEDED = {
     "avx2": AVX2,
     "avx512": AVX512,
     "avx512_bf16": AVX512 | {"avx512_bf16", "avx512_vnni"},
-    "amx": AVX512 | {"amx_tile", "amx_bf16", "amx_int8"},
+    "amx": AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
 }
 TILERELEASE = bytes.fromhex("c4e27849c0")  # an instruction that a build which emulates tiles does not have
 BUILD = Path(_C.__file__).read_bytes()

@@ -286,6 +286,15 @@ struct TopCandidatesParams {
                 count, dtype)
 };
 
+// ln of the sum of exp(logits) of each row; NaN for a row that holds NaN.
+struct LogSumExpParams {
+  const void* logits;  // [rows, vocab]
+  float* out;          // [rows]
+  int64_t rows, vocab;
+  DType dtype;
+  DFLASH_PARAMS(logits, out, rows, vocab, dtype)
+};
+
 // A path through the candidates of each slot: slot j takes the argmax of sharpness * filter(S / temperature)
 // + gumbel noise, with S(a, c) = logit(c) + sum over r of predecessors[a, r] hidden[j, r] successors[c, r]
 // and a the token before. -1 from the first slot on that has no candidate, or a NaN score.
@@ -670,6 +679,7 @@ struct DecoderLayersParams {
   KERNEL(walk_candidates, WalkCandidatesParams)            \
   KERNEL(gated_recurrence, GatedRecurrenceParams)          \
   KERNEL(causal_conv, CausalConvParams)                    \
+  CPU_KERNEL(log_sum_exp, LogSumExpParams)                 \
   CPU_KERNEL(decoder_layers, DecoderLayersParams)
 #define DFLASH_NOTHING(name, Params)
 

@@ -262,8 +262,8 @@ class Logprobs:
             tokens: ``[n, count]`` int64, negative where the logits are NaN.
             positions: ``[n, count]`` int64, the tokens' own.
         """
-        logits, zeros = logits.float(), self._temperature[rows]
-        total = logits.logsumexp(-1, keepdim=True)
+        total, zeros = ops.log_sum_exp(logits)[..., None], self._temperature[rows]
+        logits = logits.float()
         chosen = logits.gather(-1, tokens.clamp(min=0)[..., None])
         ids, top = ops.top_candidates(logits, positions, self._seeds[rows], zeros, zeros, self._most)
         values = torch.cat([chosen - total, top - total, ids.float()], -1)

@@ -175,6 +175,7 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
         "logits": torch.randn(BATCH, ROWS, VOCAB), "positions": torch.arange(BATCH * ROWS).view(BATCH, ROWS),
         "seeds": _ints(1, 2), "temperature": torch.tensor([0.0, 0.8]), "top_k": _ints(0, 9),
         "top_p": torch.tensor([1.0, 0.9]), "min_p": torch.tensor([0.0, 0.01]), "sharpness": torch.ones(BATCH)},
+    "log_sum_exp": lambda: {"logits": torch.randn(BATCH, ROWS, VOCAB)},
     "tree_candidates": lambda: {
         "logits": torch.randn(BATCH, ROWS, VOCAB), "positions": torch.arange(BATCH * ROWS).view(BATCH, ROWS),
         "seeds": _ints(1, 2), "temperature": torch.tensor([0.0, 0.8]), "count": 5, "noise_weight": 0.1},

@@ -1,8 +1,8 @@
 // The queries that share a kv head are packed into vector lanes, so one load of K or V serves them all. With few
-// queries the lanes hold keys and columns instead, with the same sums (AVX2, AVX-512): value_tile and value_few leave
-// their products to the compiler to fuse, and the tests hold their bits together. bf16 values are multiplied in fp32:
-// weights would have to be rounded, and a pair of bf16 would tie a key to the next one in memory, which in a tree may
-// be on another path.
+// queries the lanes hold keys and columns instead, with the same sums (AVX2, AVX-512). bf16 values are multiplied in
+// fp32: weights would have to be rounded, and a pair of bf16 would tie a key to the next one in memory, which in a tree
+// may be on another path. Scores do without AMX, whose sums have an order of their own: answers of int8 weights have
+// the same bits with every instruction set.
 //
 // Keys are processed in tiles of 64 slots with an online softmax; chunks of 256 slots are combined in ascending order.
 // Both start at multiples of their size in absolute slots, and one without a visible key changes no bit, so the result
@@ -14,7 +14,7 @@
 #include <cstdlib>
 
 #include "cpu/base/parallel.h"
-#include "cpu/linear/linear_amx.h"
+#include "cpu/linear/linear_tile.h"
 #include "cpu/tree/tree.h"
 
 DFLASH_NAMESPACE_BEGIN
@@ -131,7 +131,7 @@ template <typename T>
 class Queries {
  public:
   Queries(const BlockAttentionParams& p, const Group& g)
-      : live_(g.live), lanes_(g.lanes), dim_(p.head_dim), words_(words_of<T>(dim_)), few_(has_few(g) && !kOnTiles<T>) {
+      : live_(g.live), lanes_(g.lanes), dim_(p.head_dim), words_(words_of<T>(dim_)), few_(has_few(g)) {
     static thread_local Buffer<T> row_buffer;
     static thread_local Buffer<Word<T>> buffer;
     T* rows = row_buffer.reserve(live_ * dim_);
@@ -152,11 +152,10 @@ class Queries {
     if (few_) return score_few(k, keys, scores);
 #endif
     over_lanes<kMostVecs>(0, lanes_, [&](int64_t lane, auto vecs) {
-      constexpr int kKeys = kFeaturesAtOnce<T, vecs>;
-      alignas(64) float sums[kKeys * vecs * kWidth];
-      for (int64_t key = 0; key < keys; key += kKeys) {
-        const int64_t count = least(kKeys, keys - key);
-        multiply_rows<T, vecs>(packed_ + lane * words_, dim_, k + key * dim_, count, sums);
+      alignas(64) float sums[kTile * vecs * kWidth];
+      for (int64_t key = 0; key < keys; key += kTile) {
+        const int64_t count = least(kTile, keys - key);
+        multiply_in_lanes<T, vecs>(packed_ + lane * words_, dim_, k + key * dim_, count, sums);
         for (int64_t i = 0; i < count; ++i)
           for (int v = 0; v < vecs; ++v)
             store(scores + (key + i) * lanes_ + lane + v * kWidth, load(sums + (i * vecs + v) * kWidth));
@@ -198,7 +197,6 @@ class Queries {
   }
 #endif
 
-  const TileState registers_;  // of the thread that attends
   int64_t live_, lanes_, dim_, words_;
   bool few_;
   Word<T>* packed_;  // [words, lanes] of each kMostVecs vectors of lanes, or [kFewRows, words]
@@ -220,7 +218,7 @@ static inline Vec tanh_vec(Vec x) {
   const Vec p = horner(z, splat(-5.70498872745e-3f), 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
                        -3.33332819422e-1f);
   const Vec far = 1.0f - 2.0f / (exp_vec(size * 2.0f) + 1.0f);
-  return select(size < 0.625f, p * z * x + x, select(x < 0.0f, -far, far));
+  return select(size < 0.625f, fma_vec(p * z, x, x), select(x < 0.0f, -far, far));
 }
 
 template <int N>
@@ -233,7 +231,7 @@ static void value_tile(const float* v, int64_t v_step, int64_t keys, const float
   for (int64_t column = 0; column < dim; column += kRows) {
     const float* columns[kRows];  // past the end: repeat the last, and drop its sums
     for (int i = 0; i < kRows; ++i) columns[i] = v + least(column + i, dim - 1);
-    Vec acc[kRows][NV] = {};
+    Sums acc[kRows][NV] = {};
     for (int64_t key = 0; key < keys; ++key) {
       Vec weight[NV];
 #pragma GCC unroll 8
@@ -242,7 +240,7 @@ static void value_tile(const float* v, int64_t v_step, int64_t keys, const float
       for (int i = 0; i < kRows; ++i) {
         const Vec x = splat(columns[i][key * v_step]);
 #pragma GCC unroll 8
-        for (int j = 0; j < NV; ++j) acc[i][j] += x * weight[j];
+        for (int j = 0; j < NV; ++j) acc[i][j] = fma_vec(x, weight[j], acc[i][j]);
       }
     }
 #pragma GCC unroll 8
@@ -251,7 +249,7 @@ static void value_tile(const float* v, int64_t v_step, int64_t keys, const float
 #pragma GCC unroll 8
       for (int j = 0; j < NV; ++j) {
         float* o = out + (column + i) * lanes + j * kWidth;
-        store(o, load(o) * load(alpha + j * kWidth) + acc[i][j]);
+        store(o, fma_vec(load(o), load(alpha + j * kWidth), acc[i][j]));
       }
     }
   }
@@ -261,7 +259,7 @@ static void value_tile(const float* v, int64_t v_step, int64_t keys, const float
 template <int QUERIES, int NV, typename V>
 static void value_few(const V* v, int64_t v_step, int64_t keys, const float* weights, const float* alpha, int64_t lanes,
                       int64_t out_step, float* out) {
-  Vec acc[QUERIES][NV] = {};
+  Sums acc[QUERIES][NV] = {};
   for (int64_t key = 0; key < keys; ++key) {
     Vec x[NV];
 #pragma GCC unroll 8
@@ -270,7 +268,7 @@ static void value_few(const V* v, int64_t v_step, int64_t keys, const float* wei
     for (int i = 0; i < QUERIES; ++i) {
       const Vec weight = splat(weights[key * lanes + i]);
 #pragma GCC unroll 8
-      for (int j = 0; j < NV; ++j) acc[i][j] += weight * x[j];
+      for (int j = 0; j < NV; ++j) acc[i][j] = fma_vec(weight, x[j], acc[i][j]);
     }
   }
 #pragma GCC unroll 8
@@ -278,7 +276,7 @@ static void value_few(const V* v, int64_t v_step, int64_t keys, const float* wei
 #pragma GCC unroll 8
     for (int j = 0; j < NV; ++j) {
       float* o = out + i * out_step + j * kWidth;
-      store(o, load(o) * splat(alpha[i]) + acc[i][j]);
+      store(o, fma_vec(load(o), splat(alpha[i]), acc[i][j]));
     }
 }
 
@@ -311,7 +309,7 @@ __attribute__((noinline)) static void softmax_tile(const BlockAttentionParams& p
       store(at, weight);
       sum += weight;
     }
-    store(state.sum + lane, load(state.sum + lane) * factor + sum);
+    store(state.sum + lane, fma_vec(load(state.sum + lane), factor, sum));
     store(state.top + lane, top);
     store(alpha + lane, factor);
   }
@@ -325,10 +323,10 @@ __attribute__((noinline)) static void combine(const State& into, const State& ot
     const Vec base = select(top == -kInfinity, Vec{}, top);
     const Vec keep = exp_vec(a - base), add = exp_vec(b - base);
     store(into.top + lane, top);
-    store(into.sum + lane, load(into.sum + lane) * keep + load(other.sum + lane) * add);
+    store(into.sum + lane, fma_vec(load(into.sum + lane), keep, load(other.sum + lane) * add));
     for (int64_t column = 0; column < v_head_dim; ++column) {
       float* o = into.out + column * lanes + lane;
-      store(o, load(o) * keep + load(other.out + column * lanes + lane) * add);
+      store(o, fma_vec(load(o), keep, load(other.out + column * lanes + lane) * add));
     }
   }
 }
@@ -369,9 +367,7 @@ struct Worker {
   }
 
   static void copy(const T* from, int64_t n, float* to) {
-    int64_t i = 0;
-    for (; i + kWidth <= n; i += kWidth) store(to + i, load(from + i));
-    for (; i < n; ++i) to[i] = to_float(from[i]);
+    over_vectors(n, [&](int64_t i, auto count) { store(to + i, load(from + i, count), count); });
   }
 
   // v_tile = v. Slots hidden from some queries may hold anything, and a weight of zero does not cancel NaN or infinity,

@@ -22,27 +22,18 @@ struct NormRope {
 
   // x [head_dim] -> out [head_dim]
   void operator()(const T* x, T* out) const {
-    const int64_t n = head_dim;
+    const int64_t n = head_dim, rotated = 2 * half;
     const float scale = weight ? 1.0f / std::sqrt(sum_of_squares(x, n) / float(n) + eps) : 1.0f;
-    int64_t i = 0;
-    const auto normed = [&](int64_t j) {
-      return weight ? load(x + j) * scale * (load(weight + j) + offset) : load(x + j);
+    const auto normed = [&](int64_t i, auto count) {
+      return weight ? load(x + i, count) * scale * (load(weight + i, count) + offset) : load(x + i, count);
     };
-    const auto normed_one = [&](int64_t j) {
-      return weight ? to_float(x[j]) * scale * (to_float(weight[j]) + offset) : to_float(x[j]);
-    };
-    for (i = 0; i + kWidth <= half; i += kWidth) {
-      const Vec a = normed(i), b = normed(half + i), c = load(cos + i), s = load(sin + i);
-      store(out + i, a * c - b * s);
-      store(out + half + i, b * c + a * s);
-    }
-    for (; i < half; ++i) {
-      const float a = normed_one(i), b = normed_one(half + i);
-      store_one(out + i, a * cos[i] - b * sin[i]);
-      store_one(out + half + i, b * cos[i] + a * sin[i]);
-    }
-    for (i = 2 * half; i + kWidth <= n; i += kWidth) store(out + i, normed(i));
-    for (; i < n; ++i) store_one(out + i, normed_one(i));
+    over_vectors(half, [&](int64_t i, auto count) {
+      const Vec a = normed(i, count), b = normed(half + i, count), c = load(cos + i, count), s = load(sin + i, count);
+      store(out + i, fma_vec(a, c, -(b * s)), count);
+      store(out + half + i, fma_vec(b, c, a * s), count);
+    });
+    over_vectors(n - rotated,
+                 [&](int64_t i, auto count) { store(out + rotated + i, normed(rotated + i, count), count); });
   }
 };
 

@@ -1,5 +1,9 @@
 // A short fp32 vector, as wide as the instruction set this file is compiled for (GCC/Clang vector extensions, so that
 // aarch64 builds too), bf16 conversion and a fixed-order horizontal sum. Every kernel is written once on this.
+//
+// Results have the same bits with every width: sums over a row have 16 lanes and one tree (Sum16), the last vector of a
+// row is padded and not computed one element at a time (over_vectors), and only fma_vec fuses a product and a sum: the
+// compiler must not (-ffp-contract=off).
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -38,6 +42,8 @@ DFLASH_NAMESPACE_BEGIN
 
 constexpr int kWidth = DFLASH_WIDTH;
 typedef float Vec __attribute__((vector_size(4 * DFLASH_WIDTH), aligned(4), may_alias));
+// For arrays of sums: of a type that may alias, GCC 12 also stores them to memory in every turn of a loop.
+typedef float Sums __attribute__((vector_size(4 * DFLASH_WIDTH)));
 typedef int32_t IVec __attribute__((vector_size(4 * DFLASH_WIDTH), aligned(4), may_alias));
 typedef uint32_t UVec __attribute__((vector_size(4 * DFLASH_WIDTH), aligned(4), may_alias));
 typedef uint16_t HVec __attribute__((vector_size(2 * DFLASH_WIDTH), aligned(2), may_alias));
@@ -89,23 +95,78 @@ static inline void store(bf16* p, Vec x) {
   *reinterpret_cast<HVec*>(p) = __builtin_convertvector(rounded_bits(x) >> 16, HVec);
 }
 
-// Lanes are added pairwise, in an order that does not depend on the data.
-static inline float sum(Vec x) {
-  float lane[kWidth];
-  std::memcpy(lane, &x, sizeof(x));
-  for (int step = kWidth / 2; step > 0; step /= 2)
-    for (int i = 0; i < step; ++i) lane[i] += lane[i + step];
-  return lane[0];
+// A number as a type, of this namespace.
+template <int I>
+struct Constant {
+  constexpr operator int() const { return I; }
+};
+
+// The first `count` elements of a vector, and zeros; a constant where it is the whole vector.
+template <typename T>
+static inline Vec load(const T* p, Constant<kWidth>) {
+  return load(p);
+}
+template <typename T>
+static inline Vec load(const T* p, int64_t count) {
+  T some[kWidth] = {};
+  std::memcpy(some, p, count * sizeof(T));
+  return load(some);
+}
+template <typename T>
+static inline void store(T* p, Vec x, Constant<kWidth>) {
+  store(p, x);
+}
+template <typename T>
+static inline void store(T* p, Vec x, int64_t count) {
+  T some[kWidth];
+  store(some, x);
+  std::memcpy(p, some, count * sizeof(T));
 }
 
-// A running sum in 16 lanes whatever the width, so that the error does not grow on narrow instruction sets.
+// Calls fn(i, count) for the vectors of `size` elements: `count` elements from i on, fewer than kWidth in the last.
+template <typename Fn>
+static inline void over_vectors(int64_t size, const Fn& fn) {
+  int64_t i = 0;
+  for (; i + kWidth <= size; i += kWidth) fn(i, Constant<kWidth>{});
+  if (i < size) fn(i, size - i);
+}
+
+// a * b + c with one rounding. Without an instruction for it, in doubles: the product is exact, and the sum is rounded
+// to odd, from which rounding to float gives the result (Boldo and Melquiond, 2008).
+static inline Vec fma_vec(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  typedef double Wide __attribute__((vector_size(8 * DFLASH_WIDTH)));
+  typedef int64_t Bits __attribute__((vector_size(8 * DFLASH_WIDTH)));
+  const Wide product = __builtin_convertvector(a, Wide) * __builtin_convertvector(b, Wide);
+  const Wide added = __builtin_convertvector(c, Wide), sum = product + added, back = sum - product;
+  const Wide lost = (product - (sum - back)) + (added - back), side = lost * sum;  // NaN if the sum is not finite
+  const Bits bits = (Bits)sum, is_even = (bits & 1) - 1;
+  return __builtin_convertvector((Wide)(bits + (is_even & ((side < 0.0) - (side > 0.0)))), Vec);
+#endif
+}
+static inline float fma_one(float a, float b, float c) { return fma_vec(splat(a), splat(b), splat(c))[0]; }
+
+// A running sum in 16 lanes, element i in lane i % 16.
 struct Sum16 {
   static constexpr int kVecs = 16 / kWidth;
   Vec lanes[kVecs] = {};
+
+  // The lanes of the vector that starts with element i.
+  Vec& of(int64_t i) { return lanes[i / kWidth % kVecs]; }
+
+  // Lane i and lane i + 8, then i + 4, i + 2 and i + 1.
   float total() const {
-    Vec x = lanes[0];
-    for (int i = 1; i < kVecs; ++i) x += lanes[i];
-    return sum(x);
+    float lane[16];
+    std::memcpy(lane, lanes, sizeof(lane));
+    for (int step = 8; step > 0; step /= 2)
+      for (int i = 0; i < step; ++i) lane[i] += lane[i + step];
+    return lane[0];
   }
 };
 
@@ -113,20 +174,17 @@ struct Sum16 {
 template <typename T>
 static inline float sum_of_squares(const T* x, int64_t n) {
   Sum16 squares;
-  float tail = 0.0f;
-  int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) {
-    const Vec v = load(x + i);
-    squares.lanes[i / kWidth % Sum16::kVecs] += v * v;
-  }
-  for (; i < n; ++i) tail += to_float(x[i]) * to_float(x[i]);
-  return squares.total() + tail;
+  over_vectors(n, [&](int64_t i, auto count) {
+    const Vec v = load(x + i, count);
+    squares.of(i) = fma_vec(v, v, squares.of(i));
+  });
+  return squares.total();
 }
 
 // ((first x + next) x + next) ...
 template <typename... Next>
 static inline Vec horner(Vec x, Vec sum, Next... next) {
-  ((sum = sum * x + next), ...);
+  ((sum = fma_vec(sum, x, splat(next))), ...);
   return sum;
 }
 
@@ -138,11 +196,11 @@ static inline Vec exp_vec(Vec x) {
   IVec over = x > high;
   x = reinterpret_cast<Vec>((reinterpret_cast<IVec>(high) & over) | (reinterpret_cast<IVec>(x) & ~over));
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Vec n = (x * 1.44269504f + magic) - magic;
-  Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec n = fma_vec(x, splat(1.44269504f), magic) - magic;
+  Vec r = fma_vec(n, splat(2.12194440e-4f), fma_vec(n, splat(-0.693359375f), x));
   Vec p = horner(r, splat(1.9875691500e-4f), 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
                  5.0000001201e-1f);
-  p = p * (r * r) + r + 1.0f;
+  p = fma_vec(p, r * r, r) + 1.0f;
   IVec exponent = (__builtin_convertvector(n, IVec) + 127) << 23;
   Vec y = p * reinterpret_cast<Vec&>(exponent);
   return reinterpret_cast<Vec>(reinterpret_cast<IVec>(y) & ~under);
@@ -151,29 +209,7 @@ static inline Vec exp_vec(Vec x) {
 // x / (1 + exp(-x)). exp_vec saturates, but far below zero silu is 0, and NaN at -infinity.
 static inline Vec silu(Vec x) { return x < splat(-104.0f) ? x - x : x / (exp_vec(-x) + 1.0f); }
 
-// a * b + c with one rounding wherever the instruction set can, written out so that no compiler decides which of two
-// products it fuses: for sums whose bits must be the same in every loop they are part of.
-static inline Vec fma_vec(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__FMA__)
-  return (Vec)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
-#elif defined(__aarch64__)
-  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-  return a * b + c;
-#endif
-}
-
-// Multiply-add of one lane.
-static inline float fma_one(float a, float b, float c) {
-#if defined(__FMA__) || defined(__aarch64__)
-  return __builtin_fmaf(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
+// exp_vec of one number.
+static inline float exp_one(float x) { return exp_vec(splat(x))[0]; }
 
 DFLASH_NAMESPACE_END

@@ -199,17 +199,11 @@ static void combine_row(const ExpertsParams& p, const Routing& routing, const fl
     for (int64_t pair = row * p.top_k; pair < (row + 1) * p.top_k; ++pair)
       if (routing.place[pair] >= 0) add(score(pair), results + routing.place[pair] * p.hidden);
   };
-  int64_t i = 0;
-  for (; i + kWidth <= p.hidden; i += kWidth) {
+  over_vectors(p.hidden, [&](int64_t i, auto count) {
     Vec sum{};
-    over_slots([&](float s, const float* y) { sum = fma_vec(splat(s), load(y + i), sum); });
-    store(out + i, sum);
-  }
-  for (; i < p.hidden; ++i) {
-    float sum = 0.0f;
-    over_slots([&](float s, const float* y) { sum = fma_one(s, y[i], sum); });
-    store_one(out + i, sum);
-  }
+    over_slots([&](float s, const float* y) { sum = fma_vec(splat(s), load(y + i, count), sum); });
+    store(out + i, sum, count);
+  });
 }
 
 template <typename T>

@@ -1,10 +1,11 @@
 // The products of linear.cpp: a tile of weight rows with rows of x.
 //
-// What is multiplied at once is a word: a float, or a pair of bf16 where vdpbf16ps multiplies one (elsewhere bf16 is
-// widened). Sums have the same order in all kernels. Of a segment of kSegment words, word k belongs to chain k / 4 % 4;
-// a chain is summed from zero, one word after another, and then added to the total, so that long sums stay precise. A
-// vector of 16 words of a weight row has four words of each chain in its four quarters, which is how few rows are
-// multiplied; many rows take one chain after another. Groups of 16 are padded with zero words.
+// What is multiplied at once is a word: a float, or a pair of bf16, whose second element is added first, as vdpbf16ps
+// does. Sums have the same order in all kernels and with every instruction set, but for tiles (linear_amx.h). Of a
+// segment of kSegment words, word k belongs to chain k / 4 % 4; a chain is summed from zero, one word after another,
+// and then added to the total, so that long sums stay precise. A vector of 16 words of a weight row has four words of
+// each chain in its four quarters, which is how few rows are multiplied; many rows take one chain after another. Groups
+// of 16 are padded with zero words.
 #pragma once
 #include <type_traits>
 
@@ -22,23 +23,12 @@ template <int NV>
 constexpr int kAtOnce = NV * kTile <= kAccumulators ? kTile : kAccumulators / NV / 4 * 4;
 constexpr int kFewRows = 8;  // at once, of those that are not in lanes
 
-// A number as a type, of this namespace (vec.h).
-template <int I>
-struct Constant {
-  constexpr operator int() const { return I; }
-};
-
-// The word that T is multiplied as: a float, or a pair of bf16 where vdpbf16ps or AMX multiplies one.
-#if defined(__AVX512BF16__) || DFLASH_TILES
+// The word that T is multiplied as: a float, or a pair of bf16.
 template <typename T>
 using Word = std::conditional_t<sizeof(T) == 2, uint32_t, float>;
-#else
-template <typename T>
-using Word = float;
-#endif
 
 template <typename T>
-constexpr int64_t kEach = std::is_same_v<Word<T>, float> ? 1 : 2;  // elements in a word
+constexpr int64_t kEach = sizeof(Word<T>) / sizeof(T);  // elements in a word
 
 // Words of a row that has `in` elements, in whole groups.
 template <typename T>
@@ -47,28 +37,33 @@ static inline int64_t words_of(int64_t in) {
 }
 
 // kWidth words
-static inline Vec load_words(const float* from, float) { return load(from); }
-static inline Vec load_words(const bf16* from, float) { return load(from); }
-static inline Vec spread(float word) { return splat(word); }
-static inline Vec add_products(Vec w, Vec x, Vec sums, float) { return fma_vec(w, x, sums); }
-#if defined(__AVX512BF16__) || DFLASH_TILES
-static inline Vec load_words(const bf16* from, uint32_t) { return (Vec)_mm512_loadu_si512(from); }
-#endif
-#if defined(__AVX512BF16__)
-static inline Vec spread(uint32_t word) { return (Vec)_mm512_set1_epi32(int(word)); }
-static inline Vec add_products(Vec w, Vec x, Vec sums, uint32_t) {
-  return (Vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)w, (__m512bh)x);
+template <typename From>
+static inline Vec load_words(const From* from) {
+  Vec words;
+  std::memcpy(&words, from, sizeof(words));
+  return words;
 }
+static inline Vec spread(float word) { return splat(word); }
+static inline Vec spread(uint32_t word) { return (Vec)(UVec{} + word); }
+static inline Vec add_products(Vec w, Vec x, Vec sums, float) { return fma_vec(w, x, sums); }
+static inline Vec add_products(Vec w, Vec x, Vec sums, uint32_t) {
+#if defined(__AVX512BF16__)
+  return (Vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)w, (__m512bh)x);
+#else
+  const auto first = [](Vec pairs) { return (Vec)((UVec)pairs << 16); };
+  const auto second = [](Vec pairs) { return (Vec)((UVec)pairs & 0xffff0000u); };
+  return fma_vec(first(w), first(x), fma_vec(second(w), second(x), sums));
 #endif
+}
 
 // kWidth words, made of `live` elements and zeros
 template <typename T>
 static inline Vec load_some(const T* from, int64_t live) {
   constexpr int64_t count = kWidth * kEach<T>;
-  if (live >= count) return load_words(from, Word<T>{});
+  if (live >= count) return load_words(from);
   T some[count] = {};
   for (int64_t i = 0; i < live; ++i) some[i] = from[i];
-  return load_words(some, Word<T>{});
+  return load_words(some);
 }
 
 #if defined(__AVX512F__)
@@ -163,7 +158,7 @@ static inline void copy_segment(const T* weight, int64_t in, int64_t live, int64
         store(reinterpret_cast<float*>(copied + i * kSegmentStride + k), load(from[i] + k * kEach<T>, k));
   };
   if (left >= kSegment * kEach<T>)
-    copy(kSegment, [](const T* at, int64_t) { return load_words(at, Word<T>{}); });
+    copy(kSegment, [](const T* at, int64_t) { return load_words(at); });
   else
     copy(words, [&](const T* at, int64_t k) { return load_some<T>(at, left - k * kEach<T>); });
 }
@@ -427,7 +422,7 @@ static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* 
     load_quarters(tile, element, element_ahead(in, element + kAhead, kTile), load, weights);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
-      spread_quarters((Vec)_mm512_loadu_ps(x + r * stride + k), each);
+      spread_quarters(load_words(x + r * stride + k), each);
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c)
 #pragma GCC unroll 4
@@ -442,8 +437,7 @@ static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* 
 #pragma GCC unroll 4
       for (int f = 0; f < kFours; ++f) acc[r][f] = Vec{};
     int64_t k = first;
-    for (; k < least(first + kSegment, whole); k += kGroup)
-      group(k, [](const auto* from) { return load_words(from, Word<T>{}); });
+    for (; k < least(first + kSegment, whole); k += kGroup) group(k, [](const auto* from) { return load_words(from); });
     if (k < least(first + kSegment, words))
       group(k, [&](const auto* from) { return load_some<T>(from, in - k * kEach<T>); });
 #pragma GCC unroll 8
@@ -467,11 +461,12 @@ static inline void transpose_halves(const Vec (&in)[4], Vec (&out)[4]) {
 }
 
 // sums += the products with word c of each half of x, in all of the half
+template <typename Word>
 static inline void add_halves(const Vec (&weights)[4], Vec x, Vec& sums) {
-  sums = fma_vec(weights[0], (Vec)_mm256_permute_ps((__m256)x, 0x00), sums);
-  sums = fma_vec(weights[1], (Vec)_mm256_permute_ps((__m256)x, 0x55), sums);
-  sums = fma_vec(weights[2], (Vec)_mm256_permute_ps((__m256)x, 0xaa), sums);
-  sums = fma_vec(weights[3], (Vec)_mm256_permute_ps((__m256)x, 0xff), sums);
+  sums = add_products(weights[0], (Vec)_mm256_permute_ps((__m256)x, 0x00), sums, Word{});
+  sums = add_products(weights[1], (Vec)_mm256_permute_ps((__m256)x, 0x55), sums, Word{});
+  sums = add_products(weights[2], (Vec)_mm256_permute_ps((__m256)x, 0xaa), sums, Word{});
+  sums = add_products(weights[3], (Vec)_mm256_permute_ps((__m256)x, 0xff), sums, Word{});
 }
 
 // total (+)= the four chains, one after another
@@ -486,17 +481,17 @@ static inline __m128 add_chains(const Vec (&chains)[2], bool first, __m128 total
 // sums [ROWS, kTile] of ROWS rows of words `stride` apart and `live` features: vectors are words of a
 // weight row, as they lie in memory
 template <typename T, int ROWS>
-static void multiply_few(const float* x, int64_t stride, int64_t in, const T* weight, int64_t live, float* sums) {
+static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* weight, int64_t live, float* sums) {
   constexpr int kFoursAtOnce = ROWS <= 2 ? kFours : 1;  // there are registers for
-  constexpr int64_t kAhead = 256 / sizeof(T);
+  constexpr int64_t kElements = kGroup * kEach<T>, kAhead = 256 / sizeof(T);
   const RowStarts<T> tile(weight, in, live);
-  const int64_t words = words_of<T>(in), whole = in / kGroup * kGroup;
+  const int64_t words = words_of<T>(in), whole = in / kElements * kGroup;
   __m128 totals[ROWS][kFours];
   for (int four = 0; four < kFours; four += kFoursAtOnce) {
     Vec acc[ROWS][kFoursAtOnce][2];
     // 1. A group of words of some features, with all rows
     const auto group = [&](int64_t k, const auto& words_at) {
-      const int64_t next = element_ahead(in, k + kAhead, kTile);
+      const int64_t next = element_ahead(in, k * kEach<T> + kAhead, kTile);
 #pragma GCC unroll 2
       for (int f = 0; f < kFoursAtOnce; ++f)
 #pragma GCC unroll 2
@@ -505,12 +500,14 @@ static void multiply_few(const float* x, int64_t stride, int64_t in, const T* we
 #pragma GCC unroll 4
           for (int i = 0; i < 4; ++i) {
             const T* from = tile.at[4 * (four + f) + i];
-            lines[i] = words_at(from + k + half * kWidth, k + half * kWidth);
+            const int64_t element = (k + half * kWidth) * kEach<T>;
+            lines[i] = words_at(from + element, element);
             if (half == 0) __builtin_prefetch(from + next);
           }
           transpose_halves(lines, weights);
 #pragma GCC unroll 8
-          for (int r = 0; r < ROWS; ++r) add_halves(weights, load(x + r * stride + k + half * kWidth), acc[r][f][half]);
+          for (int r = 0; r < ROWS; ++r)
+            add_halves<Word<T>>(weights, load_words(x + r * stride + k + half * kWidth), acc[r][f][half]);
         }
     };
     // 2. Segments, each summed from zero
@@ -521,7 +518,7 @@ static void multiply_few(const float* x, int64_t stride, int64_t in, const T* we
         for (int f = 0; f < kFoursAtOnce; ++f) acc[r][f][0] = acc[r][f][1] = Vec{};
       int64_t k = first;
       for (; k < least(first + kSegment, whole); k += kGroup)
-        group(k, [](const T* from, int64_t) { return load_words(from, 0.0f); });
+        group(k, [](const T* from, int64_t) { return load_words(from); });
       if (k < least(first + kSegment, words))
         group(k, [&](const T* from, int64_t at) { return load_some<T>(from, in - at); });
 #pragma GCC unroll 8

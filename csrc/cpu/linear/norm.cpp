@@ -21,23 +21,14 @@ static inline void convolve_row(const Params& p, int64_t row, T* out) {
     const float value = to_float(dynamic[g]);
     for (int64_t c = 0; c < size; ++c) spread[g * size + c] = value;
   }
-  int64_t c = 0;
-  for (; c + kWidth <= n; c += kWidth) {
+  over_vectors(n, [&](int64_t c, auto count) {
     Vec total = splat(-0.0f);  // to which adding zero of either sign gives that zero
     for (int64_t i = 0; i < reach; ++i) {
-      const Vec weight = load(base + i * n + c) + load(spread + i * n + c);
-      total = weight == Vec{} ? total : fma_vec(weight, load(x - i * n + c), total);
+      const Vec weight = load(base + i * n + c, count) + load(spread + i * n + c, count);
+      total = weight == Vec{} ? total : fma_vec(weight, load(x - i * n + c, count), total);
     }
-    store(out + c, total);
-  }
-  for (; c < n; ++c) {
-    float total = -0.0f;
-    for (int64_t i = 0; i < reach; ++i) {
-      const float weight = to_float(base[i * n + c]) + spread[i * n + c];
-      if (weight != 0.0f) total = fma_one(weight, to_float(x[c - i * n]), total);
-    }
-    store_one(out + c, total);
-  }
+    store(out + c, total, count);
+  });
 }
 
 template <typename T>
@@ -56,31 +47,26 @@ static inline void norm_row(const Params& p, int64_t row, const T* x, T* out) {
   const int64_t n = p.hidden;
   const T* weight = static_cast<const T*>(p.weight);
   float squares;
-  int64_t i = 0;
   if (p.residual) {
     Sum16 lanes;
-    float tail = 0.0f;
     // The sum is rounded to the storage type first: the norm must see what the next layer will add to.
     const T* residual = static_cast<const T*>(p.residual) + row * n;
     T* h = static_cast<T*>(p.residual_out) + row * n;
-    for (; i + kWidth <= n; i += kWidth) {
-      store(h + i, load(x + i) + load(residual + i));
-      Vec v = load(h + i);
-      lanes.lanes[i / kWidth % Sum16::kVecs] += v * v;
-    }
-    for (; i < n; ++i) {
-      store_one(h + i, to_float(x[i]) + to_float(residual[i]));
-      tail += to_float(h[i]) * to_float(h[i]);
-    }
+    over_vectors(n, [&](int64_t i, auto count) {
+      store(h + i, load(x + i, count) + load(residual + i, count), count);
+      const Vec v = load(h + i, count);
+      lanes.of(i) = fma_vec(v, v, lanes.of(i));
+    });
     if (p.tap) std::memcpy(static_cast<T*>(p.tap) + row * p.tap_stride, h, n * sizeof(T));
-    x = h, squares = lanes.total() + tail;
+    x = h, squares = lanes.total();
   } else {
     squares = sum_of_squares(x, n);
   }
   const float scale = 1.0f / std::sqrt(squares / float(n) + p.eps);
   const float offset = norm_offset(p.zero_centered);
-  for (i = 0; i + kWidth <= n; i += kWidth) store(out + i, load(x + i) * scale * (load(weight + i) + offset));
-  for (; i < n; ++i) store_one(out + i, to_float(x[i]) * scale * (to_float(weight[i]) + offset));
+  over_vectors(n, [&](int64_t i, auto count) {
+    store(out + i, load(x + i, count) * scale * (load(weight + i, count) + offset), count);
+  });
 }
 
 template <typename T>
@@ -112,12 +98,8 @@ static void silu_mul_row(const SiluMulParams& p, int64_t row) {
   const T* gate = static_cast<const T*>(p.gate_up) + row * 2 * n;
   const T* up = gate + n;
   T* out = static_cast<T*>(p.out) + row * n;
-  int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) store(out + i, silu(load(gate + i)) * load(up + i));
-  for (; i < n; ++i) {
-    const float g = to_float(gate[i]);
-    store_one(out + i, g / (std::exp(-g) + 1.0f) * to_float(up[i]));
-  }
+  over_vectors(
+      n, [&](int64_t i, auto count) { store(out + i, silu(load(gate + i, count)) * load(up + i, count), count); });
 }
 
 template <typename T>
@@ -126,9 +108,9 @@ static void sigmoid_mul_row(const SigmoidMulParams& p, int64_t row) {
     const T* gate = static_cast<const T*>(p.gate) + row * p.gate_stride_row + h * p.gate_stride_head;
     const T* x = static_cast<const T*>(p.x) + (row * p.heads + h) * p.width;
     T* out = static_cast<T*>(p.out) + (row * p.heads + h) * p.width;
-    int64_t i = 0;
-    for (; i + kWidth <= p.width; i += kWidth) store(out + i, load(x + i) / (exp_vec(-load(gate + i)) + 1.0f));
-    for (; i < p.width; ++i) store_one(out + i, to_float(x[i]) / (std::exp(-to_float(gate[i])) + 1.0f));
+    over_vectors(p.width, [&](int64_t i, auto count) {
+      store(out + i, load(x + i, count) / (exp_vec(-load(gate + i, count)) + 1.0f), count);
+    });
   }
 }
 
@@ -142,9 +124,7 @@ static void draft_row(const DraftRowsParams& p, int64_t index) {
     std::memcpy(out, x, p.hidden * sizeof(T));
     return;
   }
-  int64_t c = 0;
-  for (; c + kWidth <= p.hidden; c += kWidth) store(out + c, load(x + c) * p.scale);
-  for (; c < p.hidden; ++c) store_one(out + c, to_float(x[c]) * p.scale);
+  over_vectors(p.hidden, [&](int64_t c, auto count) { store(out + c, load(x + c, count) * p.scale, count); });
 }
 
 DFLASH_NAMESPACE_END

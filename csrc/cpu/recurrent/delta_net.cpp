@@ -1,19 +1,21 @@
 // What a Gated DeltaNet layer does around its recurrence, one row at a time. Rows over threads.
 #include <cmath>
 
+#include "common/noise.h"
 #include "cpu/base/parallel.h"
 
 DFLASH_NAMESPACE_BEGIN
 
 template <typename T>
 static void scaled(const T* x, int64_t n, float scale, float* out) {
-  int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) store(out + i, load(x + i) * scale);
-  for (; i < n; ++i) out[i] = to_float(x[i]) * scale;
+  over_vectors(n, [&](int64_t i, auto count) { store(out + i, load(x + i, count) * scale, count); });
 }
 
-// As torch has it: linear above 20.
-static float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+// ln(1 + exp(x)), as torch has it linear above 20.
+static float softplus(float x) {
+  const float e = exp_one(x);
+  return x > 20.0f ? x : e < 1e-8f ? e : float(log64(1.0 + double(e)));
+}
 
 template <typename T>
 static void inputs_row(const DeltaNetInputsParams& p, int64_t row) {
@@ -30,9 +32,9 @@ static void inputs_row(const DeltaNetInputsParams& p, int64_t row) {
   const T *a_log = static_cast<const T*>(p.a_log), *dt_bias = static_cast<const T*>(p.dt_bias);
   for (int64_t h = 0; h < p.heads; ++h) {
     T beta;
-    store_one(&beta, 1.0f / (1.0f + std::exp(-to_float(b[h]))));
+    store_one(&beta, 1.0f / (1.0f + exp_one(-to_float(b[h]))));
     p.beta[row * p.heads + h] = to_float(beta);
-    p.log_decay[row * p.heads + h] = -std::exp(to_float(a_log[h])) * softplus(to_float(a[h]) + to_float(dt_bias[h]));
+    p.log_decay[row * p.heads + h] = -exp_one(to_float(a_log[h])) * softplus(to_float(a[h]) + to_float(dt_bias[h]));
   }
 }
 
@@ -44,13 +46,9 @@ static void gated_row(const GatedRmsNormParams& p, int64_t row) {
     const T* z = static_cast<const T*>(p.z) + row * p.z_stride + h * p.width;
     T* out = static_cast<T*>(p.out) + (row * p.heads + h) * p.width;
     const float scale = 1.0f / std::sqrt(sum_of_squares(x, p.width) / float(p.width) + p.eps);
-    int64_t i = 0;
-    for (; i + kWidth <= p.width; i += kWidth)
-      store(out + i, load(x + i) * scale * load(weight + i) * silu(load(z + i)));
-    for (; i < p.width; ++i) {
-      const float gate = to_float(z[i]);
-      store_one(out + i, x[i] * scale * to_float(weight[i]) * (gate / (std::exp(-gate) + 1.0f)));
-    }
+    over_vectors(p.width, [&](int64_t i, auto count) {
+      store(out + i, load(x + i, count) * scale * load(weight + i, count) * silu(load(z + i, count)), count);
+    });
   }
 }
 

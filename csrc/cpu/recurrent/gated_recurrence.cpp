@@ -85,13 +85,7 @@ static inline void predict(const float* tile, int64_t key_dim, const float* next
 }
 
 static void exponentiate(float* x, int64_t n) {
-  int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) store(x + i, exp_vec(load(x + i)));
-  if (i == n) return;
-  float rest[kWidth] = {};
-  std::memcpy(rest, x + i, sizeof(float) * (n - i));
-  store(rest, exp_vec(load(rest)));
-  std::memcpy(x + i, rest, sizeof(float) * (n - i));
+  over_vectors(n, [&](int64_t i, auto count) { store(x + i, exp_vec(load(x + i, count)), count); });
 }
 
 // One head of one sequence, and memory for what its tiles share.

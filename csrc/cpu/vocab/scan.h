@@ -107,8 +107,10 @@ static bool scan(const T* logits, int64_t vocab, float* block_max) {
   return clean;
 }
 
+constexpr int kVecs = kBlock / kWidth;
+
 struct Block {
-  Vec v[kBlock / kWidth];
+  Vec v[kVecs];
 };
 
 // One block of logits, padded with -inf.
@@ -125,6 +127,20 @@ static inline Block load_block(const T* logits, int64_t vocab, int64_t block) {
   for (int i = 0; i < kBlock; ++i) padded[i] = i < left ? to_float(x[i]) : -kInf;
   std::memcpy(&loaded, padded, sizeof(padded));
   return loaded;
+}
+
+// The sum of exp(x.v[i]) over all blocks; `block(b)` gives x. Lanes go into a double now and then, so that the error
+// does not grow with the vocabulary.
+template <typename F>
+static double sum_exp(int64_t blocks, F&& block) {
+  double total = 0.0;
+  Sum16 part;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const Block x = block(b);
+    for (int i = 0; i < kVecs; ++i) part.of(i * kWidth) += exp_vec(x.v[i]);
+    if (b % 32 == 31 || b == blocks - 1) total += part.total(), part = {};
+  }
+  return total;
 }
 
 // z = logits / temperature of one block, padded with -inf.

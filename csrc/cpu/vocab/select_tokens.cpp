@@ -2,7 +2,7 @@
 //
 // A token needs its Philox word only if its score plus the largest possible noise reaches the best so far, and the
 // logarithm if the bound gumbel(word) <= -ln(word / 2^32) does too. fp32 addition is monotone, so a skipped token could
-// not have won. Filter thresholds are found exactly, on the blocks that can hold them. Needs -ffp-contract=off.
+// not have won. Filter thresholds are found exactly, on the blocks that can hold them.
 #include "cpu/vocab/scan.h"
 
 DFLASH_NAMESPACE_BEGIN

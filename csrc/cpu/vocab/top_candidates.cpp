@@ -1,7 +1,7 @@
 // The best tokens of each row by score, where a score is that of select_tokens (same bits) without filters. Block
 // maxima say which blocks can hold one. Without noise `count` of 4 * count interleaved slices reach the count-th
 // largest of the slices' maxima, so no logit below that is among the best, and hardly more than `count` are above it.
-// With noise the word bounds a token's noise, as in select_tokens. Needs -ffp-contract=off.
+// With noise the word bounds a token's noise, as in select_tokens.
 #include "cpu/vocab/scan.h"
 
 DFLASH_NAMESPACE_BEGIN

@@ -9,7 +9,6 @@
 DFLASH_NAMESPACE_BEGIN
 
 constexpr float kAboveLn2 = 0.6932f;
-constexpr int kVecs = kBlock / kWidth;
 
 // z - top; the largest logit gives 0 even if it is infinite.
 static inline Vec vec_below_top(Vec z, float top) { return z == splat(top) ? Vec{} : z - splat(top); }
@@ -25,15 +24,15 @@ static inline Block log_block(const Block& x) {
     const IVec mantissa = (bits & 0x7fffff) + 0x3f3504f3;
     k.v[i] = __builtin_convertvector((bits >> 23) - 127, Vec);
     f.v[i] = reinterpret_cast<const Vec&>(mantissa) - 1.0f;
-    p.v[i] = f.v[i] * 7.0376836292e-2f;
+    p.v[i] = splat(7.0376836292e-2f);
   }
 #pragma GCC unroll 8
   for (int term = 0; term < 8; ++term)
-    for (int i = 0; i < kVecs; ++i) p.v[i] = term == 7 ? p.v[i] + kSeries[7] : (p.v[i] + kSeries[term]) * f.v[i];
+    for (int i = 0; i < kVecs; ++i) p.v[i] = fma_vec(p.v[i], f.v[i], splat(kSeries[term]));
   for (int i = 0; i < kVecs; ++i) {
     const Vec square = f.v[i] * f.v[i];
-    const Vec y = square * f.v[i] * p.v[i] - k.v[i] * 2.12194440e-4f - square * 0.5f;
-    out.v[i] = (f.v[i] + y) + k.v[i] * 0.693359375f;
+    const Vec y = fma_vec(square, splat(-0.5f), fma_vec(k.v[i], splat(-2.12194440e-4f), square * f.v[i] * p.v[i]));
+    out.v[i] = fma_vec(k.v[i], splat(0.693359375f), f.v[i] + y);
   }
   return out;
 }
@@ -54,20 +53,6 @@ static inline Block log_of_draws(const uint32_t* words) {
     e.v[i] = off == Vec{} ? u : log.v[i] * u / -off;
   }
   return log_block(e);
-}
-
-// The sum of exp(x.v[i]) over all blocks; `block(b)` gives x. Lanes go into a double now and then, so that the error
-// does not grow with the vocabulary.
-template <typename F>
-static double sum_exp(int64_t blocks, F&& block) {
-  double total = 0.0;
-  Sum16 part;
-  for (int64_t b = 0; b < blocks; ++b) {
-    const Block x = block(b);
-    for (int i = 0; i < kVecs; ++i) part.lanes[i % Sum16::kVecs] += exp_vec(x.v[i]);
-    if (b % 32 == 31 || b == blocks - 1) total += part.total(), part = {};
-  }
-  return total;
 }
 
 template <typename T>

@@ -1,6 +1,5 @@
 // A path through the candidates of each slot (params.h has the formula). Each thread takes one sequence; the rows of
-// the next slot are on their way meanwhile. Choices have the bits of select_tokens given equal scores. Needs
-// -ffp-contract=off.
+// the next slot are on their way meanwhile. Choices have the bits of select_tokens given equal scores.
 #include <algorithm>
 #include <cmath>
 
@@ -15,13 +14,9 @@ constexpr float kInf = __builtin_inff();
 template <typename T>
 static float dot(const float* a, const T* b, int64_t size) {
   Sum16 lanes;
-  int64_t i = 0;
-  for (; i + 16 <= size; i += 16)
-    for (int k = 0; k < Sum16::kVecs; ++k)
-      lanes.lanes[k] = fma_vec(load(a + i + k * kWidth), load(b + i + k * kWidth), lanes.lanes[k]);
-  float total = lanes.total();
-  for (; i < size; ++i) total += a[i] * to_float(b[i]);
-  return total;
+  over_vectors(
+      size, [&](int64_t i, auto count) { lanes.of(i) = fma_vec(load(a + i, count), load(b + i, count), lanes.of(i)); });
+  return lanes.total();
 }
 
 struct Choice {

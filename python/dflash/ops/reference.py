@@ -401,6 +401,11 @@ def select_tokens(
     return torch.where(torch.isnan(logits).any(-1), -1, ids)
 
 
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """``logsumexp`` of each row, in fp32."""
+    return logits.to(torch.float32).logsumexp(-1)
+
+
 def tree_candidates(
     logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, count: int, noise_weight: float = 0.1
 ) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,25 @@ def select_tokens(
     """
 
 
+def _on_cpu(launch: Launcher, _s: Scope) -> bool:
+    return launch.is_cpu
+
+
+@op("logits[rows.., vocab]", "out[rows..]:f32", where="ndim(logits) >= 2; vocab >= 1", prepare=_on_cpu)
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Compute ``ln(sum(exp(logits)))`` of each row in fp32; NaN for a row that holds NaN.
+
+    On CPU a row has the same bits with every instruction set and any number of rows and threads, which torch's sum does
+    not promise. On CUDA it is torch's.
+
+    Args:
+        logits: ``[..., rows, vocab]``.
+
+    Returns:
+        ``[..., rows]`` float32.
+    """
+
+
 def _top_scratch(launch: Launcher, s: Scope) -> None:
     s.workspace = launch.scratch("top_candidates", s.logits.device, s.batch * s.rows, s.vocab)
 
