@@ -1,0 +1,20 @@
+"""Targets in 8 bits have the same bits with every instruction set, number of threads, width and chunk of a prompt."""
+
+import pytest
+from equal_bits import differing, run_all
+
+from dflash import _C
+
+
+@pytest.fixture(scope="module")
+def lines():
+    return run_all("float32,bfloat16", new=12)
+
+
+def test_text_and_log_probabilities_have_the_same_bits_everywhere(lines):
+    assert sorted({line["isa"] for line in lines}) == sorted(_C.isas())
+    assert differing(lines) == []
+
+
+def test_a_receipt_of_one_instruction_set_verifies_exactly_on_the_others(lines):
+    assert all(line["is_exact"] for line in lines if line["isa"] != _C.isas()[0])
