@@ -1,8 +1,8 @@
 // The bits of a row depend neither on its place nor on the number of rows: two kernels sum in the same order
 // (linear_tile.h). In one a vector lane holds a row, and every weight is broadcast to all lanes, so weights are never
-// copied as a matrix. In the other (AVX2, AVX-512) lanes hold weights as they lie in memory, for the few rows that
-// would leave lanes idle. With AMX, bf16 goes through tiles (linear_amx.h). Where weights are int8, rows are too, and
-// lanes hold weights for any number of rows (linear_int8.h).
+// copied as a matrix. In the other (AVX2, AVX-512) lanes hold weights as they lie in memory, for few rows: up to two
+// vectors of them. With AMX, bf16 goes through tiles (linear_amx.h). Where weights are int8, rows are too, and lanes
+// hold weights for any number of rows (linear_int8.h).
 //
 // A task is a tile of weight rows, which comes from memory once for all rows that fit in a core's cache beside it.
 // These are packed by every thread for itself; more of them by the calling thread for all.
@@ -15,21 +15,20 @@ DFLASH_NAMESPACE_BEGIN
 
 constexpr int64_t kParallelProducts = int64_t(3) << 18;  // fewer multiply-adds than this stay on one thread
 constexpr int kMaxVecs = kWidth == 16 ? 4 : 2;
-constexpr int64_t kMostRows = kMaxVecs * kWidth;     // of a group
-constexpr int64_t kMostFew = kWidth == 16 ? 12 : 4;  // up to this many leftover rows skip the lanes
+constexpr int64_t kMostRows = kMaxVecs * kWidth;  // of a group
 constexpr int64_t kOwnRows = 384 << 10;  // bytes of packed rows that every thread has for itself, in its L2 cache
 
 // How rows are multiplied: in groups of kMostRows in lanes, and what is left, one row at least, as the last group. Of
-// it, rows of whole vectors are in lanes, and the leftover ones, if they are few and a kernel takes them, as they lie
-// in memory.
+// it, rows of whole vectors are in lanes, of pairs of them if `most_few` is more than a vector, and the leftover ones,
+// if there are at most `most_few`, as they lie in memory.
 struct Split {
   int64_t groups;                // before the last
   int64_t in_lanes, few, lanes;  // of the last group
   int64_t count;
 
-  Split(int64_t rows, bool takes_few) : groups((rows - 1) / kMostRows), count(rows) {
-    const int64_t last = rows - groups * kMostRows;
-    few = takes_few && last % kWidth <= kMostFew ? last % kWidth : 0;
+  Split(int64_t rows, int64_t most_few) : groups((rows - 1) / kMostRows), count(rows) {
+    const int64_t last = rows - groups * kMostRows, left = last % (most_few < kWidth ? kWidth : 2 * kWidth);
+    few = left <= most_few ? left : 0;
     in_lanes = last - few;
     lanes = ceil_div(in_lanes, kWidth) * kWidth;
   }
@@ -63,6 +62,9 @@ class Rows : public Split {
  public:
   static constexpr bool kIsInt8 = false;
   static constexpr bool kTakesFew = kWidth >= 8 && !kOnTiles<T>, kInGroups = !kOnTiles<T>;
+  // More rows than a vector only where no bf16 is widened: in lanes that is done once for all rows.
+  static constexpr bool kWidens = sizeof(T) < sizeof(Word<T>) && kEach<T> == 1;
+  static constexpr int64_t kMostFew = !kTakesFew ? 0 : !kWidens ? 2 * kWidth - 1 : kWidth == 16 ? 12 : 4;
   using ThreadState = std::conditional_t<kOnTiles<T>, TileState, NoTiles>;
   template <int NV>
   static constexpr int kFeaturesPerTask = kFeaturesAtOnce<T, NV>;
@@ -97,7 +99,7 @@ class Rows : public Split {
 #endif
 
  private:
-  Rows(int64_t rows, int64_t in) : Split(rows, kTakesFew), in_(in), words_(words_of<T>(in)), stride_(words_ + 32) {}
+  Rows(int64_t rows, int64_t in) : Split(rows, kMostFew), in_(in), words_(words_of<T>(in)), stride_(words_ + 32) {}
 
   // Few rows are multiplied 8 at once, and what is left as 1, 2, 4, 6 or 8.
   static int64_t padded(int64_t few) { return few % kFewRows == 1 ? few : (few + 1) / 2 * 2; }
@@ -111,6 +113,7 @@ class Rows : public Split {
 template <typename T>
 struct Int8Rows : QuantizedRows {
   static constexpr bool kIsInt8 = true, kTakesFew = false, kInGroups = true;
+  static constexpr int64_t kMostFew = 0;
   using ThreadState = TileState;
   template <int>
   static constexpr int kFeaturesPerTask = kQuantTile;
@@ -270,7 +273,7 @@ static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* 
   const int64_t groups = R::kInGroups ? most(1, kOwnRows / R::packed_bytes(kMostRows, in)) : 1;
   for (int64_t first = 0, n; first < count; first += n) {
     n = least(kMostRows * groups, count - first);
-    const int64_t vecs = R::kIsInt8 ? 0 : Split(n, R::kTakesFew).lanes / kWidth;
+    const int64_t vecs = R::kIsInt8 ? 0 : Split(n, R::kMostFew).lanes / kWidth;
     constexpr int kMost = R::kIsInt8 ? 0 : kMaxVecs;
     const auto run = vecs == 0   ? run_tiles<T, 0, R>
                      : vecs == 1 ? run_tiles<T, least(1, kMost), R>
