@@ -169,6 +169,7 @@ class Run:
         self.consistent = self.failed = self.ended = False
         self._device_step, self._obstacle, self._must_capture = device_step, obstacle, must_capture
         self.prompts: deque[tuple[Prefill, float]] = deque()
+        self._costs: dict[int, dict[int, float]] = {}  # by the number of rows that run
         # Per step that was launched and not read: the rows that it verifies, and the answers that it continues.
         self._launched: deque[tuple[int, list[Answer]]] = deque()
 
@@ -255,8 +256,10 @@ class Run:
         # 2. Launch.
         if engine.budget is not None and not engine.budget.costs:
             self.learn_costs()
-        if engine.leaves_out and not runner.ahead and len(running) < engine.batch_size:
+        if self._leaves_out and len(running) < engine.batch_size:
             engine.state.live = torch.tensor([answer.row for answer in running], device=engine.target.device)
+            if self._costs:
+                engine.budget.costs = self._costs_of(len(running))
         self.consistent = False
         while len(self._launched) <= (0 if waits else runner.ahead):
             if engine.budget is not None:
@@ -271,8 +274,13 @@ class Run:
         self.consistent = not self.failed
         return continued
 
+    @property
+    def _leaves_out(self) -> bool:
+        """True if steps leave out the rows that are done."""
+        return self.engine.leaves_out and not self.runner.ahead
+
     def learn_costs(self) -> None:
-        """Tell the engine's budget what steps of each size cost. Measured once per kind of step."""
+        """Tell the engine's budget what steps of each size cost, of one row and of all. Measured once per kind."""
         engine, runner, waits = self.engine, self.runner, self.engine.host_rules is not None
         obstacle, timed = self._obstacle_now, self._device_step
         if waits or self._is_masked:
@@ -286,7 +294,16 @@ class Run:
 
         launching = isinstance(runner, Replay) and not obstacle, waits
         longest = max((answer.length for answer in self.running), default=0)
-        engine.learn_costs(launching, longest, time_step, runner.warm_ups)
+        for count in (1, engine.batch_size) if self._leaves_out else (engine.batch_size,):
+            engine.state.live = None if count == engine.batch_size else torch.arange(count)
+            self._costs[count] = engine.costs_of(count, launching, longest, time_step, runner.warm_ups)
+        engine.budget.costs = self._costs[engine.batch_size]
+
+    def _costs_of(self, count: int) -> dict[int, float]:
+        """Return what steps of each size cost while ``count`` rows run."""
+        one, whole = self._costs[1], self._costs[self.engine.batch_size]
+        share = (count - 1) / (self.engine.batch_size - 1)
+        return {size: one[size] + share * (whole[size] - one[size]) for size in one if size in whole}
 
     def _read(self, began: float) -> list[Answer]:
         """Read the oldest step into the answers that it continued, and return them."""

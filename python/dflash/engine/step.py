@@ -356,20 +356,23 @@ class Engine:
         """Set the rows of the next step; the call leaves them to us."""
         self.proposer.rows = int(self._shared(self.budget.choose()))
 
-    def learn_costs(self, launching: Hashable, length: int, time_step: Callable[[], float], warm_ups: int) -> None:
-        """Tell the call's budget what a step of each size costs; measure it first if that was not done before.
+    def costs_of(
+        self, count: int, launching: Hashable, length: int, time_step: Callable[[], float], warm_ups: int
+    ) -> dict[int, float]:
+        """Return what a step of each size costs; measure it first if that was not done before.
 
         Args:
+            count: rows of the batch that the step runs.
             launching: how steps are launched: kernel by kernel, launches may take as long as 128 rows.
             length: of the longest context.
             time_step: takes a step, launched so, and returns its seconds.
             warm_ups: how many steps of a kind take longer than the others.
         """
         is_tree = isinstance(self.budget, TreeBudget)
-        key = launching if is_tree else (launching, self.chain.kind[:-1], context_bucket(length))
+        key = (count, launching) if is_tree else (count, launching, self.chain.kind[:-1], context_bucket(length))
         if key not in self.costs:
             self.costs[key] = self._measure_costs(time_step, warm_ups)
-        self.budget.costs = self.costs[key]
+        return self.costs[key]
 
     def _measure_costs(self, time_step: Callable[[], float], warm_ups: int) -> dict[int, float]:
         """Time steps of each size. Changes nothing else."""

@@ -257,7 +257,9 @@ class Target:
         """Return True if a pass over a block can leave out sequences. The others' bits do not depend on it."""
         if self._fused is None or self.is_recurrent:
             return False
-        sequences = live if isinstance(self._fused.head, Int8Linear) else block.ids  # with more rows other products are torch's
+        sequences = (
+            live if isinstance(self._fused.head, Int8Linear) else block.ids
+        )  # with more rows other products are torch's
         return self._fused.stack.is_one_op(len(sequences) * block.ids.shape[1], self.embedding_weight)
 
     def _verify_live(self, block: Any, state: Any) -> Tensor:
