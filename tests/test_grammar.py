@@ -74,7 +74,8 @@ def prompts():
 def test_text_equals_one_token_decoding(target, draft, prompts, name, temperature):
     grammar, p = GRAMMARS[name], prompts[1]
     expected = oracle(target, grammar, p, seed=3, temperature=temperature)
-    for drafter, options in ((None, {}), (draft, {}), (draft, {"block_size": 5}), (draft, {"denoise_steps": 2})):
+    drafts = [(draft, options) for options in ({}, {"block_size": 5}, {"denoise_steps": 2}, {"prompt_lookup": 1})]
+    for drafter, options in (*drafts, (None, {}), (None, {"prompt_lookup": 1})):
         arguments = call(grammar, temperature=temperature, seed=3, **options)
         check_answers(dflash.generate(target, drafter, p[None], **arguments), len(p), [expected])
 

@@ -32,10 +32,11 @@ class PairOptions(TypedDict, total=False):
     block_size: BlockSize
     weights: WeightStorage
     draft_weights: WeightStorage
+    prompt_lookup: int | None
 
 
 class OneShotArguments(GenerateArguments, PairOptions, total=False):
-    """The keyword arguments of `generate` and `stream`: those of a call, and three of the generator's options.
+    """The keyword arguments of `generate` and `stream`: those of a call, and four of the generator's options.
 
     Attributes:
         block_size: rows that a step verifies, 1 to the drafter's own (the default). ``"auto"`` chooses no drafts, or a
@@ -46,6 +47,8 @@ class OneShotArguments(GenerateArguments, PairOptions, total=False):
         weights: ``"int8"`` for the text of the target with its weights in 8 bits, see `Generator`. The copies are added
             to what is in memory.
         draft_weights: ``"int8"`` for the drafter's; changes the speed, never the text.
+        prompt_lookup: draft what followed the last so many tokens where they stood before, see `Generator`; changes the
+            speed, never the text.
     """
 
 
@@ -224,7 +227,7 @@ def _resolve(
     """
     options = PairOptions(
         block_size=arguments.pop("block_size", None), weights=arguments.pop("weights", None),
-        draft_weights=arguments.pop("draft_weights", None),
+        draft_weights=arguments.pop("draft_weights", None), prompt_lookup=arguments.pop("prompt_lookup", None),
     )  # fmt: skip
     cached, target = _cached, unwrap(target)
     if cached is None or not cached.fingerprints[0].is_of(target):

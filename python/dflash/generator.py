@@ -126,10 +126,12 @@ class Generator:
         target: the Hugging Face causal language model; it is never modified (see `dflash.targets`). It runs
             a trial once, when the first generator is made (docs/targets.md): what differs is refused by name.
         draft: a `Drafter`, or any module that `load_draft` takes. None decodes one token per step through
-            the same code; with ``block_size`` in the same padded shapes, which bf16 output equals bit for bit.
+            the same code, or what ``prompt_lookup`` finds; with ``block_size`` in the same padded shapes, which bf16
+            output equals bit for bit.
         max_length: prompt and new tokens of a row together may not exceed this.
         batch_size: the most rows of a call.
-        block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
+        block_size: rows that a step verifies, 1 to the drafter's own block size (the default). Without a drafter any
+            number, by default 1, or 8 with ``prompt_lookup``.
             ``"auto"`` chooses before each step (see `dflash.generate`, also for what follows in
             bf16); the attribute is the largest.
         denoise_steps: passes of the drafter over each block, where a call does not say
@@ -162,6 +164,9 @@ class Generator:
             it is would.
         draft_weights: ``"int8"`` for the drafter's layers, its own head and what fuses the target's features, likewise.
             Changes the speed, never the text.
+        prompt_lookup: draft what followed the last ``prompt_lookup`` tokens where they stood before in prompt or
+            answer, in place of what the drafter says (prompt lookup, `dflash.proposers.lookup`). Of chains by keyed
+            acceptance only. None never looks. Changes the speed, never the text.
 
     Attributes:
         engine: what runs the steps.
@@ -191,10 +196,11 @@ class Generator:
         reuse_prefix: bool = True,
         weights: WeightStorage = None,
         draft_weights: WeightStorage = None,
+        prompt_lookup: int | None = None,
     ) -> None:
         options = GeneratorOptions(
             *(max_length, batch_size, block_size, denoise_steps, compile, graph, fused, prefill_chunk, reuse_prefix),
-            *(tree, weights, draft_weights),
+            *(tree, weights, draft_weights, prompt_lookup),
         )
         target = check_target(target)
         # 1. Check everything before anything is made.
@@ -217,7 +223,7 @@ class Generator:
         widths = checked_block_size(options.block_size)
         self.engine = Engine(
             prepared, self.draft, batch_size=self.batch_size, max_length=self.max_length, block_size=self.block_size,
-            tree_rows=tree_rows(self.tree), widths=widths,
+            tree_rows=tree_rows(self.tree), widths=widths, prompt_lookup=options.prompt_lookup or 0,
         )  # fmt: skip
         # 3. What launches the steps. The step after the last may still be running when the generator is freed; the
         # memory that it writes must not be another's by then.

@@ -165,7 +165,8 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     seed: int | Sequence[int] | None = None, draft_sharpness: float = 1.0,
     acceptance: Literal["keyed", "rejection"] = "keyed", denoise_steps: int = 1,
     block_size: int | Literal["auto"] | None = None, tree: int | Literal["auto"] | None = None,
-    weights: WeightStorage = None, draft_weights: WeightStorage = None, **model_kwargs: object,
+    weights: WeightStorage = None, draft_weights: WeightStorage = None, prompt_lookup: int | None = None,
+    **model_kwargs: object,
 ) -> Tensor | GenerateOutput:  # fmt: skip
     """Run our loop from transformers' own ``generate``.
 
@@ -227,7 +228,9 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     if strings:
         call = dataclasses.replace(call, stops=functools.partial(_StopCriteria, strings))
     # 3. Run it.
-    options = PairOptions(block_size=block_size, weights=weights, draft_weights=draft_weights)
+    options = PairOptions(
+        block_size=block_size, weights=weights, draft_weights=draft_weights, prompt_lookup=prompt_lookup
+    )
     output = generate_call(target, draft, call, options, prompt_was_put=prompt_was_put)
     return output if config.return_dict_in_generate else output.sequences
 

@@ -13,6 +13,8 @@ from .ops import WeightStorage
 from .settings import BlockSize, TreeSize, checked, integer_from
 from .targets import config_values, embedding_table, max_positions, ranks_in, refusal_of_weights, text_config
 
+_LOOKUP_ROWS = 8  # of a step that has no drafter's block size
+
 
 @dataclass(frozen=True)
 class GeneratorOptions:
@@ -30,6 +32,7 @@ class GeneratorOptions:
     tree: TreeSize = None
     weights: WeightStorage = None
     draft_weights: WeightStorage = None
+    prompt_lookup: int | None = None
 
     def check(self, target: nn.Module) -> None:
         """Raise ValueError or TypeError for a value that is wrong, or that does not suit the target."""
@@ -38,6 +41,7 @@ class GeneratorOptions:
             integer_from(low, name, getattr(self, name))
         tree = checked("tree", self.tree)
         check_combination(tree, checked_block_size(self.block_size), self.denoise_steps)
+        check_lookup(self.prompt_lookup, self.block_size, tree)
         positions = max_positions(target)
         if positions is not None and self.max_length > positions:
             raise ValueError(f"max_length {self.max_length} is past the target's max_position_embeddings, {positions}")
@@ -57,7 +61,7 @@ class GeneratorOptions:
         """Return the loaded drafter, None if nothing drafts, and the block size; raise unless the pair can run so."""
         self.check(target)
         loaded = None if draft is None else load_draft(draft)
-        block_size = check_block_size(target, loaded, self.block_size)
+        block_size = check_block_size(target, loaded, self.block_size, looks_up=self.prompt_lookup is not None)
         loaded = loaded if block_size > 1 else None
         check_draft_weights(self.draft_weights, loaded)
         if self.tree is not None:
@@ -80,6 +84,17 @@ def checked_block_size(block_size: object) -> BlockSize:
             raise ValueError(f'block_size must be an integer of at least 1, "auto" or None, got {block_size!r}')
         return "auto"
     return integer_from(1, "block_size", block_size)
+
+
+def check_lookup(prompt_lookup: object, block_size: object, tree: TreeSize) -> None:
+    """Raise ValueError or TypeError unless n-grams of this size can be looked up for blocks like these."""
+    if prompt_lookup is None:
+        return
+    integer_from(1, "prompt_lookup", prompt_lookup)
+    if tree is not None:
+        raise ValueError(f"prompt_lookup={prompt_lookup} drafts chains, got tree={tree!r}: leave one of them out")
+    if block_size == 1:
+        raise ValueError(f"prompt_lookup={prompt_lookup} needs blocks of at least 2 rows, got block_size=1")
 
 
 # ----------------------------------------------------------------------------------------------------------------- fit
@@ -120,18 +135,19 @@ def _expect(fits: bool, what: str) -> None:
         raise ValueError(f"the drafter does not fit the target: {what}")
 
 
-def check_block_size(target: nn.Module, draft: Drafter | None, block_size: BlockSize) -> int:
+def check_block_size(target: nn.Module, draft: Drafter | None, block_size: BlockSize, *, looks_up: bool = False) -> int:
     """Return the block size of a generator for the two, the largest if it is chosen; raise unless they can run."""
     if draft is not None:
         check_fit(target, draft)
     trained, size = None if draft is None else draft.config.block_size, checked_block_size(block_size)
-    if size == "auto" and (trained is None or trained < 2):
+    own = trained or (_LOOKUP_ROWS if looks_up else 1)
+    if size == "auto" and own < 2:
         raise ValueError(
-            f"block_size={size!r} needs a drafter of blocks of at least 2 tokens, got "
+            f"block_size={size!r} needs a drafter of blocks of at least 2 tokens, or prompt_lookup, got "
             f"{'draft=None' if trained is None else f'one of {trained}'}: pass a number, or leave it out"
         )
     if size is None or size == "auto":
-        return trained or 1
+        return own
     if trained is not None and size > trained:
         raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {size}")
     return size

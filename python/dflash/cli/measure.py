@@ -77,7 +77,7 @@ def demo(
 
 
 @options.command(
-    config=("block_size", "draft_sharpness", "tree", "thinking", "weights", "draft_weights"),
+    config=("block_size", "draft_sharpness", "tree", "thinking", "weights", "draft_weights", "prompt_lookup"),
     models=("model", "draft"),
 )
 def benchmark(

@@ -26,7 +26,7 @@ from ..evaluate import PAIR, Pretrained, check_text, draft_folder
 from ..files import read_json
 from ..grammar import Grammar
 from ..ops import WeightStorage
-from ..options import checked_block_size
+from ..options import check_lookup, checked_block_size
 from ..settings import SETTINGS, GenerateArguments, TreeSize, checked
 from ..targets import is_quantized, max_positions
 from ..terminal import printable
@@ -56,6 +56,10 @@ BlockSize = Annotated[
     str | None, "Rows that a step verifies, or auto: chosen before each step; default: the drafter's."
 ]
 TreeRows = Annotated[str | None, SETTINGS["tree"].help]
+PromptLookup = Annotated[
+    int | None,
+    typer.Option(min=1, help="Draft what followed the last so many tokens where they stood before, such as 3."),
+]
 
 
 def option_of(name: str) -> str:
@@ -169,6 +173,7 @@ class ModelOptions:
     ] = None
     block_size: BlockSize = None
     tree: TreeRows = None
+    prompt_lookup: PromptLookup = None
 
     def resolve(self, draft_sharpness: float = 1.0, *, needs_draft: bool = True) -> ModelOptions:
         """Check the options before anything is loaded, and parse ``block_size`` and ``tree``.
@@ -179,6 +184,7 @@ class ModelOptions:
         # 1. The rows of a step.
         tree, block_size = checked("tree", as_number(self.tree)), checked_block_size(as_number(self.block_size))
         check_combination(tree, block_size, draft_sharpness=draft_sharpness)
+        check_lookup(self.prompt_lookup, block_size, tree)
         # 2. The weights.
         self.check_weights()
         if self.draft_weights is not None and block_size == 1:
@@ -190,8 +196,8 @@ class ModelOptions:
             check_pair(self.model, self.draft, "without both, the pair inside the package answers")
         elif self.draft_weights is not None and self.draft is None:
             raise ValueError("--draft-weights needs a drafter: name one with --draft")
-        elif self.draft is None and block_size not in (None, 1):
-            raise ValueError(f"--block-size {block_size} needs a drafter: name one with --draft")
+        elif self.draft is None and self.prompt_lookup is None and block_size not in (None, 1):
+            raise ValueError(f"--block-size {block_size} needs drafts: name a drafter with --draft, or --prompt-lookup")
         if self.model is not None:
             return resolved
         typer.echo(
@@ -233,7 +239,8 @@ class ModelOptions:
     @property
     def generator(self) -> dict[str, Any]:
         """Arguments of a `dflash.Generator`, but for trees."""
-        return {"block_size": self.block_size, "weights": self.weights, "draft_weights": self.draft_weights}
+        names = "block_size", "weights", "draft_weights", "prompt_lookup"
+        return {name: getattr(self, name) for name in names}
 
 
 def as_number(value: str | None) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import ops
 from ..call import Call, tree_rows
 from ..drafter import Drafter
-from ..proposers import ChainProposer, PaddingProposer, TreeProposer, chain_widths
+from ..proposers import ChainProposer, LookupProposer, TreeProposer, chain_widths
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance
 from ..settings import MAX_LOGPROBS, BlockSize
 from ..state import FULL, RUNNING, STOPPED, Block, Logprobs, State
@@ -137,12 +137,13 @@ class Engine:
 
     Args:
         target: the target.
-        draft: the drafter; None decodes one token per step.
+        draft: the drafter; None for none.
         batch_size: rows of the batch.
         max_length: tokens that a row may hold.
         block_size: rows of a chain; a tree is one less deep.
         tree_rows: the most rows of a tree; 0 for chains only.
         widths: ``"auto"`` to choose the rows of chains as a call proceeds; others for all rows.
+        prompt_lookup: tokens of an n-gram after which the text so far is drafted again; 0 for none.
 
     Attributes:
         state: see `State`.
@@ -163,19 +164,19 @@ class Engine:
 
     def __init__(
         self, target: Target, draft: Drafter | None, *, batch_size: int, max_length: int, block_size: int,
-        tree_rows: int = 0, widths: BlockSize = None,
+        tree_rows: int = 0, widths: BlockSize = None, prompt_lookup: int = 0,
     ) -> None:  # fmt: skip
         self.target, self.draft = target, draft
         self.batch_size, self.block_size, self.widths = batch_size, block_size, widths
         self.state = State(target, draft, batch_size, max_length, block_size, tree_rows)
-        self.chain: ChainProposer | PaddingProposer
+        self.chain: ChainProposer | LookupProposer
         self.tree: TreeProposer | None = None
         if draft is None:
-            self.chain = PaddingProposer(batch_size, block_size, target.device)
+            self.chain = LookupProposer(prompt_lookup, block_size)
         else:
-            self.chain = ChainProposer(draft, target, block_size)
+            self.chain = ChainProposer(draft, target, block_size, prompt_lookup)
             self.tree = TreeProposer(draft, target, batch_size, block_size) if tree_rows else None
-        self.proposer: ChainProposer | PaddingProposer | TreeProposer = self.chain
+        self.proposer: ChainProposer | LookupProposer | TreeProposer = self.chain
         self.budget: TreeBudget | WidthBudget | None = None
         self.costs: dict[Hashable, dict[int, float]] = {}
         self.vocab_size = target.embedding_weight.shape[0]

@@ -40,6 +40,7 @@ class BenchmarkConfig(Decoding):
     thinking: Annotated[bool | None, "The chat template's enable_thinking; None does not pass it."] = None
     weights: Annotated[WeightStorage, "How the target's weights are stored."] = None
     draft_weights: Annotated[WeightStorage, "How the drafter's weights are stored."] = None
+    prompt_lookup: Annotated[int | None, "Tokens after which the text so far is drafted again."] = None
     turns: Annotated[str, "first, or all: the whole conversation of a prompt."] = "first"
     compile: Annotated[bool, "Compile the steps; the start takes long."] = False
 
@@ -257,7 +258,8 @@ def run_benchmark(
         if not tokens:
             raise ValueError(f"no prompt of {name} and {new} new tokens fit the model's {positions} positions")
     most, settings = max(longest.values()), dataclasses.asdict(config)
-    generators = {name: settings[name] for name in ("block_size", "padded", "weights", "draft_weights", "compile")}
+    names = "block_size", "padded", "weights", "draft_weights", "prompt_lookup", "compile"
+    generators = {name: settings[name] for name in names}
     comparison = Comparison(pair_runners(target, draft, config, max_length=most, **generators))
     # 2. Answer every prompt, dataset by dataset
     folder, summaries = None if out is None else Path(out), {}

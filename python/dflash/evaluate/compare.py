@@ -107,6 +107,7 @@ def pair_runners(
     block_size: int | Literal["auto"] | None = None,
     padded: bool = False,
     draft_weights: WeightStorage = None,
+    prompt_lookup: int | None = None,
     **arguments: Any,
 ) -> dict[str, GeneratorRunner]:
     """Return one-token decoding and DFlash for one pair, as ``"one-token"`` and ``"dflash"``.
@@ -116,6 +117,7 @@ def pair_runners(
     """
     chain, device = dataclasses.replace(decoding, tree=None), target.get_input_embeddings().weight.device
     drafts = {"block_size": block_size, "tree": decoding.tree, "draft_weights": draft_weights}
+    drafts |= {"prompt_lookup": prompt_lookup}
     drafting = Generator(target, draft, reuse_prefix=False, **drafts, **arguments)
     plain = Generator(target, None, block_size=drafting.block_size if padded else 1, reuse_prefix=False, **arguments)
     runners = {"one-token": GeneratorRunner(plain, chain, device), "dflash": GeneratorRunner(drafting, chain, device)}

@@ -1,4 +1,4 @@
-"""Chains of drafts from one pass of the drafter over a block of masks, or from several; or no drafts at all."""
+"""Chains of drafts from one pass of the drafter over a block of masks, or from several."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..drafter import Drafter, PairWeights, scale_logits
 from ..sampling import LogitRules, RejectionAcceptance, Sampling
 from ..state import Block, State
 from ..targets import Target, spread
+from .lookup import look_up
 
 
 @dataclass
@@ -162,29 +163,6 @@ def chain_widths(block_size: int) -> tuple[int, ...]:
     return 1, *sorted({max(2, -(-block_size * quarters // 4)) for quarters in (1, 2, 3, 4)})
 
 
-class PaddingProposer:
-    """Proposes nothing: one-token decoding, padded to a block's shapes if it has more than one row.
-
-    Args:
-        batch: rows of the batch.
-        block_size: rows of a block.
-        device: of the tensors.
-    """
-
-    kind, passes = (), 1
-
-    def __init__(self, batch: int, block_size: int, device: torch.device | str = "cpu") -> None:
-        self.rows = block_size
-        self._nothing = torch.full((batch, block_size - 1), -1, dtype=torch.int64, device=device)
-
-    def configure(self, rules: LogitRules, passes: int, rejection: object = None, masks: object = None) -> None:
-        """Do nothing: there is nothing to choose."""
-
-    def propose(self, state: State) -> Block:
-        """Return each row's anchor, and -1 for the rest."""
-        return Block(torch.cat([state.anchor, self._nothing], 1, out=state.block))
-
-
 class ChainProposer(DraftPass):
     """Drafts the tokens after each row's anchor with a DFlash drafter (arXiv 2602.06036, section 4).
 
@@ -200,6 +178,8 @@ class ChainProposer(DraftPass):
         draft: the drafter.
         target: whose embeddings and head the drafter shares.
         block_size: the most rows of a block, the anchor included.
+        ngram: where so many of the last tokens have stood before, draft what followed (`look_up`) in place of what the
+            drafter says; 0 for never. Drafts of rejection sampling are always the drafter's.
 
     Attributes:
         rows: of the next block.
@@ -208,9 +188,10 @@ class ChainProposer(DraftPass):
 
     ROUNDS = 8
 
-    def __init__(self, draft: Drafter, target: Target, block_size: int) -> None:
+    def __init__(self, draft: Drafter, target: Target, block_size: int, ngram: int = 0) -> None:
         super().__init__(draft, target, block_size)
         self.rows = self.block_size = block_size
+        self._ngram = ngram
         self.passes, self._rejection, self._masks = 1, None, None
 
     def configure(
@@ -252,9 +233,13 @@ class ChainProposer(DraftPass):
                 masked = torch.where(known, drafts.clamp(min=0), self.draft.config.mask_token_id)
                 block = self.rows_for(state, self.rows - 1, masked)
                 features = features[:, :0]
+        is_checked = is_checked and known is None
+        if self._ngram and self._rejection is None:
+            found = look_up(state.tokens, state.length, self._ngram, self.rows - 1)
+            drafts, is_checked = torch.where(found < 0, drafts, found), False
         is_whole = self.rows == state.block.shape[1]
         ids = torch.cat([block.anchor[:, None], drafts], 1, out=state.block if is_whole else None)
-        return Block(ids, is_checked=is_checked and known is None)
+        return Block(ids, is_checked=is_checked)
 
     def _draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> tuple[Tensor, bool]:
         """Return drafts, and True if they were found to keep to the grammars; these wait for the device."""

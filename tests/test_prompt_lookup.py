@@ -1,0 +1,84 @@
+"""Test drafts that are looked up in the text so far: they never change it, with a drafter and without one."""
+
+import pytest
+import test_session
+import torch
+from baseline import greedy, left_padded, prompt
+
+import dflash
+from dflash.proposers.lookup import look_up
+
+NEW = 40
+REPEATED = prompt(6).repeat(5)  # what follows its last tokens stood there before
+TEXTS = torch.tensor([[7, 1, 2, 3, 1, 2, 9, 1, 2, 0, 0, 0], [5, 5, 5, 5, 0, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3] + 9 * [0]])
+
+
+@pytest.mark.parametrize(
+    ("ngram", "found"),
+    [
+        (1, [[9, 1, 2, 9], [5, 5, 5, 5], [-1, -1, -1, -1]]),
+        (2, [[9, 1, 2, 9], [5, 5, 5, 5], [-1, -1, -1, -1]]),  # the last of two places, and its text again
+        (3, [[-1, -1, -1, -1], [5, 5, 5, 5], [-1, -1, -1, -1]]),
+        (4, [[-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]]),
+    ],
+)
+def test_what_followed_the_last_place_is_found(ngram, found):
+    assert look_up(TEXTS, torch.tensor([8, 3, 2]), ngram, 4).tolist() == found
+
+
+def test_nothing_is_found_past_the_end_of_a_text():
+    """Tokens after ``length`` are stale: those of an earlier, longer text."""
+    assert look_up(TEXTS, torch.tensor([2, 0, 0]), 2, 2).tolist() == [[-1, -1]] * 3
+
+
+@pytest.mark.parametrize("block_size", [None, 5, "auto"])
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafter", "alone"])
+def test_the_text_is_that_without(target, draft, drafts, block_size):
+    call = {"prompt_lookup": 2, "block_size": block_size}
+    prompts = [REPEATED, prompt(9), prompt(1)]
+    ids, mask = left_padded(prompts)
+    out = dflash.generate(target, draft if drafts else None, ids, attention_mask=mask, max_new_tokens=NEW, **call)
+    for row, each in enumerate(prompts):
+        assert torch.equal(out[row, ids.shape[1] :], greedy(target, each, NEW))
+    sampled = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 3}
+    expected = dflash.generate(target, None, REPEATED[None], **sampled)
+    assert torch.equal(dflash.generate(target, draft if drafts else None, REPEATED[None], **sampled, **call), expected)
+
+
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafter", "alone"])
+def test_text_that_repeats_itself_takes_few_steps(target, draft, drafts):
+    """The drafter does not know what the processor makes of the text."""
+    sevens = [lambda ids, scores: torch.where(torch.arange(scores.shape[1]) == 7, 1.0, 0.0)[None]]
+    call = {"max_new_tokens": NEW, "logits_processor": sevens, "prompt_lookup": 2, "block_size": 8}
+    out = dflash.generate(target, draft if drafts else None, prompt(4)[None], return_dict_in_generate=True, **call)
+    assert out.sequences[0, 4:].tolist() == [7] * NEW
+    assert out.statistics.acceptance_lengths[0][-4:-1] == [8, 8, 8]
+
+
+def test_rejection_sampling_keeps_to_the_drafter(target, draft):
+    """Its text is exact only if drafts are drawn from the drafter's distribution."""
+    call = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 4, "acceptance": "rejection"}
+    expected = dflash.generate(target, draft, REPEATED[None], **call)
+    assert torch.equal(dflash.generate(target, draft, REPEATED[None], **call, prompt_lookup=1), expected)
+
+
+def test_a_session_looks_up_in_each_row():
+    target, _ = test_session.pair()
+    session = test_session.session(prompt_lookup=2)
+    rows = {test_session.admit(session, p, max_new_tokens=NEW): p for p in (REPEATED, prompt(9))}
+    for row, (ids, _) in test_session.finish(session).items():
+        assert ids == greedy(target, rows[row], NEW).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"prompt_lookup": 0}, ValueError, "prompt_lookup must be an integer of at least 1, got 0"),
+        ({"prompt_lookup": 2.5}, TypeError, "prompt_lookup must be an integer of at least 1, got 2.5"),
+        ({"prompt_lookup": 2, "block_size": 1}, ValueError, "needs blocks of at least 2 rows, got block_size=1"),
+        ({"prompt_lookup": 2, "tree": 16}, ValueError, "drafts chains, got tree=16: leave one of them out"),
+    ],
+)
+def test_bad_options_are_named(target, draft, options, error, message):
+    with pytest.raises(error, match=message):
+        dflash.Generator(target, draft, max_length=64, **options)
