@@ -3,14 +3,16 @@
 Only this file follows when the engine changes; every other bench goes through it.
 """
 
+import time
 from collections.abc import Callable, Hashable
 
+import torch
 from torch import Tensor, nn
 
 import dflash
 from dflash.engine import Direct, Replay
 from dflash.state import Block
-from dflash.targets import find_layers, structural_copy
+from dflash.targets import Target, find_layers, structural_copy
 
 __all__ = [
     "Direct",
@@ -19,7 +21,9 @@ __all__ = [
     "cache_layers",
     "find_layers",
     "make_runner",
+    "prompt_logits",
     "structural_copy",
+    "time_parts",
     "weights_of",
 ]
 
@@ -123,3 +127,33 @@ def cache_layers(cache: object) -> tuple[list[Tensor], list[Tensor]]:
 def make_runner(report: Tensor) -> Replay | Direct:
     """Return what launches steps that write ``report`` for the host."""
     return Replay(report) if report.is_cuda else Direct(report)
+
+
+def prompt_logits(model: nn.Module, weights: str | None = None) -> Callable[[Tensor, int], Tensor]:
+    """Return what computes the logits ``[count, vocab]`` of the last tokens of ``ids [length]``, as for a prompt."""
+    target, start = Target(model, weights=weights), torch.zeros(1, dtype=torch.int64)
+
+    def predict(ids: Tensor, count: int) -> Tensor:
+        cache = target.new_cache(1, len(ids), 1)
+        return target.forward(ids[None], start, cache, count, keep=start + len(ids))[0][0]
+
+    return predict
+
+
+def time_parts(generator: dflash.Generator) -> dict[str, list[float]]:
+    """Return lists to which every pass adds the seconds that the head takes, and the choice of tokens."""
+    target, found = generator.engine.target, {"head": [], "choice": []}
+    head = (target.draft_head.__self__, "logits") if target.is_fused else (target.head, "forward")
+    for seconds, (owner, name) in zip(found.values(), (head, (generator.engine.keyed, "choose")), strict=True):
+        setattr(owner, name, _timed(getattr(owner, name), seconds))
+    return found
+
+
+def _timed(run: Callable, seconds: list[float]) -> Callable:
+    def timed(*arguments):
+        began = time.perf_counter()
+        result = run(*arguments)
+        seconds.append(time.perf_counter() - began)
+        return result
+
+    return timed

