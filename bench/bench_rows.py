@@ -9,6 +9,7 @@ steps. Runs of n rows and of one row take turns; columns are medians, and the ra
     of one     how many times longer than a step of one row
     per row    milliseconds over rows: what a drafted token costs if all are accepted
     share      the time to read the target's weights once, at the bandwidth of the fastest reduction of torch, over ms
+    head       milliseconds of the step's product with the head, and choice those of its selection over the vocabulary
 
 Prints; asserts nothing.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import harness
 import torch
+from internals import time_parts
 from torch import Tensor
 
 import dflash
@@ -76,7 +78,7 @@ def main() -> None:
             f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in setting.items()
         )
     )
-    print("rows       ms  of one  per row  share")
+    print("rows       ms  of one  per row  share    head  choice")
 
     def generator(rows: int) -> dflash.Generator:
         length = arguments.prompt + arguments.new
@@ -89,10 +91,13 @@ def main() -> None:
     one, found = generator(1), []
     for rows in arguments.rows:
         runs = [one, one if rows == 1 else generator(rows)]
+        parts = time_parts(runs[1])
         turns = [[step_ms(run, prompt, arguments.new) for run in runs] for _ in range(arguments.repeats)]
+        head, choice = (1000 * statistics.median(parts[part]) for part in ("head", "choice"))
         ms, ratio = statistics.median(turn[1] for turn in turns), statistics.median(b / a for a, b in turns)
-        found.append({"rows": rows, "ms": ms, "of_one": ratio, "share": setting["floor_ms"] / ms})
-        print(f"{rows:4} {ms:8.2f} {ratio:7.2f} {ms / rows:8.2f} {found[-1]['share']:6.0%}", flush=True)
+        share = setting["floor_ms"] / ms
+        found.append({"rows": rows, "ms": ms, "of_one": ratio, "share": share, "head": head, "choice": choice})
+        print(f"{rows:4} {ms:8.2f} {ratio:7.2f} {ms / rows:8.2f} {share:6.0%} {head:7.2f} {choice:7.2f}", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({**setting, "rows": found}, indent=1) + "\n")
 

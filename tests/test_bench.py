@@ -94,6 +94,7 @@ def test_steps_of_more_rows_are_timed_next_to_one_row(bench, tmp_path, weights):
     assert report["weight_mb"] > 0
     assert [row["rows"] for row in report["rows"]] == [1, 3]
     assert all(math.isfinite(row[name]) for row in report["rows"] for name in ("ms", "of_one", "share"))
+    assert all(row["head"] + row["choice"] > 0 for row in report["rows"])
 
 
 @pytest.mark.parametrize("rows", [1, 2])
