@@ -13,6 +13,7 @@ import dflash
 from dflash.engine import Direct, Replay
 from dflash.state import Block
 from dflash.targets import Target, find_layers, structural_copy
+from dflash.targets.int8 import weight_of
 
 __all__ = [
     "Direct",
@@ -116,7 +117,7 @@ class ForcedStep:
 def weights_of(generator: dflash.Generator) -> tuple[list, object]:
     """Return the weights of the layers and of the head of a target that runs on `dflash.ops`, as the ops take them."""
     fused = generator.engine.target._fused
-    return list(fused.stack.layers), fused.head.weight if fused._int8_head is None else fused._int8_head
+    return list(fused.stack.layers), weight_of(fused.head)
 
 
 def cache_layers(cache: object) -> tuple[list[Tensor], list[Tensor]]:

@@ -286,6 +286,7 @@ def _draft(drafter: Drafter, target: targets.Target, ids: Tensor, context: Tenso
             num_context=torch.ones_like(part),
             sampling=Sampling.create(count, part.device),
             draft_cache=cache,
+            live=None,
             block=part.new_empty(count, block_size),
             positions=functools.partial(_positions, part),
         )

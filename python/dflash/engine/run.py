@@ -258,8 +258,8 @@ class Run:
             self.learn_costs()
         if self._leaves_out and len(running) < engine.batch_size:
             engine.state.live = torch.tensor([answer.row for answer in running], device=engine.target.device)
-            if self._costs:
-                engine.budget.costs = self._costs_of(len(running))
+        if self._costs:
+            engine.budget.costs = self._costs_of(len(running))
         self.consistent = False
         while len(self._launched) <= (0 if waits else runner.ahead):
             if engine.budget is not None:
@@ -301,8 +301,10 @@ class Run:
 
     def _costs_of(self, count: int) -> dict[int, float]:
         """Return what steps of each size cost while ``count`` rows run."""
-        one, whole = self._costs[1], self._costs[self.engine.batch_size]
-        share = (count - 1) / (self.engine.batch_size - 1)
+        whole = self._costs[self.engine.batch_size]
+        if count == self.engine.batch_size or not self._leaves_out:
+            return whole
+        one, share = self._costs[1], (count - 1) / (self.engine.batch_size - 1)
         return {size: one[size] + share * (whole[size] - one[size]) for size in one if size in whole}
 
     def _read(self, began: float) -> list[Answer]:
