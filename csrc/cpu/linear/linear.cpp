@@ -62,9 +62,7 @@ class Rows : public Split {
  public:
   static constexpr bool kIsInt8 = false;
   static constexpr bool kTakesFew = kWidth >= 8 && !kOnTiles<T>, kInGroups = !kOnTiles<T>;
-  // More rows than a vector only where no bf16 is widened: in lanes that is done once for all rows.
-  static constexpr bool kWidens = sizeof(T) < sizeof(Word<T>) && kEach<T> == 1;
-  static constexpr int64_t kMostFew = !kTakesFew ? 0 : !kWidens ? 2 * kWidth - 1 : kWidth == 16 ? 12 : 4;
+  static constexpr int64_t kMostFew = kTakesFew ? 2 * kWidth - 1 : 0;
   using ThreadState = std::conditional_t<kOnTiles<T>, TileState, NoTiles>;
   template <int NV>
   static constexpr int kFeaturesPerTask = kFeaturesAtOnce<T, NV>;

@@ -36,12 +36,11 @@ static inline int64_t words_of(int64_t in) {
   return ((in + kEach<T> - 1) / kEach<T> + kGroup - 1) / kGroup * kGroup;
 }
 
-// kWidth words
+// kWidth words. For AVX2 GCC 12 would make two halves of memcpy, and put them together in memory.
 template <typename From>
 static inline Vec load_words(const From* from) {
-  Vec words;
-  std::memcpy(&words, from, sizeof(words));
-  return words;
+  typedef float Anywhere __attribute__((vector_size(4 * DFLASH_WIDTH), aligned(1), may_alias));
+  return *reinterpret_cast<const Anywhere*>(from);
 }
 static inline Vec spread(float word) { return splat(word); }
 static inline Vec spread(uint32_t word) { return (Vec)(UVec{} + word); }
