@@ -32,7 +32,7 @@ from dflash.evaluate.prompts import load_conversations
 from dflash.train.export import export
 
 _KINDS = {"int8": "Q8_0", "bf16": "BF16"}  # of llama.cpp, by the name of the same precision here
-_DRAFTED = " + drafter"
+_DRAFTED, _LOOKUP = " + drafter", " + lookup"
 _REFERENCE = f"reference package{_DRAFTED} bf16"
 
 
@@ -76,16 +76,17 @@ def runners(arguments: argparse.Namespace, length: int, folder: Path, stack: Exi
             found[f"llama.cpp{name} {precision}"] = LlamaRunner(stack.enter_context(server), new)
         # 2. This package
         weights = "int8" if precision == "int8" else None
-        for name, drafting in (("", (None,)), (_DRAFTED, (draft,))):
-            stored = {"weights": weights, **({"draft_weights": weights} if name else {})}
-            generator = dflash.Generator(target, *drafting, **stored, **fixed)
+        for name, drafting in (("", None), (_DRAFTED, draft), (_DRAFTED + _LOOKUP, draft)):
+            stored = {"weights": weights, "draft_weights": None if drafting is None else weights}
+            ngram = 3 if name.endswith(_LOOKUP) else None
+            generator = dflash.Generator(target, drafting, **stored, **fixed, prompt_lookup=ngram)
             found[f"dflash{name} {precision}"] = GeneratorRunner(generator, decoding)
     # 3. Those without int8
     found["transformers bf16"] = TransformersRunner(target, decoding)
     try:
         export(arguments.draft, folder / "published", "published", dtype=torch.bfloat16)
         found[_REFERENCE] = ReferenceRunner(folder / "published", target, new)
-    except (ValueError, RuntimeError) as error:  # not installed, or its class has other tensors
+    except (ValueError, RuntimeError, AttributeError) as error:  # not installed, or its class has other tensors
         print(f"without the reference package: {str(error).splitlines()[0]}", file=sys.stderr)
     return found
 
@@ -94,7 +95,7 @@ def report(answers: Sequence[dict[str, Answer]]) -> list[dict[str, object]]:
     """Return a row per runner."""
     rows = []
     for name in answers[0]:
-        own, plain = [found[name] for found in answers], name.replace(_DRAFTED, "")
+        own, plain = [found[name] for found in answers], name.replace(_DRAFTED, "").replace(_LOOKUP, "")
         if name == _REFERENCE:
             plain = "transformers bf16"  # its target
         rows.append(
