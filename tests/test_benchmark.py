@@ -183,7 +183,7 @@ def test_the_report_has_steps_by_context(run, tiny, tmp_path, shell):
     assert written == pytest.approx(found["new_tokens"] - 2)  # the first of each answer comes from the prompt
     seconds = sum(bucket["steps"] * bucket["step_seconds"] for bucket in found["by_context"])
     assert 0 < seconds < found["seconds"]
-    assert all(4 <= bucket["rows"] <= 16 for bucket in found["by_context"])
+    assert all(1 <= bucket["rows"] <= 16 for bucket in found["by_context"])
     done = shell("benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--limit", 1, *call)
     assert done.code == 0, done.err
     assert "block 16, auto" in done.out

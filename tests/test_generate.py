@@ -299,3 +299,21 @@ class TestOneShot:
         assert not torch.equal(changed, before)
         target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.flip(0))
         assert torch.equal(dflash.generate(target, draft, ids(), max_new_tokens=12), before)
+
+
+def test_a_step_that_raised_leaves_no_row_out_of_the_next_call(target, draft):
+    """Steps leave out rows that have ended; the rows of another call run."""
+    generator = dflash.Generator(target, draft, max_length=64, batch_size=2)
+    prompts = torch.stack([prompt(8), prompt(8, seed=1)])
+    expected = [greedy(target, p, 12) for p in prompts]
+    stop = int(expected[0][2])
+
+    def fail(ids, scores):
+        if ids.shape[1] > 8 + 6:
+            raise RuntimeError("no more")
+        return scores
+
+    with pytest.raises(RuntimeError, match="no more"):
+        generator.generate(prompts, max_new_tokens=12, stop_token_ids=[stop], logits_processor=[fail])
+    out = generator.generate(prompts, max_new_tokens=12)
+    assert [row.tolist() for row in out[:, 8:]] == [text.tolist() for text in expected]

@@ -26,6 +26,10 @@ def test_what_followed_the_last_place_is_found(ngram, found):
     assert look_up(TEXTS, torch.tensor([8, 3, 2]), ngram, 4).tolist() == found
 
 
+def test_texts_shorter_than_the_n_gram_have_nothing():
+    assert look_up(TEXTS, torch.tensor([8, 3, 2]), 13, 2).tolist() == [[-1, -1]] * 3
+
+
 def test_nothing_is_found_past_the_end_of_a_text():
     """Tokens after ``length`` are stale: those of an earlier, longer text."""
     assert look_up(TEXTS, torch.tensor([2, 0, 0]), 2, 2).tolist() == [[-1, -1]] * 3

@@ -62,6 +62,10 @@ class GeneratorOptions:
         self.check(target)
         loaded = None if draft is None else load_draft(draft)
         block_size = check_block_size(target, loaded, self.block_size, looks_up=self.prompt_lookup is not None)
+        if self.prompt_lookup is not None and block_size == 1:
+            raise ValueError(
+                f"prompt_lookup={self.prompt_lookup} needs blocks of at least 2 rows, this drafter's have 1"
+            )
         loaded = loaded if block_size > 1 else None
         check_draft_weights(self.draft_weights, loaded)
         if self.tree is not None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # While answers are being written: steps between two chunks of a prompt, but before its last, and chunks of any prompts
 # between two steps.
 _STEPS_PER_CHUNK, _CHUNKS_PER_STEP = 3, 2
+_MOST_PASSED = 16  # chunks of shorter prompts, before one of a longer prompt is run
 
 
 class RowEvent(NamedTuple):
@@ -72,8 +73,9 @@ class Session:
 
     With ``block_size="auto"`` the generator chooses one width for all rows before each step, by what the requests of
     the session have had accepted. It measures costs when the session begins. Where bits would depend on the width, each
-    step has the whole block: for a target that runs its own modules, and if ``batch_size`` blocks have more rows than
-    the kernels take (in bfloat16 64 on CPUs with AVX-512, 256 on a GPU; `dflash.targets.Target.is_exact_for`).
+    step has the whole block: for a target that runs its own modules or has experts, and if ``batch_size`` blocks have
+    more rows than the kernels take (without ``weights="int8"`` 64 in bfloat16 and 512 in float32 on CPUs with AVX-512,
+    256 on a GPU; `dflash.targets.Target.is_exact_for`).
 
     The session ends when its generator starts another call or session, and when a step raises: nobody knows then how
     far its rows have come. Until then the weights must not change.
@@ -99,6 +101,7 @@ class Session:
         self._prefilled = 0  # tokens of prompts since the last step
         self._steps = 0
         self._paused = [0] * generator.batch_size  # per row, the steps before which its prompt runs no chunk
+        self._passed = [0] * generator.batch_size  # per row, chunks of others that were run before its prompt's next
         self._ended: dict[int, Call] = {}  # row -> the chunks that `settle` has not begun with, as a prompt
         self._settling: Prefill | None = None
         size = cache_bytes if generator.reuse_prefix else 0
@@ -176,7 +179,7 @@ class Session:
             text = BatchDecoder(1, call.tokenizer, call.stop_strings, skip_special_tokens)
         row = self._idle[0]
         self._forget(row)
-        self._paused[row] = self._steps
+        self._paused[row], self._passed[row] = self._steps, 0
         try:
             self.generator.engine.admit(row, call)
             (answer,) = self._run.admit(
@@ -193,8 +196,8 @@ class Session:
         """Run one chunk of a waiting prompt, that with the fewest left, or one step of all rows that have begun.
 
         Between two chunks of a prompt are at least three steps, unless the second is its last or no row has begun, so a
-        long prompt holds up the others by one chunk in three steps. Of several prompts at most two chunks, or shorter
-        ends, are run between two steps.
+        long prompt holds up the others by one chunk in three steps. Of several prompts fewer than three chunks are run
+        between two steps.
 
         Returns:
             What happened, in order. A row stays taken after its last event until `retire`.
@@ -225,7 +228,7 @@ class Session:
         """Put the prompt whose turn it is in front of the others; False if there is none.
 
         The one with the fewest chunks left comes first. So prompts with a common beginning do not wait for each other's
-        ends, and a short one does not wait for a long one.
+        ends, and a short one does not wait for a long one, which has its turn after 16 chunks of others.
         """
         if is_writing and self._prefilled >= _CHUNKS_PER_STEP * self.generator.prefill_chunk:
             return False
@@ -233,10 +236,12 @@ class Session:
         for prompt in prompts:
             row, left = prompt[0].rows.start, len(prompt[0].chunks)
             if not is_writing or left == 1 or self._paused[row] <= self._steps:
-                ready.append((left, row, prompt))
+                ready.append((self._passed[row] < _MOST_PASSED, left, row, prompt))
         if not ready:
             return False
-        _, row, chosen = min(ready, key=lambda each: each[0])
+        *_, row, chosen = min(ready, key=lambda each: each[:2])
+        for *_, other, _ in ready:
+            self._passed[other] = 0 if other == row else self._passed[other] + 1
         prompts.remove(chosen)
         prompts.appendleft(chosen)
         self._paused[row] = self._steps + _STEPS_PER_CHUNK

@@ -102,7 +102,8 @@ def serve(
     if tokenizer.chat_template is not None:
         check_template(tokenizer, "user", tools=True)
     model, drafter, _ = models.load(source)
-    if models.block_size is None and drafter is not None and drafter.config.block_size > 1:
+    drafts = models.prompt_lookup is not None if drafter is None else drafter.config.block_size > 1
+    if models.block_size is None and drafts:
         models = dataclasses.replace(models, block_size="auto")
     from ..serve import Scheduler
     from ..serve.service import ReceiptFolder, Service

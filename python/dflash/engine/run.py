@@ -256,19 +256,22 @@ class Run:
         # 2. Launch.
         if engine.budget is not None and not engine.budget.costs:
             self.learn_costs()
-        if self._leaves_out and len(running) < engine.batch_size:
-            engine.state.live = torch.tensor([answer.row for answer in running], device=engine.target.device)
         if self._costs:
             engine.budget.costs = self._costs_of(len(running))
+        leaves_out = self._leaves_out and len(running) < engine.batch_size
+        rows = [answer.row for answer in running]
+        engine.state.live = torch.tensor(rows, device=engine.target.device) if leaves_out else None
         self.consistent = False
-        while len(self._launched) <= (0 if waits else runner.ahead):
-            if engine.budget is not None:
-                engine.choose_rows()
-            runner.launch(launched, engine.kind, obstacle)
-            if self._must_capture and runner.reason:
-                raise RuntimeError(f"graph=True cannot be followed: {runner.reason}")
-            self._launched.append((engine.proposer.rows, running))
-        engine.state.live = None
+        try:
+            while len(self._launched) <= (0 if waits else runner.ahead):
+                if engine.budget is not None:
+                    engine.choose_rows()
+                runner.launch(launched, engine.kind, obstacle)
+                if self._must_capture and runner.reason:
+                    raise RuntimeError(f"graph=True cannot be followed: {runner.reason}")
+                self._launched.append((engine.proposer.rows, running))
+        finally:
+            engine.state.live = None
         # 3. Read the oldest.
         continued = self._read(began)
         self.consistent = not self.failed
@@ -294,9 +297,12 @@ class Run:
 
         launching = isinstance(runner, Replay) and not obstacle, waits
         longest = max((answer.length for answer in self.running), default=0)
-        for count in (1, engine.batch_size) if self._leaves_out else (engine.batch_size,):
-            engine.state.live = None if count == engine.batch_size else torch.arange(count)
-            self._costs[count] = engine.costs_of(count, launching, longest, time_step, runner.warm_ups)
+        try:
+            for count in (1, engine.batch_size) if self._leaves_out else (engine.batch_size,):
+                engine.state.live = None if count == engine.batch_size else torch.arange(count)
+                self._costs[count] = engine.costs_of(count, launching, longest, time_step, runner.warm_ups)
+        finally:
+            engine.state.live = None
         engine.budget.costs = self._costs[engine.batch_size]
 
     def _costs_of(self, count: int) -> dict[int, float]:

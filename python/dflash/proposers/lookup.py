@@ -24,6 +24,8 @@ def look_up(tokens: Tensor, length: Tensor, ngram: int, count: int) -> Tensor:
     Returns:
         ``[batch, count]`` int64; -1 in a row whose last tokens have not stood together before.
     """
+    if ngram > tokens.shape[1]:
+        return tokens.new_full((len(tokens), count), -1)
     # 1. The last n-gram that equals the text's own and ends before it
     last, places, capacity = length[:, None], torch.arange(tokens.shape[1], device=tokens.device), tokens.shape[1]
     own = tokens.gather(1, (last - places[:ngram]).clamp(min=0))

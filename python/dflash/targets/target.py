@@ -167,6 +167,11 @@ class Target:
         """Return True if a pass over so many rows, or fewer, gives each the bits that it has alone."""
         return self._fused is not None and self._fused.handles(rows)
 
+    @property
+    def has_experts(self) -> bool:
+        """True if layers that run on this package's ops have experts, which run as transformers' modules."""
+        return self._fused is not None and any(layer.experts is not None for layer in self._fused.stack.layers)
+
     def forward(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor = 0,
         keep: Tensor | None = None, tree: Tree | None = None, features: Tensor | None = None,
