@@ -18,6 +18,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import harness
@@ -49,16 +50,22 @@ def weight_bytes(target: torch.nn.Module, weights: str | None) -> int:
     return sum(p.numel() * (1 if weights == "int8" and p.dim() == 2 else p.element_size()) for p in read)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(doc: str | None, *, rows: Sequence[int], new: int, repeats: int) -> argparse.ArgumentParser:
+    """Return a parser of a model's options and those of its steps, with these defaults."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--rows", type=int, nargs="+", default=rows)
     parser.add_argument("--weights", choices=["int8"])
     parser.add_argument("--dtype", default="auto", help="default: that of the files")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt, which are random")
-    parser.add_argument("--new", type=int, default=17, help="new tokens per run")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--new", type=int, default=new, help="new tokens per run")
+    parser.add_argument("--repeats", type=int, default=repeats)
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rows=ROWS, new=17, repeats=5)
     parser.add_argument("--json", type=Path, help="write the rows there too")
     arguments = parser.parse_args()
     if arguments.new < 2 or min(arguments.rows) < 1 or arguments.repeats < 1:

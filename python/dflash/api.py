@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -225,10 +225,8 @@ def _resolve(
 
     The kept target is not checked here: `_generator_for` does if it has changed.
     """
-    options = PairOptions(
-        block_size=arguments.pop("block_size", None), weights=arguments.pop("weights", None),
-        draft_weights=arguments.pop("draft_weights", None), prompt_lookup=arguments.pop("prompt_lookup", None),
-    )  # fmt: skip
+    given = cast(dict[str, object], arguments)
+    options = cast(PairOptions, {name: given.pop(name, None) for name in PairOptions.__annotations__})
     cached, target = _cached, unwrap(target)
     if cached is None or not cached.fingerprints[0].is_of(target):
         target = check_target(target)

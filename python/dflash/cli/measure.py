@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from ..api import PairOptions
 from ..evaluate import PAIR, Decoding, check_text
 from ..evaluate import report as reports
 from ..evaluate.benchmark import BenchmarkConfig, run_benchmark
@@ -77,7 +78,7 @@ def demo(
 
 
 @options.command(
-    config=("block_size", "draft_sharpness", "tree", "thinking", "weights", "draft_weights", "prompt_lookup"),
+    config=("draft_sharpness", "tree", "thinking", *PairOptions.__annotations__),
     models=("model", "draft"),
 )
 def benchmark(

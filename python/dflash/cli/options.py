@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..api import PairOptions
 from ..call import check_combination, check_tree
 from ..drafter import load_draft
 from ..evaluate import PAIR, Pretrained, check_text, draft_folder
@@ -239,8 +240,7 @@ class ModelOptions:
     @property
     def generator(self) -> dict[str, Any]:
         """Arguments of a `dflash.Generator`, but for trees."""
-        names = "block_size", "weights", "draft_weights", "prompt_lookup"
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in PairOptions.__annotations__}
 
 
 def as_number(value: str | None) -> Any:

@@ -116,8 +116,8 @@ def pair_runners(
     runs one-token decoding at the shapes of a whole block; ``arguments`` are others of `Generator`.
     """
     chain, device = dataclasses.replace(decoding, tree=None), target.get_input_embeddings().weight.device
-    drafts = {"block_size": block_size, "tree": decoding.tree, "draft_weights": draft_weights}
-    drafts |= {"prompt_lookup": prompt_lookup}
+    drafts = {"block_size": block_size, "tree": decoding.tree}
+    drafts |= {"draft_weights": draft_weights, "prompt_lookup": prompt_lookup}
     drafting = Generator(target, draft, reuse_prefix=False, **drafts, **arguments)
     plain = Generator(target, None, block_size=drafting.block_size if padded else 1, reuse_prefix=False, **arguments)
     runners = {"one-token": GeneratorRunner(plain, chain, device), "dflash": GeneratorRunner(drafting, chain, device)}
