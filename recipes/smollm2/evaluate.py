@@ -31,10 +31,10 @@ class Answer(NamedTuple):
 def answer(generator: Generator, prompts: Sequence[list[int]], show: Callable[[int], None], **settings: Any) -> Any:
     """Return an `Answer` per prompt, token ids. Rows that end take the next prompt."""
     session, waiting, rows = Session(generator), iter(range(len(prompts))), dict[int, int]()
-    answers, ended = [Answer([], []) for _ in prompts], 0
+    answers, ended, device = [Answer([], []) for _ in prompts], 0, generator.engine.target.device
     while True:
         for number in itertools.islice(waiting, len(session.idle)):
-            ids = torch.tensor([prompts[number]], dtype=torch.int64)
+            ids = torch.tensor([prompts[number]], dtype=torch.int64, device=device)
             rows[session.admit(session.resolve(ids, **settings))] = number
         if not rows:
             return answers

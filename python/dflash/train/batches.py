@@ -80,11 +80,14 @@ def pad(rows: Iterable[Sequence[int]]) -> Tensor:
 
 
 def add_noise(context: Tensor, taps: int, scale: float, generator: torch.Generator) -> Tensor:
-    """Return features with uniform noise of up to ``scale`` times the root mean square of each tap."""
+    """Return features with uniform noise of up to ``scale`` times the root mean square of each tap.
+
+    ``generator`` is on their device.
+    """
     tapped = context.unflatten(-1, (taps, -1))
     size = tapped.float().square().mean(-1, keepdim=True).sqrt() * scale
-    noise = torch.empty(tapped.shape, dtype=torch.float32, device="cpu").uniform_(-1, 1, generator=generator)
-    return (tapped + noise.to(tapped.device) * size).to(context.dtype).flatten(-2)
+    noise = torch.empty(tapped.shape, dtype=torch.float32, device=tapped.device).uniform_(-1, 1, generator=generator)
+    return (tapped + noise * size).to(context.dtype).flatten(-2)
 
 
 def default_gamma(block_size: int) -> float:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..files import write_atomically
 from ..targets import (
@@ -39,6 +40,8 @@ _INDEX = "features.json"
 _DTYPES = ("bfloat16", "float16", "float32")
 _OPEN_SHARDS = 32
 _READ_ROWS = 1024
+# Not cuDNN's, which on an H100 spends 30 ms on a plan for every new length.
+_ATTENTIONS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class TargetFeatures:
@@ -83,7 +86,7 @@ class TargetFeatures:
         """Return ``[batch, length, taps * hidden]`` of right-padded ids ``[batch, length]``, which need no mask."""
         # Autocast would round the products inside a recurrence, which the target computes in float32.
         exact = torch.autocast(input_ids.device.type, enabled=False) if self._is_recurrent else nullcontext()
-        with exact:
+        with exact, sdpa_kernel(_ATTENTIONS):
             self.model.get_decoder()(input_ids=input_ids, use_cache=False)
         taps = torch.cat([self._taps[layer_id] for layer_id in self.layer_ids], -1)
         self._taps.clear()

@@ -386,7 +386,8 @@ class Trainer:
             context = self._features(rows, ids)
             self._lap("features")
             if config.feature_noise:
-                context = add_noise(context, len(draft.target_layer_ids), config.feature_noise, generator)
+                noise = torch.Generator(self.device).manual_seed(mix_seed(key, 1))
+                context = add_noise(context, len(draft.target_layer_ids), config.feature_noise, noise)
             embeds = self._in_training_dtype(F.embedding(blocks.ids, self.online.embedding_weight))
             # 3. Run the drafter and compare
             hidden = self.model(context, embeds, blocks.anchors)
