@@ -74,8 +74,8 @@ class Session:
     With ``block_size="auto"`` the generator chooses one width for all rows before each step, by what the requests of
     the session have had accepted. It measures costs when the session begins. Where bits would depend on the width, each
     step has the whole block: for a target that runs its own modules or has experts, and if ``batch_size`` blocks have
-    more rows than the kernels take (without ``weights="int8"`` 64 in bfloat16 and 512 in float32 on CPUs with AVX-512,
-    256 on a GPU; `dflash.targets.Target.is_exact_for`).
+    more rows than the kernels take (without ``weights="int8"`` 512 in float32 and 64 in bfloat16 on CPUs with AVX-512,
+    128 in bfloat16 with AVX-512 BF16 but no AMX, 256 on a GPU; `dflash.targets.Target.is_exact_for`).
 
     The session ends when its generator starts another call or session, and when a step raises: nobody knows then how
     far its rows have come. Until then the weights must not change.
@@ -213,7 +213,8 @@ class Session:
             is_writing = bool(self._run.running)
             if self._next_prompt(is_writing):
                 prefill, _ = self._run.prompts[0]
-                self._prefilled += min(prefill.chunk, prefill.counts[0] - prefill.chunks[0][0])
+                start, stop, *_ = prefill.chunks[0]
+                self._prefilled += stop - start
                 return [self._event(answer) for answer in self._run.run_chunk()]
             self._prefilled = 0
             if not is_writing:
