@@ -198,6 +198,21 @@ def test_whole_chunks_of_a_prompt_are_not_run_again():
         assert finish(of) == {row: (greedy(target, text[:length], NEW).tolist(), length - cached)}
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_short_end_joins_the_chunk_before_it_which_is_kept(family):
+    target = make_target(family)
+    of = Session(dflash.Generator(target, make_draft(target), max_length=96, batch_size=3, prefill_chunk=CHUNK))
+    text = prompt(2 * CHUNK + 1, seed=1)
+    row, passes = admit(of, text, max_new_tokens=1), 1
+    while not of.step():
+        passes += 1
+    assert passes == (2 if family == "qwen3" else 3), "a recurrent state is kept where a chunk ends"
+    of.retire(row)
+    longer = torch.cat([text, prompt(CHUNK, seed=2)])
+    row = admit(of, longer)
+    assert finish(of) == {row: (greedy(target, longer, NEW).tolist(), len(longer) - 2 * CHUNK)}
+
+
 def test_a_block_is_found_by_all_tokens_up_to_its_end():
     target, _ = pair()
     of, same = session(), prompt(2 * CHUNK, seed=1)

@@ -394,7 +394,10 @@ class KVCache:
         """Note what the pass has done."""
 
     def save(self, row: int, start: int, stop: int) -> list[Tensor]:
-        """Return copies of what a row whose last pass ended at ``stop`` holds of positions ``start .. stop - 1``."""
+        """Return copies of what a row holds of positions ``start .. stop - 1``.
+
+        Its last pass ended at ``stop``, or later if the cache has keys and values only.
+        """
         return [buffer[row, :, start:stop].clone() for buffer in (*self.keys.values(), *self.values.values())]
 
     def load_(self, row: int, start: int, stop: int, saved: Sequence[Tensor]) -> None:

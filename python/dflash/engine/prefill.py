@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import deque
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from ..call import Call
 from ..state import FULL, INVALID, RUNNING, STOPPED, Block, KVCache
 from .prefix import PrefixCache
 from .step import Engine, walk
+
+_SHORT_END = 8  # an end of at most this part of a chunk joins the chunk before it
 
 
 class Prefill:
@@ -28,14 +31,15 @@ class Prefill:
         cached: per row, how many leading tokens of its prompt both caches hold; fewer than all, and none where the
             prompts' own log probabilities are kept.
         first: the row of the first prompt.
-        chunk: prompt tokens per forward pass.
+        chunk: prompt tokens per forward pass. A short end joins the chunk before it, if that changes no bits.
         snapshot: keep a position of each prompt from which a later prompt can resume if it differs from there on.
         prefix: where whole chunks are looked up and stored. Needs one prompt, with ``cached`` 0.
 
     Attributes:
         counts: per row, how many tokens of its prompt are not ``cached``.
         num_loaded: how many of them have come from ``prefix``.
-        chunks: what is left to run; each is its first token, the rows of it that end a prompt, and these on the device.
+        chunks: what is left to run; each is its first token and the one after its last, the rows of it that end a
+            prompt, and these on the device.
     """
 
     def __init__(
@@ -64,10 +68,15 @@ class Prefill:
         state.num_context[rows], state.done[rows] = 0, FULL
         # 2. The rows of each chunk that end a prompt; put on the device all at once, since each transfer waits for
         # what is queued.
+        starts, length = [*range(0, self._ids.shape[1], chunk)], self._ids.shape[1]
+        rest, target = length - starts[-1], engine.target
+        is_short = len(starts) > 1 and rest <= chunk // _SHORT_END
+        if is_short and not target.is_recurrent and target.is_exact_for(len(prompts) * (chunk + rest)):
+            starts.pop()
         chunks, ends, flat = [], [], []
-        for start in range(0, self._ids.shape[1], chunk):
-            keep = sorted({n - 1 - start for n in self.counts if start < n <= start + chunk})
-            chunks.append((start, keep))
+        for start, stop in itertools.pairwise([*starts, length]):
+            keep = sorted({n - 1 - start for n in self.counts if start < n <= stop})
+            chunks.append((start, stop, keep))
             ends.append(len(keep))
             flat += keep
         on_device = torch.tensor(flat, dtype=torch.int64, device=device).split(ends)
@@ -77,15 +86,15 @@ class Prefill:
     def run_chunk(self) -> None:
         """Take what ``prefix`` has by now of the chunks before the last, and run the next one of every prompt."""
         engine, state, draft = self.engine, self.engine.state, self.engine.draft
-        while len(self.chunks) > 1 and self._load():
-            self.chunks.popleft()
-        start, keep, keep_on_device = self.chunks.popleft()
-        ids = self._ids[:, start : start + self.chunk]
+        while self._load():
+            pass
+        start, stop, keep, keep_on_device = self.chunks.popleft()
+        ids = self._ids[:, start:stop]
         past = torch.minimum(self._held + start, self._lengths)
         live = (self._lengths - past).clamp(max=ids.shape[1])
         # 1. The target, with logits only for rows that end a prompt, unless those of all are asked for.
         if self.snapshot:  # before each row's last chunk, unless that is the beginning, where states are zero
-            ending = [row for row, n in enumerate(self.counts) if start < n <= start + self.chunk]
+            ending = [row for row, n in enumerate(self.counts) if start < n <= stop]
             kept = [self.rows.start + row for row in ending if start + self._cached[row] > 0]
             state.target_cache.keep_snapshot_(kept)
         cache = state.target_cache.rows(self.rows)
@@ -103,20 +112,25 @@ class Prefill:
             draft.inject_(draft.fuse(torch.cat(taps, -1), live), positions, state.draft_cache.rows(self.rows))
         state.length[self.rows] = past + live
         if self._prefix is not None:
-            keys = self._keys[: start // self.chunk + 1]
-            if len(keys) * self.chunk > start:  # it is a whole chunk
+            keys = self._keys[: stop // self.chunk]
+            if len(keys) * self.chunk > start:  # it has a whole chunk
                 self._prefix.save(keys, self.rows.start)
             else:
                 self._prefix.touch(keys)
 
     def _load(self) -> bool:
-        """Take the next chunk from ``prefix``; False if it is not there."""
-        if self._prefix is None or self.logprobs:
+        """Take the next chunk from ``prefix``; False if it is not there, or ends the prompt."""
+        start, stop, keep, keep_on_device = self.chunks[0]
+        is_last = len(self.chunks) == 1
+        if self._prefix is None or self.logprobs or (is_last and stop - start <= self.chunk):
             return False
-        row, start = self.rows.start, self.chunks[0][0]
-        if not self._prefix.load_(self._keys[start // self.chunk], row, start):
+        if not self._prefix.load_(self._keys[start // self.chunk], self.rows.start, start):
             return False
-        self.engine.state.length[row].fill_(start + self.chunk)
+        self.chunks.popleft()
+        if is_last:
+            shifted = [place - self.chunk for place in keep], keep_on_device - self.chunk
+            self.chunks.append((start + self.chunk, stop, *shifted))
+        self.engine.state.length[self.rows.start].fill_(start + self.chunk)
         self.num_loaded += self.chunk
         return True
 
