@@ -44,7 +44,8 @@ class _Lines:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
-            why = "" if report.passed else report.longreprtext[-2000:]
+            why = "" if report.passed else report.longrepr[2] if report.skipped else report.longreprtext[-2000:]
+            why = why.replace(f"{Path.cwd()}/", "").replace(sys.executable, "python3")
             self._write({"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "why": why})
 
     def _name(self, tests: list[str]) -> None:

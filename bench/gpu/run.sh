@@ -25,7 +25,7 @@
 #     bench/gpu/run.sh --seconds 570 --archive OUT/gpu-1.tar.gz --commit NAME build tests
 # Afterwards unpack the archives into one folder, and `python bench/gpu/page.py FOLDER`.
 #
-# Needs torch, transformers, pybind11, cmake, ninja, nvcc, pytest, pytest-xdist and, for the reference loop,
+# Needs torch, transformers, pybind11, cmake, ninja, nvcc, pytest, pytest-xdist and, for the reference loop and a test,
 # `.peers` (bench/README.md). When something fails:
 #   a test      its file with DFLASH_OVERLAP=0, then with CUDA_LAUNCH_BLOCKING=1. Wrong only with overlap: a wait is
 #               missing, or a kernel of torch's own reads early. Always wrong: compute-sanitizer on that test.
