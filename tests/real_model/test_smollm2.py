@@ -5,11 +5,13 @@ import json
 
 import pytest
 import torch
+from equal_bits import differing, run_all
 from families import make_draft
 from models import TREE, check_same, drafted, model_file, one_token, plain
 from served import ask
 
 import dflash
+from dflash import _C
 from dflash.evaluate import Pretrained
 from dflash.serve import Scheduler
 from dflash.serve.service import Service
@@ -113,3 +115,10 @@ def test_a_json_schema_is_filled(service):
     city = json.loads(found["message"]["content"])
     assert list(map(type, city.values())) == [str, int, bool]
     assert set(city) == set(SCHEMA["required"])
+
+
+def test_answers_in_8_bits_have_equal_bits_with_every_instruction_set():
+    lines = run_all("bfloat16", 4, model_file("smollm2.gguf"))
+    assert [line["isa"] for line in lines] == _C.isas()
+    assert differing(lines) == []
+    assert all(line["is_exact"] for line in lines[1:])
