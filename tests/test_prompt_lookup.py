@@ -59,6 +59,20 @@ def test_text_that_repeats_itself_takes_few_steps(target, draft, drafts):
     assert out.statistics.acceptance_lengths[0][-4:-1] == [8, 8, 8]
 
 
+def test_the_drafter_runs_no_block_where_every_row_is_looked_up_but_takes_up_its_context(target, draft, monkeypatch):
+    sevens = [lambda ids, scores: torch.where(torch.arange(scores.shape[1]) == 7, 1.0, 0.0)[None]]
+    rows, forward, caches = [], type(draft).forward, []
+    monkeypatch.setattr(type(draft), "forward", lambda *given: rows.append(given[3].shape[1]) or forward(*given))
+    for options in ({"prompt_lookup": 2}, {}):
+        generator = dflash.Generator(target, draft, max_length=64, block_size=8, **options)
+        generator.generate(prompt(4)[None], max_new_tokens=NEW, logits_processor=sevens)
+        caches.append(generator.state.draft_cache.values[1][0, :, :36])
+        if options:
+            assert rows[0] == 8
+            assert set(rows[4:]) == {0}
+    assert torch.allclose(*caches, atol=1e-5)
+
+
 def test_rejection_sampling_keeps_to_the_drafter(target, draft):
     """Its text is exact only if drafts are drawn from the drafter's distribution."""
     call = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 4, "acceptance": "rejection"}

@@ -218,6 +218,27 @@ class ChainProposer(DraftPass):
         """Return a drafted block for every row."""
         if self.rows == 1:
             return self.follow(state)
+        if not self._ngram or self._rejection is not None:
+            return self._block(state, *self._drafted(state))
+        found = look_up(state.tokens, state.length, self._ngram, self.rows - 1)
+        if self._is_all_found(found, state):
+            self.follow(state)
+            return self._block(state, found)
+        return self._block(state, torch.where(found < 0, self._drafted(state)[0], found))
+
+    def _block(self, state: State, drafts: Tensor, is_checked: bool = False) -> Block:
+        is_whole = self.rows == state.block.shape[1]
+        ids = torch.cat([state.anchor, drafts], 1, out=state.block if is_whole else None)
+        return Block(ids, is_checked=is_checked)
+
+    def _is_all_found(self, found: Tensor, state: State) -> bool:
+        """Return True if no row needs the drafter. Only a CPU is asked: a GPU would have to be waited for."""
+        if found.device.type != "cpu" or torch.compiler.is_compiling():
+            return False
+        return bool((found if state.live is None else found[state.live]).ge(0).all())
+
+    def _drafted(self, state: State) -> tuple[Tensor, bool]:
+        """Return ``[batch, drafts]``, and True if they were found to keep to the grammars."""
         block, known, drafts = self.rows_for(state, self.rows - 1), None, None
         features = self.draft.fuse(state.context, state.num_context)
         schedule = keep_schedule(self.rows - 1, self.passes) if self.passes > 1 else ()
@@ -233,13 +254,7 @@ class ChainProposer(DraftPass):
                 masked = torch.where(known, drafts.clamp(min=0), self.draft.config.mask_token_id)
                 block = self.rows_for(state, self.rows - 1, masked)
                 features = features[:, :0]
-        is_checked = is_checked and known is None
-        if self._ngram and self._rejection is None:
-            found = look_up(state.tokens, state.length, self._ngram, self.rows - 1)
-            drafts, is_checked = torch.where(found < 0, drafts, found), False
-        is_whole = self.rows == state.block.shape[1]
-        ids = torch.cat([block.anchor[:, None], drafts], 1, out=state.block if is_whole else None)
-        return Block(ids, is_checked=is_checked)
+        return drafts, is_checked and known is None
 
     def _draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> tuple[Tensor, bool]:
         """Return drafts, and True if they were found to keep to the grammars; these wait for the device."""
