@@ -4,8 +4,8 @@
 
 llama.cpp is built once, from its source package on the package index, in ``--build``. Its server has the model in Q8_0
 and BF16, and the drafter as ``dflash export --format gguf`` writes it; transformers and the reference package have
-bfloat16, this package that and int8, also with `prompt_lookup`. Everyone runs alone at its turn, and they take turns in
-going first.
+bfloat16, this package that and int8, also with `prompt_lookup`, and with `block_size="auto"`. Everyone runs alone at
+its turn, and they take turns in going first.
 
 Answers are greedy and begin with an empty cache. Speed is the tokens of all answers over their seconds, prompts
 included; for llama.cpp the seconds are the server's own, without HTTP. "same text" counts the answers that are equal to
@@ -33,7 +33,7 @@ from dflash.evaluate.prompts import load_conversations
 from dflash.train.export import export
 
 _KINDS = {"int8": "Q8_0", "bf16": "BF16"}  # of llama.cpp, by the name of the same precision here
-_DRAFTED, _LOOKUP = " + drafter", " + lookup"
+_DRAFTED, _LOOKUP, _AUTO = " + drafter", " + lookup", ", auto"
 _REFERENCE = f"reference package{_DRAFTED} bf16"
 
 
@@ -77,10 +77,11 @@ def runners(arguments: argparse.Namespace, length: int, folder: Path, stack: Exi
             found[f"llama.cpp{name} {precision}"] = LlamaRunner(stack.enter_context(server), new)
         # 2. This package
         weights = "int8" if precision == "int8" else None
-        for name, drafting in (("", None), (_DRAFTED, draft), (_DRAFTED + _LOOKUP, draft)):
+        for name in ("", _DRAFTED, _DRAFTED + _LOOKUP, _DRAFTED + _LOOKUP + _AUTO):
+            drafting = draft if _DRAFTED in name else None
             stored = {"weights": weights, "draft_weights": None if drafting is None else weights}
-            ngram = 3 if name.endswith(_LOOKUP) else None
-            generator = dflash.Generator(target, drafting, **stored, **fixed, prompt_lookup=ngram)
+            options = {"prompt_lookup": 3 if _LOOKUP in name else None, "block_size": "auto" if _AUTO in name else None}
+            generator = dflash.Generator(target, drafting, **stored, **fixed, **options)
             found[f"dflash{name} {precision}"] = GeneratorRunner(generator, decoding)
     # 3. Those without int8
     found["transformers bf16"] = TransformersRunner(target, decoding)
@@ -96,9 +97,9 @@ def report(answers: Sequence[dict[str, Answer]]) -> list[dict[str, object]]:
     """Return a row per runner."""
     rows = []
     for name in answers[0]:
-        own, plain = [found[name] for found in answers], name.replace(_DRAFTED, "").replace(_LOOKUP, "")
-        if name == _REFERENCE:
-            plain = "transformers bf16"  # its target
+        own = [found[name] for found in answers]
+        plain = name.replace(_DRAFTED, "").replace(_LOOKUP, "").replace(_AUTO, "")
+        plain = "transformers bf16" if name == _REFERENCE else plain  # its target
         rows.append(
             {
                 "name": name,
