@@ -2,6 +2,7 @@
 
 import bz2
 import json
+import re
 
 import gguf_files
 import pytest
@@ -154,6 +155,24 @@ def test_texts_become_questions_summaries_and_translations(tmp_path):
     assert summaries[1] == f"Summarize: {news}"
     assert "Translate German to English: Der Sand liegt in der großen Wüste." in prompts
     assert len(prompts) == 4
+
+
+def test_paragraphs_of_pages_become_questions_about_several_and_summaries(tmp_path):
+    long = [" ".join([f"{name}&amp;co <b>bold</b>"] * 30) for name in ("one", "two", "three")]
+    body = "".join(f"<p class='x'>{text}</p>" for text in [*long, "too short", long[0]])
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.html").write_text(f"<html><title>The\nbook</title>{body}</html>")
+    texts.main(tmp_path / "out.jsonl", pages=tmp_path / "docs", questions=2, summaries=5)
+    prompts = [row["prompt"] for row in read(tmp_path / "out.jsonl")]
+    summaries = [prompt for prompt in prompts if prompt.startswith("Summarize: ")]
+    assert len(prompts) == 3
+    assert len(summaries) == 1
+    assert re.fullmatch(r"Summarize: ((one|two|three)&co bold ?){30}", summaries[0])
+    for asked in set(prompts) - set(summaries):
+        *passages, question = asked.split("\n")
+        assert len(passages) in texts.TOGETHER
+        assert "The book" in question
+        assert all(passage.startswith("The book ") for passage in passages)
 
 
 def test_measurements_are_those_of_the_answers():

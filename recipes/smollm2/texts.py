@@ -6,7 +6,9 @@ from tasks about these, none of which is copied into the repository:
 - passages of Wikipedia with a question, and to summarize: ``enwiki-latest-pages-articles1...-shortened.bz2`` in
   ``gensim/test/test_data`` of the package gensim (CC BY-SA);
 - news to summarize: ``lee_background.cor``, in the same place;
-- German sentences to translate: the files of Debian's package fortunes-de.
+- German sentences to translate: the files of Debian's package fortunes-de;
+- paragraphs of HTML pages, several at a time with a question, and to summarize: Debian's packages anarchism,
+  debian-handbook, debian-reference-en, developers-reference, debian-faq and gnucash-docs.
 """
 
 import bz2
@@ -35,6 +37,10 @@ QUESTIONS = (
     "what does the term {} refer to",
 )
 PASSAGE_WORDS = (120, 200, 300, 400)
+PARAGRAPH_WORDS = range(46, 420)
+PARAGRAPH = re.compile(r"<p[^>]*>(.*?)</p>", re.DOTALL | re.IGNORECASE)
+TITLE = re.compile(r"<title>(.*?)</title>", re.DOTALL | re.IGNORECASE)
+TOGETHER = range(1, 6)  # paragraphs with one question
 PAGE = re.compile(r"<title>(.*?)</title>.*?<text(?:[^>]*[^/>])?>(.*?)</text>", re.DOTALL)
 # Comments and notes, templates (up to six deep) and tables, pictures, links, emphasis
 MARKUP = (
@@ -65,6 +71,22 @@ def passages(dump: Path, chance: random.Random) -> Iterator[tuple[str, str]]:
                 most, words = chance.choice(PASSAGE_WORDS), []
 
 
+def plain(markup: str) -> str:
+    return " ".join(unescape(re.sub(r"<[^>]+>", " ", markup)).split())
+
+
+def paragraphs(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield titles and paragraphs of the HTML pages under a folder, each beginning of a paragraph once."""
+    seen = set[str]()
+    for path in sorted(folder.rglob("*.html")):
+        page = path.read_text(encoding="utf-8", errors="ignore")
+        title = plain(found[1]) if (found := TITLE.search(page)) else path.stem
+        for text in map(plain, PARAGRAPH.findall(page)):
+            if len(text.split()) in PARAGRAPH_WORDS and text[:60] not in seen:
+                seen.add(text[:60])
+                yield title, text
+
+
 def sentences(folder: Path) -> Iterator[str]:
     """Yield the sentences of 6 to 38 words in files of fortunes."""
     for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.suffix):
@@ -74,13 +96,14 @@ def sentences(folder: Path) -> Iterator[str]:
                     yield sentence
 
 
-def main(
+def main(  # noqa: PLR0913 - options, each with its help
     out: Path,
     wiki: Annotated[Path | None, typer.Option(exists=True, help="A MediaWiki dump, bz2.")] = None,
     news: Annotated[Path | None, typer.Option(exists=True, help="An article per line.")] = None,
     german: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="Folder of fortunes.")] = None,
-    questions: Annotated[int, typer.Option(help="Passages of the dump with a question.")] = 420,
-    summaries: Annotated[int, typer.Option(help="Further passages, to summarize.")] = 240,
+    pages: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="Folder of HTML pages.")] = None,
+    questions: Annotated[int, typer.Option(help="Passages of the dump with a question; as many of pages.")] = 420,
+    summaries: Annotated[int, typer.Option(help="Further passages, to summarize; as many of pages.")] = 240,
     translations: Annotated[int, typer.Option(help="Sentences to translate.")] = 820,
     seed: int = 7,
 ) -> None:
@@ -92,6 +115,14 @@ def main(
         asked, told = found[:questions], found[questions : questions + summaries]
         prompts += [f"{text}\n{chance.choice(QUESTIONS).format(title)}" for title, text in asked]
         prompts += [f"Summarize: {text}" for _, text in told]
+    if pages is not None:
+        found = list(paragraphs(pages))
+        chance.shuffle(found)
+        for start in range(min(questions, len(found))):
+            together = found[start : start + chance.choice(TOGETHER)]
+            asked = chance.choice(QUESTIONS).format(chance.choice(together)[0])
+            prompts.append("\n".join([*(f"{title} {text}" for title, text in together), asked]))
+        prompts += [f"Summarize: {text}" for _, text in found[questions : questions + summaries]]
     if news is not None:
         articles = map(str.strip, news.read_text(encoding="utf-8").splitlines())
         prompts += [f"Summarize: {text}" for text in articles if 40 < len(text.split()) < 600]
