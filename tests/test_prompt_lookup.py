@@ -6,6 +6,7 @@ import torch
 from baseline import greedy, left_padded, prompt
 
 import dflash
+from dflash.proposers import chain_widths
 from dflash.proposers.lookup import look_up
 
 NEW = 40
@@ -71,6 +72,16 @@ def test_the_drafter_runs_no_block_where_every_row_is_looked_up_but_takes_up_its
             assert rows[0] == 8
             assert set(rows[4:]) == {0}
     assert torch.allclose(*caches, atol=1e-5)
+
+
+def test_costs_of_widths_are_measured_with_the_drafter(target, draft, monkeypatch):
+    """Where drafts are looked up from the first step on, too."""
+    rows, forward = [], type(draft).forward
+    monkeypatch.setattr(type(draft), "forward", lambda *given: rows.append(given[3].shape[1]) or forward(*given))
+    sevens = [lambda ids, scores: torch.where(torch.arange(scores.shape[1]) == 7, 1.0, 0.0)[None]]
+    call = {"block_size": "auto", "prompt_lookup": 1, "max_new_tokens": 4, "logits_processor": sevens}
+    dflash.generate(target, draft, torch.full((1, 12), 7), **call)
+    assert set(chain_widths(draft.config.block_size)[1:]) <= set(rows)
 
 
 def test_rejection_sampling_keeps_to_the_drafter(target, draft):

@@ -198,19 +198,23 @@ def test_whole_chunks_of_a_prompt_are_not_run_again():
         assert finish(of) == {row: (greedy(target, text[:length], NEW).tolist(), length - cached)}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_a_short_end_joins_the_chunk_before_it_which_is_kept(family):
-    target = make_target(family)
-    of = Session(dflash.Generator(target, make_draft(target), max_length=96, batch_size=3, prefill_chunk=CHUNK))
-    text = prompt(2 * CHUNK + 1, seed=1)
-    row, passes = admit(of, text, max_new_tokens=1), 1
-    while not of.step():
-        passes += 1
-    assert passes == (2 if family == "qwen3" else 3), "a recurrent state is kept where a chunk ends"
-    of.retire(row)
-    longer = torch.cat([text, prompt(CHUNK, seed=2)])
-    row = admit(of, longer)
-    assert finish(of) == {row: (greedy(target, longer, NEW).tolist(), len(longer) - 2 * CHUNK)}
+@pytest.mark.parametrize(("family", "passes"), [("qwen3", 2), ("qwen3_5", 3), ("qwen3_moe", 3)])
+def test_a_short_end_joins_the_chunk_before_it_where_that_changes_no_bits(family, passes):
+    target, text = make_target(family), prompt(2 * CHUNK + 1, seed=1)
+    longer, held = torch.cat([text, prompt(2 * CHUNK, seed=2)]), []
+    options = {"max_length": 96, "batch_size": 3, "prefill_chunk": CHUNK}
+    for first in (text, longer):
+        of = Session(dflash.Generator(target, make_draft(target), **options))
+        row, steps = admit(of, first, max_new_tokens=1), 1
+        while not of.step():
+            steps += 1
+        assert steps == passes + 2 * (first is longer), "recurrent states and experts keep whole chunks apart"
+        of.retire(row)
+        keys = of.generator.state.target_cache.keys
+        held.append(torch.stack([layer[row, :, : 2 * CHUNK] for layer in keys.values()]))
+    assert torch.equal(*held)
+    row = admit(of, text)
+    assert finish(of) == {row: (greedy(target, text, NEW).tolist(), 1)}, "the joined chunk was kept"
 
 
 def test_a_block_is_found_by_all_tokens_up_to_its_end():

@@ -44,7 +44,7 @@ def read(path):
 
 
 def run(folder, **changes):
-    given = {"tokens": 600, "prompts": [folder / "mine.jsonl"], "held_out": [folder / "held.jsonl"]}
+    given = {"device": "cpu", "tokens": 600, "prompts": [folder / "mine.jsonl"], "held_out": [folder / "held.jsonl"]}
     main(folder / "run", **{**given, "model": folder / "tiny.gguf", **changes})
 
 
@@ -157,22 +157,22 @@ def test_texts_become_questions_summaries_and_translations(tmp_path):
     assert len(prompts) == 4
 
 
-def test_paragraphs_of_pages_become_questions_about_several_and_summaries(tmp_path):
-    long = [" ".join([f"{name}&amp;co <b>bold</b>"] * 30) for name in ("one", "two", "three")]
+def test_paragraphs_of_pages_become_a_question_about_several_and_summaries_of_others(tmp_path):
+    long = [" ".join([f"{name}&amp;co <b>bold</b>"] * 30) for name in "abcdefgh"]
     body = "".join(f"<p class='x'>{text}</p>" for text in [*long, "too short", long[0]])
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "a.html").write_text(f"<html><title>The\nbook</title>{body}</html>")
-    texts.main(tmp_path / "out.jsonl", pages=tmp_path / "docs", questions=2, summaries=5)
+    page = f"<title>The\nbook</title><pre>{'code ' * 60}</pre><p>never closed {body}"
+    (tmp_path / "docs" / "a.html").write_text(page)
+    texts.main(tmp_path / "out.jsonl", pages=tmp_path / "docs", questions=1, summaries=9)
     prompts = [row["prompt"] for row in read(tmp_path / "out.jsonl")]
     summaries = [prompt for prompt in prompts if prompt.startswith("Summarize: ")]
-    assert len(prompts) == 3
-    assert len(summaries) == 1
-    assert re.fullmatch(r"Summarize: ((one|two|three)&co bold ?){30}", summaries[0])
-    for asked in set(prompts) - set(summaries):
-        *passages, question = asked.split("\n")
-        assert len(passages) in texts.TOGETHER
-        assert "The book" in question
-        assert all(passage.startswith("The book ") for passage in passages)
+    assert all(re.fullmatch(r"Summarize: (([a-h])&co bold ?){30}", prompt) for prompt in summaries)
+    (asked,) = set(prompts) - set(summaries)
+    *passages, question = asked.split("\n")
+    assert "The book" in question
+    assert all(passage.startswith("The book ") for passage in passages)
+    told = {passage.split()[2] for passage in passages} | {prompt.split()[1] for prompt in summaries}
+    assert len(passages) + len(summaries) == len(told) == len(long)
 
 
 def test_measurements_are_those_of_the_answers():

@@ -44,7 +44,9 @@ class _Lines:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
-            why = "" if report.passed else report.longrepr[2] if report.skipped else report.longreprtext[-2000:]
+            why = "" if report.passed else report.longreprtext[-2000:]
+            if isinstance(report.longrepr, tuple):  # a skipped test's place, line and reason
+                why = report.longrepr[2]
             why = why.replace(f"{Path.cwd()}/", "").replace(sys.executable, "python3")
             self._write({"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "why": why})
 

@@ -125,7 +125,7 @@ class Recipe:
         held_out: list[Path],
         model: Path | None,
         limit: int | None,
-        device: str = "cpu",
+        device: str,
     ) -> None:
         self.folder, self.tokens, self.given_model, self.limit = folder.resolve(), tokens, model, limit
         self.device = device
@@ -139,9 +139,9 @@ class Recipe:
         if self.is_done("prompts"):
             self._allowed(self.result("prompts"))
         # 2. Refuse other options than those of earlier runs
-        asked = {"--tokens": tokens, "--prompts": [str(path.resolve()) for path in prompts]}
+        asked = {"--tokens": tokens, "--prompts": [str(path.resolve()) for path in prompts], "--device": device}
         begun = self.folder / "options.json"
-        if begun.exists() and (found := json.loads(begun.read_text())) != asked:
+        if begun.exists() and (found := {"--device": "cpu", **json.loads(begun.read_text())}) != asked:
             name = next(name for name in asked if asked[name] != found.get(name))
             was = f"{self.folder} was begun with {name} {found.get(name)}, not {asked[name]}"
             raise ValueError(f"{was}: give the same, or choose another folder")

@@ -12,6 +12,7 @@ from tasks about these, none of which is copied into the repository:
 """
 
 import bz2
+import itertools
 import json
 import random
 import re
@@ -38,7 +39,7 @@ QUESTIONS = (
 )
 PASSAGE_WORDS = (120, 200, 300, 400)
 PARAGRAPH_WORDS = range(46, 420)
-PARAGRAPH = re.compile(r"<p[^>]*>(.*?)</p>", re.DOTALL | re.IGNORECASE)
+PARAGRAPH = re.compile(r"<p(?:\s[^>]*)?>((?:(?!<p[\s>]).)*?)</p>", re.DOTALL | re.IGNORECASE)
 TITLE = re.compile(r"<title>(.*?)</title>", re.DOTALL | re.IGNORECASE)
 TOGETHER = range(1, 6)  # paragraphs with one question
 PAGE = re.compile(r"<title>(.*?)</title>.*?<text(?:[^>]*[^/>])?>(.*?)</text>", re.DOTALL)
@@ -102,8 +103,8 @@ def main(  # noqa: PLR0913 - options, each with its help
     news: Annotated[Path | None, typer.Option(exists=True, help="An article per line.")] = None,
     german: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="Folder of fortunes.")] = None,
     pages: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="Folder of HTML pages.")] = None,
-    questions: Annotated[int, typer.Option(help="Passages of the dump with a question; as many of pages.")] = 420,
-    summaries: Annotated[int, typer.Option(help="Further passages, to summarize; as many of pages.")] = 240,
+    questions: Annotated[int, typer.Option(help="Prompts about passages of the dump, and about pages.")] = 420,
+    summaries: Annotated[int, typer.Option(help="Further passages and paragraphs, to summarize.")] = 240,
     translations: Annotated[int, typer.Option(help="Sentences to translate.")] = 820,
     seed: int = 7,
 ) -> None:
@@ -118,11 +119,13 @@ def main(  # noqa: PLR0913 - options, each with its help
     if pages is not None:
         found = list(paragraphs(pages))
         chance.shuffle(found)
-        for start in range(min(questions, len(found))):
-            together = found[start : start + chance.choice(TOGETHER)]
+        left = iter(found)
+        for _ in range(questions):
+            if not (together := list(itertools.islice(left, chance.choice(TOGETHER)))):
+                break
             asked = chance.choice(QUESTIONS).format(chance.choice(together)[0])
             prompts.append("\n".join([*(f"{title} {text}" for title, text in together), asked]))
-        prompts += [f"Summarize: {text}" for _, text in found[questions : questions + summaries]]
+        prompts += [f"Summarize: {text}" for _, text in itertools.islice(left, summaries)]
     if news is not None:
         articles = map(str.strip, news.read_text(encoding="utf-8").splitlines())
         prompts += [f"Summarize: {text}" for text in articles if 40 < len(text.split()) < 600]

@@ -31,7 +31,8 @@ class Prefill:
         cached: per row, how many leading tokens of its prompt both caches hold; fewer than all, and none where the
             prompts' own log probabilities are kept.
         first: the row of the first prompt.
-        chunk: prompt tokens per forward pass. A short end joins the chunk before it, if that changes no bits.
+        chunk: prompt tokens per forward pass. A short end joins the chunk before it, if that changes none of the
+            target's bits.
         snapshot: keep a position of each prompt from which a later prompt can resume if it differs from there on.
         prefix: where whole chunks are looked up and stored. Needs one prompt, with ``cached`` 0.
 
@@ -70,8 +71,8 @@ class Prefill:
         # what is queued.
         starts, length = [*range(0, self._ids.shape[1], chunk)], self._ids.shape[1]
         rest, target = length - starts[-1], engine.target
-        is_short = len(starts) > 1 and rest <= chunk // _SHORT_END
-        if is_short and not target.is_recurrent and target.is_exact_for(len(prompts) * (chunk + rest)):
+        is_free = target.is_exact_for(len(prompts) * (chunk + rest)) and not target.has_experts
+        if len(starts) > 1 and rest <= chunk // _SHORT_END and is_free and not target.is_recurrent:
             starts.pop()
         chunks, ends, flat = [], [], []
         for start, stop in itertools.pairwise([*starts, length]):

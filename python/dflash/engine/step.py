@@ -28,8 +28,9 @@ _MAX_RULES = 16  # of different layouts; each holds up to six tensors over the v
 def step(engine: Engine) -> None:
     """Propose one block, verify it, keep the longest matching path plus one token; all on the device.
 
-    Reads and writes only the state's tensors: fixed shapes, no host synchronization, and only values depend on data. A
-    row that is done stays as it is. ``state.report`` tells the host what was emitted. Follows section 4 of the paper
+    Reads and writes only the state's tensors: fixed shapes, no host synchronization, and only values depend on data
+    (on a CPU also whether rows that are done, or a drafter whose drafts are all looked up, are left out). A row that is
+    done stays as it is. ``state.report`` tells the host what was emitted. Follows section 4 of the paper
     (arXiv 2602.06036).
     """
     state = engine.state

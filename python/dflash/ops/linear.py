@@ -85,8 +85,8 @@ def linear(
     """Compute ``x @ weight.T + bias`` for a few rows, sums in fp32, rounded once.
 
     A row's bits depend neither on its place nor on how many rows there are: on CPU up to 512 rows in float32 and 64 in
-    bfloat16 (without AVX-512 all), on CUDA up to 256 rows in 16 bits where ``in`` is a multiple of 8. Anything else
-    goes through torch.
+    bfloat16 (128 with AVX-512 BF16 but no AMX, without AVX-512 all), on CUDA up to 256 rows in 16 bits where ``in`` is
+    a multiple of 8. Anything else goes through torch.
 
     Args:
         x: ``[..., rows, in]``.

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import ops
 from ..drafter import Drafter, PairWeights, scale_logits
 from ..sampling import LogitRules, RejectionAcceptance, Sampling
-from ..state import Block, State
+from ..state import RUNNING, Block, State
 from ..targets import Target, spread
 from .lookup import look_up
 
@@ -179,7 +179,8 @@ class ChainProposer(DraftPass):
         target: whose embeddings and head the drafter shares.
         block_size: the most rows of a block, the anchor included.
         ngram: where so many of the last tokens have stood before, draft what followed (`look_up`) in place of what the
-            drafter says; 0 for never. Drafts of rejection sampling are always the drafter's.
+            drafter says; 0 for never. Drafts of rejection sampling are always the drafter's. On a CPU the drafter is
+            left out where this holds for every row, unless the step is compiled.
 
     Attributes:
         rows: of the next block.
@@ -218,27 +219,20 @@ class ChainProposer(DraftPass):
         """Return a drafted block for every row."""
         if self.rows == 1:
             return self.follow(state)
-        if not self._ngram or self._rejection is not None:
-            return self._block(state, *self._drafted(state))
-        found = look_up(state.tokens, state.length, self._ngram, self.rows - 1)
-        if self._is_all_found(found, state):
-            self.follow(state)
-            return self._block(state, found)
-        return self._block(state, torch.where(found < 0, self._drafted(state)[0], found))
-
-    def _block(self, state: State, drafts: Tensor, is_checked: bool = False) -> Block:
+        found = None
+        if self._ngram and self._rejection is None:
+            found = look_up(state.tokens, state.length, self._ngram, self.rows - 1)
+        if found is not None and _is_all_found(found, state):
+            anchor, drafts, is_checked = self.follow(state).ids, found, False
+        else:
+            anchor, drafts, is_checked = self._draft(state)
+            if found is not None:
+                drafts, is_checked = torch.where(found < 0, drafts, found), False
         is_whole = self.rows == state.block.shape[1]
-        ids = torch.cat([state.anchor, drafts], 1, out=state.block if is_whole else None)
-        return Block(ids, is_checked=is_checked)
+        return Block(torch.cat([anchor, drafts], 1, out=state.block if is_whole else None), is_checked=is_checked)
 
-    def _is_all_found(self, found: Tensor, state: State) -> bool:
-        """Return True if no row needs the drafter. Only a CPU is asked: a GPU would have to be waited for."""
-        if found.device.type != "cpu" or torch.compiler.is_compiling():
-            return False
-        return bool((found if state.live is None else found[state.live]).ge(0).all())
-
-    def _drafted(self, state: State) -> tuple[Tensor, bool]:
-        """Return ``[batch, drafts]``, and True if they were found to keep to the grammars."""
+    def _draft(self, state: State) -> tuple[Tensor, Tensor, bool]:
+        """Return anchors ``[batch, 1]``, drafts ``[batch, drafts]``, and True if these keep to the grammars."""
         block, known, drafts = self.rows_for(state, self.rows - 1), None, None
         features = self.draft.fuse(state.context, state.num_context)
         schedule = keep_schedule(self.rows - 1, self.passes) if self.passes > 1 else ()
@@ -254,7 +248,7 @@ class ChainProposer(DraftPass):
                 masked = torch.where(known, drafts.clamp(min=0), self.draft.config.mask_token_id)
                 block = self.rows_for(state, self.rows - 1, masked)
                 features = features[:, :0]
-        return drafts, is_checked and known is None
+        return block.anchor[:, None], drafts, is_checked and known is None
 
     def _draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> tuple[Tensor, bool]:
         """Return drafts, and True if they were found to keep to the grammars; these wait for the device."""
@@ -269,6 +263,14 @@ class ChainProposer(DraftPass):
                 predictions.logits[row, place].masked_fill_(banned, -torch.inf)
             drafts = predictions.draw(positions, sampling)
         return drafts, False
+
+
+def _is_all_found(found: Tensor, state: State) -> bool:
+    """Return True if no row that runs needs the drafter. Only a CPU is asked: a GPU would have to be waited for."""
+    if found.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    running = found[state.done == RUNNING]  # none while costs are measured
+    return len(running) > 0 and bool(running.ge(0).all())
 
 
 def keep_schedule(drafts: int, passes: int) -> tuple[int, ...]:
