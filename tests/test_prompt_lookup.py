@@ -10,6 +10,7 @@ from dflash.proposers import chain_widths
 from dflash.proposers.lookup import look_up
 
 NEW = 40
+SEVENS = [lambda ids, scores: torch.where(torch.arange(scores.shape[1]) == 7, 1.0, 0.0)[None]]  # a processor
 REPEATED = prompt(6).repeat(5)  # what follows its last tokens stood there before
 TEXTS = torch.tensor([[7, 1, 2, 3, 1, 2, 9, 1, 2, 0, 0, 0], [5, 5, 5, 5, 0, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3] + 9 * [0]])
 
@@ -53,20 +54,18 @@ def test_the_text_is_that_without(target, draft, drafts, block_size):
 @pytest.mark.parametrize("drafts", [True, False], ids=["drafter", "alone"])
 def test_text_that_repeats_itself_takes_few_steps(target, draft, drafts):
     """The drafter does not know what the processor makes of the text."""
-    sevens = [lambda ids, scores: torch.where(torch.arange(scores.shape[1]) == 7, 1.0, 0.0)[None]]
-    call = {"max_new_tokens": NEW, "logits_processor": sevens, "prompt_lookup": 2, "block_size": 8}
+    call = {"max_new_tokens": NEW, "logits_processor": SEVENS, "prompt_lookup": 2, "block_size": 8}
     out = dflash.generate(target, draft if drafts else None, prompt(4)[None], return_dict_in_generate=True, **call)
     assert out.sequences[0, 4:].tolist() == [7] * NEW
     assert out.statistics.acceptance_lengths[0][-4:-1] == [8, 8, 8]
 
 
 def test_the_drafter_runs_no_block_where_every_row_is_looked_up_but_takes_up_its_context(target, draft, monkeypatch):
-    sevens = [lambda ids, scores: torch.where(torch.arange(scores.shape[1]) == 7, 1.0, 0.0)[None]]
     rows, forward, caches = [], type(draft).forward, []
     monkeypatch.setattr(type(draft), "forward", lambda *given: rows.append(given[3].shape[1]) or forward(*given))
     for options in ({"prompt_lookup": 2}, {}):
         generator = dflash.Generator(target, draft, max_length=64, block_size=8, **options)
-        generator.generate(prompt(4)[None], max_new_tokens=NEW, logits_processor=sevens)
+        generator.generate(prompt(4)[None], max_new_tokens=NEW, logits_processor=SEVENS)
         caches.append(generator.state.draft_cache.values[1][0, :, :36])
         if options:
             assert rows[0] == 8
@@ -78,8 +77,7 @@ def test_costs_of_widths_are_measured_with_the_drafter(target, draft, monkeypatc
     """Where drafts are looked up from the first step on, too."""
     rows, forward = [], type(draft).forward
     monkeypatch.setattr(type(draft), "forward", lambda *given: rows.append(given[3].shape[1]) or forward(*given))
-    sevens = [lambda ids, scores: torch.where(torch.arange(scores.shape[1]) == 7, 1.0, 0.0)[None]]
-    call = {"block_size": "auto", "prompt_lookup": 1, "max_new_tokens": 4, "logits_processor": sevens}
+    call = {"block_size": "auto", "prompt_lookup": 1, "max_new_tokens": 4, "logits_processor": SEVENS}
     dflash.generate(target, draft, torch.full((1, 12), 7), **call)
     assert set(chain_widths(draft.config.block_size)[1:]) <= set(rows)
 

@@ -150,7 +150,7 @@ class Generator:
             kernels take them (`fused_reason` says why not), True to refuse any other target, False for the modules.
             Passes of more than 256 rows (batch x block, or a prompt's chunk) use the modules of experts, on a GPU all.
             Sums are rounded in other places: in fp32 the text stays the same, in bf16 a near-tie may differ.
-        prefill_chunk: prompt tokens per forward pass; an end of an eighth of that may join the pass before it.
+        prefill_chunk: prompt tokens per forward pass; an end of at most an eighth of that may join the pass before.
         reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
             and not in a prompt, which is the same sum in another order: in fp32 the text stays the same, in bf16 a

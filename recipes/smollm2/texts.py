@@ -72,7 +72,7 @@ def passages(dump: Path, chance: random.Random) -> Iterator[tuple[str, str]]:
                 most, words = chance.choice(PASSAGE_WORDS), []
 
 
-def plain(markup: str) -> str:
+def text_of(markup: str) -> str:
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", markup)).split())
 
 
@@ -81,8 +81,8 @@ def paragraphs(folder: Path) -> Iterator[tuple[str, str]]:
     seen = set[str]()
     for path in sorted(folder.rglob("*.html")):
         page = path.read_text(encoding="utf-8", errors="ignore")
-        title = plain(found[1]) if (found := TITLE.search(page)) else path.stem
-        for text in map(plain, PARAGRAPH.findall(page)):
+        title = text_of(found[1]) if (found := TITLE.search(page)) else path.stem
+        for text in map(text_of, PARAGRAPH.findall(page)):
             if len(text.split()) in PARAGRAPH_WORDS and text[:60] not in seen:
                 seen.add(text[:60])
                 yield title, text

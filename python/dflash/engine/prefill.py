@@ -71,8 +71,8 @@ class Prefill:
         # what is queued.
         starts, length = [*range(0, self._ids.shape[1], chunk)], self._ids.shape[1]
         rest, target = length - starts[-1], engine.target
-        is_free = target.is_exact_for(len(prompts) * (chunk + rest)) and not target.has_experts
-        if len(starts) > 1 and rest <= chunk // _SHORT_END and is_free and not target.is_recurrent:
+        is_short = len(starts) > 1 and rest <= chunk // _SHORT_END
+        if is_short and not target.is_recurrent and target.is_exact_for(len(prompts) * (chunk + rest)):
             starts.pop()
         chunks, ends, flat = [], [], []
         for start, stop in itertools.pairwise([*starts, length]):

@@ -16,8 +16,7 @@ class PrefixCache:
     """Copies of what whole chunks of prompts have left in the caches of their rows, for any row.
 
     A block is found by a digest of all tokens up to its end, each made from the one before (as vLLM's prefix caching
-    does). Chunks begin at multiples of their size, so a block has the target's bits that running it again would
-    give.
+    does). Chunks begin at multiples of their size, so a block has the target's bits that running it again would give.
 
     Args:
         state: whose caches they are.

@@ -261,7 +261,7 @@ class Engine:
         self._apply_settings()
         self._draft_chains(passes)
         # A row's text must not depend on the others, so a width is chosen only where no bit depends on it.
-        is_free = self.target.is_exact_for(self.batch_size * self.block_size) and not self.target.has_experts
+        is_free = self.target.is_exact_for(self.batch_size * self.block_size)
         self.budget = WidthBudget({}, self.block_size) if self.widths == "auto" and is_free else None
 
     def retire(self, row: int) -> None:

@@ -164,13 +164,14 @@ class Target:
             self._fused.refresh(cache)
 
     def is_exact_for(self, rows: int) -> bool:
-        """Return True if a pass over so many rows, or fewer, gives each the bits that it has alone."""
-        return self._fused is not None and self._fused.handles(rows)
+        """Return True if a pass over so many rows, or fewer, gives each the bits that it has alone.
 
-    @property
-    def has_experts(self) -> bool:
-        """True if layers that run on this package's ops have experts, which run as transformers' modules."""
-        return self._fused is not None and any(layer.experts is not None for layer in self._fused.stack.layers)
+        It does not with experts, whose routers are transformers' modules.
+        """
+        return self._runs_fused(rows) and all(layer.experts is None for layer in self._fused.stack.layers)
+
+    def _runs_fused(self, rows: int) -> bool:
+        return self._fused is not None and self._fused.handles(rows)
 
     def forward(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor = 0,
@@ -200,7 +201,7 @@ class Target:
                 f"{type(self.model).__name__}: verify chains"
             )
         cache.begin_pass_(lengths, keep)
-        if self.is_exact_for(ids.numel()):
+        if self._runs_fused(ids.numel()):
             logits, tapped = self._fused.forward(ids, lengths, cache, logits_to_keep, tree, features)
             taps = [tapped] if features is None else []
         else:
