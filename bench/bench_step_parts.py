@@ -4,7 +4,8 @@
 
 PATH is what --model of the commands takes, of a target that runs on this package's ops. Milliseconds, medians. A part
 is called for one layer after the other, so that its weights come from memory; what as many calls on tiny operands take
-is subtracted. The rest is Python, calls, and what parts cost each other. Prints; asserts nothing.
+is subtracted; of the head and of small models' parts the weights may come from a cache. The last lines are from within
+the same steps: the layers as one op, the head, the selection, and what is left for Python. Prints; asserts nothing.
 """
 
 import statistics
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 import harness
 import torch
 from bench_rows import parser_of, step_ms
-from internals import cache_layers, weights_of
+from internals import cache_layers, time_layers, time_parts, weights_of
 from torch import Tensor
 
 import dflash
@@ -76,20 +77,29 @@ def main() -> None:
         f"{arguments.threads} threads"
     )
     found: dict[str, list[float]] = {}
+    layers = time_layers()
     for rows in arguments.rows:
         generator = dflash.Generator(
             target, None, max_length=arguments.prompt + arguments.new, block_size=rows, weights=arguments.weights,
             reuse_prefix=False,
         )  # fmt: skip
+        layers.clear()
+        within = {"layers": layers, **time_parts(generator)}
         steps = [step_ms(generator, prompt, arguments.new) for _ in range(arguments.repeats // 2 + 1)]
+        within = {name: 1000 * statistics.median(seconds) for name, seconds in within.items()}
         tiny = torch.zeros(1, 16)
         call = ms_of([lambda: ops.silu_mul(tiny)] * 100, arguments.repeats) / 100  # noqa: B023
         whole, parts = statistics.median(steps), 0.0
         for name, calls in calls_of(generator, rows, arguments.prompt).items():
             found.setdefault(name, []).append(ms := ms_of(calls, arguments.repeats) - len(calls) * call)
             parts += ms
-        found.setdefault("the rest", []).append(whole - parts)
-        found.setdefault("a whole step", []).append(whole)
+        within = (
+            {"a whole step": whole, "less these parts": whole - parts}
+            | {f"{name}, in the step": ms for name, ms in within.items()}
+            | {"Python and calls": whole - sum(within.values())}
+        )
+        for name, ms in within.items():
+            found.setdefault(name, []).append(ms)
     print(f"{'rows':<24}" + "".join(f"{rows:>8}" for rows in arguments.rows))
     for name, times in found.items():
         print(f"{name:<24}" + "".join(f"{ms:>8.2f}" for ms in times))

@@ -1,10 +1,11 @@
 """How far answers and log probabilities differ between the instruction sets of the CPU kernels.
 
     python bench/instruction_sets.py --model PATH --prompts FILE.jsonl [--count 20] [--new 64] [--weights int8]
-        [--dtype bfloat16]
+        [--dtype bfloat16] [--sets avx2 avx512]
 
 Each set of this build and processor (`-C cmake.define.DFLASH_ALL_ISAS=ON` builds all) answers the same prompts greedily
-in a process of its own, without a drafter, and is compared with the best one:
+in a process of its own, without a drafter, and is compared with the best one. `scalar` takes minutes for what the
+others do in seconds; --sets names those to run:
 
     texts      answers with the same tokens
     tokens     of all new tokens, those before an answer's first difference
@@ -61,13 +62,14 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64, help="new tokens per answer")
     parser.add_argument("--weights", choices=["int8"])
     parser.add_argument("--dtype", default="auto", help="default: that of the files")
+    parser.add_argument("--sets", nargs="+", choices=_C.isas(), default=_C.isas(), help="default: all")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         print(json.dumps(answers(arguments)))
         return
     found = {}
-    for isa in _C.isas():
+    for isa in dict.fromkeys((*arguments.sets, _C.isa())):
         command, environment = [sys.executable, *sys.argv, "--worker"], os.environ | {"DFLASH_ISA": isa}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         found[isa] = json.loads(done.stdout)

@@ -24,6 +24,7 @@ __all__ = [
     "make_runner",
     "prompt_logits",
     "structural_copy",
+    "time_layers",
     "time_parts",
     "weights_of",
 ]
@@ -150,10 +151,16 @@ def time_parts(generator: dflash.Generator) -> dict[str, list[float]]:
     return found
 
 
+def time_layers() -> list[float]:
+    """Return a list to which every pass of every target on one op adds the seconds of its layers."""
+    dflash.ops.decoder_layers = _timed(dflash.ops.decoder_layers, seconds := [])
+    return seconds
+
+
 def _timed(run: Callable, seconds: list[float]) -> Callable:
-    def timed(*arguments):
+    def timed(*arguments, **options):
         began = time.perf_counter()
-        result = run(*arguments)
+        result = run(*arguments, **options)
         seconds.append(time.perf_counter() - began)
         return result
 
