@@ -69,7 +69,9 @@ def test_each_pass_sees_the_fixed_tokens_and_injects_nothing_twice():
     assert len(every) >= 8
     for start in range(0, len(every), 4):
         passes = every[start : start + 4]
-        assert [context for _, context, _ in passes] == [16, 0, 0, 0]
+        first, *others = (context for _, context, _ in passes)
+        assert first > 0
+        assert others == [0, 0, 0]
         unmasked = [(drafts != mask_id) for drafts, _, _ in passes]
         for kept, shown, (drafts, _, _), (before, _, choice) in zip(
             (3, 7, 11), unmasked[1:], passes[1:], passes, strict=False

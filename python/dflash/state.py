@@ -73,11 +73,13 @@ class Block(NamedTuple):
         ids: ``[batch, rows]`` int64; -1 where nothing is proposed.
         tree: which row continues which; None for a chain: each row continues the one before it.
         is_checked: the drafts keep to the rows' grammars, whose masks are made already.
+        waits: there is one row, and its features wait with those before it until the drafter takes all of them up.
     """
 
     ids: Tensor
     tree: Tree | None = None
     is_checked: bool = False
+    waits: bool = False
 
     @property
     def input_ids(self) -> Tensor:
@@ -163,7 +165,8 @@ class State:
         width = 0 if draft is None else len(draft.config.target_layer_ids) * draft.config.hidden_size
         self.tokens = zeros(batch, capacity)  # [batch, capacity] int64
         self.length = zeros(batch)  # [batch] int64
-        self.num_context = zeros(batch)  # [batch] int64, the tokens that the last step emitted
+        # [batch] int64, the tokens that the drafter has not taken up: of the last step, and of those that have waited
+        self.num_context = zeros(batch)
         self.done = zeros(batch) + FULL  # [batch] int64: RUNNING, STOPPED, FULL or INVALID
         self.limits = zeros(batch)  # [batch] int64, the tokens that a row may hold in all
         self.prompt_length = zeros(batch)  # [batch] int64
@@ -175,6 +178,7 @@ class State:
         # [batch, rows, taps * hidden], the target's features of the last chain, or of the path that was accepted of
         # the last tree; 0 columns without a drafter.
         self.context = torch.zeros(batch, block_size, width, dtype=target.dtype, device=device)
+        self.next_features = self.context[:, :1].clone()  # [batch, 1, taps * hidden], of a block that `waits`
         # [batch * tree_rows * taps * hidden], the target's features of the last tree
         self.tree_features = torch.zeros(batch * tree_rows * width, dtype=target.dtype, device=device)
         self.tree_path = zeros(batch, block_size)  # [batch, rows] int64, the path that was accepted of the last tree
@@ -185,6 +189,7 @@ class State:
         self.report = Report(batch, block_size, len(TREE_SIZES) if tree_rows else 0, device)
         # [n] int64, the rows that the next step continues, where it may leave out the others; None for all.
         self.live: Tensor | None = None
+        self.is_read = False  # True while the host may look at these counters between steps, on a CPU
 
     @property
     def anchor(self) -> Tensor:
@@ -210,11 +215,37 @@ class State:
 
     def features(self, block: Block) -> Tensor:
         """Return ``[batch, rows, taps * hidden]``, where the target's features of a block's rows are written."""
+        if block.waits:
+            return self.next_features
         if block.tree is None:
             rows = block.ids.shape[1]
             return self.context if rows == self.context.shape[1] else self.context[:, :rows]
         shape = *block.ids.shape, self.context.shape[2]
         return self.tree_features[: math.prod(shape)].view(shape)  # contiguous whatever the rows
+
+    def waiting_features(self) -> Tensor:
+        """Return ``[batch, rows, taps * hidden]``: the rows of ``context`` that are on, and others.
+
+        Where the host may look there are as few as possible.
+        """
+        if (most := self._most_waiting()) is None:
+            return self.context
+        return self.context[:, : max(1, most)].contiguous()
+
+    def can_wait(self) -> bool:
+        """Return True if the features of one more token per row may wait in ``context``."""
+        return (most := self._most_waiting()) is not None and most < self.context.shape[1]
+
+    def wait_(self, waiting: Tensor) -> None:
+        """Put the features of a block that `waits` behind those of ``waiting [batch]`` tokens."""
+        self.context[torch.arange(len(waiting)), waiting] = self.next_features[:, 0]
+        self.num_context += waiting
+
+    def _most_waiting(self) -> int | None:
+        """Return the largest of ``num_context``; None where the host must not look."""
+        if not self.is_read or self.context.device.type != "cpu" or torch.compiler.is_compiling():
+            return None
+        return int(self.num_context.max())
 
     def vacate_(self, rows: slice) -> None:
         """Forget what ``rows`` hold, so that a step does least for them."""

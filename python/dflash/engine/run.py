@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -260,9 +261,9 @@ class Run:
             engine.budget.costs = self._costs_of(len(running))
         leaves_out = self._leaves_out and len(running) < engine.batch_size
         rows = [answer.row for answer in running]
-        engine.state.live = torch.tensor(rows, device=engine.target.device) if leaves_out else None
+        live = torch.tensor(rows, device=engine.target.device) if leaves_out else None
         self.consistent = False
-        try:
+        with self._shapes_follow(live):
             while len(self._launched) <= (0 if waits else runner.ahead):
                 if engine.budget is not None:
                     engine.choose_rows()
@@ -270,8 +271,6 @@ class Run:
                 if self._must_capture and runner.reason:
                     raise RuntimeError(f"graph=True cannot be followed: {runner.reason}")
                 self._launched.append((engine.proposer.rows, running))
-        finally:
-            engine.state.live = None
         # 3. Read the oldest.
         continued = self._read(began)
         self.consistent = not self.failed
@@ -281,6 +280,16 @@ class Run:
     def _leaves_out(self) -> bool:
         """True if steps leave out the rows that are done."""
         return self.engine.leaves_out and not self.runner.ahead
+
+    @contextlib.contextmanager
+    def _shapes_follow(self, live: Tensor | None) -> Iterator[None]:
+        """Let steps continue only the rows ``live [n]`` int64, None for all, and follow counters if that is allowed."""
+        state = self.engine.state
+        state.live, state.is_read = live, self._leaves_out
+        try:
+            yield
+        finally:
+            state.live, state.is_read = None, False
 
     def learn_costs(self) -> None:
         """Tell the engine's budget what steps of each size cost, of one row and of all. Measured once per kind."""
@@ -297,12 +306,9 @@ class Run:
 
         launching = isinstance(runner, Replay) and not obstacle, waits
         longest = max((answer.length for answer in self.running), default=0)
-        try:
-            for count in (1, engine.batch_size) if self._leaves_out else (engine.batch_size,):
-                engine.state.live = None if count == engine.batch_size else torch.arange(count)
+        for count in (1, engine.batch_size) if self._leaves_out else (engine.batch_size,):
+            with self._shapes_follow(None if count == engine.batch_size else torch.arange(count)):
                 self._costs[count] = engine.costs_of(count, launching, longest, time_step, runner.warm_ups)
-        finally:
-            engine.state.live = None
         engine.budget.costs = self._costs[engine.batch_size]
 
     def _costs_of(self, count: int) -> dict[int, float]:

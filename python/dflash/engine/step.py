@@ -29,9 +29,9 @@ def step(engine: Engine) -> None:
     """Propose one block, verify it, keep the longest matching path plus one token; all on the device.
 
     Reads and writes only the state's tensors: fixed shapes, no host synchronization, and only values depend on data
-    (on a CPU also whether rows that are done, or a drafter whose drafts are all looked up, are left out). A row that is
-    done stays as it is. ``state.report`` tells the host what was emitted. Follows section 4 of the paper
-    (arXiv 2602.06036).
+    (on a CPU also whether rows that are done, features that no row has, or a drafter that has nothing to do, are left
+    out). A row that is done stays as it is. ``state.report`` tells the host what was emitted. Follows section 4 of
+    the paper (arXiv 2602.06036).
     """
     state = engine.state
     block = engine.proposer.propose(state)
@@ -422,6 +422,7 @@ class Engine:
         """
         state, limits, path, expected = self.state, self.state.limits if limits is None else limits, None, None
         counters = state.tokens, state.length, state.num_context, state.done
+        waiting = state.num_context.clone() if block.waits else None
         if self.target.ranks.count > 1:
             choices = self.target.ranks.share_(choices)
         # 1. Accept a chain's longest matching prefix, whose features are in `state.context` already, or a tree's path.
@@ -441,5 +442,7 @@ class Engine:
         state.target_cache.commit_(state.length, state.num_context, path)
         if state.draft_cache is not None:
             state.draft_cache.commit_(state.length, state.num_context)
+        if waiting is not None:
+            state.wait_(waiting)
         # 3. Tell the host.
         state.report.write_(state.length, state.done, *report, expected)

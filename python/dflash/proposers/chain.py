@@ -115,8 +115,12 @@ class DraftPass:
 
     def follow(self, state: State) -> Block:
         """Return a block of one row, which drafts nothing; the drafter's cache takes up what was emitted."""
-        self.draft.follow_(state.context, state.num_context, state.length, state.draft_cache)
+        self.draft.follow_(state.waiting_features(), state.num_context, state.length, state.draft_cache)
         return Block(state.anchor)
+
+    def rest(self, state: State) -> Block:
+        """Return a block of one row, which drafts nothing. Features that may wait are taken up many at once."""
+        return Block(state.anchor, waits=True) if state.can_wait() else self.follow(state)
 
     def rows_for(self, state: State, num_drafts: int, drafts: Tensor | None = None) -> DraftRows:
         """Embed a block after each row's last token, with ``drafts [batch, num_drafts]`` int64 or masks."""
@@ -218,7 +222,7 @@ class ChainProposer(DraftPass):
     def propose(self, state: State) -> Block:
         """Return a drafted block for every row."""
         if self.rows == 1:
-            return self.follow(state)
+            return self.rest(state)
         found = None
         if self._ngram and self._rejection is None:
             found = look_up(state.tokens, state.length, self._ngram, self.rows - 1)
@@ -234,7 +238,7 @@ class ChainProposer(DraftPass):
     def _draft(self, state: State) -> tuple[Tensor, Tensor, bool]:
         """Return anchors ``[batch, 1]``, drafts ``[batch, drafts]``, and True if these keep to the grammars."""
         block, known, drafts = self.rows_for(state, self.rows - 1), None, None
-        features = self.draft.fuse(state.context, state.num_context)
+        features = self.draft.fuse(state.waiting_features(), state.num_context)
         schedule = keep_schedule(self.rows - 1, self.passes) if self.passes > 1 else ()
         for keep in (*schedule, None):
             # 1. One pass over what is known so far and masks.

@@ -67,10 +67,10 @@ class TreeProposer(DraftPass):
     def propose(self, state: State) -> Block:
         """Return a drafted tree for every row."""
         if self.rows == 1:
-            return self.follow(state)
+            return self.rest(state)
         # 1. One pass of the drafter over masks.
         block = self.rows_for(state, self.num_drafts)
-        features = self.draft.fuse(state.context, state.num_context)
+        features = self.draft.fuse(state.waiting_features(), state.num_context)
         logits = self.predict(block, features, state).logits
         # 2. The tree of its best tokens at each depth.
         candidates = self.candidates(logits, block.positions, state.sampling)
