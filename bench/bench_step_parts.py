@@ -77,15 +77,14 @@ def main() -> None:
         f"{arguments.threads} threads"
     )
     found: dict[str, list[float]] = {}
-    layers = time_layers()
     for rows in arguments.rows:
         generator = dflash.Generator(
             target, None, max_length=arguments.prompt + arguments.new, block_size=rows, weights=arguments.weights,
             reuse_prefix=False,
         )  # fmt: skip
-        layers.clear()
-        within = {"layers": layers, **time_parts(generator)}
-        steps = [step_ms(generator, prompt, arguments.new) for _ in range(arguments.repeats // 2 + 1)]
+        with time_layers() as layers:
+            within = {"layers": layers, **time_parts(generator)}
+            steps = [step_ms(generator, prompt, arguments.new) for _ in range(arguments.repeats // 2 + 1)]
         within = {name: 1000 * statistics.median(seconds) for name, seconds in within.items()}
         tiny = torch.zeros(1, 16)
         call = ms_of([lambda: ops.silu_mul(tiny)] * 100, arguments.repeats) / 100  # noqa: B023

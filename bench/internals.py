@@ -3,8 +3,9 @@
 Only this file follows when the engine changes; every other bench goes through it.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -151,10 +152,15 @@ def time_parts(generator: dflash.Generator) -> dict[str, list[float]]:
     return found
 
 
-def time_layers() -> list[float]:
-    """Return a list to which every pass of every target on one op adds the seconds of its layers."""
-    dflash.ops.decoder_layers = _timed(dflash.ops.decoder_layers, seconds := [])
-    return seconds
+@contextlib.contextmanager
+def time_layers() -> Iterator[list[float]]:
+    """Give a list to which every pass of layers in one op adds its seconds."""
+    run, seconds = dflash.ops.decoder_layers, list[float]()
+    dflash.ops.decoder_layers = _timed(run, seconds)
+    try:
+        yield seconds
+    finally:
+        dflash.ops.decoder_layers = run
 
 
 def _timed(run: Callable, seconds: list[float]) -> Callable:

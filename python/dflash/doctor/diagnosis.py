@@ -282,7 +282,7 @@ def _draft(drafter: Drafter, target: targets.Target, ids: Tensor, context: Tenso
             tokens=ids.expand(count, -1),
             anchor=ids[part][:, None],
             length=part,
-            context=context[0, part - 1][:, None],
+            waiting_features=context[0, part - 1][:, None].contiguous,
             num_context=torch.ones_like(part),
             sampling=Sampling.create(count, part.device),
             draft_cache=cache,
