@@ -5,7 +5,8 @@
 PATH is what --model of the commands takes, of a target that runs on this package's ops. Milliseconds, medians. A part
 is called for one layer after the other, so that its weights come from memory; what as many calls on tiny operands take
 is subtracted; of the head and of small models' parts the weights may come from a cache. The last lines are from within
-the same steps: the layers as one op, the head, the selection, and what is left for Python. Prints; asserts nothing.
+the same steps: the layers as one op (0 where they are not), the head, the choice of tokens, and what is left for
+Python. Prints; asserts nothing.
 """
 
 import statistics
@@ -83,21 +84,17 @@ def main() -> None:
             reuse_prefix=False,
         )  # fmt: skip
         with time_layers() as layers:
-            within = {"layers": layers, **time_parts(generator)}
+            inner = {"layers": layers, **time_parts(generator)}
             steps = [step_ms(generator, prompt, arguments.new) for _ in range(arguments.repeats // 2 + 1)]
-        within = {name: 1000 * statistics.median(seconds) for name, seconds in within.items()}
+        inner = {f"{name}, in the step": 1000 * statistics.median(s or [0.0]) for name, s in inner.items()}
         tiny = torch.zeros(1, 16)
         call = ms_of([lambda: ops.silu_mul(tiny)] * 100, arguments.repeats) / 100  # noqa: B023
         whole, parts = statistics.median(steps), 0.0
         for name, calls in calls_of(generator, rows, arguments.prompt).items():
             found.setdefault(name, []).append(ms := ms_of(calls, arguments.repeats) - len(calls) * call)
             parts += ms
-        within = (
-            {"a whole step": whole, "less these parts": whole - parts}
-            | {f"{name}, in the step": ms for name, ms in within.items()}
-            | {"Python and calls": whole - sum(within.values())}
-        )
-        for name, ms in within.items():
+        wholes = {"a whole step": whole, "less these parts": whole - parts}
+        for name, ms in (wholes | inner | {"Python and calls": whole - sum(inner.values())}).items():
             found.setdefault(name, []).append(ms)
     print(f"{'rows':<24}" + "".join(f"{rows:>8}" for rows in arguments.rows))
     for name, times in found.items():

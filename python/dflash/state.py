@@ -175,8 +175,8 @@ class State:
         # choices along its accepted path; -1 for none.
         self.block = zeros(batch, block_size)
         self.offsets = torch.arange(1, block_size + 1, device=device)  # [rows] int64: 1, 2, ...
-        # [batch, rows, taps * hidden], the target's features of the last chain, or of the path that was accepted of
-        # the last tree; 0 columns without a drafter.
+        # [batch, rows, taps * hidden], the target's features of the last chain, of several steps without drafts, or of
+        # the path that was accepted of the last tree; 0 columns without a drafter.
         self.context = torch.zeros(batch, block_size, width, dtype=target.dtype, device=device)
         self.next_features = self.context[:, :1].clone()  # [batch, 1, taps * hidden], of a block that `waits`
         # [batch * tree_rows * taps * hidden], the target's features of the last tree
@@ -189,7 +189,7 @@ class State:
         self.report = Report(batch, block_size, len(TREE_SIZES) if tree_rows else 0, device)
         # [n] int64, the rows that the next step continues, where it may leave out the others; None for all.
         self.live: Tensor | None = None
-        self.is_read = False  # True while the host may look at these counters between steps, on a CPU
+        self.is_readable = False  # True while the host may look at these tensors: no device has to be waited for
 
     @property
     def anchor(self) -> Tensor:
@@ -237,15 +237,13 @@ class State:
         return (most := self._most_waiting()) is not None and most < self.context.shape[1]
 
     def wait_(self, waiting: Tensor) -> None:
-        """Put the features of a block that `waits` behind those of ``waiting [batch]`` tokens."""
+        """Put the features of a block that `waits` after those of ``waiting [batch]`` tokens."""
         self.context[torch.arange(len(waiting)), waiting] = self.next_features[:, 0]
         self.num_context += waiting
 
     def _most_waiting(self) -> int | None:
         """Return the largest of ``num_context``; None where the host must not look."""
-        if not self.is_read or self.context.device.type != "cpu" or torch.compiler.is_compiling():
-            return None
-        return int(self.num_context.max())
+        return int(self.num_context.max()) if self.is_readable else None
 
     def vacate_(self, rows: slice) -> None:
         """Forget what ``rows`` hold, so that a step does least for them."""

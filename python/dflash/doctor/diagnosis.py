@@ -282,7 +282,7 @@ def _draft(drafter: Drafter, target: targets.Target, ids: Tensor, context: Tenso
             tokens=ids.expand(count, -1),
             anchor=ids[part][:, None],
             length=part,
-            waiting_features=context[0, part - 1][:, None].contiguous,
+            waiting_features=functools.partial(_features, context, part),
             num_context=torch.ones_like(part),
             sampling=Sampling.create(count, part.device),
             draft_cache=cache,
@@ -292,6 +292,11 @@ def _draft(drafter: Drafter, target: targets.Target, ids: Tensor, context: Tenso
         )
         drafts.append(ChainProposer(drafter, target, block_size).propose(state).ids[:, 1:])
     return torch.cat(drafts)
+
+
+def _features(context: Tensor, anchors: Tensor) -> Tensor:
+    """Return ``[places, 1, taps * hidden]``, the features of the token before each anchor."""
+    return context[0, anchors - 1][:, None]
 
 
 def _positions(anchors: Tensor, rows: int) -> Tensor:

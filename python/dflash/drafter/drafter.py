@@ -161,7 +161,7 @@ class Drafter(nn.Module):
         )  # fmt: skip
 
     def follow_(self, context: Tensor, num_context: Tensor, length: Tensor, cache: KVCache) -> None:
-        """Append the K/V of the target's features of tokens that were emitted last: a pass over a block of no rows.
+        """Append the K/V of the target's features of tokens that it lacks: a pass over a block of no rows.
 
         Args:
             context: ``[batch, rows, taps * hidden]``; row i is at position ``length - num_context + i``.

@@ -186,7 +186,7 @@ def cached_prefix(engine: Engine, prompts: Sequence[Tensor]) -> list[int]:
     cached = [min(have, n - 1) for have, n in zip(shared, lengths, strict=True)]
     cached = _fitting(state.target_cache, cached, lengths, state.tokens.shape[1])
     if draft is not None and any(have > held for have, held in zip(cached, drafted, strict=True)):
-        # The features of the last step's tokens wait in `context` for a step that will not come.
+        # The features of the last tokens wait in `context` for a step that will not come.
         draft.follow_(state.context[rows], num_context, length, state.draft_cache.rows(rows))
     return cached
 

@@ -285,11 +285,11 @@ class Run:
     def _shapes_follow(self, live: Tensor | None) -> Iterator[None]:
         """Let steps continue only the rows ``live [n]`` int64, None for all, and follow counters if that is allowed."""
         state = self.engine.state
-        state.live, state.is_read = live, self._leaves_out
+        state.live, state.is_readable = live, self._leaves_out and self.engine.target.device.type == "cpu"
         try:
             yield
         finally:
-            state.live, state.is_read = None, False
+            state.live, state.is_readable = None, False
 
     def learn_costs(self) -> None:
         """Tell the engine's budget what steps of each size cost, of one row and of all. Measured once per kind."""

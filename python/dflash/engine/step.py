@@ -35,7 +35,7 @@ def step(engine: Engine) -> None:
     """
     state = engine.state
     block = engine.proposer.propose(state)
-    raw = engine.target.verify(block, state)  # also writes state.context, the drafter's next input
+    raw = engine.target.verify(block, state)  # also writes the drafter's next input
     logits = engine.rules.apply(raw, block, state)
     choices = engine.acceptance.choose(logits, block, state)
     if engine.logprobs is not None:
@@ -425,7 +425,7 @@ class Engine:
         waiting = state.num_context.clone() if block.waits else None
         if self.target.ranks.count > 1:
             choices = self.target.ranks.share_(choices)
-        # 1. Accept a chain's longest matching prefix, whose features are in `state.context` already, or a tree's path.
+        # 1. Accept a chain's longest matching prefix, whose features are where they belong, or a tree's path.
         if block.tree is None:
             ops.accept_prefix_(block.ids, choices, state.stop_token_ids, limits, *counters)
             report = choices, block.ids
