@@ -1,10 +1,11 @@
 """Drafting next to one token per step, with a drafter as it is and with a useless one: does ``auto`` ever lose?
 
-    python bench/bench_auto.py --model PATH --draft PATH [--weights int8] [--new 160] [--threads N] [--rows 1]
+    python bench/bench_auto.py --model PATH --draft PATH [--weights int8] [--new 160] [--threads N] [--rows 1 | --tree]
 
-PATHs are what --model and --draft of the commands take. The useless drafter is the same one with random weights where
-the target's features come in. All answer the same questions, greedily, and take turns. With --rows, so many answers are
-written at the same time by a session, as the server does.
+PATHs are what --model and --draft of the commands take; --draft random is an untrained drafter of three layers. The
+useless drafter is the same one with random weights where the target's features come in. All answer the same questions,
+greedily, and take turns. With --rows, so many answers are written at the same time by a session, as the server does.
+With --tree, drafts are trees.
 
     speed      tokens per second over those of one token per step: steps only, median over the questions (or the rounds)
     per step   tokens that a step emits
@@ -28,6 +29,7 @@ from dflash import ops
 from dflash.cli.options import Source, load_target, load_tokenizer
 from dflash.evaluate import prompt_ids
 from dflash.session import Session
+from dflash.train import draft_config, new_drafter
 
 QUESTIONS = [
     "Explain photosynthesis to a child.", "Write a Python function that reverses a string.",
@@ -76,27 +78,38 @@ def main() -> None:
     parser.add_argument("--weights", choices=["int8"], help="of both models")
     parser.add_argument("--dtype", default="auto", help="default: that of the target's files")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rows", type=int, default=1, help="answers at the same time")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--rows", type=int, default=1, help="answers at the same time")
+    kinds.add_argument("--tree", action="store_true")
     parser.add_argument("--limit", type=int, default=len(QUESTIONS), help="questions")
     parser.add_argument("--new", type=int, default=160, help="new tokens per answer at most")
     parser.add_argument("--repeats", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
     source = Source(arguments.model)
     target, tokenizer = load_target(source, arguments.dtype, "cpu"), load_tokenizer(source)
-    draft = dflash.load_draft(arguments.draft, dtype=target.dtype)
+    if arguments.draft == "random":
+        config = draft_config(target, mask_token_id=0, num_layers=3, block_size=8)
+        draft = new_drafter(config).to(target.dtype)
+    else:
+        draft = dflash.load_draft(arguments.draft, dtype=target.dtype)
     prompts = [torch.tensor(prompt_ids(tokenizer, {"prompt": question})) for question in QUESTIONS[: arguments.limit]]
     groups = [prompts[first : first + arguments.rows] for first in range(0, len(prompts), arguments.rows)]
     room = max(map(len, prompts)) + arguments.new
-    settings = {"one token": (None, 1)}
+    if arguments.tree:
+        ways = {"trees of 16": {"tree": 16}, "tree auto": {"tree": "auto"}}
+    else:
+        ways = {"whole blocks": {}, "auto": {"block_size": "auto"}}
+    settings = {"one token": (None, {"block_size": 1})}
     for name, drafter in (("drafter", draft), ("useless", spoiled(draft))):
-        settings |= {f"{name}, whole blocks": (drafter, None), f"{name}, auto": (drafter, "auto")}
+        settings |= {f"{name}, {way}": (drafter, options) for way, options in ways.items()}
     generators = {
         name: dflash.Generator(
-            target, drafter, max_length=room, batch_size=arguments.rows, block_size=size, reuse_prefix=False,
+            target, drafter, max_length=room, batch_size=arguments.rows, reuse_prefix=False, **options,
             weights=arguments.weights, draft_weights=arguments.weights if drafter is not None else None,
         )
-        for name, (drafter, size) in settings.items()
+        for name, (drafter, options) in settings.items()
     }  # fmt: skip
     print(f"{harness.processor()}, {arguments.threads} threads, {ops.isa()}, torch {torch.__version__}, {target.dtype}")
     for generator in generators.values():  # costs are measured

@@ -100,6 +100,27 @@ class TestBudget:
         assert fed(STEEP, *bad, *[(1, 1)] * 4, (4, 4)).choose() > 1
         assert fed(STEEP, *bad, *[(1, 1)] * 4, *[(4, 4)] * 20).choose() == 8
 
+    def test_a_call_begins_with_what_others_have_learned(self):
+        for emitted, width in ((16, 16), (6, 8), (1, 1)):
+            budget = fed(STEEP, *[(16, emitted)] * 200)
+            budget.begin()
+            budget.costs = STEEP
+            assert budget.choose() == width
+
+    @pytest.mark.parametrize("steps", [3, 40])
+    def test_calls_of_any_length_notice_that_drafts_are_worth_something_again(self, steps):
+        budget, widths = WidthBudget({}, 16), []
+        for good in [False] * 60 + [True] * 20:
+            budget.begin()
+            budget.costs = STEEP
+            for step in range(steps):
+                widths.append(budget.choose())
+                ends = int(step == steps - 1)
+                budget.observe(widths[-1], [widths[-1] if good else 1], [report(step, ends)])
+        bad, good = widths[: 60 * steps], widths[60 * steps :]
+        assert sum(width > 1 for width in bad[60:]) < len(bad) / 6
+        assert good[-1] == 16
+
 
 # ---------------------------------------------------------------------------------------------- the text
 

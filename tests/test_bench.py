@@ -97,13 +97,14 @@ def test_steps_of_more_rows_are_timed_next_to_one_row(bench, tmp_path, weights):
     assert all(row["head"] + row["choice"] > 0 for row in report["rows"])
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_drafting_is_timed_next_to_one_token_per_step(bench, tmp_path, rows):
+@pytest.mark.parametrize("options", [["--rows", 1], ["--rows", 2], ["--tree", "--draft", "random"]])
+def test_drafting_is_timed_next_to_one_token_per_step(bench, tmp_path, options):
     pair = save_pair(tmp_path)
     models = ["--model", pair / "target", "--draft", pair / "draft"]
-    _, _, *lines = bench("bench_auto.py", *models, "--limit", 2, "--new", 6, "--rows", rows)
+    _, _, *lines = bench("bench_auto.py", *models, "--limit", 2, "--new", 6, *options)
     found = {line[:24].strip(): line[24:].split() for line in lines}
-    ways = [f"{drafter}, {way}" for drafter in ("drafter", "useless") for way in ("whole blocks", "auto")]
+    drafts = ("trees of 16", "tree auto") if "--tree" in options else ("whole blocks", "auto")
+    ways = [f"{drafter}, {way}" for drafter in ("drafter", "useless") for way in drafts]
     assert list(found) == ["one token", *ways]
     assert {row[3] for row in found.values()} == {"2"}, "every answer is that of one token per step"
     assert found["one token"][:3] == ["1.00", "1.00", "1.0"]

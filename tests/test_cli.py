@@ -155,7 +155,7 @@ def test_trees_and_blocks_of_any_width_write_the_same_text_and_are_named(generat
     chain = generate(*call)
     for options, named in (
         (["--tree", "5"], "of 16 in trees of 5 rows"),
-        (["--tree", "auto"], "of 16 in trees of 16 to 128 rows"),
+        (["--tree", "auto"], "of 16 in trees of 8 to 128 rows"),
         (["--block-size", "auto"], ""),
         (["--block-size", "4"], "of 4"),
     ):

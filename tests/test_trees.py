@@ -350,22 +350,22 @@ def report(expected: tuple[float, ...], done: int = 0) -> RowReport:
 
 
 # What a step costs where reading the weights takes most of its time, and where every row takes its own.
-GPU = dict(zip(TREE_SIZES, (1.0, 1.05, 1.2, 1.6), strict=True))
+GPU = dict(zip(TREE_SIZES, (1.0, 1.0, 1.05, 1.2, 1.6), strict=True))
 EQUAL = dict.fromkeys(TREE_SIZES, 1.0)
 
 
 class TestBudget:
     def test_it_takes_what_brings_most_tokens_for_its_cost(self):
-        for expected, best in (((3.0, 4.0, 6.0, 6.5), 64), ((12.0, 14.0, 14.1, 14.2), 32), ((12.0,) * 4, 16)):
+        for expected, best in (((2.0, 3.0, 4.0, 6.0, 6.5), 64), ((8.0, 12.0, 14.0, 14.1, 14.2), 32), ((7.0,) * 5, 8)):
             budget = TreeBudget(GPU)
             for _ in range(20):
                 budget.observe(64, [5], [report(expected)])
             assert budget.choose() == best
 
     def test_a_batch_adds_up_its_rows_and_ended_rows_do_not_count(self):
-        steep, flat = report((3.0, 4.0, 6.0, 6.5)), report((12.0,) * 4)
-        ended = report((12.0,) * 4, done=1)
-        for other, best in ((flat, 16), (ended, 64)):
+        steep, flat = report((2.0, 3.0, 4.0, 6.0, 6.5)), report((12.0,) * 5)
+        ended = report((12.0,) * 5, done=1)
+        for other, best in ((flat, 8), (ended, 64)):
             budget = TreeBudget(GPU)
             for _ in range(20):
                 budget.observe(16, [12, 12, 12, 3], [other, other, other, steep])
@@ -374,13 +374,24 @@ class TestBudget:
     def test_drafts_that_are_worth_nothing_are_left_out_and_tried_again(self):
         budget = TreeBudget({1: 0.7, **GPU})
         for _ in range(20):
-            budget.observe(16, [1], [report((8.0, 9.0, 9.5, 10.0))])
+            budget.observe(16, [1], [report((7.0, 8.0, 9.0, 9.5, 10.0))])
         assert budget.choose() == 1
         for _ in range(4):
             assert budget.choose() == 1
-            budget.observe(1, [1], [report((0.0,) * 4)])
-        assert budget.choose() == 16
-        budget.observe(16, [9], [report((8.0, 9.0, 9.5, 10.0))])
+            budget.observe(1, [1], [report((0.0,) * 5)])
+        assert budget.choose() == 8
+        budget.observe(16, [9], [report((7.0, 8.0, 9.0, 9.5, 10.0))])
+        assert budget.choose() > 1
+
+    def test_a_call_begins_with_what_others_have_learned_and_can_still_change_its_mind(self):
+        budget, costs = TreeBudget({}), {1: 0.7, **GPU}
+        for _ in range(200):
+            budget.observe(16, [1], [report((7.0, 8.0, 9.0, 9.5, 10.0))])
+        budget.begin()
+        budget.costs = costs
+        assert budget.choose() == 1
+        for _ in range(10):
+            budget.observe(16, [9], [report((7.0, 8.0, 9.0, 9.5, 10.0))])
         assert budget.choose() > 1
 
 
@@ -400,20 +411,22 @@ def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, pla
         for row, answer in enumerate(expected):
             assert [token for event in events for token in event.ids[row]] == answer.tolist()
         statistics = events[-1].statistics
-        assert statistics.rows == [(1, *TREE_SIZES)[step % 5] for step in range(len(statistics.rows))]
+        assert statistics.rows == [(1, *TREE_SIZES)[step % 6] for step in range(len(statistics.rows))]
         assert len(statistics.rows) == max(map(len, statistics.acceptance_lengths)) > 4
 
 
 def test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
-    generator = dflash.Generator(target, draft, max_length=160, batch_size=3, tree="auto", reuse_prefix=False)
+    options = {"max_length": 160, "batch_size": 3, "tree": "auto", "reuse_prefix": False}
+    measures, knows = (dflash.Generator(target, draft, **options) for _ in range(2))
     call = {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
-    first = generator.generate(ids, **call)
-    measured = dict(generator.engine.costs)
+    first = measures.generate(ids, **call)
+    measured = dict(measures.engine.costs)
     assert all(cost > 0 for costs in measured.values() for cost in costs.values())
-    second = generator.generate(ids, **call)
-    assert generator.engine.costs == measured
-    for output in (first, second):
+    knows.engine.costs = dict(measured)
+    second, third = knows.generate(ids, **call), measures.generate(ids, **call)
+    assert measures.engine.costs == knows.engine.costs == measured
+    for output in (first, second, third):
         check_answers(output.sequences, ids.shape[1], plain)
     assert first.statistics.acceptance_lengths == second.statistics.acceptance_lengths
     assert first.statistics.rows == second.statistics.rows

@@ -71,8 +71,8 @@ class Session:
     Python processors and another number of denoising passes are refused: these are properties of the whole step. While
     a row has a grammar, steps are not captured as graphs and wait for its masks.
 
-    With ``block_size="auto"`` the generator chooses one width for all rows before each step, by what the requests of
-    the session have had accepted. It measures costs when the session begins. Where bits would depend on the width, each
+    With ``block_size="auto"`` the generator chooses one width for all rows before each step, by what requests so
+    far have had accepted. It measures costs when the session begins. Where bits would depend on the width, each
     step has the whole block: for a target that runs its own modules or has experts, and if ``batch_size`` blocks have
     more rows than the kernels take (without ``weights="int8"`` 512 in float32 and 64 in bfloat16 on CPUs with AVX-512,
     128 in bfloat16 with AVX-512 BF16 but no AMX, 256 on a GPU; `dflash.targets.Target.is_exact_for`).

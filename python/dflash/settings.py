@@ -358,7 +358,7 @@ class GenerateArguments(TypedDict, total=False):
             calls). Each further pass keeps the tokens that the one before was most sure of and drafts the others again.
             Changes the speed, never the text.
         tree: rows that a step verifies, the anchor included, 2 to 128: the most probable prefixes instead of one chain.
-            ``"auto"`` chooses 16, 32, 64, 128 or no drafts before each step, by what the drafter expects of them and
+            ``"auto"`` chooses 8, 16, 32, 64, 128 or no drafts before each step, by what the drafter expects of them and
             what they cost on this device, which the first such call measures. None is a chain; by default the
             Generator's own (None in one-shot calls). A tree needs a drafter, a target without recurrent layers,
             ``denoise_steps=1`` and ``acceptance="keyed"``, and has no draft_sharpness. Changes the speed, never the

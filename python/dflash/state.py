@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RUNNING, STOPPED, FULL, INVALID = ops.ROW_STATES
 """Values of ``done``: running; a stop token, string or criterion; the limit is reached; the target's logits are NaN."""
 
-TREE_SIZES = (16, 32, 64, 128)
+TREE_SIZES = (8, 16, 32, 64, 128)
 """Rows of a tree among which ``tree="auto"`` chooses, beside steps without drafts."""
 
 _NO_TOKEN = -2  # pads the stop list: no token and no placeholder has this id
@@ -179,6 +179,7 @@ class State:
         # the path that was accepted of the last tree; 0 columns without a drafter.
         self.context = torch.zeros(batch, block_size, width, dtype=target.dtype, device=device)
         self.next_features = self.context[:, :1].clone()  # [batch, 1, taps * hidden], of a block that `waits`
+        self._rows = torch.arange(batch, device=device)  # [batch] int64: 0, 1, ...
         # [batch * tree_rows * taps * hidden], the target's features of the last tree
         self.tree_features = torch.zeros(batch * tree_rows * width, dtype=target.dtype, device=device)
         self.tree_path = zeros(batch, block_size)  # [batch, rows] int64, the path that was accepted of the last tree
@@ -238,7 +239,7 @@ class State:
 
     def wait_(self, waiting: Tensor) -> None:
         """Put the features of a block that `waits` after those of ``waiting [batch]`` tokens."""
-        self.context[torch.arange(len(waiting)), waiting] = self.next_features[:, 0]
+        self.context[self._rows, waiting] = self.next_features[:, 0]
         self.num_context += waiting
 
     def _most_waiting(self) -> int | None:

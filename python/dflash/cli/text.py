@@ -149,7 +149,7 @@ class _StreamedAnswer:
         statistics = self.last.statistics
         first = f"first token after {statistics.time_to_first_token * 1000:.0f} ms"
         rows, steps = "" if self._tree is None else f" in trees of {self._tree} rows", set(statistics.rows)
-        rows = " in trees of 16 to 128 rows" if self._tree == "auto" else rows
+        rows = " in trees of 8 to 128 rows" if self._tree == "auto" else rows
         rows = f" in blocks of {min(steps)} to {max(steps)} rows" if len(steps) > 1 and self._tree is None else rows
         weights = "" if statistics.weights is None else f", {statistics.weights} weights"
         return (

@@ -12,14 +12,15 @@ from ..state import RUNNING, TREE_SIZES, RowReport
 
 # Tokens that are taken as accepted, and as predicted, before the first step.
 _PRIOR = 6.0
-# Tokens per step at each size, until there are reports: Qwen3-8B on MATH-500 (DDTree, arXiv 2604.12989).
-_PUBLISHED = (8.6, 9.3, 9.75, 10.2)
+# Tokens per step at each size, until there are reports: Qwen3-8B on MATH-500 (DDTree, arXiv 2604.12989). That of 8 rows
+# is a guess: at most 8.
+_PUBLISHED = (7.3, 8.6, 9.3, 9.75, 10.2)
 # Weight of a new report in the running mean of what is expected. One step's tree says little about the next one's.
 _NEW = 0.2
 # Sizes that promise this much of the best one's tokens per second count as equal, and the smallest is taken: times are
 # measured to a few percent, and the drafter promises more of deep trees than it keeps.
 _EQUAL = 0.97
-# No tree that was measured emits half as much again from twice the rows.
+# No tree that was measured emits half as much again from twice the rows, but those that grow from 8 rows.
 _MOST_PER_DOUBLING = 1.5
 # Turns per size, unless steps have taken this many seconds.
 _ROUNDS, _SECONDS = 8, 0.5
@@ -32,21 +33,23 @@ _FIRST_BUCKET = 256
 # never grow again: narrow blocks show nothing of what wider ones would do.
 # Nor can steps without drafts tell what drafts would do: what is known of them fades likewise.
 _FADING = 1 - 1 / 20
+# Steps below which what is known fades no more: it counts for nothing next to a new step.
+_LEAST = 0.1
 # Steps without drafts after which they are tried again: at first, and at most. A trial that no other step with drafts
 # follows doubles them.
 _FIRST_REST, _LONGEST_REST = 4, 31
 # Steps of the widest that are taken as accepted whole before the first step. With more, a useless drafter is noticed
 # later; with fewer, one wrong block ends drafting.
 _FIRST_STEPS = 0.25
-# Steps that a bucket takes over from its neighbor at most.
-_FROM_NEIGHBOR = 8.0
+# Steps of a row that a bucket takes over from its neighbor at most, and a call from earlier ones.
+_TAKEN_OVER = 8.0
 
 
 class Budget:
     """Chooses the size that promises most tokens per cost, the smallest of nearly equal ones.
 
     One row drafts nothing. Such steps show nothing of drafts: what is known of them fades, and after a rest of some
-    steps the smallest size is tried.
+    steps the smallest size is tried. A call takes over what earlier ones have learned, weighed as a few steps.
 
     Args:
         costs: by size, what a step costs, in any unit; empty while they are still to be measured.
@@ -55,6 +58,11 @@ class Budget:
     def __init__(self, costs: Mapping[int, float]) -> None:
         self.costs = costs
         self._rested, self._rest = 0, _FIRST_REST  # steps in a row without drafts, and their number before a trial
+
+    def begin(self) -> None:
+        """Begin another call, whose costs are still to be measured."""
+        self.costs = {}
+        self._rest = min(self._rest, 2 * _FIRST_REST)  # steps of several calls add up to a rest
 
     def choose(self) -> int:
         """Return the rows of the next step."""
@@ -89,6 +97,12 @@ class TreeBudget(Budget):
         self._accepted = self._predicted = _PRIOR
         self._expected: Sequence[float] = _PUBLISHED
 
+    def begin(self) -> None:
+        """See `Budget.begin`."""
+        super().begin()
+        share = min(1.0, _TAKEN_OVER * _PRIOR / self._predicted)
+        self._accepted, self._predicted = share * self._accepted, share * self._predicted
+
     def expected(self, rows: int) -> float:
         """See `Budget.expected`."""
         if rows == 1:
@@ -103,7 +117,8 @@ class TreeBudget(Budget):
             return
         self._count(rows)
         if rows == 1:
-            self._accepted, self._predicted = (_FADING * count for count in (self._accepted, self._predicted))
+            if self._predicted > _LEAST:
+                self._accepted, self._predicted = (_FADING * count for count in (self._accepted, self._predicted))
             return
         place = TREE_SIZES.index(rows)
         self._accepted += sum(count - 1 for count, _ in running)
@@ -129,6 +144,14 @@ class _Counts:
         steps = {width: factor * steps for width, steps in self.steps.items()}
         return _Counts(factor * self.tokens, steps, factor * self.taken)
 
+    def faded(self) -> _Counts:
+        """Return these counts as they weigh a step later."""
+        return self.scaled(_FADING) if self.taken > _LEAST else self
+
+    def at_most(self, taken: float) -> _Counts:
+        """Return these counts, weighed as at most so many steps."""
+        return self.scaled(min(1.0, taken / self.taken))
+
     def add(self, before: int, emitted: int) -> None:
         """Count a step that wrote ``emitted`` tokens of a run, of which ``before`` had been written."""
         self.tokens += emitted
@@ -145,7 +168,7 @@ class WidthBudget(Budget):
     ends at a token that is hard to draft, and a narrow one also before.
 
     Lengths of one `context_bucket` share their counts, which begin as those of the nearest bucket, weighed as a few
-    steps. A call begins with the widest, as if a part of a step had kept everything.
+    steps. The first call begins with the widest, as if a part of a step had kept everything.
 
     Args:
         costs: as in `Budget`.
@@ -157,7 +180,14 @@ class WidthBudget(Budget):
         self._block_size = block_size
         self._counts: dict[int, _Counts] = {}
         self._runs: dict[int, int] = {}  # by row, the tokens of its unfinished run
-        self._running: list[_Counts] = [self._first()]  # of each row's length
+        # Of each row's length in the last step, which may be one of the call before.
+        self._running: list[_Counts] = [self._first()]
+
+    def begin(self) -> None:
+        """See `Budget.begin`."""
+        super().begin()
+        self._runs.clear()
+        self._counts = {bucket: counts.at_most(_TAKEN_OVER) for bucket, counts in self._counts.items()}
 
     def expected(self, rows: int) -> float:
         """See `Budget.expected`."""
@@ -165,11 +195,13 @@ class WidthBudget(Budget):
 
     def observe(self, rows: int, emitted: Sequence[int], reports: Sequence[RowReport]) -> None:
         """Learn from a step; see `TreeBudget.observe`."""
-        self._count(rows)
         rows_of = enumerate(zip(emitted, reports, strict=True))
         running = {row: context_bucket(r.length - n) for row, (n, r) in rows_of if r.done == RUNNING and n}
+        if not running:
+            return
+        self._count(rows)
         for bucket in set(running.values()):
-            self._counts[bucket] = self._at(bucket).scaled(_FADING)
+            self._counts[bucket] = self._at(bucket).faded()
         if rows == 1:
             self._runs.clear()
         else:
@@ -177,8 +209,7 @@ class WidthBudget(Budget):
                 before = self._runs.get(row, 0)
                 self._counts[bucket].add(before, emitted[row])
                 self._runs[row] = 0 if emitted[row] < rows else before + emitted[row]
-        if running:
-            self._running = [self._counts[bucket] for bucket in running.values()]
+        self._running = [self._counts[bucket] for bucket in running.values()]
 
     def leave(self, row: int) -> None:
         """Forget the run of a row, which another call will have."""
@@ -190,7 +221,7 @@ class WidthBudget(Budget):
         if not self._counts:
             return self._first()
         nearest = self._counts[min(self._counts, key=lambda other: abs(other - bucket))]
-        return nearest.scaled(min(1.0, _FROM_NEIGHBOR / nearest.taken))
+        return nearest.at_most(_TAKEN_OVER)
 
     def _first(self) -> _Counts:
         steps = {width: math.ceil(self._block_size / width) for width in chain_widths(self._block_size)}
@@ -212,13 +243,14 @@ def measured_costs(
         time_step: takes a step of so many rows, and returns its seconds.
         warm_ups: the first steps of each size, which take longer.
         sizes: in ascending order.
-        most_per_doubling: the most that a size may cost of half its rows.
+        most_per_doubling: the most that a size of more than 16 rows may cost of half its rows.
     """
     shortest: dict[int, float] = {}
     rounds, spent = 0, 0.0
 
     def is_worth_it(size: int) -> bool:
-        return size // 2 not in shortest or shortest[size] <= most_per_doubling * shortest[size // 2]
+        half = size // 2
+        return half <= TREE_SIZES[0] or half not in shortest or shortest[size] <= most_per_doubling * shortest[half]
 
     while rounds < _ROUNDS and spent < _SECONDS:
         for size in sizes:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 _CAPTURING = threading.Lock()  # captures and watches change settings of the whole process
 _WARM_UPS = 2  # real steps before a capture: one makes what is made at first use, one is watched
-# The least recently used goes first. Four widths (`block_size="auto"`) of eight kinds of calls.
+# The least recently used goes first. Five widths (`block_size="auto"`) of six kinds of calls.
 MAX_GRAPHS = 32
 
 

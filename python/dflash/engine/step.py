@@ -179,6 +179,7 @@ class Engine:
             self.tree = TreeProposer(draft, target, batch_size, block_size) if tree_rows else None
         self.proposer: ChainProposer | LookupProposer | TreeProposer = self.chain
         self.budget: TreeBudget | WidthBudget | None = None
+        self._tree_budget, self._width_budget = TreeBudget({}), WidthBudget({}, block_size)
         self.costs: dict[Hashable, dict[int, float]] = {}
         self.vocab_size = target.embedding_weight.shape[0]
         self.keyed = KeyedAcceptance()
@@ -237,12 +238,12 @@ class Engine:
                 self._rejection = RejectionAcceptance(*sizes, self.target.device)
             self.acceptance = self._rejection
         if rows := tree_rows(call.tree):
-            self.budget = TreeBudget({}) if call.tree == "auto" else None
+            self._use_budget(self._tree_budget if call.tree == "auto" else None)
             self.proposer = self.tree
             self.tree.configure(self.rules, samples, rows, forecasts=self.budget is not None)
         else:
             self._draft_chains(call.denoise_steps, self._rejection if self.acceptance is self._rejection else None)
-            self.budget = WidthBudget({}, self.block_size) if self.widths == "auto" else None
+            self._use_budget(self._width_budget if self.widths == "auto" else None)
 
     def admit(self, row: int, call: Call) -> None:
         """Assign a free row to a call of one prompt; the other rows keep theirs.
@@ -262,7 +263,7 @@ class Engine:
         self._draft_chains(passes)
         # A row's text must not depend on the others, so a width is chosen only where no bit depends on it.
         is_free = self.target.is_exact_for(self.batch_size * self.block_size)
-        self.budget = WidthBudget({}, self.block_size) if self.widths == "auto" and is_free else None
+        self._use_budget(self._width_budget if self.widths == "auto" and is_free else None)
 
     def retire(self, row: int) -> None:
         """Take ``row`` from its call; steps do least for it."""
@@ -353,6 +354,12 @@ class Engine:
         return ""
 
     # ------------------------------------------------------------------------------------------ rows of a block
+
+    def _use_budget(self, budget: TreeBudget | WidthBudget | None) -> None:
+        """Let ``budget`` choose from now on. It keeps what it has learned of the drafter in earlier calls."""
+        self.budget = budget
+        if budget is not None:
+            budget.begin()
 
     def choose_rows(self) -> None:
         """Set the rows of the next step; the call leaves them to us."""
