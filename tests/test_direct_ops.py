@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dflash import ops
+from dflash.ops import registry
 from dflash.ops.registry import CpuLauncher
 
 ROWS, WIDTH, OUT = 5, 24, 18
@@ -65,6 +66,22 @@ def test_an_instruction_set_that_cannot_run_is_an_error():
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "RuntimeError: DFLASH_ISA=none cannot run here" in run.stderr
+
+
+@pytest.mark.parametrize(("lasts", "asked"), [(True, 1), (False, 3)])
+def test_a_gpu_without_kernels_runs_twins_and_says_so_once(monkeypatch, lasts, asked):
+    """A reason that may pass, such as full memory, is looked up again."""
+    reason, questions = f"the driver is busy ({lasts})", []
+    monkeypatch.setattr(registry, "_STATUS", {})
+    monkeypatch.setattr(registry._C, "cuda_status", lambda device: questions.append(device) or (reason, lasts))
+    x = random(ROWS, 2 * WIDTH)
+    with pytest.warns(UserWarning, match="plain torch") as warned:
+        results = [ops.silu_mul.op.on_cuda(x) for _ in range(3)]
+    assert len(warned) == 1
+    assert f"plain torch on this GPU, since {reason}" in str(warned[0].message)
+    assert len(questions) == asked
+    for result in results:
+        torch.testing.assert_close(result, ops.silu_mul(x))
 
 
 @pytest.mark.parametrize("strict", [True, False])

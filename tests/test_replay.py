@@ -99,6 +99,13 @@ def test_a_target_with_its_own_forward_and_several_passes_is_captured(batch):
     )
 
 
+def test_a_call_waits_for_what_was_queued_before_it(target, draft, batch):
+    generator, ids = record(cheat(target, draft, batch)), batch[0]
+    for calls in (1, 2):
+        generator.generate(ids, attention_mask=batch[1], max_new_tokens=4)
+        assert generator.runner.device.settled == calls
+
+
 def test_neither_streams_nor_captures_share_counters(monkeypatch):
     launch, places = registry.CudaLauncher(SimpleNamespace(NUM_COUNTERS=4)), {}
     monkeypatch.setattr(registry, "_stream_and_capture", lambda _: place)
@@ -282,6 +289,28 @@ class TestFallbacks:
         generator = record(cheat(target, draft, batch))
         setattr(generator.runner.device, name, value)
         self.expect(generator, batch, reason)
+
+    def test_after_a_failed_capture_other_kinds_warm_up_again(self):
+        device = Recorded(torch.zeros(1, 4, dtype=torch.int64))
+        runner, ran = graphs.Replay(device.report, device), []
+
+        def launch(kind: str) -> None:
+            runner.launch(lambda: ran.append(kind), lambda: kind)
+            runner.read()
+
+        launch("waits")
+        launch("waits")  # as warm as a capture needs
+        device.broken = RuntimeError("no capture")
+        for _ in range(3):
+            launch("fails")
+        device.broken = None
+        launch("waits")
+        assert runner.graphs == 0
+        launch("waits")
+        launch("waits")
+        assert runner.graphs == 1
+        launch("fails")
+        assert "no capture" in runner.reason
 
     def test_python_rules_run_eagerly(self, target, draft, batch):
         generator, asked = record(cheat(target, draft, batch)), []

@@ -130,15 +130,18 @@ class DecoderLayers {
 
 #if DFLASH_WITH_CUDA
 // Why this build's kernels cannot run on the device; empty if they can.
-std::string cuda_status(int device) {
+std::pair<std::string, bool> cuda_status(int device) {
   int driver = 0, runtime = 0;
-  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return "no CUDA driver was found";
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return {"no CUDA driver was found", true};
   cudaRuntimeGetVersion(&runtime);
   if (driver / 1000 < runtime / 1000)
-    return "the driver is made for CUDA " + std::to_string(driver / 1000) + ", the kernels need one for CUDA " +
-           std::to_string(runtime / 1000);
+    return {"the driver is made for CUDA " + std::to_string(driver / 1000) + ", the kernels need one for CUDA " +
+                std::to_string(runtime / 1000),
+            true};
   const cudaError_t error = probe_kernels(device);
-  return error == cudaSuccess ? "" : cudaGetErrorString(error);
+  if (error == cudaSuccess) return {"", true};
+  return {cudaGetErrorString(error),
+          error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction};
 }
 
 // The number of the graph capture that the stream takes part in, 0 for none.
@@ -174,7 +177,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("capture_id", &capture_id);
 #else
   m.def("with_cuda", [] { return false; });
-  m.def("cuda_status", [](int) { return "this build has no CUDA kernels"; });
+  m.def("cuda_status", [](int) { return std::pair("this build has no CUDA kernels", true); });
   m.def("overlaps", [](int) { return false; });
   m.def("set_overlap", [](bool) {});
   m.def("capture_id", [](uintptr_t) { return 0; });

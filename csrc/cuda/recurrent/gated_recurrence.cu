@@ -258,11 +258,7 @@ static __device__ __forceinline__ void save(const GatedRecurrenceParams& p, cons
   const int64_t members = ceil_div(units - counter, kNumCounters);
   const unsigned last = unsigned(members * (p.heads / p.key_heads) * ceil_div(p.value_dim, kColumns) - 1);
   unsigned ticket = 0;
-  if (threadIdx.x % 32 == 0) {
-    __threadfence();
-    ticket = atomicInc(p.counters + counter, last);
-    __threadfence();
-  }
+  if (threadIdx.x % 32 == 0) ticket = count_up(p.counters + counter, last);
   ticket = __shfl_sync(kAllLanes, ticket, 0);
   if (ticket != last) return;
   __syncwarp();

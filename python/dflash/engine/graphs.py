@@ -180,6 +180,10 @@ class Device:
         for event in self._events:
             event.synchronize()
 
+    def settle(self) -> None:
+        """Wait for what was queued so far: kernels read weights before the kernel ahead, which may write them, ends."""
+        torch.cuda.current_stream(self._report.device).synchronize()
+
     def follow(self) -> None:
         """Order the current stream after all that this call, or the one before it, queued on another stream."""
         last, self._stream = self._stream, torch.cuda.current_stream()
@@ -223,6 +227,7 @@ class Replay:
     def start(self) -> None:
         """Begin a call."""
         self.device.follow()
+        self.device.settle()
         self._launched = self._read = 0
 
     def clear(self) -> None:
@@ -276,6 +281,8 @@ class Replay:
         try:
             graph = self.device.capture(step)
         except Exception as error:  # nothing of the step was run
+            # The next captures use another stream, on which other kinds have not warmed up.
+            self._seen = {each: seen for each, seen in self._seen.items() if each in self._graphs or each == kind}
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             self._refused[kind] = self.reason = f"the step could not be captured: {why}"
             step()

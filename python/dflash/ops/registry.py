@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -32,10 +33,27 @@ def skinny(rows: int, dtype: torch.dtype) -> bool:
     return rows <= _SKINNY.get(dtype, 0)
 
 
-@functools.cache
+_STATUS: dict[int, str] = {}
+
+
 def cuda_status(device: int = 0) -> str:
-    """Return why this build's CUDA kernels cannot run on CUDA device ``device``, looked up once; empty if they can."""
-    return _C.cuda_status(device)
+    """Return why this build's CUDA kernels cannot run on CUDA device ``device``; empty if they can.
+
+    Looked up once, unless the reason may pass: a GPU without free memory, say.
+    """
+    if device in _STATUS:
+        return _STATUS[device]
+    reason, lasts = _C.cuda_status(device)
+    if lasts:
+        _STATUS[device] = reason
+    return reason
+
+
+@functools.cache
+def _warn_of_twins(reason: str) -> None:
+    """Say once that ops run without kernels on a GPU."""
+    advice = "the results are right, but steps take longer. `dflash doctor` says what to do"
+    warnings.warn(f"dflash runs its ops in plain torch on this GPU, since {reason}: {advice}", stacklevel=3)
 
 
 # ---------------------------------------------------------------------------------------------- launchers
@@ -218,9 +236,12 @@ class Op:
         scope = self._checked(arguments) if names is NotImplemented else Scope(arguments=arguments, **names)
         first = next(x for x in arguments if isinstance(x, Tensor))
         is_known = first.dtype in _CUDA_DTYPES or not first.is_floating_point()
-        if is_known and not cuda_status(first.device.index):
-            return self.launch(_CUDA, scope)
-        return self.twin(*arguments)
+        if not is_known:
+            return self.twin(*arguments)
+        if reason := cuda_status(first.device.index):
+            _warn_of_twins(reason)
+            return self.twin(*arguments)
+        return self.launch(_CUDA, scope)
 
     def on_fake(self, *arguments: object) -> object:
         """Check a call of tensors without memory and allocate its results."""
