@@ -33,12 +33,13 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-constexpr int64_t kParallelElements = 32768;  // below this threads cost more than they save
+// Array elements below which threads cost more than they save: threads of an open team wait already.
+constexpr int64_t kParallelElements = 32768, kTeamElements = 8192;
 
 // fn(first, last) for ranges that make up [0, n); `elements` is the total work, in array elements.
 template <typename Fn>
 static inline void parallel_ranges(int64_t n, int64_t elements, int threads, const Fn& fn) {
-  if (threads > 1 && n > 1 && elements >= kParallelElements) {
+  if (threads > 1 && n > 1 && elements >= (team_is_open() ? kTeamElements : kParallelElements)) {
     const auto range = [](const void* context, int64_t first, int64_t last) {
       (*static_cast<const Fn*>(context))(first, last);
     };

@@ -207,6 +207,8 @@ void with_team(int threads, void (*body)(const void*), const void* context) noex
   }
 }
 
+bool team_is_open() noexcept { return team != nullptr; }
+
 void team_for(int64_t n, int threads, void (*body)(const void*, int64_t, int64_t), const void* context) noexcept {
   const Loop loop{body, context, n};
   if (in_loop || n < 2 || n >> 32 || (!team && threads <= 1)) {
@@ -227,6 +229,8 @@ void team_for(int64_t n, int threads, void (*body)(const void*, int64_t, int64_t
 #else
 
 void with_team(int, void (*body)(const void*), const void* context) noexcept { body(context); }
+
+bool team_is_open() noexcept { return false; }
 
 void team_for(int64_t n, int, void (*body)(const void*, int64_t, int64_t), const void* context) noexcept {
   body(context, 0, n);

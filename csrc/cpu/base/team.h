@@ -12,6 +12,9 @@ namespace dflash {
 // body(context) on this thread; up to `threads` threads in all share the loops in it.
 void with_team(int threads, void (*body)(const void* context), const void* context) noexcept;
 
+// True on a thread that has opened a team, whose other threads wait for its loops.
+bool team_is_open() noexcept;
+
 // body(context, first, last) for ranges that make up [0, n), by the team this thread has opened or else by one of
 // `threads` threads.
 void team_for(int64_t n, int threads, void (*body)(const void* context, int64_t first, int64_t last),
