@@ -73,6 +73,7 @@ def test_a_gpu_without_kernels_runs_twins_and_says_so_once(monkeypatch, lasts, a
     """A reason that may pass, such as full memory, is looked up again."""
     reason, questions = f"the driver is busy ({lasts})", []
     monkeypatch.setattr(registry, "_STATUS", {})
+    registry._warn_of_twins.cache_clear()
     monkeypatch.setattr(registry._C, "cuda_status", lambda device: questions.append(device) or (reason, lasts))
     x = random(ROWS, 2 * WIDTH)
     with pytest.warns(UserWarning, match="plain torch") as warned:

@@ -56,6 +56,7 @@ STATES = [
     ("CUDA kernels", {"has_cuda_kernels": False}, "warning", "nvcc"),
     ("CUDA kernels", {"cuda_status": DRIVER}, "warning", "update the driver"),
     ("CUDA kernels", {"cuda_status": "no kernel image is available"}, "warning", "CMAKE_CUDA_ARCHITECTURES"),
+    ("CUDA kernels", {"cuda_status": "out of memory"}, "warning", "free the GPU"),
     ("CUDA kernels", {}, "ok", "running"),
     ("CUDA graphs", NONE, "ok", "no GPU"),
     ("CUDA graphs", {}, "ok", "used"),

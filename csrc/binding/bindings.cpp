@@ -129,7 +129,7 @@ class DecoderLayers {
 };
 
 #if DFLASH_WITH_CUDA
-// Why this build's kernels cannot run on the device; empty if they can.
+// Why this build's kernels cannot run on the device, empty if they can, and whether that answer lasts.
 std::pair<std::string, bool> cuda_status(int device) {
   int driver = 0, runtime = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return {"no CUDA driver was found", true};
@@ -140,8 +140,7 @@ std::pair<std::string, bool> cuda_status(int device) {
             true};
   const cudaError_t error = probe_kernels(device);
   if (error == cudaSuccess) return {"", true};
-  return {cudaGetErrorString(error),
-          error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction};
+  return {cudaGetErrorString(error), error != cudaErrorMemoryAllocation && error != cudaErrorDevicesUnavailable};
 }
 
 // The number of the graph capture that the stream takes part in, 0 for none.

@@ -410,6 +410,7 @@ class Generator:
             self._known.fill(self._modules)
         self.runner.start()
         self.engine.refresh()
+        self.runner.settle()
         obstacle = "graph=False was asked for" if self.graph is False else ""
         if self.runner.ahead:
             obstacle = obstacle or self.engine.graph_obstacle(call, self._hook)

@@ -513,10 +513,15 @@ static void attend_all(const BlockAttentionParams& p) {
   const int64_t chunks = ceil_div(keys, kChunk), work = pairs * queries * keys * (p.head_dim + p.v_head_dim) / 16;
   const int64_t threads = p.threads;
   int64_t groups = ceil_div(queries, kMaxLanes);
-  // Enough groups for all threads, and where these are few as many for each: 3 for 2 threads take as long as 4.
-  const auto is_even = [&] { return pairs * groups * most(chunks, 1) >= 4 * threads || pairs * groups % threads == 0; };
+  // Enough groups for all threads. With fewer than four tasks per thread, as many for each: 3 tasks on 2 threads take
+  // as long as 4.
+  const auto lanes = [&] { return ceil_div(ceil_div(queries, groups), kWidth) * kWidth; };
+  const auto is_even = [&] {
+    const int64_t tasks = pairs * ceil_div(queries, lanes());
+    return tasks * most(chunks, 1) >= 4 * threads || tasks % threads == 0;
+  };
   while (!is_even() && groups < ceil_div(queries, 16)) ++groups;
-  const int64_t width = ceil_div(ceil_div(queries, groups), kWidth) * kWidth;
+  const int64_t width = lanes();
   groups = ceil_div(queries, width);
   const int64_t tasks = pairs * groups, size = State::floats(width, p.v_head_dim);
   const bool share_chunks = chunks > 1 && tasks < 4 * threads && tasks % threads != 0 && work >= kParallelElements &&

@@ -77,8 +77,8 @@ __device__ __forceinline__ int64_t opaque(int64_t x) {
 
 // ---- a counter that blocks share
 
-// Adds one, or wraps to zero where the counter stands at `last`; returns what it was. What a block has stored before a
-// barrier ahead of this is visible, after a barrier, to the blocks that count later.
+// Adds one, or wraps to zero where the counter stands at `last`; returns what it was. What a block has read or stored
+// before a barrier ahead of this comes before what the blocks that count later do after a barrier.
 __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
   unsigned before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");

@@ -109,7 +109,11 @@ def _cuda_kernels(name: str) -> Check:
     if not torch.cuda.is_available():
         return Check(name, "in this build; there is no GPU to run on")
     if reason := ops.cuda_status(torch.cuda.current_device()):
-        advice = "update the driver" if "driver" in reason else "rebuild with CMAKE_CUDA_ARCHITECTURES for this GPU"
+        advice = "rebuild with CMAKE_CUDA_ARCHITECTURES for this GPU"
+        if "driver" in reason:
+            advice = "update the driver"
+        elif "memory" in reason or "busy" in reason:
+            advice = "free the GPU and try again"
         return Check(name, f"in this build, but: {reason}", "warning", f"{advice}; {_SLOW}")
     return Check(name, "in this build and running")
 

@@ -213,7 +213,7 @@ class Replay:
 
     def __init__(self, report: Tensor, device: Device | None = None) -> None:
         self.device, self.reason = device or Device(report), ""
-        self.drain = self.device.drain
+        self.drain, self.settle = self.device.drain, self.device.settle
         self._graphs: OrderedDict[Hashable, Callable[[], None]] = OrderedDict()
         self._seen: dict[Hashable, int] = {}
         self._refused: dict[Hashable, str] = {}
@@ -227,7 +227,6 @@ class Replay:
     def start(self) -> None:
         """Begin a call."""
         self.device.follow()
-        self.device.settle()
         self._launched = self._read = 0
 
     def clear(self) -> None:
@@ -282,7 +281,7 @@ class Replay:
             graph = self.device.capture(step)
         except Exception as error:  # nothing of the step was run
             # The next captures use another stream, on which other kinds have not warmed up.
-            self._seen = {each: seen for each, seen in self._seen.items() if each in self._graphs or each == kind}
+            self._seen = {each: times for each, times in self._seen.items() if each in self._graphs}
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             self._refused[kind] = self.reason = f"the step could not be captured: {why}"
             step()

@@ -121,6 +121,9 @@ class Direct:
     def start(self) -> None:
         """Begin a call."""
 
+    def settle(self) -> None:
+        """Wait for what was queued so far."""
+
     def clock(self) -> float:
         """Return the seconds by which steps are compared: this thread's own, or the clock's if it waits for others."""
         return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()

@@ -53,7 +53,7 @@ def cuda_status(device: int = 0) -> str:
 def _warn_of_twins(reason: str) -> None:
     """Say once that ops run without kernels on a GPU."""
     advice = "the results are right, but steps take longer. `dflash doctor` says what to do"
-    warnings.warn(f"dflash runs its ops in plain torch on this GPU, since {reason}: {advice}", stacklevel=3)
+    warnings.warn(f"dflash runs its ops in plain torch on this GPU, since {reason}: {advice}", stacklevel=2)
 
 
 # ---------------------------------------------------------------------------------------------- launchers
