@@ -33,7 +33,7 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Array elements below which threads cost more than they save: threads of an open team wait already.
+// With fewer array elements than these, threads cost more than they save. Those of an open team wait already.
 constexpr int64_t kParallelElements = 32768, kTeamElements = 8192;
 
 // fn(first, last) for ranges that make up [0, n); `elements` is the total work, in array elements.

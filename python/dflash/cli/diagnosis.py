@@ -112,7 +112,7 @@ def _cuda_kernels(name: str) -> Check:
         advice = "rebuild with CMAKE_CUDA_ARCHITECTURES for this GPU"
         if "driver" in reason:
             advice = "update the driver"
-        elif "memory" in reason or "busy" in reason:
+        elif "out of memory" in reason or "busy" in reason:
             advice = "free the GPU and try again"
         return Check(name, f"in this build, but: {reason}", "warning", f"{advice}; {_SLOW}")
     return Check(name, "in this build and running")

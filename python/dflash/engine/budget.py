@@ -33,7 +33,7 @@ _FIRST_BUCKET = 256
 # never grow again: narrow blocks show nothing of what wider ones would do.
 # Nor can steps without drafts tell what drafts would do: what is known of them fades likewise.
 _FADING = 1 - 1 / 20
-# Steps below which what is known fades no more: it counts for nothing next to a new step.
+# Steps, or drafts that a tree predicted, below which what is known fades no more: next to a new step it is nothing.
 _LEAST = 0.1
 # Steps without drafts after which they are tried again: at first, and at most. A trial that no other step with drafts
 # follows doubles them.
