@@ -78,7 +78,12 @@ def emulated_kernels() -> ModuleType:
 
     if reason := build.missing():
         pytest.skip(f"no emulation of CUDA: {reason}")
-    return build.load(os.environ.get("DFLASH_EMULATION") == "sanitize")
+    module = build.load(os.environ.get("DFLASH_EMULATION") == "sanitize")
+    if path := os.environ.get("DFLASH_PTX"):
+        import ptx
+
+        ptx.use(module, Path(path))
+    return module
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ EPS, NAN, INF = 1e-6, float("nan"), float("inf")
 # batch, rows, hidden, width, groups: groups of 16, as published; of 1, 8, 3 and all channels; more weights than rows
 SHAPES = [(2, 5, 64, 2, 4), (1, 4, 37, 3, 37), (3, 6, 72, 5, 9), (1, 3, 33, 7, 11), (2, 4, 144, 1, 1), (1, 1, 16, 2, 2)]
 
+WIDE = [(1, 2, 3000, 2, 6), (1, 2, 5000, 2, 8), (1, 2, 9000, 2, 9)]  # a thread of a GPU holds some pieces of a row
+
 
 def draw(shape, dtype=torch.float32, seed=0):
     """The arguments of `conv_add_rms_norm` by name."""
@@ -97,7 +99,7 @@ def test_against_float64(shape, dtype, kernels):
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES + WIDE)
 def test_both_in_one_have_the_bits_of_one_after_the_other(shape, zero_centered, dtype, kernels):
     call = draw(shape, dtype)
     batch, rows, hidden = call["x"].shape

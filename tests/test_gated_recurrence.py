@@ -10,7 +10,8 @@ from dflash.ops import reference
 
 pytestmark = pytest.mark.op
 
-SHAPES = [(2, 4, 16, 24), (1, 3, 33, 70), (2, 2, 7, 5), (1, 2, 128, 128)]  # key heads, heads, key_dim, value_dim
+# key heads, heads, key_dim, value_dim
+SHAPES = [(2, 4, 16, 24), (1, 3, 33, 70), (2, 2, 7, 5), (1, 2, 128, 128), (1, 1, 200, 9)]
 KINDS = {"gated delta rule": (True, False), "kda": (True, True), "mamba-2": (False, False), "channels": (False, True)}
 INPUTS = ("q", "k", "v", "log_decay", "beta")
 WRITTEN = ("state", "saved_k", "saved_d", "saved_a")

@@ -8,6 +8,7 @@ pytestmark = pytest.mark.op
 
 EPS = 1e-6
 SHAPES = [(1, 1, 1), (1, 2, 15), (2, 3, 16), (2, 5, 113), (1, 16, 1023), (3, 16, 4096)]
+WIDE = [(1, 3, 5000), (1, 2, 9000)]  # a thread of a GPU holds two or more pieces of a row
 
 
 def draw(shape, dtype, seed=0):
@@ -33,6 +34,15 @@ def test_add_rms_norm_against_float64(shape, dtype, kernels):
     assert torch.equal(total, twin_total)
     exact = reference.rms_norm(twin_total.double(), weight.double(), EPS)
     assert_as_exact_as_torch(out, twin, exact)
+
+
+@pytest.mark.parametrize("shape", WIDE)
+def test_wide_rows_against_float64(shape, dtype, kernels):
+    x, residual, weight = draw(shape, dtype)
+    out, total = kernels.add_rms_norm(x, residual, weight, EPS)
+    exact = reference.rms_norm(total.double(), weight.double(), EPS)
+    assert_as_exact_as_torch(out, reference.rms_norm(total, weight, EPS), exact, factor=4)  # float32 sums on a CPU
+    assert torch.equal(out, kernels.rms_norm(total, weight, EPS))
 
 
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[3]])

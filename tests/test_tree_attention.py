@@ -127,6 +127,7 @@ GPU_CASES = [
     (torch.bfloat16, (8, 1, 64, 64), "window"), (torch.bfloat16, (4, 1, 64, 64), "softcap"),
     (torch.bfloat16, (4, 1, 64, 64), "narrow window"), (torch.bfloat16, (24, 1, 64, 64), "all"),
     (torch.float32, (1, 1, 16, 16), "narrow window"), (torch.float32, (4, 1, 64, 64), "all"),
+    (torch.float16, (4, 1, 128, 128), "all"),
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / "build" / "cuda_emulation"
 SKIPPED = {"probe.cu"}  # asks the driver
-MACHINE = ("cuda_emulation", "shadow", "module")
+MACHINE = ("cuda_emulation", "shadow", "ptx", "module")
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 SHARED = ".bss=emulated_shared,alloc,load,data,contents"  # see cuda_emulation.h
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", *WARNINGS]
@@ -78,7 +78,7 @@ def build(sanitize: bool = False) -> Path:
         if source.suffix == ".cu":
             own += [*(SANITIZERS if sanitize else WATCHED), *KERNEL_FLAGS]
         elif source.stem != "module":
-            own += ["-O2", f"-DEMULATION_ASAN={int(sanitize)}"]
+            own += ["-O2", "-fwrapv", "-frounding-math", f"-DEMULATION_ASAN={int(sanitize)}"]
         key = common.copy()
         key.update(repr((own, SHARED, source.name)).encode() + source.read_bytes())
         jobs.append((source, FOLDER / f"{source.stem}-{key.hexdigest()[:16]}.o", own))

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "machine.h"
+#include "ptx.h"
 #include "shadow.h"
 
 // This file is never instrumented itself; EMULATION_ASAN says that the kernels are.
@@ -115,6 +116,7 @@ struct Thread {
   void (*run)(void* const*);
   uint64_t result;
   std::vector<Copy> copies;
+  std::vector<char> memory;  // for who runs it
   int committed;
   bool waited;  // for the kernel ahead
   ThreadView view;
@@ -441,7 +443,11 @@ void fail(const char* format, ...) {
 }
 
 cudaError_t enqueue(const void* address, dim3 grid, dim3 threads, size_t shared, bool overlaps,
-                    std::function<void()> kernel) {
+                    std::function<void()> kernel, Parameters parameters) {
+  if (const auto program = ptx::find(address)) {
+    shared += program->static_shared;
+    kernel = [=] { ptx::run(*program, parameters); };
+  }
   const uint64_t per_block = uint64_t(threads.x) * threads.y * threads.z;
   if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 || !per_block ||
       per_block > 1024 || threads.z > 64 || shared > kMaxShared)
@@ -685,7 +691,7 @@ static bool is_private(const char* p) {
 }
 
 #if !EMULATION_ASAN
-static void touch(const void* address, size_t bytes, bool stores) {
+void touch(const void* address, size_t bytes, bool stores) {
   if (!block || !current) return;  // a launcher
   const char* p = static_cast<const char*>(address);
   if (is_private(p)) return;
@@ -699,7 +705,14 @@ static void touch(const void* address, size_t bytes, bool stores) {
     wrong = shadow.load(p, bytes, launch, block->number, block->view, current->view);
   if (!wrong.empty()) fail("a thread %s", wrong.c_str());
 }
+#else
+void touch(const void*, size_t, bool) {}
 #endif
+
+char* thread_memory(size_t bytes) {
+  current->memory.resize(bytes);
+  return current->memory.data();
+}
 
 void copy_async(void* shared, const void* global, unsigned bytes, unsigned zeros) {
   expect_aligned(shared, bytes + zeros, "cp.async, destination");

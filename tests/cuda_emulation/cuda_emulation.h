@@ -12,6 +12,7 @@
 #include <cstring>
 #include <functional>
 #include <type_traits>
+#include <vector>
 
 // build.py gives the zero-initialised variables of a .cu file a section of their own, which is poisoned
 // before each block: that is the static shared memory. Kernels are static functions (the linker merges what
@@ -45,11 +46,14 @@ extern dim3 block_dim, grid_dim;
 // Ends the block that runs: synchronize() returns an error with this text.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// Queues the kernel at `address`. An overlapping one may start as soon as every block of the one ahead has
-// called grid_launch_dependents(), even if that one waits itself: its threads then stop at
+// A kernel's parameters as CUDA lays them out.
+using Parameters = std::vector<unsigned char>;
+
+// Queues the kernel at `address`, or the PTX that stands for it (ptx.h). An overlapping one may start as soon as every
+// block of the one ahead has called grid_launch_dependents(), even if that one waits itself: its threads then stop at
 // grid_dependency_wait().
 cudaError_t enqueue(const void* address, dim3 grid, dim3 block, size_t shared, bool overlaps,
-                    std::function<void()> kernel);
+                    std::function<void()> kernel, Parameters parameters);
 
 enum class Barrier { kSync, kCount, kAnd, kOr };
 int barrier(Barrier kind, int predicate);  // of the block
@@ -61,6 +65,11 @@ uint64_t warp(WarpOp op, unsigned mask, uint64_t value, int source = 0);
 void warp_collective(void (*run)(void* const* payloads), void* payload);
 unsigned lane();
 
+// An access to memory by the current thread, where the compiler does not tell of it.
+void touch(const void* address, size_t bytes, bool stores);
+// Memory that the current thread keeps until it ends.
+char* thread_memory(size_t bytes);
+
 unsigned char* dynamic_shared();
 void expect_shared(const void* address, size_t bytes, const char* what);  // inside this block's shared memory
 void expect_aligned(const void* address, size_t bytes, const char* what);
@@ -69,6 +78,9 @@ void commit_async();
 void wait_async(int groups_left);  // -1: everything, committed or not
 void dependency_wait();
 void launch_dependents();
+
+// What a cache policy looks like.
+constexpr uint64_t kPolicy = 0x12f0000000000000;
 
 // Blocks of one grid take turns here.
 void fence();
@@ -89,6 +101,19 @@ T from_bits(uint64_t bits) {
   T value;
   std::memcpy(static_cast<void*>(&value), &bits, sizeof(T));
   return value;
+}
+
+template <typename... T>
+Parameters laid_out(const T&... arguments) {
+  Parameters bytes;
+  [[maybe_unused]] const auto add = [&](const auto& argument) {
+    using Argument = std::decay_t<decltype(argument)>;
+    static_assert(std::is_trivially_copyable_v<Argument>);
+    bytes.resize((bytes.size() + alignof(Argument) - 1) / alignof(Argument) * alignof(Argument) + sizeof(Argument));
+    std::memcpy(bytes.data() + bytes.size() - sizeof(Argument), &argument, sizeof(Argument));
+  };
+  (add(arguments), ...);
+  return bytes;
 }
 
 template <typename T>

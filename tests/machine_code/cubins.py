@@ -148,6 +148,12 @@ def readable(names: list[str]) -> list[str]:
     return [name.removeprefix("dflash::") for name in done.stdout.splitlines()]
 
 
+def functions_of(library: str) -> dict[int, str]:
+    """Return the functions of a library, with readable names, by their offset in it."""
+    symbols = [line.split() for line in _output("nm", library).splitlines() if " t " in line or " T " in line]
+    return dict(zip((int(s[0], 16) for s in symbols), readable([s[2] for s in symbols]), strict=True))
+
+
 _QUIET = {"stdout": subprocess.DEVNULL}
 
 

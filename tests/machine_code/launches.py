@@ -7,12 +7,11 @@ nobody touches.
 from __future__ import annotations
 
 import math
-import subprocess
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from cubins import readable
+from cubins import functions_of
 from op_checks import Emulated, OpByOp
 from torch import Tensor
 
@@ -54,7 +53,7 @@ def record_step(emulation: ModuleType, context: int) -> list[Launch]:
     finally:
         emulation.record(False)
         decoder.ops = own
-    names = _names(emulation.__file__)
+    names = functions_of(emulation.__file__)
     return [Launch(names[offset], math.prod(grid), *rest) for offset, grid, *rest in recorded]
 
 
@@ -85,10 +84,3 @@ def _choose(kernels: Emulated, logits: Tensor) -> None:
     kernels.select_tokens(
         logits, torch.arange(ROWS)[None], torch.tensor([1]), one * 0, torch.tensor([0]), one, one * 0, one
     )
-
-
-def _names(library: str) -> dict[int, str]:
-    """Return the functions of a library by their offset in it."""
-    lines = subprocess.run(["nm", library], capture_output=True, text=True, check=True).stdout.splitlines()
-    symbols = [line.split() for line in lines if " t " in line or " T " in line]
-    return dict(zip((int(s[0], 16) for s in symbols), readable([s[2] for s in symbols]), strict=True))

@@ -10,16 +10,18 @@ template <typename... Parameters>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t,
                    std::common_type_t<Parameters>... arguments) {
   static_assert((0 + ... + sizeof(Parameters)) <= 4096, "a kernel takes at most 4096 bytes of parameters");
-  return emulation::enqueue(reinterpret_cast<const void*>(kernel), grid, block, shared, false,
-                            [=] { kernel(arguments...); });
+  return emulation::enqueue(
+      reinterpret_cast<const void*>(kernel), grid, block, shared, false, [=] { kernel(arguments...); },
+      emulation::laid_out<Parameters...>(arguments...));
 }
 
 template <typename... Parameters>
 cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t,
                                std::common_type_t<Parameters>... arguments) {
   static_assert((0 + ... + sizeof(Parameters)) <= 4096, "a kernel takes at most 4096 bytes of parameters");
-  return emulation::enqueue(reinterpret_cast<const void*>(kernel), grid, block, shared, true,
-                            [=] { kernel(arguments...); });
+  return emulation::enqueue(
+      reinterpret_cast<const void*>(kernel), grid, block, shared, true, [=] { kernel(arguments...); },
+      emulation::laid_out<Parameters...>(arguments...));
 }
 
 inline void grid_dependency_wait() { emulation::dependency_wait(); }
@@ -52,10 +54,9 @@ inline void store16(void* address, uint4 value) {
   *static_cast<uint4*>(address) = value;
 }
 inline void prefetch_l2(const void*) {}
-constexpr uint64_t kEmulatedPolicy = 0x12f0000000000000;
-inline uint64_t evict_first_policy() { return kEmulatedPolicy; }
+inline uint64_t evict_first_policy() { return emulation::kPolicy; }
 inline void expect_policy(uint64_t policy) {
-  if (policy != kEmulatedPolicy) emulation::fail("no cache policy: %llx", (unsigned long long)policy);
+  if (policy != emulation::kPolicy) emulation::fail("no cache policy: %llx", (unsigned long long)policy);
 }
 
 inline float exp2_approx(float x) {
