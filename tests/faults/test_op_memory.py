@@ -104,6 +104,7 @@ def test_a_length_without_room_emits_nothing(limit, implementation):
         around = torch.full((3 * BATCH, CAPACITY), -7)
         call = CALLS["accept_prefix_"]() | {"tokens": around[BATCH : 2 * BATCH]}
         call |= {"length": torch.tensor([length, 3]), "limits": torch.tensor([limit, 9])}
+        call |= {"block_ids": torch.tensor([[9, 1, 2], [8, 4, 4]]), "posterior": torch.tensor([[1, 2, 3], [4, 5, 6]])}
         implementation.accept_prefix_(**call)
         assert call["length"].tolist() == [length, 5]
         assert call["num_context"].tolist() == [0, 2]
