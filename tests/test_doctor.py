@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from dflash import cli, ops
 from dflash.cli import diagnosis as doctor
+from dflash.engine.self_check import OVERLAPPING, Finding
 from dflash.ops import switches
 
 
@@ -58,6 +60,10 @@ STATES = [
     ("CUDA kernels", {"cuda_status": "no kernel image is available"}, "warning", "CMAKE_CUDA_ARCHITECTURES"),
     ("CUDA kernels", {"cuda_status": "out of memory"}, "warning", "free the GPU"),
     ("CUDA kernels", {}, "ok", "running"),
+    ("- linear", {}, "ok", "error 6.0e-03, at most 3.1e-02; 19 us"),
+    ("- linear", {"findings": [Finding("linear", math.inf, 0.03, 0, "it differs")]}, "error", "please report"),
+    ("- linear", {"kernels_off": {"linear": "DFLASH_KERNELS turns it off"}}, "warning", "unset DFLASH_KERNELS"),
+    ("- overlapping launches", {"findings": [Finding(OVERLAPPING, 0, 0, 0, "")]}, "ok", "same bits"),
     ("CUDA graphs", NONE, "ok", "no GPU"),
     ("CUDA graphs", {}, "ok", "used"),
     ("CUDA graphs", {"graph_error": "no memory"}, "warning", "no memory"),
@@ -72,7 +78,8 @@ STATES = [
 @pytest.mark.parametrize(("name", "machine", "status", "words"), STATES)
 def test_the_state_of_the_gpu_and_its_kernels_is_reported(monkeypatch, name, machine, status, words):
     of = {"seen": True, "present": True, "cuda": "13.0", "capability": (9, 0), "off": ()}
-    of |= {"has_cuda_kernels": True, "cuda_status": "", "overlaps": True, "graph_error": ""} | machine
+    of |= {"has_cuda_kernels": True, "cuda_status": "", "overlaps": True, "graph_error": "", "kernels_off": {}}
+    of |= {"findings": [Finding("linear", 0.006, 0.031, 19, "")]} | machine
     monkeypatch.setattr(torch.cuda, "is_available", lambda: of["seen"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -80,7 +87,8 @@ def test_the_state_of_the_gpu_and_its_kernels_is_reported(monkeypatch, name, mac
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: of["capability"])
     monkeypatch.setattr(torch.version, "cuda", of["cuda"])
     monkeypatch.setattr(doctor, "_gpu_present", lambda: of["present"])
-    for ask in ("has_cuda_kernels", "cuda_status", "overlaps"):
+    monkeypatch.setattr(doctor, "check_kernels", lambda _gpu: of["findings"])
+    for ask in ("has_cuda_kernels", "cuda_status", "overlaps", "kernels_off"):
         monkeypatch.setattr(ops, ask, lambda *_, ask=ask: of[ask])
     for switch in of["off"]:
         monkeypatch.setattr(ops, switch, False)

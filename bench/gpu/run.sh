@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that a GPU machine has to show: `bench/gpu/run.sh` runs all stages, `bench/gpu/run.sh STAGE...` some.
 #
-#   build    compile for this GPU, and say what the doctor says                      3 minutes on an H100 and 16 cores
+#   build    compile for this GPU; the doctor runs each kernel next to plain torch   3 minutes on an H100 and 16 cores
 #   tests    every test of a CUDA kernel, with real kernels                          2
 #   memory   a few of them under compute-sanitizer                                   1
 #   answers  whole answers of the package's pair, next to one token at a time        1

@@ -21,6 +21,7 @@ from .engine import Direct, Engine, Replay, step
 from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
 from .engine.run import Answer, Run, event_of, output_of
+from .engine.self_check import self_check
 from .ops import WeightStorage
 from .options import GeneratorOptions, checked_block_size
 from .outputs import GenerateOutput, StreamEvent
@@ -210,6 +211,8 @@ class Generator:
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
         self.weights, self.tree = options.weights, checked("tree", options.tree)
         # 2. The pair: the target's copy, the drafter, and the engine with its state.
+        for device in {parameter.device for parameter in target.parameters()}:
+            self_check(device)
         taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
         prepared, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
         if self.tree is not None and prepared.tree_obstacle:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from op_checks import Emulated, relative_error
+from test_self_check import EmulatedGpu
 
+from dflash.engine import self_check as check
 from dflash.ops import reference
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "cuda_emulation"))
@@ -88,3 +90,9 @@ def test_unknown_instructions_are_named(emulation, plant):
     plant(replaced(r"griddepcontrol\.wait;", "griddepcontrol.wait; nanosleep.u32 20;"))
     with pytest.raises(ValueError, match=r"the PTX instruction nanosleep\.u32 is not known"):
         layer(Emulated(emulation), *draw())
+
+
+def test_the_self_check_names_the_kernels_that_a_fault_spoils(emulation, plant):
+    plant(FAULTS["matrices are transposed"])
+    found = check.check_kernels(EmulatedGpu(emulation), layers=1)
+    assert {each.kernel for each in found if each.fault} == {"linear", "experts", "block_attention"}

@@ -24,6 +24,7 @@ from .. import ops
 from ..doctor import Diagnosis, Pair, Prompts, diagnose, find_prompts
 from ..drafter import DraftConfig, find_draft, read_draft_config
 from ..engine.graphs import captured
+from ..engine.self_check import OVERLAPPING, Gpu, check_kernels
 from ..evaluate import check_encoding
 from ..evaluate.progress import bars
 from ..gguf import read_gguf
@@ -115,7 +116,27 @@ def _cuda_kernels(name: str) -> Check:
         elif "out of memory" in reason or "busy" in reason:
             advice = "free the GPU and try again"
         return Check(name, f"in this build, but: {reason}", "warning", f"{advice}; {_SLOW}")
-    return Check(name, "in this build and running")
+    return Check(name, "in this build and running; each next to plain torch, on small tensors:")
+
+
+def _kernel_checks() -> list[Check]:
+    """Compare each kernel with plain torch on the current GPU."""
+    if not torch.cuda.is_available() or ops.cuda_status(torch.cuda.current_device()):
+        return []
+    off, checks = ops.kernels_off(), []
+    for found in check_kernels(Gpu(torch.device("cuda", torch.cuda.current_device()))):
+        name = f"- {found.kernel}"
+        if found.kernel in off:
+            checks.append(Check(name, f"off: {off[found.kernel]}", "warning", "unset DFLASH_KERNELS to use it"))
+        elif found.fault:
+            advice = "it is turned off in runs, which are right but slower; please report this"
+            checks.append(Check(name, found.fault, "error", advice))
+        elif found.kernel == OVERLAPPING:
+            checks.append(Check(name, "the same bits as one by one"))
+        else:
+            took = f"{found.microseconds:.0f} us with its launch"
+            checks.append(Check(name, f"error {found.error:.1e}, at most {found.bound:.1e}; {took}"))
+    return checks
 
 
 def _cuda_graphs(name: str) -> Check:
@@ -153,7 +174,7 @@ def _overlap(name: str) -> Check:
 
 
 def examine() -> list[Check]:
-    """Check this installation. Runs no model and changes nothing."""
+    """Check this installation: kernels run on the GPU, no model does. Changes nothing."""
     return [
         Check("dflash-engine", version_of("dflash-engine")),
         Check("python", platform.python_version()),
@@ -164,6 +185,7 @@ def examine() -> list[Check]:
         Check("CPU threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
         _gpu("GPU"),
         _cuda_kernels("CUDA kernels"),
+        *_kernel_checks(),
         _overlap("CUDA overlap"),
         _cuda_graphs("CUDA graphs"),
     ]

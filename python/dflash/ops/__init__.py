@@ -9,13 +9,14 @@ Ops that end in an underscore write into their arguments and return nothing. Non
 
 # The CPU kernels' instruction set, such as avx512 (DFLASH_ISA names another); and whether kernels on a CUDA device may
 # start before the one ahead has ended, as on sm_90 and newer.
-from .._C import isa, overlaps
+from .._C import __file__ as EXTENSION
+from .._C import isa, overlaps, set_overlap
 from .._C import with_cuda as has_cuda_kernels  # this build holds CUDA kernels at all
-from . import attention, layers, linear, norm, recurrent, tree, vocab
+from . import attention, layers, linear, norm, recurrent, switches, tree, vocab
 from .contract import bytes_reached
 from .layers import PackedLayers
 from .recurrent import L2_EPS
-from .registry import OPS, cuda_status, skinny
+from .registry import OPS, cuda_status, kernels_off, skinny, turn_off
 from .switches import OVERLAP, PREFETCH
 from .tree import MAX_TREE_ROWS, ROW_STATES
 from .vocab import MAX_CANDIDATES
@@ -33,3 +34,5 @@ from .weights import (
 )
 
 globals().update(OPS)  # every function under @op is a name of this package
+for name in switches.kernels_off():
+    turn_off(name, "DFLASH_KERNELS turns it off" if name != "all" else "DFLASH_KERNELS=0 turns them off")

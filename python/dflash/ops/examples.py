@@ -63,8 +63,8 @@ def calls(sizes: Sizes, generator: torch.Generator | None = None) -> dict[str, C
     def caches(size: int = dim) -> list[Tensor]:
         return [cache(), cache(size)]
 
-    def some_positions() -> Tensor:  # some outside of the cache, where nothing is written
-        return ints(0, 5, -1, capacity, 2, 3).repeat(batch * rows)[: batch * rows].view(batch, rows)
+    def some_positions() -> Tensor:  # the first or the last is outside of the cache, where nothing is written
+        return torch.arange(rows) + ints(-1, capacity - rows + 1)[alternating][:, None]
 
     def ids(count: int, high: int = vocab) -> Tensor:
         return torch.randint(0, high, (batch, count), generator=generator)

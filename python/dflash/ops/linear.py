@@ -134,6 +134,7 @@ def linears(
     "out[rows.., out_features]",
     where="ndim(x) >= 2: x must be [..., rows, in]; "
     "is_uint8(gate) == is_uint8(up) == has(scales): gate and up must be torch.uint8 exactly where scales are given",
+    kernel="linear",
     body=_swiglu,
 )
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: Tensor | None = None) -> Tensor:

@@ -127,6 +127,7 @@ def _fuse(launch: Launcher, s: Scope) -> Tensor:
     "context[batch, rows, width] num_context[batch]:i64 fc_weight[hidden, width] norm_weight[hidden]",
     "out[batch, rows, hidden]",
     where="hidden >= 1",
+    kernel="linear",
     body=_fuse,
 )
 def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float) -> Tensor:

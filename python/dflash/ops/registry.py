@@ -10,7 +10,8 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ def skinny(rows: int, dtype: torch.dtype) -> bool:
 
 
 _STATUS: dict[int, str] = {}
+_OFF: dict[str, str] = {}
 
 
 def cuda_status(device: int = 0) -> str:
@@ -41,12 +43,31 @@ def cuda_status(device: int = 0) -> str:
 
     Looked up once, unless the reason may pass: a GPU without free memory, say.
     """
+    if "all" in _OFF:
+        return _OFF["all"]
     if device in _STATUS:
         return _STATUS[device]
     reason, lasts = _C.cuda_status(device)
     if lasts:
         _STATUS[device] = reason
     return reason
+
+
+def turn_off(kernel: str, reason: str) -> None:
+    """Run a CUDA kernel's ops in plain torch from now on; ``"all"`` stands for every kernel.
+
+    Raises:
+        ValueError: there is no such kernel.
+    """
+    known = {made.op.kernel for made in OPS.values()}
+    if kernel not in known | {"all"}:
+        raise ValueError(f"there is no kernel {kernel!r}; these can be turned off: {', '.join(sorted(known))}")
+    _OFF[kernel] = reason
+
+
+def kernels_off() -> dict[str, str]:
+    """Return the CUDA kernels that are turned off, with the reasons."""
+    return dict(_OFF)
 
 
 @functools.cache
@@ -66,6 +87,7 @@ class Launcher:
     """
 
     is_cpu, is_fake = False, True
+    off: Mapping[str, str] = MappingProxyType({})  # kernels that must not run
 
     def __call__(self, kernel: str, scope: Scope) -> None:
         """Run a kernel."""
@@ -113,7 +135,7 @@ class CudaLauncher(Launcher):
         kernels: the module that has them; the tests' emulation is another.
     """
 
-    is_fake = False
+    is_fake, off = False, _OFF
 
     def __init__(self, kernels: object = _C) -> None:
         self.kernels = kernels
@@ -184,12 +206,15 @@ class Op:
         body: ``body(launch, scope)`` runs a call that fits; None for the contract's kernel on the contract's tensors.
         prepare: ``prepare(launch, scope)`` sets further fields of that kernel, such as its workspace; False leaves the
             call to the twin.
+        kernel: the name under which its CUDA kernel can be turned off.
         direct: a function that runs a plain call on the CPU, or returns NotImplemented.
         twin: the op in plain torch, for CUDA tensors that the kernel cannot take.
     """
 
-    def __init__(self, contract: Contract, body: Callable | None, prepare: Callable | None, twin: Callable) -> None:
-        self.contract, self.body, self.prepare, self.twin = contract, body, prepare, twin
+    def __init__(
+        self, contract: Contract, body: Callable | None, prepare: Callable | None, twin: Callable, kernel: str
+    ) -> None:
+        self.contract, self.body, self.prepare, self.twin, self.kernel = contract, body, prepare, twin, kernel
         self.direct = contract.run or self._matched
 
     def run(self, launch: Launcher, *arguments: object) -> object:
@@ -210,6 +235,8 @@ class Op:
         results = None if not made else made[0] if len(made) == 1 else tuple(made)
         if launch.is_fake and (made or not self.body):
             return results
+        if self.kernel in launch.off:
+            return self.twin(*scope.arguments)
         if self.body:
             return self.body(launch, scope)
         if self.prepare and self.prepare(launch, scope) is False:
@@ -279,10 +306,9 @@ def op(
 
     def register(function: Callable) -> Callable:
         name, signature = function.__name__, inspect.signature(function, eval_str=True)
-        parameters = [*signature.parameters.values()]
-        run_kernel = "" if body else kernel or name.rstrip("_")
-        parsed = Contract(name, parameters, tensors, returns, kernel=run_kernel, **contract)
-        made = Op(parsed, body, prepare, twin or getattr(reference, name))
+        parameters, its_kernel = [*signature.parameters.values()], kernel or name.rstrip("_")
+        parsed = Contract(name, parameters, tensors, returns, kernel="" if body else its_kernel, **contract)
+        made = Op(parsed, body, prepare, twin or getattr(reference, name), its_kernel)
         schema = _schema(parameters, signature.return_annotation, parsed.writes)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, made.on_cpu, "CPU")

@@ -2,6 +2,9 @@
 
 ``DFLASH_OVERLAP=0``: no kernel starts before the one ahead of it on the stream has ended.
 ``DFLASH_PREFETCH=0``: no kernel reads weights, lengths or older keys before the kernel ahead has ended.
+``DFLASH_KERNELS=0``: no CUDA kernel runs, ops are plain torch there; ``-linear,-block_attention``: not these kernels.
+``DFLASH_SELF_CHECK``: kernels are compared with plain torch at the first use of a GPU: ``0`` never, ``1`` once per
+machine and version (the default), ``always`` in every process.
 """
 
 from __future__ import annotations
@@ -19,5 +22,25 @@ def is_on(name: str) -> bool:
     return value == "1"
 
 
+def kernels_off() -> set[str]:
+    """Return the kernels that DFLASH_KERNELS names, or ``{"all"}``; raise ValueError for what is no list of names."""
+    value = os.environ.get("DFLASH_KERNELS") or "1"
+    names = [name.strip() for name in value.split(",")]
+    if value in ("0", "1"):
+        return {"all"} if value == "0" else set()
+    if not all(name[:1] == "-" and name[1:].isidentifier() for name in names):
+        raise ValueError(f"DFLASH_KERNELS must be 0, 1 or names such as -linear,-block_attention, got {value!r}")
+    return {name[1:] for name in names}
+
+
+def self_check() -> str:
+    """Return when kernels are checked: ``"0"``, ``"1"`` or ``"always"``; raise ValueError for another value."""
+    value = os.environ.get("DFLASH_SELF_CHECK") or "1"
+    if value not in ("0", "1", "always"):
+        raise ValueError(f"DFLASH_SELF_CHECK must be 0, 1 or always, got {value!r}")
+    return value
+
+
 OVERLAP, PREFETCH = is_on("DFLASH_OVERLAP"), is_on("DFLASH_PREFETCH")
+SELF_CHECK = self_check()
 _C.set_overlap(OVERLAP)

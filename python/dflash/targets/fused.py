@@ -20,6 +20,7 @@ from ..ops import Weight, separate_int8
 from .int8 import weight_of
 from .model import KERNEL_DTYPES, PLAIN_TENSORS, config_values
 
+_LAYER_KERNELS = {"linear", "block_attention", "qkv_norm_rope_append", "rms_norm"}
 _MAX_ROWS = 256  # of one pass of experts: a block for each row of a batch, but not a chunk of a long prompt
 
 
@@ -36,6 +37,8 @@ def kernel_obstacle(device: torch.device, weights: Sequence[Tensor], widths: Ite
         return ""
     if reason := ops.cuda_status(device.index):
         return f"our CUDA kernels cannot run: {reason}"
+    for kernel in _LAYER_KERNELS & ops.kernels_off().keys():
+        return f"our CUDA kernel {kernel} is off: {ops.kernels_off()[kernel]}"
     if any(width % 8 for width in widths) or any(weight.data_ptr() % 16 for weight in weights):
         return "our CUDA kernels need products over multiples of 8, and weights at multiples of 16 bytes"
     return ""

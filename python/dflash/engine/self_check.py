@@ -1,0 +1,284 @@
+"""Whether the CUDA kernels of this build compute on a GPU what plain torch computes there.
+
+Asked once per GPU, driver and version, at the first use: compilers, drivers and GPUs that nobody here has seen are
+someone's. A kernel that differs is turned off, and its ops run in plain torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .. import ops
+from ..files import write_atomically
+from ..ops import reference
+from ..ops.examples import Call, Sizes, calls
+from ..ops.registry import CudaLauncher
+from ..ops.switches import OVERLAP, SELF_CHECK
+from .graphs import captured
+
+# Sizes at which rows end within tiles; and those of a layer, whose products and keys are divided between blocks.
+SIZES = (
+    Sizes(batch=2, rows=13, hidden=136, heads=6, kv_heads=2, dim=72, width=200, capacity=60, vocab=1003),
+    Sizes(batch=2, rows=16, hidden=2048, heads=8, kv_heads=2, dim=128, width=256, capacity=340, vocab=5000),
+)
+BOUND = 4  # roundings of the storage type, of the largest value: kernels round more than once
+OVERLAPPING = "overlapping launches"
+_REPLAYS = 20
+
+
+class Finding(NamedTuple):
+    """What a check of one kernel found.
+
+    Attributes:
+        kernel: its name, or `OVERLAPPING`.
+        error: the largest difference from plain torch in float64, over the largest value; infinite where integers,
+            NaN or shapes differ, or where the kernel could not run.
+        bound: the most that is right.
+        microseconds: of the slowest call, its launch from Python included.
+        fault: what went wrong; empty if nothing did.
+    """
+
+    kernel: str
+    error: float
+    bound: float
+    microseconds: float
+    fault: str
+
+
+class Gpu:
+    """A GPU whose kernels are checked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.launcher = device, CudaLauncher()
+
+    def wait(self) -> None:
+        """Wait for what was launched, and raise what went wrong in it."""
+        torch.cuda.synchronize(self.device)
+
+    @contextlib.contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Let no kernel launched in this context start before the one ahead of it has ended."""
+        ops.set_overlap(False)
+        try:
+            yield
+        finally:
+            ops.set_overlap(OVERLAP)
+
+    def overlapping(self, work: Callable[[], list[Tensor]]) -> Iterator[list[Tensor]]:
+        """Yield the results of ``work``, captured as a graph, of one replay after another."""
+        stream, results = torch.cuda.Stream(self.device), []
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            work()
+        self.wait()
+        replay = captured(lambda: results.extend(work()), None, stream)
+        for _ in range(_REPLAYS):
+            replay()
+            self.wait()
+            yield results
+
+
+def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 10) -> list[Finding]:
+    """Compare every kernel with its twin in plain torch, and overlapping launches with those one by one.
+
+    Args:
+        gpu: where.
+        dtype: of what is stored.
+        layers: how often the kernels of attention follow each other, for overlapping launches.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU has no room for it (about 0.1 GB).
+    """
+    found: dict[str, Finding] = {}
+    for sizes in SIZES:
+        for name, make in calls(sizes, torch.Generator().manual_seed(0)).items():
+            kernel = getattr(ops, name).op.kernel
+            finding = _compare(gpu, name, make(), dtype)
+            found[kernel] = max(found.get(kernel, finding), finding, key=lambda each: each.error)
+    return [*found.values(), _compare_overlapping(gpu, dtype, layers)]
+
+
+def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> Finding:
+    op = getattr(ops, name).op
+    stored = {spec.name for spec in op.contract.tensors if spec.dtype is None or spec.dtype.startswith("T|")}
+    for argument, value in call.items():
+        to = dtype if argument in stored else None
+        call[argument] = tree_map_only(Tensor, functools.partial(_moved, device=gpu.device, dtype=to), value)
+    bound, seconds = BOUND * torch.finfo(dtype).eps, 0.0
+    try:
+        for _ in range(2):  # the first call loads the kernel
+            copy = tree_map_only(Tensor, torch.clone, call)
+            gpu.wait()
+            begin = time.perf_counter()
+            out = _run(name, gpu.launcher, **copy)
+            gpu.wait()
+            seconds = time.perf_counter() - begin
+        ours = _results(name, copy, out)
+        if all(x.is_floating_point() for x in ours):
+            call = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call)
+        theirs = _results(name, call, getattr(reference, name)(**call))
+        error = max(map(_difference, ours, theirs))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:
+        return Finding(op.kernel, math.inf, bound, 0.0, f"{type(failure).__name__}: {failure}".splitlines()[0])
+    fault = "" if error <= bound else f"it differs from plain torch (error {error:.2g} > {bound:.2g})"
+    return Finding(op.kernel, error, bound, seconds * 1e6, fault)
+
+
+def _moved(x: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    return x.to(device, dtype if x.is_floating_point() else None)
+
+
+def _run(name: str, launcher: CudaLauncher, **call: Any) -> object:
+    op = getattr(ops, name).op
+    return op.run(launcher, *(call.get(p.name, p.default) for p in op.contract.parameters.values()))
+
+
+def _results(name: str, call: Call, out: object) -> list[Tensor]:
+    """Return what a call returned and what it wrote."""
+    writes = getattr(ops, name).op.contract.writes
+    return [x for x in tree_leaves([out, *(call[argument] for argument in writes)]) if isinstance(x, Tensor)]
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference over the largest value; infinite where it has no number."""
+    if ours.shape != theirs.shape or not ours.is_floating_point():
+        return 0.0 if torch.equal(ours, theirs) else math.inf
+    if not torch.equal(ours.isfinite(), theirs.isfinite()):
+        return math.inf
+    ours, theirs = ours.double().nan_to_num(), theirs.double().nan_to_num()
+    largest = theirs.abs().max() if theirs.numel() else torch.zeros(())
+    return float((ours - theirs).abs().max() / largest.clamp_min(1e-30)) if largest > 0 else float(ours.abs().sum())
+
+
+def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> Finding:
+    """Run the four kernels of attention again and again: each reads what the one ahead of it writes."""
+    launcher, g = gpu.launcher, torch.Generator().manual_seed(0)
+    batch, rows, _, heads, kv_heads, dim, _, capacity, _ = SIZES[1]
+    hidden, wide = heads * dim, (heads + 2 * kv_heads) * dim
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g).to(gpu.device, dtype)
+
+    x, qkv, out = draw(batch, rows, hidden), draw(wide, hidden) / hidden**0.5, draw(hidden, hidden) / hidden**0.5
+    lengths = torch.tensor([capacity - rows - i for i in range(batch)], device=gpu.device)
+    cos, sin = (table.to(gpu.device) for table in torch.rand(2, capacity, dim // 2, generator=g))
+    k_cache, v_cache, norm = draw(batch, kv_heads, capacity, dim), draw(batch, kv_heads, capacity, dim), draw(dim)
+    kept = []  # what kernels read must live until they have run
+
+    def work() -> list[Tensor]:
+        keys, values, hidden_states = k_cache.clone(), v_cache.clone(), x.clone()
+        states = {"lengths": lengths, "k_cache": keys, "v_cache": values}
+        for _ in range(layers):
+            kept.append(hidden_states)
+            projected = _run("linear", launcher, x=hidden_states, weight=qkv, prefetch=True)
+            q = torch.empty(batch, rows, heads, dim, device=gpu.device, dtype=dtype)
+            tables = {
+                "num_context": None,
+                "depth": None,
+                "cos": cos,
+                "sin": sin,
+                "q_norm_weight": norm,
+                "k_norm_weight": norm,
+                "eps": 1e-6,
+            }
+            _run("qkv_norm_rope_append_", launcher, qkv=projected, **states, **tables, q_out=q)
+            attended = _run("block_attention", launcher, q=q, **states, scale=dim**-0.5, causal=True, fresh=0)
+            kept.extend((projected, q, attended))
+            hidden_states = _run("linear", launcher, x=attended.flatten(2), weight=out, prefetch=True)
+        return [hidden_states, keys, values]
+
+    try:
+        with gpu.one_by_one():
+            wanted = work()
+            gpu.wait()
+        is_equal = all(
+            torch.equal(a, b) for results in gpu.overlapping(work) for a, b in zip(results, wanted, strict=True)
+        )
+        fault = "" if is_equal else "results of kernels that start early differ from those one by one"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:
+        fault = f"{type(failure).__name__}: {failure}".splitlines()[0]
+    return Finding(OVERLAPPING, math.inf if fault else 0.0, 0.0, 0.0, fault)
+
+
+# ---------------------------------------------------------------------------------------------- once per machine
+
+
+def self_check(device: torch.device) -> None:
+    """Check the kernels at the first use of a GPU, unless this machine has done so; turn off what is wrong.
+
+    Warns once of what is turned off. ``DFLASH_SELF_CHECK=0`` leaves it out (see `dflash.ops.switches`).
+    """
+    if device.type == "cuda" and SELF_CHECK != "0" and not ops.cuda_status(device.index):
+        _check_once(device)
+
+
+@functools.cache
+def _check_once(device: torch.device) -> None:
+    known, key = _read(), _machine(device)
+    if SELF_CHECK == "always" or key not in known:
+        try:
+            with torch.cuda.device(device):
+                faults = {found.kernel: found.fault for found in check_kernels(Gpu(device)) if found.fault}
+        except torch.OutOfMemoryError:
+            return  # the next process asks again
+        known[key] = faults
+        _write(known)
+    turn_off_faulty(known[key], torch.cuda.get_device_name(device))
+
+
+def turn_off_faulty(faults: dict[str, str], gpu: str) -> None:
+    """Turn off kernels, or overlapping launches, and warn of it."""
+    for kernel, fault in faults.items():
+        if kernel == OVERLAPPING:
+            ops.set_overlap(False)
+        else:
+            ops.turn_off(kernel, fault)
+    if faults:
+        each = "; ".join(f"{kernel}: {fault}" for kernel, fault in faults.items())
+        warnings.warn(
+            f"dflash turns off CUDA kernels on {gpu}, and runs their ops in plain torch: {each}. The results are "
+            "right, but steps take longer. `dflash doctor` checks again; please report what it prints",
+            stacklevel=2,
+        )
+
+
+def _machine(device: torch.device) -> str:
+    """Return what a check depends on."""
+    driver, extension = Path("/proc/driver/nvidia/version"), Path(ops.EXTENSION)
+    name = torch.cuda.get_device_name(device), "{}.{}".format(*torch.cuda.get_device_capability(device))
+    version = driver.read_text().splitlines()[0] if driver.exists() else ""
+    return " | ".join((*name, version, torch.__version__, f"{extension} {extension.stat().st_mtime_ns}"))
+
+
+def _file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash" / "self-check.json"
+
+
+def _read() -> dict[str, dict[str, str]]:
+    try:
+        return dict(json.loads(_file().read_text()))
+    except (OSError, ValueError, TypeError):  # none yet, or not ours
+        return {}
+
+
+def _write(known: dict[str, dict[str, str]]) -> None:
+    with contextlib.suppress(OSError):  # without the file every process checks
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(_file(), lambda path: path.write_text(json.dumps(known, indent=1)))

@@ -1,0 +1,193 @@
+"""The first use of a GPU: its kernels are compared with plain torch, and what is wrong is turned off by name."""
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from op_checks import Emulated
+
+from dflash import ops
+from dflash.engine import self_check as check
+from dflash.ops import reference, registry
+from dflash.ops.examples import calls
+
+
+class EmulatedGpu:
+    """An emulated GPU, with faults: ``{kernel: change(fields of its params)}``."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, module, faults=()):
+        self.launcher, self.faults = Emulated(module), dict(faults)
+        launch = self.launcher.kernels.launch
+        self.launcher.kernels = Spoiled(
+            module, lambda kernel, fields, *rest: launch(kernel, self.spoil(kernel, fields), *rest)
+        )
+
+    def spoil(self, kernel, fields):
+        return fields | self.faults.get(kernel, lambda _fields: {})(fields)
+
+    def wait(self):
+        pass
+
+    def one_by_one(self):
+        return contextlib.nullcontext()
+
+    def overlapping(self, work):
+        with self.launcher.overlapping():
+            results = work()
+        yield results
+
+
+class Spoiled:
+    """The module of kernels with another ``launch``."""
+
+    def __init__(self, module, launch):
+        self.module, self.launch = module, launch
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
+
+@pytest.fixture
+def none_off(monkeypatch):
+    """Kernels that the test turns off are on again after it."""
+    before = dict(registry._OFF)
+    yield
+    registry._OFF.clear()
+    registry._OFF.update(before)
+
+
+FAULTS = {
+    "rms_norm": lambda fields: {"eps": 1.0},
+    "block_attention": lambda fields: {"scale": 1.1 * fields["scale"]},
+    "select_tokens": lambda fields: {"seeds": fields["seeds"] + 1, "temperature": fields["temperature"] * 2 + 1},
+}
+
+
+def test_right_kernels_pass_and_wrong_ones_are_named(emulation):
+    found = check.check_kernels(EmulatedGpu(emulation, FAULTS), layers=2)
+    assert {each.kernel for each in found} == {getattr(ops, name).op.kernel for name in calls(check.SIZES[0])} | {
+        check.OVERLAPPING
+    }
+    assert {each.kernel for each in found if each.fault} == FAULTS.keys()
+    assert all(each.error <= each.bound < math.inf for each in found if not each.fault)
+    wrong = next(each for each in found if each.kernel == "block_attention")
+    assert wrong.error > wrong.bound
+    assert "it differs from plain torch (error " in wrong.fault
+
+
+def test_a_kernel_that_cannot_run_and_launches_that_overlap_wrongly_are_named(emulation):
+    class Late(EmulatedGpu):
+        def overlapping(self, work):
+            yield [x + 1 for x in work()]
+
+    def fails(fields):
+        raise RuntimeError("no kernel image")
+
+    found = {each.kernel: each for each in check.check_kernels(Late(emulation, {"silu_mul": fails}), layers=1)}
+    assert {name for name, each in found.items() if each.fault} == {"silu_mul", check.OVERLAPPING}
+    assert "no kernel image" in found["silu_mul"].fault
+    assert "start early" in found[check.OVERLAPPING].fault
+
+
+def test_a_kernel_that_is_off_runs_in_plain_torch_and_takes_its_family_along(emulation, none_off):
+    on = Emulated(emulation)
+    x, weight = torch.randn(3, 16), torch.randn(8, 16)
+    on.kernels = Spoiled(emulation, lambda kernel, *rest: pytest.fail(f"{kernel} ran"))
+    with pytest.warns(UserWarning, match=r"turns off CUDA kernels on a GPU.* linear: it differs") as warned:
+        check.turn_off_faulty({"linear": "it differs"}, "a GPU")
+    assert len(warned) == 1
+    assert ops.kernels_off() == {"linear": "it differs"}
+    assert torch.equal(on.linear(x, weight), reference.linear(x, weight))
+    assert torch.equal(on.swiglu(x, weight, weight), reference.swiglu(x, weight, weight))
+    with pytest.raises(pytest.fail.Exception, match="rms_norm ran"):
+        on.rms_norm(x, torch.ones(16), 1e-6)
+
+
+def test_overlap_goes_off_alone(monkeypatch, none_off):
+    switched = []
+    monkeypatch.setattr(ops, "set_overlap", switched.append)
+    with pytest.warns(UserWarning, match="overlapping launches: they differ"):
+        check.turn_off_faulty({check.OVERLAPPING: "they differ"}, "a GPU")
+    assert switched == [False]
+    assert ops.kernels_off() == {}
+
+
+@pytest.mark.cuda
+def test_the_kernels_of_this_gpu_pass():
+    found = check.check_kernels(check.Gpu(torch.device("cuda", 0)))
+    assert not [each for each in found if each.fault]
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine with a GPU, as far as `self_check` asks; returns the list of its checks."""
+    made = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(ops, "cuda_status", lambda _index: "")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    monkeypatch.setattr(check, "check_kernels", lambda gpu: made.append(gpu) or [])
+    check._check_once.cache_clear()
+    yield made
+    check._check_once.cache_clear()
+
+
+def test_a_machine_is_checked_once(machine, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    for _ in range(2):
+        check.self_check(gpu)
+    check._check_once.cache_clear()  # as in another process
+    check.self_check(gpu)
+    assert len(machine) == 1
+    check._check_once.cache_clear()
+    monkeypatch.setattr(torch, "__version__", "another")
+    check.self_check(gpu)
+    assert len(machine) == 2
+    check._check_once.cache_clear()
+    monkeypatch.setattr(check, "SELF_CHECK", "always")
+    check.self_check(gpu)
+    assert len(machine) == 3
+    monkeypatch.setattr(check, "SELF_CHECK", "0")
+    check._check_once.cache_clear()
+    check.self_check(gpu)
+    check.self_check(torch.device("cpu"))
+    assert len(machine) == 3
+
+
+def test_a_fault_is_remembered_and_a_full_gpu_is_not(machine, monkeypatch, none_off):
+    def full(_gpu):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(check, "check_kernels", full)
+    check.self_check(torch.device("cuda", 0))
+    check._check_once.cache_clear()
+    monkeypatch.setattr(check, "check_kernels", lambda _gpu: [check.Finding("linear", 1.0, 0.1, 0, "it differs")])
+    with pytest.warns(UserWarning, match="linear: it differs"):
+        check.self_check(torch.device("cuda", 0))
+    check._check_once.cache_clear()
+    monkeypatch.setattr(check, "check_kernels", full)  # not asked
+    with pytest.warns(UserWarning, match="linear: it differs"):
+        check.self_check(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"DFLASH_KERNELS": "-linear,-silu_mul"}, "linear silu_mul"), ({"DFLASH_KERNELS": "0"}, "all"),
+        ({"DFLASH_KERNELS": "1"}, ""), ({"DFLASH_KERNELS": "linear"}, "must be 0, 1 or names such as -linear"),
+        ({"DFLASH_KERNELS": "-lineer"}, "there is no kernel 'lineer'; these can be turned off: accept_path, "),
+        ({"DFLASH_SELF_CHECK": "no"}, "DFLASH_SELF_CHECK must be 0, 1 or always, got 'no'"),
+    ],
+)  # fmt: skip
+def test_the_environment_turns_kernels_off(variables, words):
+    code = "from dflash import ops; print(*sorted(ops.kernels_off()))"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
+    assert words in done.stdout + done.stderr
+    assert (done.returncode == 0) == ("must" not in words and "no kernel" not in words)
