@@ -65,10 +65,11 @@ class Kernel:
     Args:
         name: mangled.
         body: what nvdisasm prints of it.
+        target: the architecture, 90 for sm_90.
     """
 
-    def __init__(self, name: str, body: str) -> None:
-        self.name = name
+    def __init__(self, name: str, body: str, target: int) -> None:
+        self.name, self.target = name, target
         self.instructions: list[Instruction] = []
         self._labels: dict[str, int] = {}
         for match in _LINE.finditer(body):
@@ -133,7 +134,10 @@ def kernels_of(path: Path) -> list[Kernel]:
             cubins = sorted(Path(folder).glob("*.cubin"))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             texts = list(pool.map(lambda cubin: _output(tool("nvdisasm"), "-c", str(cubin)), cubins))
-    return [Kernel(name, body) for text in texts for name, body in _SECTION.findall(text)]
+    targets = [int(re.search(r"\.target\s+sm_(\d+)", text)[1]) for text in texts]
+    return [
+        Kernel(*found, target) for text, target in zip(texts, targets, strict=True) for found in _SECTION.findall(text)
+    ]
 
 
 def resources_of(path: Path) -> dict[str, Resources]:

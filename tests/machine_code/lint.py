@@ -22,17 +22,18 @@ EARLY = {
 }
 # Those behind may read early, as they start after its wait.
 LATE = ("qkv_norm_rope_append_kernel", "draft_rows_kernel", "gather_rows_kernel")
+_WAITS = 90  # the first target whose launches may overlap, and whose kernels wait
 NARROW = ("gated_recurrence_kernel",)  # copies of 4 bytes, of rows at any address
 
 
 def findings(kernel: Kernel) -> list[str]:
     """Return the rules that a kernel breaks."""
-    every, early = kernel.instructions, kernel.before("ACQBULK")
+    every, early = kernel.instructions, _early(kernel)
     allowed = next((opcodes for part, opcodes in EARLY.items() if part in kernel.name), ())
     touched = [i for i in early if i.is_a(*_GLOBAL) and not i.opcode.startswith(allowed)]
     waits = any(i.is_a("ACQBULK") for i in every)
-    found = []
-    if not waits and any(i.is_a(*_GLOBAL) for i in every):
+    overlaps, found = kernel.target >= _WAITS, []
+    if overlaps and not waits and any(i.is_a(*_GLOBAL) for i in every):
         found.append("never waits for the kernel ahead")
     elif touched:
         found.append(f"touches memory before the wait: {_opcodes(touched)}")
@@ -42,12 +43,17 @@ def findings(kernel: Kernel) -> list[str]:
         found.append("lets the next kernel start before its own wait")
     if local := [i for i in every if i.is_a("LDL", "STL")]:
         found.append(f"local memory: {_opcodes(local)}")
-    if constant := [i for i in every if i.is_a("LDG") and ".CONSTANT" in i.opcode]:
+    if overlaps and (constant := [i for i in every if i.is_a("LDG") and ".CONSTANT" in i.opcode]):
         found.append(f"loads that may be stale in a kernel that overlaps: {_opcodes(constant)}")
     narrow = [i for i in every if i.is_a("LDGSTS") and ".128" not in i.opcode]
     if narrow and not any(part in kernel.name for part in NARROW):
         found.append(f"asynchronous copies of less than 16 bytes: {_opcodes(narrow)}")
     return found
+
+
+def _early(kernel: Kernel) -> list[Instruction]:
+    """Return what a thread may run before it waits for the kernel ahead; nothing where it never has to."""
+    return kernel.before("ACQBULK") if kernel.target >= _WAITS else []
 
 
 def _opcodes(instructions: list[Instruction]) -> str:
@@ -63,10 +69,11 @@ def main(paths: list[str]) -> int:
         found = findings(kernel)
         broken += bool(found)
         count = {kind: sum(i.opcode.startswith(kind) for i in kernel.instructions) for kind in ("HMMA", "MEMBAR.SC")}
-        early = sum(i.is_a("LDGSTS") for i in kernel.before("ACQBULK"))
+        early = sum(i.is_a("LDGSTS") for i in _early(kernel))
+        rules = "".join(f"  <-- {rule}" for rule in found)
         print(
-            f"{len(kernel.instructions):6d} instructions {early:3d} copies before the wait {count['HMMA']:4d} mma "
-            f"{count['MEMBAR.SC']:2d} MEMBAR.SC  {name[:90]}{''.join(f'  <-- {rule}' for rule in found)}"
+            f"sm_{kernel.target:<3d} {len(kernel.instructions):6d} instructions {early:3d} copies before the wait "
+            f"{count['HMMA']:4d} mma {count['MEMBAR.SC']:2d} MEMBAR.SC  {name[:90]}{rules}"
         )
     print(f"{len(kernels)} kernels, {broken} with findings")
     return int(broken > 0 or not kernels)

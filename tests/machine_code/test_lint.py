@@ -23,19 +23,27 @@ SOUND = ["sound_plain", "sound_with_branches", "linear_kernel_copies"]
 SOUND += ["block_attention_kernel_reads", "qkv_norm_rope_append_kernel_late"]
 
 
-@pytest.fixture(scope="module")
-def cubin(tmp_path_factory):
+def compiled(folder, target):
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    path = tmp_path_factory.mktemp("faults") / "faults.cubin"
-    command = [nvcc, "-std=c++17", "-arch=sm_90", "-cubin", "-I", HERE.parents[1] / "csrc", HERE / "faults.cu"]
+    path = folder / f"faults.{target}.cubin"
+    command = [nvcc, "-std=c++17", f"-arch=sm_{target}", "-cubin", "-I", HERE.parents[1] / "csrc", HERE / "faults.cu"]
     subprocess.run([*map(str, command), "-o", str(path)], check=True)
     return path
 
 
-@pytest.fixture(scope="module")
-def found(cubin):
+def findings_of(cubin):
     kernels = kernels_of(cubin)
     return dict(zip(readable([k.name for k in kernels]), map(lint.findings, kernels), strict=True))
+
+
+@pytest.fixture(scope="module")
+def cubin(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("faults"), 90)
+
+
+@pytest.fixture(scope="module")
+def found(cubin):
+    return findings_of(cubin)
 
 
 def test_every_planted_kernel_is_looked_at(found):
@@ -50,6 +58,11 @@ def test_a_sound_kernel_passes(found, name):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(found, name):
     assert any(FAULTS[name] in rule for rule in found[name])
+
+
+def test_only_what_overlaps_has_to_wait(tmp_path):
+    found = {name: rules for name, rules in findings_of(compiled(tmp_path, 80)).items() if rules}
+    assert found.keys() == {"uses_local_memory", "copies_four_bytes"}
 
 
 def test_the_command_fails_if_a_rule_is_broken(cubin, capsys):

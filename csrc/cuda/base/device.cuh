@@ -6,7 +6,8 @@
 
 namespace dflash {
 
-// Makes a device current, and the previous one again at the end of the scope.
+// Makes a device current, and the previous one again at the end of the scope: unless that has no context yet, since
+// making it current would make one, half a gigabyte that nobody asked for.
 class DeviceScope {
  public:
   explicit DeviceScope(int device) : device_(device) {
@@ -14,7 +15,7 @@ class DeviceScope {
     if (error_ == cudaSuccess && previous_ != device_) error_ = cudaSetDevice(device_);
   }
   ~DeviceScope() {
-    if (previous_ >= 0 && previous_ != device_) cudaSetDevice(previous_);
+    if (previous_ >= 0 && previous_ != device_ && has_context(previous_)) cudaSetDevice(previous_);
   }
   DeviceScope(const DeviceScope&) = delete;
   DeviceScope& operator=(const DeviceScope&) = delete;

@@ -11,6 +11,9 @@ namespace dflash {
 DFLASH_KERNELS(KERNEL, KERNEL, DFLASH_NOTHING)
 #undef KERNEL
 
+// True if the process has a context on a device.
+bool has_context(int device);
+
 // cudaSuccess if this build holds code that the device runs.
 cudaError_t probe_kernels(int device);
 

@@ -10,6 +10,19 @@ namespace dflash {
 
 static __global__ void probe_kernel() {}
 
+bool has_context(int device) {
+  using GetState = int (*)(int device, unsigned* flags, int* active);  // cuDevicePrimaryCtxGetState
+  static const auto get_state = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &found, 7000, cudaEnableDefault, &result);
+    return reinterpret_cast<GetState>(found);
+  }();
+  unsigned flags = 0;
+  int active = 0;
+  return get_state && get_state(device, &flags, &active) == 0 && active;
+}
+
 cudaError_t probe_kernels(int device) {
   const DeviceScope scope(device);
   if (scope.error() != cudaSuccess) return scope.error();
