@@ -56,10 +56,12 @@ class Spoiled:
 @pytest.fixture
 def none_off(monkeypatch):
     """Kernels that the test turns off are on again after it."""
-    before = dict(registry._OFF)
+    kept = registry._OFF, check._FAULTS
+    before = [dict(each) for each in kept]
     yield
-    registry._OFF.clear()
-    registry._OFF.update(before)
+    for each, old in zip(kept, before, strict=True):
+        each.clear()
+        each.update(old)
 
 
 FAULTS = {
@@ -69,8 +71,13 @@ FAULTS = {
 }
 
 
-def test_right_kernels_pass_and_wrong_ones_are_named(emulation):
-    found = check.check_kernels(EmulatedGpu(emulation, FAULTS), layers=2)
+def test_right_kernels_pass_and_wrong_ones_are_named_whatever_the_callers_settings(emulation):
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu"):
+            found = check.check_kernels(EmulatedGpu(emulation, FAULTS), layers=2)
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert {each.kernel for each in found} == {getattr(ops, name).op.kernel for name in calls(check.SIZES[0])} | {
         check.OVERLAPPING
     }
@@ -132,7 +139,6 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(ops, "cuda_status", lambda _index: "")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     monkeypatch.setattr(check, "check_kernels", lambda gpu: made.append(gpu) or [])
     check._check_once.cache_clear()
     yield made

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ SIZES = (
 BOUND = 4  # roundings of the storage type, of the largest value: kernels round more than once
 OVERLAPPING = "overlapping launches"
 _REPLAYS = 20
+_FAULTS: dict[str, str] = {}  # of all GPUs of this process
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class Finding(NamedTuple):
@@ -75,7 +78,7 @@ class Gpu:
         try:
             yield
         finally:
-            ops.set_overlap(OVERLAP)
+            ops.set_overlap(OVERLAP and OVERLAPPING not in _FAULTS)
 
     def overlapping(self, work: Callable[[], list[Tensor]]) -> Iterator[list[Tensor]]:
         """Yield the results of ``work``, captured as a graph, of one replay after another."""
@@ -103,12 +106,18 @@ def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 1
         torch.OutOfMemoryError: the GPU has no room for it (about 0.1 GB).
     """
     found: dict[str, Finding] = {}
-    for sizes in SIZES:
-        for name, make in calls(sizes, torch.Generator().manual_seed(0)).items():
-            kernel = getattr(ops, name).op.kernel
-            finding = _compare(gpu, name, make(), dtype)
-            found[kernel] = max(found.get(kernel, finding), finding, key=lambda each: each.error)
-    return [*found.values(), _compare_overlapping(gpu, dtype, layers)]
+    current = torch.cuda.device(gpu.device) if gpu.device.type == "cuda" else contextlib.nullcontext()
+    plain = torch.inference_mode(False), torch.no_grad(), torch.autocast(gpu.device.type, enabled=False)
+    with contextlib.ExitStack() as settings:  # not the caller's
+        for setting in (current, torch.device("cpu"), *plain):
+            settings.enter_context(setting)
+        for sizes in SIZES:
+            for name, make in calls(sizes, torch.Generator().manual_seed(0)).items():
+                kernel = getattr(ops, name).op.kernel
+                finding = _compare(gpu, name, make(), dtype)
+                found[kernel] = max(found.get(kernel, finding), finding, key=lambda each: each.error)
+        found[OVERLAPPING] = _compare_overlapping(gpu, dtype, layers)
+    return [*found.values()]
 
 
 def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> Finding:
@@ -172,11 +181,11 @@ def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> Finding:
     hidden, wide = heads * dim, (heads + 2 * kv_heads) * dim
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g).to(gpu.device, dtype)
+        return torch.randn(shape, generator=g, dtype=torch.float32).to(gpu.device, dtype)
 
     x, qkv, out = draw(batch, rows, hidden), draw(wide, hidden) / hidden**0.5, draw(hidden, hidden) / hidden**0.5
     lengths = torch.tensor([capacity - rows - i for i in range(batch)], device=gpu.device)
-    cos, sin = (table.to(gpu.device) for table in torch.rand(2, capacity, dim // 2, generator=g))
+    cos, sin = (table.to(gpu.device) for table in torch.rand(2, capacity, dim // 2, generator=g, dtype=torch.float32))
     k_cache, v_cache, norm = draw(batch, kv_heads, capacity, dim), draw(batch, kv_heads, capacity, dim), draw(dim)
     kept = []  # what kernels read must live until they have run
 
@@ -226,7 +235,8 @@ def self_check(device: torch.device) -> None:
     Warns once of what is turned off. ``DFLASH_SELF_CHECK=0`` leaves it out (see `dflash.ops.switches`).
     """
     if device.type == "cuda" and SELF_CHECK != "0" and not ops.cuda_status(device.index):
-        _check_once(device)
+        with _ONE_AT_A_TIME:
+            _check_once(device)
 
 
 @functools.cache
@@ -234,8 +244,7 @@ def _check_once(device: torch.device) -> None:
     known, key = _read(), _machine(device)
     if SELF_CHECK == "always" or key not in known:
         try:
-            with torch.cuda.device(device):
-                faults = {found.kernel: found.fault for found in check_kernels(Gpu(device)) if found.fault}
+            faults = {found.kernel: found.fault for found in check_kernels(Gpu(device)) if found.fault}
         except torch.OutOfMemoryError:
             return  # the next process asks again
         known[key] = faults
@@ -245,6 +254,7 @@ def _check_once(device: torch.device) -> None:
 
 def turn_off_faulty(faults: dict[str, str], gpu: str) -> None:
     """Turn off kernels, or overlapping launches, and warn of it."""
+    _FAULTS.update(faults)
     for kernel, fault in faults.items():
         if kernel == OVERLAPPING:
             ops.set_overlap(False)

@@ -47,7 +47,8 @@ def calls(sizes: Sizes, generator: torch.Generator | None = None) -> dict[str, C
     Two ops are left out, which have no kernel of their own: `decoder_layers`, and `log_sum_exp` on a GPU.
     """
     batch, rows, hidden, heads, kv_heads, dim, width, capacity, vocab = sizes
-    normal, uniform = (functools.partial(draw, generator=generator) for draw in (torch.randn, torch.rand))
+    options = {"generator": generator, "dtype": torch.float32}
+    normal, uniform = (functools.partial(draw, **options) for draw in (torch.randn, torch.rand))
     block = batch, rows, hidden
     long = capacity - rows  # the most that may be ahead of a block
     lengths = ints(*(long - 2 * i for i in range(batch)))
@@ -55,7 +56,7 @@ def calls(sizes: Sizes, generator: torch.Generator | None = None) -> dict[str, C
     numbered = torch.arange(batch * rows).view(batch, rows)
 
     def either(first: float, second: float) -> Tensor:
-        return torch.tensor([first, second])[alternating]
+        return torch.tensor([first, second], dtype=torch.float32)[alternating]
 
     def cache(size: int = dim) -> Tensor:
         return normal(batch, kv_heads, capacity, size)
@@ -73,7 +74,7 @@ def calls(sizes: Sizes, generator: torch.Generator | None = None) -> dict[str, C
         return {
             "positions": numbered, "seeds": ints(*range(batch)), "temperature": either(0.0, 0.8),
             "top_k": alternating * 9, "top_p": either(1.0, 0.9), "min_p": either(0.0, 0.01),
-            "sharpness": torch.ones(batch),
+            "sharpness": either(1.0, 1.0),
         }  # fmt: skip
 
     def without(call: Call, *names: str) -> Call:
@@ -108,7 +109,7 @@ def calls(sizes: Sizes, generator: torch.Generator | None = None) -> dict[str, C
             "qkv": normal(batch, rows, (heads + 2 * kv_heads) * dim), "lengths": lengths - rows,
             "num_context": 1 - alternating, "depth": (numbered - numbered[:, :1])[:, 1:] // 2,
             "cos": uniform(capacity, dim // 2), "sin": uniform(capacity, dim // 2), "q_norm_weight": normal(dim),
-            "k_norm_weight": normal(dim), "eps": 1e-6, "q_out": torch.zeros(batch, rows - 1, heads, dim),
+            "k_norm_weight": normal(dim), "eps": 1e-6, "q_out": normal(batch, rows - 1, heads, dim),
             "k_cache": cache(), "v_cache": cache(),
         }  # fmt: skip
 
@@ -138,10 +139,10 @@ def calls(sizes: Sizes, generator: torch.Generator | None = None) -> dict[str, C
             "front": normal(batch, 2, hidden)},
         "add_rms_norm": lambda: {
             "x": normal(block), "residual": normal(block), "weight": normal(hidden), "eps": 1e-6,
-            "tap": torch.zeros(block), "front": normal(batch, 2, hidden)},
+            "tap": normal(block), "front": normal(batch, 2, hidden)},
         "dynamic_conv": lambda: convolution() | {"front": normal(batch, 2, hidden)},
         "conv_add_rms_norm": lambda: convolution() | {
-            "residual": normal(block), "weight": normal(hidden), "eps": 1e-6, "tap": torch.zeros(block)},
+            "residual": normal(block), "weight": normal(hidden), "eps": 1e-6, "tap": normal(block)},
         "draft_rows": lambda: {
             "tokens": ids(capacity), "length": 3 + 4 * alternating, "drafts": ids(rows),
             "table": normal(vocab, hidden), "mask_id": 5, "num_drafts": rows, "rows": rows + 1,
@@ -198,7 +199,7 @@ def calls(sizes: Sizes, generator: torch.Generator | None = None) -> dict[str, C
             "first": lengths - 3, "k_caches": caches(), "v_caches": caches(5)},
         "gather_rows_": lambda: {
             "x": normal(block), "path": torch.tensor([[0, 2], [1, 1]])[alternating],
-            "out": torch.zeros(batch, 2, hidden)},
+            "out": normal(batch, 2, hidden)},
         "gated_recurrence_": recurrence,
         "causal_conv_": lambda: {
             "x": normal(block), "weight": normal(hidden, 4), "bias": normal(hidden), "silu": True,
