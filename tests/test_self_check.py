@@ -34,6 +34,9 @@ class EmulatedGpu:
     def wait(self):
         pass
 
+    def is_broken(self):
+        return False
+
     def one_by_one(self):
         return contextlib.nullcontext()
 
@@ -139,6 +142,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(ops, "cuda_status", lambda _index: "")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
     monkeypatch.setattr(check, "check_kernels", lambda gpu: made.append(gpu) or [])
     check._check_once.cache_clear()
     yield made
@@ -177,10 +181,35 @@ def test_a_fault_is_remembered_and_a_full_gpu_is_not(machine, monkeypatch, none_
     monkeypatch.setattr(check, "check_kernels", lambda _gpu: [check.Finding("linear", 1.0, 0.1, 0, "it differs")])
     with pytest.warns(UserWarning, match="linear: it differs"):
         check.self_check(torch.device("cuda", 0))
-    check._check_once.cache_clear()
+    check._check_once.cache_clear()  # as in another process
+    registry._OFF.clear()
     monkeypatch.setattr(check, "check_kernels", full)  # not asked
     with pytest.warns(UserWarning, match="linear: it differs"):
         check.self_check(torch.device("cuda", 0))
+
+
+def test_a_kernel_that_breaks_the_gpu_is_off_in_the_next_process(machine, monkeypatch, none_off):
+    def fails(_device):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(torch.cuda, "synchronize", fails)
+        broken.setattr(check, "check_kernels", lambda _gpu: [check.Finding("linear", math.inf, 0.1, 0, "illegal")])
+        with pytest.raises(RuntimeError, match=r"the CUDA kernel linear failed \(illegal\).* Start it again"):
+            check.self_check(torch.device("cuda", 0))
+    with pytest.warns(UserWarning, match="linear: illegal"):
+        check.self_check(torch.device("cuda", 0))
+    assert machine == []
+
+
+def test_the_kernel_that_breaks_the_gpu_is_the_last(emulation):
+    class Fragile(EmulatedGpu):
+        def is_broken(self):
+            return True
+
+    found = check.check_kernels(Fragile(emulation, {"draft_rows": lambda fields: {"scale": 2.0}}))
+    assert found[-1].kernel == "draft_rows"
+    assert [each.fault != "" for each in found] == [False] * (len(found) - 1) + [True]
 
 
 @pytest.mark.parametrize(

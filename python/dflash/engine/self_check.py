@@ -50,7 +50,7 @@ class Finding(NamedTuple):
         error: the largest difference from plain torch in float64, over the largest value; infinite where integers,
             NaN or shapes differ, or where the kernel could not run.
         bound: the most that is right.
-        microseconds: of the slowest call, its launch from Python included.
+        microseconds: of the call with that error, its launch from Python included.
         fault: what went wrong; empty if nothing did.
     """
 
@@ -70,6 +70,14 @@ class Gpu:
     def wait(self) -> None:
         """Wait for what was launched, and raise what went wrong in it."""
         torch.cuda.synchronize(self.device)
+
+    def is_broken(self) -> bool:
+        """Return True after an error that ends all work of this process on the GPU."""
+        try:
+            self.wait()
+        except Exception:
+            return True
+        return False
 
     @contextlib.contextmanager
     def one_by_one(self) -> Iterator[None]:
@@ -97,6 +105,8 @@ class Gpu:
 def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 10) -> list[Finding]:
     """Compare every kernel with its twin in plain torch, and overlapping launches with those one by one.
 
+    A kernel that breaks the GPU for this process is the last.
+
     Args:
         gpu: where.
         dtype: of what is stored.
@@ -116,6 +126,8 @@ def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 1
                 kernel = getattr(ops, name).op.kernel
                 finding = _compare(gpu, name, make(), dtype)
                 found[kernel] = max(found.get(kernel, finding), finding, key=lambda each: each.error)
+                if finding.fault and gpu.is_broken():
+                    return [*found.values()]
         found[OVERLAPPING] = _compare_overlapping(gpu, dtype, layers)
     return [*found.values()]
 
@@ -187,6 +199,8 @@ def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> Finding:
     lengths = torch.tensor([capacity - rows - i for i in range(batch)], device=gpu.device)
     cos, sin = (table.to(gpu.device) for table in torch.rand(2, capacity, dim // 2, generator=g, dtype=torch.float32))
     k_cache, v_cache, norm = draw(batch, kv_heads, capacity, dim), draw(batch, kv_heads, capacity, dim), draw(dim)
+    tables = {"num_context": None, "depth": None, "cos": cos, "sin": sin, "eps": 1e-6}
+    norms = {"q_norm_weight": norm, "k_norm_weight": norm}
     kept = []  # what kernels read must live until they have run
 
     def work() -> list[Tensor]:
@@ -196,16 +210,7 @@ def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> Finding:
             kept.append(hidden_states)
             projected = _run("linear", launcher, x=hidden_states, weight=qkv, prefetch=True)
             q = torch.empty(batch, rows, heads, dim, device=gpu.device, dtype=dtype)
-            tables = {
-                "num_context": None,
-                "depth": None,
-                "cos": cos,
-                "sin": sin,
-                "q_norm_weight": norm,
-                "k_norm_weight": norm,
-                "eps": 1e-6,
-            }
-            _run("qkv_norm_rope_append_", launcher, qkv=projected, **states, **tables, q_out=q)
+            _run("qkv_norm_rope_append_", launcher, qkv=projected, **states, **tables, **norms, q_out=q)
             attended = _run("block_attention", launcher, q=q, **states, scale=dim**-0.5, causal=True, fresh=0)
             kept.extend((projected, q, attended))
             hidden_states = _run("linear", launcher, x=attended.flatten(2), weight=out, prefetch=True)
@@ -249,6 +254,12 @@ def _check_once(device: torch.device) -> None:
             return  # the next process asks again
         known[key] = faults
         _write(known)
+        if faults and Gpu(device).is_broken():
+            kernel, fault = [*faults.items()][-1]
+            raise RuntimeError(
+                f"the CUDA kernel {kernel} failed ({fault}), and this process cannot use the GPU any more. Start it "
+                f"again: the kernel is off from now on (to check it again, delete {_file()})"
+            )
     turn_off_faulty(known[key], torch.cuda.get_device_name(device))
 
 
@@ -274,7 +285,8 @@ def _machine(device: torch.device) -> str:
     driver, extension = Path("/proc/driver/nvidia/version"), Path(ops.EXTENSION)
     name = torch.cuda.get_device_name(device), "{}.{}".format(*torch.cuda.get_device_capability(device))
     version = driver.read_text().splitlines()[0] if driver.exists() else ""
-    return " | ".join((*name, version, torch.__version__, f"{extension} {extension.stat().st_mtime_ns}"))
+    build = f"{extension} {extension.stat().st_mtime_ns}", *sorted(ops.kernels_off())  # those that are off pass
+    return " | ".join((*name, version, torch.__version__, *build))
 
 
 def _file() -> Path:

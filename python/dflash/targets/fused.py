@@ -37,8 +37,8 @@ def kernel_obstacle(device: torch.device, weights: Sequence[Tensor], widths: Ite
         return ""
     if reason := ops.cuda_status(device.index):
         return f"our CUDA kernels cannot run: {reason}"
-    for kernel in _LAYER_KERNELS & ops.kernels_off().keys():
-        return f"our CUDA kernel {kernel} is off: {ops.kernels_off()[kernel]}"
+    if off := sorted(_LAYER_KERNELS & ops.kernels_off().keys()):
+        return f"our CUDA kernel {off[0]} is off: {ops.kernels_off()[off[0]]}"
     if any(width % 8 for width in widths) or any(weight.data_ptr() % 16 for weight in weights):
         return "our CUDA kernels need products over multiples of 8, and weights at multiples of 16 bytes"
     return ""
