@@ -64,6 +64,7 @@ STATES = [
     ("- linear", {"findings": [Finding("linear", math.inf, 0.03, 0, "it differs")]}, "error", "please report"),
     ("- linear", {"kernels_off": {"linear": "DFLASH_KERNELS turns it off"}}, "warning", "unset DFLASH_KERNELS"),
     ("- overlapping launches", {"findings": [Finding(OVERLAPPING, 0, 0, 0, "")]}, "ok", "same bits"),
+    ("- kernels", {"findings": RuntimeError("no room")}, "warning", "not compared: RuntimeError: no room"),
     ("CUDA graphs", NONE, "ok", "no GPU"),
     ("CUDA graphs", {}, "ok", "used"),
     ("CUDA graphs", {"graph_error": "no memory"}, "warning", "no memory"),
@@ -87,7 +88,13 @@ def test_the_state_of_the_gpu_and_its_kernels_is_reported(monkeypatch, name, mac
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: of["capability"])
     monkeypatch.setattr(torch.version, "cuda", of["cuda"])
     monkeypatch.setattr(doctor, "_gpu_present", lambda: of["present"])
-    monkeypatch.setattr(doctor, "check_kernels", lambda _gpu: of["findings"])
+
+    def check_kernels(_gpu):
+        if isinstance(of["findings"], Exception):
+            raise of["findings"]
+        return of["findings"]
+
+    monkeypatch.setattr(doctor, "check_kernels", check_kernels)
     for ask in ("has_cuda_kernels", "cuda_status", "overlaps", "kernels_off"):
         monkeypatch.setattr(ops, ask, lambda *_, ask=ask: of[ask])
     for switch in of["off"]:

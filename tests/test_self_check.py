@@ -57,7 +57,7 @@ class Spoiled:
 
 
 @pytest.fixture
-def none_off(monkeypatch):
+def none_off():
     """Kernels that the test turns off are on again after it."""
     kept = registry._OFF, check._FAULTS
     before = [dict(each) for each in kept]
@@ -68,7 +68,7 @@ def none_off(monkeypatch):
 
 
 FAULTS = {
-    "rms_norm": lambda fields: {"eps": 1.0},
+    "rms_norm": lambda fields: {"weight": 1.5 * fields["weight"]},
     "block_attention": lambda fields: {"scale": 1.1 * fields["scale"]},
     "select_tokens": lambda fields: {"seeds": fields["seeds"] + 1, "temperature": fields["temperature"] * 2 + 1},
 }
@@ -142,7 +142,8 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(ops, "cuda_status", lambda _index: "")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 34))
+    monkeypatch.setattr(check.Gpu, "is_broken", lambda _gpu: False)
     monkeypatch.setattr(check, "check_kernels", lambda gpu: made.append(gpu) or [])
     check._check_once.cache_clear()
     yield made
@@ -171,7 +172,26 @@ def test_a_machine_is_checked_once(machine, monkeypatch):
     assert len(machine) == 3
 
 
-def test_a_fault_is_remembered_and_a_full_gpu_is_not(machine, monkeypatch, none_off):
+def test_an_error_counts_in_its_process_only_and_a_full_gpu_is_not_checked(machine, monkeypatch, none_off):
+    def turned_off(raised):
+        registry._OFF.clear()
+        check._check_once.cache_clear()
+        monkeypatch.setattr(check, "check_kernels", lambda _gpu: [check.Finding("linear", 1, 0.1, 0, "x", raised)])
+        check.self_check(torch.device("cuda", 0))
+        return [*ops.kernels_off()]
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 28, 1 << 34))
+    assert turned_off(raised=False) == []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 34))
+    with pytest.warns(UserWarning, match="linear: x"):
+        assert turned_off(raised=True) == ["linear"]
+    assert not check._file().exists()
+    with pytest.warns(UserWarning, match="linear: x"):
+        assert turned_off(raised=False) == ["linear"]
+    assert check._file().exists()
+
+
+def test_a_fault_is_remembered_and_what_torch_raises_is_not(machine, monkeypatch, none_off):
     def full(_gpu):
         raise torch.OutOfMemoryError
 
@@ -189,12 +209,10 @@ def test_a_fault_is_remembered_and_a_full_gpu_is_not(machine, monkeypatch, none_
 
 
 def test_a_kernel_that_breaks_the_gpu_is_off_in_the_next_process(machine, monkeypatch, none_off):
-    def fails(_device):
-        raise RuntimeError("an illegal memory access was encountered")
-
+    illegal = check.Finding("linear", math.inf, 0.1, 0, "illegal", raised=True)
     with monkeypatch.context() as broken:
-        broken.setattr(torch.cuda, "synchronize", fails)
-        broken.setattr(check, "check_kernels", lambda _gpu: [check.Finding("linear", math.inf, 0.1, 0, "illegal")])
+        broken.setattr(check.Gpu, "is_broken", lambda _gpu: True)
+        broken.setattr(check, "check_kernels", lambda _gpu: [illegal])
         with pytest.raises(RuntimeError, match=r"the CUDA kernel linear failed \(illegal\).* Start it again"):
             check.self_check(torch.device("cuda", 0))
     with pytest.warns(UserWarning, match="linear: illegal"):
@@ -216,7 +234,7 @@ def test_the_kernel_that_breaks_the_gpu_is_the_last(emulation):
     ("variables", "words"),
     [
         ({"DFLASH_KERNELS": "-linear,-silu_mul"}, "linear silu_mul"), ({"DFLASH_KERNELS": "0"}, "all"),
-        ({"DFLASH_KERNELS": "1"}, ""), ({"DFLASH_KERNELS": "linear"}, "must be 0, 1 or names such as -linear"),
+        ({"DFLASH_KERNELS": "linear"}, "must be 0, 1 or names such as -linear"),
         ({"DFLASH_KERNELS": "-lineer"}, "there is no kernel 'lineer'; these can be turned off: accept_path, "),
         ({"DFLASH_SELF_CHECK": "no"}, "DFLASH_SELF_CHECK must be 0, 1 or always, got 'no'"),
     ],

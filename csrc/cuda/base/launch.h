@@ -11,7 +11,7 @@ namespace dflash {
 DFLASH_KERNELS(KERNEL, KERNEL, DFLASH_NOTHING)
 #undef KERNEL
 
-// True if the process has a context on a device.
+// False if the process is known to have no context on a device.
 bool has_context(int device);
 
 // cudaSuccess if this build holds code that the device runs.

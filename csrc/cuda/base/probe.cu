@@ -20,7 +20,7 @@ bool has_context(int device) {
   }();
   unsigned flags = 0;
   int active = 0;
-  return get_state && get_state(device, &flags, &active) == 0 && active;
+  return !get_state || get_state(device, &flags, &active) != 0 || active;  // true where nobody says
 }
 
 cudaError_t probe_kernels(int device) {

@@ -123,16 +123,21 @@ def _kernel_checks() -> list[Check]:
     """Compare each kernel with plain torch on the current GPU."""
     if not torch.cuda.is_available() or ops.cuda_status(torch.cuda.current_device()):
         return []
-    off, checks = ops.kernels_off(), []
-    for found in check_kernels(Gpu(torch.device("cuda", torch.cuda.current_device()))):
+    off, checks, index = ops.kernels_off(), [], torch.cuda.current_device()
+    try:
+        every = check_kernels(Gpu(torch.device("cuda", index)))
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        return [Check("- kernels", f"not compared: {why}", "warning", "free the GPU and try again")]
+    for found in every:
         name = f"- {found.kernel}"
         if found.kernel in off:
             checks.append(Check(name, f"off: {off[found.kernel]}", "warning", "unset DFLASH_KERNELS to use it"))
         elif found.fault:
-            advice = "it is turned off in runs, which are right but slower; please report this"
+            advice = "runs turn it off (DFLASH_SELF_CHECK), which are right but slower; please report this"
             checks.append(Check(name, found.fault, "error", advice))
         elif found.kernel == OVERLAPPING:
-            checks.append(Check(name, "the same bits as one by one"))
+            checks.append(Check(name, "the same bits as one by one" if ops.overlaps(index) else "none here"))
         else:
             took = f"{found.microseconds:.0f} us with its launch"
             checks.append(Check(name, f"error {found.error:.1e}, at most {found.bound:.1e}; {took}"))

@@ -27,7 +27,8 @@ from ..files import write_atomically
 from ..ops import reference
 from ..ops.examples import Call, Sizes, calls
 from ..ops.registry import CudaLauncher
-from ..ops.switches import OVERLAP, SELF_CHECK
+from ..ops.switches import OVERLAP, PREFETCH, SELF_CHECK
+from ..targets import version_of
 from .graphs import captured
 
 # Sizes at which rows end within tiles; and those of a layer, whose products and keys are divided between blocks.
@@ -38,6 +39,7 @@ SIZES = (
 BOUND = 4  # roundings of the storage type, of the largest value: kernels round more than once
 OVERLAPPING = "overlapping launches"
 _REPLAYS = 20
+_ROOM = 1 << 29  # bytes that must be free, those of torch's libraries included
 _FAULTS: dict[str, str] = {}  # of all GPUs of this process
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -52,6 +54,7 @@ class Finding(NamedTuple):
         bound: the most that is right.
         microseconds: of the call with that error, its launch from Python included.
         fault: what went wrong; empty if nothing did.
+        raised: True if it was an error: it may have another cause than the kernel, such as memory.
     """
 
     kernel: str
@@ -59,6 +62,7 @@ class Finding(NamedTuple):
     bound: float
     microseconds: float
     fault: str
+    raised: bool = False
 
 
 class Gpu:
@@ -69,7 +73,7 @@ class Gpu:
 
     def wait(self) -> None:
         """Wait for what was launched, and raise what went wrong in it."""
-        torch.cuda.synchronize(self.device)
+        torch.cuda.current_stream(self.device).synchronize()  # others may be captured at this moment
 
     def is_broken(self) -> bool:
         """Return True after an error that ends all work of this process on the GPU."""
@@ -94,7 +98,7 @@ class Gpu:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             work()
-        self.wait()
+            self.wait()
         replay = captured(lambda: results.extend(work()), None, stream)
         for _ in range(_REPLAYS):
             replay()
@@ -105,7 +109,8 @@ class Gpu:
 def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 10) -> list[Finding]:
     """Compare every kernel with its twin in plain torch, and overlapping launches with those one by one.
 
-    A kernel that breaks the GPU for this process is the last.
+    A kernel that breaks the GPU for this process is the last. Kernels have variants that are not asked for: other
+    dtypes and head sizes, windows, soft caps.
 
     Args:
         gpu: where.
@@ -113,7 +118,7 @@ def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 1
         layers: how often the kernels of attention follow each other, for overlapping launches.
 
     Raises:
-        torch.OutOfMemoryError: the GPU has no room for it (about 0.1 GB).
+        Exception: whatever plain torch raises, which says nothing of the kernels.
     """
     found: dict[str, Finding] = {}
     current = torch.cuda.device(gpu.device) if gpu.device.type == "cuda" else contextlib.nullcontext()
@@ -122,14 +127,26 @@ def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 1
         for setting in (current, torch.device("cpu"), *plain):
             settings.enter_context(setting)
         for sizes in SIZES:
-            for name, make in calls(sizes, torch.Generator().manual_seed(0)).items():
+            for name, call in _calls(sizes):
                 kernel = getattr(ops, name).op.kernel
-                finding = _compare(gpu, name, make(), dtype)
-                found[kernel] = max(found.get(kernel, finding), finding, key=lambda each: each.error)
+                finding = _compare(gpu, name, call, dtype)
                 if finding.fault and gpu.is_broken():
-                    return [*found.values()]
+                    found.pop(kernel, None)
+                    return [*found.values(), finding]
+                found[kernel] = max(found.get(kernel, finding), finding, key=lambda each: each.error)
         found[OVERLAPPING] = _compare_overlapping(gpu, dtype, layers)
     return [*found.values()]
+
+
+def _calls(sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield a call of every op that is one kernel, and another of attention, over a tree."""
+    for name, make in calls(sizes, torch.Generator().manual_seed(0)).items():
+        if name == "fuse_features":  # a product and a norm, which have their own
+            continue
+        yield name, make()
+        if name == "block_attention":
+            star = 1 | 1 << torch.arange(sizes.rows)  # each row sees the first and itself
+            yield name, make() | {"ancestors": star.expand(sizes.batch, -1)[..., None].contiguous()}
 
 
 def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> Finding:
@@ -147,15 +164,14 @@ def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> Finding:
             out = _run(name, gpu.launcher, **copy)
             gpu.wait()
             seconds = time.perf_counter() - begin
-        ours = _results(name, copy, out)
-        if all(x.is_floating_point() for x in ours):
-            call = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call)
-        theirs = _results(name, call, getattr(reference, name)(**call))
-        error = max(map(_difference, ours, theirs))
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
-        return Finding(op.kernel, math.inf, bound, 0.0, f"{type(failure).__name__}: {failure}".splitlines()[0])
+        return Finding(op.kernel, math.inf, bound, 0.0, f"{type(failure).__name__}: {failure}".splitlines()[0], True)
+    ours = _results(name, copy, out)
+    if all(x.is_floating_point() for x in ours):
+        call = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call)
+    error = max(map(_difference, ours, _results(name, call, getattr(reference, name)(**call))))
     fault = "" if error <= bound else f"it differs from plain torch (error {error:.2g} > {bound:.2g})"
     return Finding(op.kernel, error, bound, seconds * 1e6, fault)
 
@@ -179,11 +195,13 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest difference over the largest value; infinite where it has no number."""
     if ours.shape != theirs.shape or not ours.is_floating_point():
         return 0.0 if torch.equal(ours, theirs) else math.inf
-    if not torch.equal(ours.isfinite(), theirs.isfinite()):
+    ours, theirs = ours.double(), theirs.double()
+    is_number = theirs.isfinite()
+    rest = torch.stack([ours, theirs]).masked_fill(is_number, 0)
+    if not torch.equal(is_number, ours.isfinite()) or not torch.equal(*rest.nan_to_num(0.5)):
         return math.inf
-    ours, theirs = ours.double().nan_to_num(), theirs.double().nan_to_num()
-    largest = theirs.abs().max() if theirs.numel() else torch.zeros(())
-    return float((ours - theirs).abs().max() / largest.clamp_min(1e-30)) if largest > 0 else float(ours.abs().sum())
+    ours, theirs = ours[is_number], theirs[is_number]
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)) if theirs.numel() else 0.0
 
 
 def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> Finding:
@@ -220,15 +238,16 @@ def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> Finding:
         with gpu.one_by_one():
             wanted = work()
             gpu.wait()
-        is_equal = all(
-            torch.equal(a, b) for results in gpu.overlapping(work) for a, b in zip(results, wanted, strict=True)
+        raised, is_equal = (
+            False,
+            all(torch.equal(a, b) for results in gpu.overlapping(work) for a, b in zip(results, wanted, strict=True)),
         )
         fault = "" if is_equal else "results of kernels that start early differ from those one by one"
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
-        fault = f"{type(failure).__name__}: {failure}".splitlines()[0]
-    return Finding(OVERLAPPING, math.inf if fault else 0.0, 0.0, 0.0, fault)
+        raised, fault = True, f"{type(failure).__name__}: {failure}".splitlines()[0]
+    return Finding(OVERLAPPING, math.inf if fault else 0.0, 0.0, 0.0, fault, raised)
 
 
 # ---------------------------------------------------------------------------------------------- once per machine
@@ -248,13 +267,17 @@ def self_check(device: torch.device) -> None:
 def _check_once(device: torch.device) -> None:
     known, key = _read(), _machine(device)
     if SELF_CHECK == "always" or key not in known:
-        try:
-            faults = {found.kernel: found.fault for found in check_kernels(Gpu(device)) if found.fault}
-        except torch.OutOfMemoryError:
+        if torch.cuda.mem_get_info(device)[0] < _ROOM:
             return  # the next process asks again
-        known[key] = faults
-        _write(known)
-        if faults and Gpu(device).is_broken():
+        try:
+            wrong = [found for found in check_kernels(Gpu(device)) if found.fault]
+        except Exception:  # plain torch could not
+            return
+        known[key] = faults = {found.kernel: found.fault for found in wrong}
+        is_broken = bool(wrong) and Gpu(device).is_broken()
+        if is_broken or not any(found.raised for found in wrong):
+            _write(_read() | {key: faults})
+        if is_broken:
             kernel, fault = [*faults.items()][-1]
             raise RuntimeError(
                 f"the CUDA kernel {kernel} failed ({fault}), and this process cannot use the GPU any more. Start it "
@@ -275,7 +298,8 @@ def turn_off_faulty(faults: dict[str, str], gpu: str) -> None:
         each = "; ".join(f"{kernel}: {fault}" for kernel, fault in faults.items())
         warnings.warn(
             f"dflash turns off CUDA kernels on {gpu}, and runs their ops in plain torch: {each}. The results are "
-            "right, but steps take longer. `dflash doctor` checks again; please report what it prints",
+            "right, but steps take longer. Please report what `dflash doctor` prints. A check that is remembered is in "
+            f"{_file()}",
             stacklevel=2,
         )
 
@@ -285,12 +309,14 @@ def _machine(device: torch.device) -> str:
     driver, extension = Path("/proc/driver/nvidia/version"), Path(ops.EXTENSION)
     name = torch.cuda.get_device_name(device), "{}.{}".format(*torch.cuda.get_device_capability(device))
     version = driver.read_text().splitlines()[0] if driver.exists() else ""
-    build = f"{extension} {extension.stat().st_mtime_ns}", *sorted(ops.kernels_off())  # those that are off pass
+    build = version_of("dflash-engine"), f"{extension} {extension.stat().st_mtime_ns}"
+    build += f"overlap {OVERLAP} prefetch {PREFETCH}", *sorted(ops.kernels_off())  # what is off passes
     return " | ".join((*name, version, torch.__version__, *build))
 
 
 def _file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash" / "self-check.json"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # "~" where there is no home
+    return Path(cache) / "dflash" / "self-check.json"
 
 
 def _read() -> dict[str, dict[str, str]]:
