@@ -245,6 +245,7 @@ Run comparison(const Opcode& op, const Operands& o, F f) {
 template <typename T>
 Run compared(const Opcode& op, const Operands& o) {
   const string& how = op.parts[1];
+  if (o.size() != 3u + (op.has("and") || op.has("or") || op.has("xor"))) return nullptr;  // no second result
   const auto nan = [](T x) {
     if constexpr (std::is_floating_point_v<T>) return std::isnan(x);
     return false;
@@ -282,10 +283,11 @@ float widened(uint16_t bits) {
   return float(x);
 }
 
-// To an integer by a rounding modifier; what does not fit becomes the nearest that does, and NaN becomes 0.
+// To an integer by a rounding modifier; what does not fit becomes the nearest that does. NaN becomes 0, or from or to
+// 64 bits the integer with the highest bit alone.
 template <typename To, typename From>
 To integral(From x, int mode) {
-  if (std::isnan(x)) return 0;
+  if (std::isnan(x)) return sizeof(From) == 8 || sizeof(To) == 8 ? To(uint64_t(1) << (8 * sizeof(To) - 1)) : To(0);
   const double whole = mode == FE_TOWARDZERO ? std::trunc(x)
                        : mode == FE_DOWNWARD ? std::floor(x)
                        : mode == FE_UPWARD   ? std::ceil(x)
@@ -359,7 +361,7 @@ Run moved_memory(const Opcode& op, const Operands& o) {
   Operands values = o;
   const Operand address = loads ? o.back() : o.front();
   values.erase(loads ? values.end() - 1 : values.begin());
-  if (int(values.size()) != n) return nullptr;
+  if (int(values.size()) != n || op.has("acquire") || op.has("release")) return nullptr;
   return typed(op.type, [&](auto x) -> Run {
     using T = decltype(x);
     return [=](Thread& t) {
@@ -377,6 +379,7 @@ Run moved_memory(const Opcode& op, const Operands& o) {
 Run atomic(const Opcode& op, const Operands& o) {
   const Space space = space_of(op);
   const bool orders = op.has("acq_rel");
+  if (op.has("acquire") || op.has("release")) return nullptr;
   return typed(op.type, [&](auto x) -> Run {
     using T = decltype(x);
     std::function<T(T, T, T)> change;
@@ -510,6 +513,7 @@ Run of_warp(const Opcode& op, const Operands& o) {
     if (!op.has("m16n8k16") || o.size() != 14 || op.type != "f32") return nullptr;
     return collective(op.has("bf16") ? multiply_matrices<__nv_bfloat16> : multiply_matrices<__half>, o);
   }
+  if (op.has("uni") || (op.name == "match" && op.has("all"))) return nullptr;
   if (op.name == "vote") {
     const WarpOp vote = op.has("ballot") ? WarpOp::kBallot : op.has("any") ? WarpOp::kAny : WarpOp::kAll;
     return [=, d = o[0], a = o[1], m = o[2]](Thread& t) {
@@ -539,7 +543,7 @@ Run at_barrier(const Opcode& op, const Operands& o) {
     const Barrier kind = op.has("popc") ? Barrier::kCount : op.has("and") ? Barrier::kAnd : Barrier::kOr;
     return [=, d = o[0], p = o.back()](Thread& t) { t.put(d, uint32_t(barrier(kind, t.predicate(p)))); };
   }
-  if (!op.has("sync")) return nullptr;
+  if (!op.has("sync") || o.size() != 1) return nullptr;  // of all threads; ptx.py sees that it is barrier 0
   return [](Thread&) { barrier(Barrier::kSync, 0); };
 }
 

@@ -180,6 +180,8 @@ class _Reader:
         if opcode.startswith("mov.") and any(word.startswith("{") for word in words):
             opcode = opcode.replace("mov.", "mov.pack." if words[1].startswith("{") else "mov.unpack.")
         parts = [part.strip() for word in words for part in re.split(r"[,|]", word.strip("{} "))]
+        if re.match(r"bar(rier)?(\.cta)?\.(sync|red)", opcode) and (parts[1] if ".red" in opcode else parts[0]) != "0":
+            raise NotImplementedError(f"PTX has {text}: only barrier 0 is known")
         operands = [part if opcode.startswith("bra") else self._operand(part) for part in parts]
         guard = self._operand(match["guard"])[0] if match["guard"] else -1
         return opcode, guard, match["negated"] == "!", operands
@@ -203,6 +205,8 @@ class _Reader:
         if text in self._shared:
             return self._constant(struct.pack("<q", self._shared[text]))
         if text.startswith("%"):
+            if not re.fullmatch(r"%laneid|%n?(tid|ctaid)\.[xyz]", text):
+                raise NotImplementedError(f"PTX names {text}: add this register to ptx.cpp")
             return self._slot_of(text), 8, 0
         if text.startswith(("0f", "0d")):  # bits of a float or a double
             return self._constant(struct.pack("<Q", int(text[2:], 16)))
