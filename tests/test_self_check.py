@@ -203,6 +203,7 @@ def test_a_fault_is_remembered_and_what_torch_raises_is_not(machine, monkeypatch
         check.self_check(torch.device("cuda", 0))
     check._check_once.cache_clear()  # as in another process
     registry._OFF.clear()
+    check._FAULTS.clear()
     monkeypatch.setattr(check, "check_kernels", full)  # not asked
     with pytest.warns(UserWarning, match="linear: it differs"):
         check.self_check(torch.device("cuda", 0))

@@ -43,6 +43,11 @@ def named(name: object) -> str:
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
+def first_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its text."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def listed(names: Collection[object]) -> str:
     """Return the first few of ``names``, as by `named`, and how many more there are."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""

@@ -33,9 +33,8 @@ static void use_ptx(py::function find) {
     Program made{read[0].cast<size_t>(),
                  {slots.begin(), slots.end()},
                  read[2].cast<std::vector<std::pair<int, std::string>>>(),
-                 read[3].cast<std::vector<size_t>>(),
                  {}};
-    for (const py::handle line : read[4]) {
+    for (const py::handle line : read[3]) {
       const auto [opcode, guard, negated, operands] = line.cast<Line>();
       std::vector<emulation::ptx::Operand> all;
       for (const auto& [slot, width, extra] : operands) all.push_back({slot, width, extra});

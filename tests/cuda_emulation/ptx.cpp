@@ -693,7 +693,7 @@ void run(const Program& program, const Parameters& parameters) {
     const auto axis = [&](auto v) { return name.back() == 'x' ? v.x : name.back() == 'y' ? v.y : v.z; };
     uint64_t value = 0;
     if (name[0] != '%')
-      value = reinterpret_cast<uint64_t>(parameters.data()) + program.parameters[std::stoul(name)];
+      value = reinterpret_cast<uint64_t>(parameters.data()) + std::stoul(name);
     else if (name == "%laneid")
       value = lane();
     else

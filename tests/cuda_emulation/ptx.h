@@ -38,8 +38,7 @@ struct Program {
   };
   size_t static_shared;                            // bytes, ahead of the dynamic ones
   std::vector<unsigned char> slots;                // as each thread begins: constants, and poison in the registers
-  std::vector<std::pair<int, std::string>> named;  // slots of special registers, and of parameters' addresses
-  std::vector<size_t> parameters;                  // their offsets
+  std::vector<std::pair<int, std::string>> named;  // slots of special registers, and of parameters by their offsets
   std::vector<Step> steps;
 };
 

@@ -42,15 +42,13 @@ class Program(NamedTuple):
     Attributes:
         static_shared: bytes of shared memory ahead of the dynamic ones.
         slots: the registers and constants of a thread as it begins.
-        named: slots of special registers by their names, and of parameters' addresses by their numbers.
-        parameters: offsets of the parameters.
+        named: slots of special registers by their names, and of parameters' addresses by their offsets.
         lines: (opcode, slot of the predicate or -1, negated, operands as (slot, width, extra)) of each instruction.
     """
 
     static_shared: int
     slots: bytes
     named: list[tuple[int, str]]
-    parameters: list[int]
     lines: list[tuple[str, int, bool, list[tuple[int, int, int]]]]
 
 
@@ -157,7 +155,7 @@ class _Reader:
                 if isinstance(operand, str):
                     operands[at] = (0, 8, labels[operand])
         named = [(slot, name) for name, slot in self._named.items()]
-        return Program(self._static, bytes(slots), named, list(self._parameters.values()), lines)
+        return Program(self._static, bytes(slots), named, lines)
 
     def _statements(self, labels: dict[str, int], lines: list) -> Iterator[str]:
         at = 0
@@ -201,7 +199,7 @@ class _Reader:
         if text == "_":
             return *self._take(8), 0
         if text in self._parameters:
-            return self._slot_of(str(list(self._parameters).index(text))), 8, 0
+            return self._slot_of(str(self._parameters[text])), 8, 0
         if text in self._shared:
             return self._constant(struct.pack("<q", self._shared[text]))
         if text.startswith("%"):

@@ -6,6 +6,7 @@ rule. A compiler may move an access over a wait in another version; the source w
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def findings(kernel: Kernel) -> list[str]:
     return found
 
 
+@functools.cache  # the walk takes most of the time
 def _early(kernel: Kernel) -> list[Instruction]:
     """Return what a thread may run before it waits for the kernel ahead; nothing where it never has to."""
     return kernel.before("ACQBULK") if kernel.target >= _WAITS else []

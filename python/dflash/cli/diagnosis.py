@@ -30,7 +30,7 @@ from ..evaluate.progress import bars
 from ..gguf import read_gguf
 from ..options import check_config
 from ..targets import check_target, version_of
-from ..terminal import printable
+from ..terminal import first_line, printable
 from . import options
 
 
@@ -127,8 +127,8 @@ def _kernel_checks() -> list[Check]:
     try:
         every = check_kernels(Gpu(torch.device("cuda", index)))
     except Exception as error:
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        return [Check("- kernels", f"not compared: {why}", "warning", "free the GPU and try again")]
+        why = f"not compared: {first_line(error)}"
+        return [Check("- kernels", why, "warning", "free the GPU and try again")]
     for found in every:
         name = f"- {found.kernel}"
         if found.kernel in off:
@@ -160,7 +160,7 @@ def _graph_error() -> str:
         replay()
         return "" if x.item() == 1 else "a graph was replayed and did nothing"
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return first_line(error)
 
 
 def _overlap(name: str) -> Check:

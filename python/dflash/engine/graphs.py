@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..terminal import first_line
+
 _CAPTURING = threading.Lock()  # captures and watches change settings of the whole process
 _WARM_UPS = 2  # real steps before a capture: one makes what is made at first use, one is watched
 # The least recently used goes first. Five widths (`block_size="auto"`) of six kinds of calls.
@@ -282,8 +284,7 @@ class Replay:
         except Exception as error:  # nothing of the step was run
             # The next captures use another stream, on which other kinds have not warmed up.
             self._seen = {each: times for each, times in self._seen.items() if each in self._graphs}
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._refused[kind] = self.reason = f"the step could not be captured: {why}"
+            self._refused[kind] = self.reason = f"the step could not be captured: {first_line(error)}"
             step()
             return
         while len(self._graphs) >= MAX_GRAPHS:

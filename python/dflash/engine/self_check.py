@@ -1,7 +1,7 @@
 """Whether the CUDA kernels of this build compute on a GPU what plain torch computes there.
 
-Asked once per GPU, driver and version, at the first use: compilers, drivers and GPUs that nobody here has seen are
-someone's. A kernel that differs is turned off, and its ops run in plain torch.
+Users have GPUs, drivers and compilers that we have not tried, so each machine is asked once, at the first use of a GPU.
+A kernel that differs is turned off, and its ops run in plain torch.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..ops.examples import Call, Sizes, calls
 from ..ops.registry import CudaLauncher
 from ..ops.switches import OVERLAP, PREFETCH, SELF_CHECK
 from ..targets import version_of
+from ..terminal import first_line
 from .graphs import captured
 
 # Sizes at which rows end within tiles; and those of a layer, whose products and keys are divided between blocks.
@@ -167,7 +168,7 @@ def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> Finding:
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
-        return Finding(op.kernel, math.inf, bound, 0.0, f"{type(failure).__name__}: {failure}".splitlines()[0], True)
+        return Finding(op.kernel, math.inf, bound, 0.0, first_line(failure), True)
     ours = _results(name, copy, out)
     if all(x.is_floating_point() for x in ours):
         call = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call)
@@ -234,19 +235,19 @@ def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> Finding:
             hidden_states = _run("linear", launcher, x=attended.flatten(2), weight=out, prefetch=True)
         return [hidden_states, keys, values]
 
+    raised = False
     try:
         with gpu.one_by_one():
             wanted = work()
             gpu.wait()
-        raised, is_equal = (
-            False,
-            all(torch.equal(a, b) for results in gpu.overlapping(work) for a, b in zip(results, wanted, strict=True)),
+        is_equal = all(
+            torch.equal(a, b) for results in gpu.overlapping(work) for a, b in zip(results, wanted, strict=True)
         )
         fault = "" if is_equal else "results of kernels that start early differ from those one by one"
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
-        raised, fault = True, f"{type(failure).__name__}: {failure}".splitlines()[0]
+        raised, fault = True, first_line(failure)
     return Finding(OVERLAPPING, math.inf if fault else 0.0, 0.0, 0.0, fault, raised)
 
 
@@ -310,7 +311,8 @@ def _machine(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device), "{}.{}".format(*torch.cuda.get_device_capability(device))
     version = driver.read_text().splitlines()[0] if driver.exists() else ""
     build = version_of("dflash-engine"), f"{extension} {extension.stat().st_mtime_ns}"
-    build += f"overlap {OVERLAP} prefetch {PREFETCH}", *sorted(ops.kernels_off())  # what is off passes
+    off = ops.kernels_off().keys() | _FAULTS.keys()  # what is off passes
+    build += f"overlap {OVERLAP} prefetch {PREFETCH}", *sorted(off)
     return " | ".join((*name, version, torch.__version__, *build))
 
 

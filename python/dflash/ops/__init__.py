@@ -34,5 +34,5 @@ from .weights import (
 )
 
 globals().update(OPS)  # every function under @op is a name of this package
-for name in switches.kernels_off():
+for name in switches.unwanted_kernels():
     turn_off(name, "DFLASH_KERNELS turns it off" if name != "all" else "DFLASH_KERNELS=0 turns them off")

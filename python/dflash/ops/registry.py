@@ -228,6 +228,8 @@ class Op:
 
     def launch(self, launch: Launcher, scope: Scope) -> object:
         """Run a call that fits."""
+        if self.kernel in launch.off:
+            return self.twin(*scope.arguments)
         contract = self.contract
         if contract.storage and contract.has_dtype and not hasattr(scope, "dtype"):
             scope.dtype = launch.dtype(contract.op, contract.storage, getattr(scope, contract.storage))
@@ -235,8 +237,6 @@ class Op:
         results = None if not made else made[0] if len(made) == 1 else tuple(made)
         if launch.is_fake and (made or not self.body):
             return results
-        if self.kernel in launch.off:
-            return self.twin(*scope.arguments)
         if self.body:
             return self.body(launch, scope)
         if self.prepare and self.prepare(launch, scope) is False:

@@ -14,15 +14,21 @@ import os
 from .. import _C
 
 
+def choice(name: str, *values: str) -> str:
+    """Return the environment's ``name``, by default ``"1"``; raise ValueError unless it is one of ``values``."""
+    value = os.environ.get(name) or "1"
+    if value not in values:
+        known = f"{', '.join(values[:-1])} or {values[-1]}"
+        raise ValueError(f"{name} must be {known}, got {value!r}: unset it, or set it to 0 to turn it off")
+    return value
+
+
 def is_on(name: str) -> bool:
     """Return True unless the environment turns ``name`` off; raise ValueError for another value than 0 or 1."""
-    value = os.environ.get(name) or "1"
-    if value not in ("0", "1"):
-        raise ValueError(f"{name} must be 0 or 1, got {value!r}: unset it, or set it to 0 to turn it off")
-    return value == "1"
+    return choice(name, "0", "1") == "1"
 
 
-def kernels_off() -> set[str]:
+def unwanted_kernels() -> set[str]:
     """Return the kernels that DFLASH_KERNELS names, or ``{"all"}``; raise ValueError for what is no list of names."""
     value = os.environ.get("DFLASH_KERNELS") or "1"
     names = [name.strip() for name in value.split(",")]
@@ -33,14 +39,6 @@ def kernels_off() -> set[str]:
     return {name[1:] for name in names}
 
 
-def self_check() -> str:
-    """Return when kernels are checked: ``"0"``, ``"1"`` or ``"always"``; raise ValueError for another value."""
-    value = os.environ.get("DFLASH_SELF_CHECK") or "1"
-    if value not in ("0", "1", "always"):
-        raise ValueError(f"DFLASH_SELF_CHECK must be 0, 1 or always, got {value!r}")
-    return value
-
-
 OVERLAP, PREFETCH = is_on("DFLASH_OVERLAP"), is_on("DFLASH_PREFETCH")
-SELF_CHECK = self_check()
+SELF_CHECK = choice("DFLASH_SELF_CHECK", "0", "1", "always")
 _C.set_overlap(OVERLAP)
