@@ -89,12 +89,12 @@ def test_the_state_of_the_gpu_and_its_kernels_is_reported(monkeypatch, name, mac
     monkeypatch.setattr(torch.version, "cuda", of["cuda"])
     monkeypatch.setattr(doctor, "_gpu_present", lambda: of["present"])
 
-    def check_kernels(_gpu):
+    def check_gpu(_device):
         if isinstance(of["findings"], Exception):
             raise of["findings"]
         return of["findings"]
 
-    monkeypatch.setattr(doctor, "check_kernels", check_kernels)
+    monkeypatch.setattr(doctor, "check_gpu", check_gpu)
     for ask in ("has_cuda_kernels", "cuda_status", "overlaps", "kernels_off"):
         monkeypatch.setattr(ops, ask, lambda *_, ask=ask: of[ask])
     for switch in of["off"]:

@@ -74,6 +74,11 @@ FAULTS = {
 }
 
 
+def test_right_kernels_pass_in_float16(emulation):
+    found = check.check_kernels(EmulatedGpu(emulation), torch.float16, layers=2)
+    assert not [each for each in found if each.fault]
+
+
 def test_right_kernels_pass_and_wrong_ones_are_named_whatever_the_callers_settings(emulation):
     torch.set_default_dtype(torch.float64)
     try:
@@ -109,9 +114,7 @@ def test_a_kernel_that_is_off_runs_in_plain_torch_and_takes_its_family_along(emu
     on = Emulated(emulation)
     x, weight = torch.randn(3, 16), torch.randn(8, 16)
     on.kernels = Spoiled(emulation, lambda kernel, *rest: pytest.fail(f"{kernel} ran"))
-    with pytest.warns(UserWarning, match=r"turns off CUDA kernels on a GPU.* linear: it differs") as warned:
-        check.turn_off_faulty({"linear": "it differs"}, "a GPU")
-    assert len(warned) == 1
+    check.turn_off_faulty({"linear": "it differs"})
     assert ops.kernels_off() == {"linear": "it differs"}
     assert torch.equal(on.linear(x, weight), reference.linear(x, weight))
     assert torch.equal(on.swiglu(x, weight, weight), reference.swiglu(x, weight, weight))
@@ -122,8 +125,7 @@ def test_a_kernel_that_is_off_runs_in_plain_torch_and_takes_its_family_along(emu
 def test_overlap_goes_off_alone(monkeypatch, none_off):
     switched = []
     monkeypatch.setattr(ops, "set_overlap", switched.append)
-    with pytest.warns(UserWarning, match="overlapping launches: they differ"):
-        check.turn_off_faulty({check.OVERLAPPING: "they differ"}, "a GPU")
+    check.turn_off_faulty({check.OVERLAPPING: "they differ"})
     assert switched == [False]
     assert ops.kernels_off() == {}
 
@@ -144,29 +146,39 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 30, 1 << 34))
     monkeypatch.setattr(check.Gpu, "is_broken", lambda _gpu: False)
-    monkeypatch.setattr(check, "check_kernels", lambda gpu: made.append(gpu) or [])
-    check._check_once.cache_clear()
+    monkeypatch.setattr(check, "check_kernels", lambda gpu, dtype: made.append(dtype) or [])
+    check._CHECKED.clear()
     yield made
-    check._check_once.cache_clear()
+    check._CHECKED.clear()
+
+
+def new_process():
+    """Forget what is not in the file."""
+    for kept in (check._CHECKED, check._FAULTS, registry._OFF):
+        kept.clear()
 
 
 def test_a_machine_is_checked_once(machine, monkeypatch):
     gpu = torch.device("cuda", 0)
     for _ in range(2):
         check.self_check(gpu)
-    check._check_once.cache_clear()  # as in another process
+    check._CHECKED.clear()  # as in another process
     check.self_check(gpu)
     assert len(machine) == 1
-    check._check_once.cache_clear()
+    for dtype in (torch.float32, torch.float16, torch.float16):
+        check.self_check(gpu, dtype)
+    assert machine == [torch.bfloat16, torch.float16]
+    machine.pop()
+    check._CHECKED.clear()
     monkeypatch.setattr(torch, "__version__", "another")
     check.self_check(gpu)
     assert len(machine) == 2
-    check._check_once.cache_clear()
+    check._CHECKED.clear()
     monkeypatch.setattr(check, "SELF_CHECK", "always")
     check.self_check(gpu)
     assert len(machine) == 3
     monkeypatch.setattr(check, "SELF_CHECK", "0")
-    check._check_once.cache_clear()
+    check._CHECKED.clear()
     check.self_check(gpu)
     check.self_check(torch.device("cpu"))
     assert len(machine) == 3
@@ -175,8 +187,8 @@ def test_a_machine_is_checked_once(machine, monkeypatch):
 def test_an_error_counts_in_its_process_only_and_a_full_gpu_is_not_checked(machine, monkeypatch, none_off):
     def turned_off(raised):
         registry._OFF.clear()
-        check._check_once.cache_clear()
-        monkeypatch.setattr(check, "check_kernels", lambda _gpu: [check.Finding("linear", 1, 0.1, 0, "x", raised)])
+        check._CHECKED.clear()
+        monkeypatch.setattr(check, "check_kernels", lambda *_: [check.Finding("linear", 1, 0.1, 0, "x", raised)])
         check.self_check(torch.device("cuda", 0))
         return [*ops.kernels_off()]
 
@@ -192,33 +204,74 @@ def test_an_error_counts_in_its_process_only_and_a_full_gpu_is_not_checked(machi
 
 
 def test_a_fault_is_remembered_and_what_torch_raises_is_not(machine, monkeypatch, none_off):
-    def full(_gpu):
+    def full(*_):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(check, "check_kernels", full)
     check.self_check(torch.device("cuda", 0))
-    check._check_once.cache_clear()
-    monkeypatch.setattr(check, "check_kernels", lambda _gpu: [check.Finding("linear", 1.0, 0.1, 0, "it differs")])
-    with pytest.warns(UserWarning, match="linear: it differs"):
+    check._CHECKED.clear()
+    monkeypatch.setattr(check, "check_kernels", lambda *_: [check.Finding("linear", 1.0, 0.1, 0, "it differs")])
+    with pytest.warns(UserWarning, match=r"turns off CUDA kernels on a GPU.* linear: it differs") as warned:
         check.self_check(torch.device("cuda", 0))
-    check._check_once.cache_clear()  # as in another process
-    registry._OFF.clear()
-    check._FAULTS.clear()
+    assert len(warned) == 1
+    assert check._file().exists()
+    new_process()
     monkeypatch.setattr(check, "check_kernels", full)  # not asked
     with pytest.warns(UserWarning, match="linear: it differs"):
         check.self_check(torch.device("cuda", 0))
 
 
-def test_a_kernel_that_breaks_the_gpu_is_off_in_the_next_process(machine, monkeypatch, none_off):
-    illegal = check.Finding("linear", math.inf, 0.1, 0, "illegal", raised=True)
-    with monkeypatch.context() as broken:
-        broken.setattr(check.Gpu, "is_broken", lambda _gpu: True)
-        broken.setattr(check, "check_kernels", lambda _gpu: [illegal])
-        with pytest.raises(RuntimeError, match=r"the CUDA kernel linear failed \(illegal\).* Start it again"):
-            check.self_check(torch.device("cuda", 0))
+def test_a_kernel_that_breaks_the_gpu_is_off_in_the_next_process_and_the_others_are_checked(
+    machine, monkeypatch, none_off
+):
+    gpu, off = torch.device("cuda", 0), []
+
+    def check_kernels(*_):
+        off.append([*ops.kernels_off()])
+        found = [check.Finding("linear", math.inf, 0.1, 0, "illegal", raised=True, broke=True)]
+        return [check.Finding("silu_mul", 1, 0.1, 0, "it differs")] if "linear" in ops.kernels_off() else found
+
+    monkeypatch.setattr(check, "check_kernels", check_kernels)
+    with pytest.raises(RuntimeError, match=r"the CUDA kernel linear failed \(illegal\).* Start it again"):
+        check.self_check(gpu)
+    for _ in range(2):
+        new_process()
+        with pytest.warns(UserWarning, match="linear: illegal; silu_mul: it differs"):
+            check.self_check(gpu)
+        assert ops.kernels_off().keys() == {"linear", "silu_mul"}
+    assert off == [[], ["linear"]]  # once each: the second check is remembered
+    new_process()
+    monkeypatch.setattr(check, "SELF_CHECK", "always")
     with pytest.warns(UserWarning, match="linear: illegal"):
+        check.self_check(gpu)
+    new_process()
+    assert {each.kernel: each.fault for each in check.check_gpu(gpu)} == {"silu_mul": "it differs", "linear": "illegal"}
+    assert off[2:] == [["linear"]] * 2
+
+
+def test_a_gpu_that_broke_elsewhere_is_no_kernels_fault(machine, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("an illegal address")
+
+    monkeypatch.setattr(check, "check_kernels", fails)
+    check.self_check(torch.device("cuda", 0))  # plain torch could not; the next use asks again
+    monkeypatch.setattr(check.Gpu, "is_broken", lambda _gpu: True)
+    with pytest.raises(RuntimeError, match="an illegal address"):
         check.self_check(torch.device("cuda", 0))
-    assert machine == []
+    assert not check._file().exists()
+
+
+def test_a_kernel_that_does_not_end_is_given_up(monkeypatch):
+    class Stream:
+        def query(self):
+            return False
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream())
+    monkeypatch.setattr(check, "PATIENCE", 0.01)
+    gpu = check.Gpu(torch.device("cuda", 0))
+    with pytest.raises(TimeoutError, match="did not end"):
+        gpu.wait()
+    assert gpu.is_broken()
 
 
 def test_the_kernel_that_breaks_the_gpu_is_the_last(emulation):
@@ -226,9 +279,21 @@ def test_the_kernel_that_breaks_the_gpu_is_the_last(emulation):
         def is_broken(self):
             return True
 
-    found = check.check_kernels(Fragile(emulation, {"draft_rows": lambda fields: {"scale": 2.0}}))
+    def fails(fields):
+        raise RuntimeError("an illegal address")
+
+    found = check.check_kernels(Fragile(emulation, {"draft_rows": fails}))
     assert found[-1].kernel == "draft_rows"
-    assert [each.fault != "" for each in found] == [False] * (len(found) - 1) + [True]
+    assert [each.broke for each in found] == [False] * (len(found) - 1) + [True]
+
+
+def test_work_that_failed_before_is_not_blamed_on_a_kernel(emulation):
+    class Broken(EmulatedGpu):
+        def wait(self):
+            raise RuntimeError("from elsewhere")
+
+    with pytest.raises(RuntimeError, match="from elsewhere"):
+        check.check_kernels(Broken(emulation))
 
 
 @pytest.mark.parametrize(

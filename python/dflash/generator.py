@@ -211,7 +211,8 @@ class Generator:
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
         self.weights, self.tree = options.weights, checked("tree", options.tree)
         # 2. The pair: the target's copy, the drafter, and the engine with its state.
-        self_check(next(target.parameters()).device)
+        first = next(target.parameters())
+        self_check(first.device, first.dtype)
         taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
         prepared, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
         if self.tree is not None and prepared.tree_obstacle:

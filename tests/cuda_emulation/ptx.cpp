@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <set>
 #include <stdexcept>
 #include <type_traits>
 
@@ -119,6 +120,7 @@ struct Wider<int64_t> {
 struct Opcode {
   string name, type;
   std::vector<string> parts;
+  mutable std::set<string> asked;  // the modifiers that were looked for
   explicit Opcode(const string& text) {
     for (size_t at = 0; at <= text.size();) {
       const size_t end = std::min(text.find('.', at), text.size());
@@ -127,7 +129,10 @@ struct Opcode {
     }
     name = parts.front(), type = parts.back();
   }
-  bool has(const string& modifier) const { return std::find(parts.begin(), parts.end(), modifier) != parts.end(); }
+  bool has(const string& modifier) const {
+    asked.insert(modifier);
+    return std::find(parts.begin(), parts.end(), modifier) != parts.end();
+  }
 };
 
 // ---- arithmetic
@@ -152,6 +157,7 @@ Run real(const Opcode& op, const Operands& o) {
   const int mode = rounding(op);
   const bool flushes = op.has("ftz");
   const auto one = [&](auto f) -> Run {
+    if (mode != FE_TONEAREST) return nullptr;
     if (!flushes) return unary<T>(o, [f](T x) { return T(f(x)); });
     return unary<float>(o, [f](float x) { return flushed(float(f(flushed(x)))); });
   };
@@ -181,7 +187,7 @@ Run real(const Opcode& op, const Operands& o) {
   if (n == "rcp") return one([](T x) { return 1 / x; });
   if (n == "ex2") return one([](T x) { return std::exp2(double(x)); });
   if (n == "lg2") return one([](T x) { return std::log2(double(x)); });
-  if (n == "fma" || n == "mad") {
+  if ((n == "fma" || n == "mad") && !flushes) {
     if (mode == FE_TONEAREST) return ternary<T>(o, [](T x, T y, T z) { return std::fma(x, y, z); });
     return ternary<T>(o, [mode](T x, T y, T z) { return rounded(mode, [&] { return std::fma(x, y, z); }); });
   }
@@ -214,8 +220,9 @@ Run whole(const Opcode& op, const Operands& o) {
     if (n == "abs") return unary<T>(o, [](T x) { return T(x < T(0) ? -x : x); });
     if (n == "min") return binary<T>(o, [](T x, T y) { return std::min(x, y); });
     if (n == "max") return binary<T>(o, [](T x, T y) { return std::max(x, y); });
-    if (n == "div") return binary<T>(o, [](T x, T y) { return T(y ? x / y : T(-1)); });
-    if (n == "rem") return binary<T>(o, [](T x, T y) { return T(y ? x % y : x); });
+    const auto is_minus_1 = [](T y) { return std::is_signed_v<T> && y == T(-1); };  // the smallest by it wraps
+    if (n == "div") return binary<T>(o, [=](T x, T y) { return T(!y ? T(-1) : is_minus_1(y) ? -x : x / y); });
+    if (n == "rem") return binary<T>(o, [=](T x, T y) { return T(!y ? x : is_minus_1(y) ? T(0) : x % y); });
     if (n == "mul" && op.has("hi")) return binary<T>(o, [](T x, T y) { return T(W(W(x) * y) >> 8 * sizeof(T)); });
     if (n == "mul" && op.has("lo")) return binary<T>(o, [](T x, T y) { return T(W(x) * y); });
     if (n == "mad" && op.has("lo")) return ternary<T>(o, [](T x, T y, T z) { return T(W(x) * y + z); });
@@ -245,6 +252,7 @@ Run comparison(const Opcode& op, const Operands& o, F f) {
 template <typename T>
 Run compared(const Opcode& op, const Operands& o) {
   const string& how = op.parts[1];
+  op.asked.insert(how);
   if (o.size() != 3u + (op.has("and") || op.has("or") || op.has("xor"))) return nullptr;  // no second result
   const auto nan = [](T x) {
     if constexpr (std::is_floating_point_v<T>) return std::isnan(x);
@@ -299,6 +307,8 @@ To integral(From x, int mode) {
 
 Run converted(const Opcode& op, const Operands& o) {
   const string &to = op.parts[op.parts.size() - 2], &from = op.type;
+  const bool is_short = to.find("f16") < 2 || from.find("f16") < 2;
+  if (is_short && (to == "f32") == (from == "f32")) return nullptr;
   if (to == "f16x2" || to == "bf16x2")
     return [=, d = o[0], high = o[1], low = o[2]](Thread& t) {
       t.put(d, uint32_t(half_bits(t.get<float>(high), to)) << 16 | half_bits(t.get<float>(low), to));
@@ -494,6 +504,7 @@ Run collective(void (*run)(void* const*), const Operands& o) {
 
 Run shuffled(const Opcode& op, const Operands& o) {
   const string how = op.parts[2];
+  op.asked.insert(how);
   const bool tells = o.size() == 6;
   return [=, d = o[0], p = o[1], a = o[1 + tells], b = o[2 + tells], c = o[3 + tells], m = o.back()](Thread& t) {
     const int by = int(t.get<uint32_t>(b) & 31), clamp = int(t.get<uint32_t>(c)), own = int(lane());
@@ -525,6 +536,8 @@ Run of_warp(const Opcode& op, const Operands& o) {
       const uint64_t value = wide ? t.get<uint64_t>(a) : t.get<uint32_t>(a);
       t.put(d, uint32_t(warp(WarpOp::kMatch, t.get<uint32_t>(m), value)));
     };
+  if (op.type != "b32" && op.type != "u32" && op.type != "s32") return nullptr;
+  op.asked.insert("xor");
   const WarpOp all = op.has("add")   ? WarpOp::kAdd
                      : op.has("min") ? WarpOp::kMin
                      : op.has("max") ? WarpOp::kMax
@@ -540,7 +553,9 @@ Run of_warp(const Opcode& op, const Operands& o) {
 Run at_barrier(const Opcode& op, const Operands& o) {
   if (op.has("warp")) return [m = o[0]](Thread& t) { warp(WarpOp::kSync, t.get<uint32_t>(m), 0); };
   if (op.has("red")) {
-    const Barrier kind = op.has("popc") ? Barrier::kCount : op.has("and") ? Barrier::kAnd : Barrier::kOr;
+    const bool counts = op.has("popc"), all = op.has("and"), any = op.has("or");
+    if (o.size() != 3 || counts + all + any != 1) return nullptr;  // of all threads, as for sync
+    const Barrier kind = counts ? Barrier::kCount : all ? Barrier::kAnd : Barrier::kOr;
     return [=, d = o[0], p = o.back()](Thread& t) { t.put(d, uint32_t(barrier(kind, t.predicate(p)))); };
   }
   if (!op.has("sync") || o.size() != 1) return nullptr;  // of all threads; ptx.py sees that it is barrier 0
@@ -614,16 +629,16 @@ Run moved(const Opcode& op, const Operands& o) {
     return [d = o[0], a = o[1]](Thread& t) { std::memmove(t.slots + d.slot, t.slots + a.slot, d.width); };
   // One register from several, or several from one; ptx.py says which.
   const int all = std::stoi(op.type.substr(1)) / 8, each = all / (int(o.size()) - 1);
-  return [=](Thread& t) {
-    uint64_t whole = op.has("pack") ? 0 : t.get<uint64_t>(o.back());
+  return [=, packs = op.has("pack")](Thread& t) {
+    uint64_t whole = packs ? 0 : t.get<uint64_t>(o.back());
     for (size_t i = 0; i + 1 < o.size(); ++i) {
       char* part = reinterpret_cast<char*>(&whole) + i * each;
-      if (op.has("pack"))
+      if (packs)
         std::memcpy(part, t.slots + o[1 + i].slot, each);
       else
         std::memcpy(t.slots + o[i].slot, part, each);
     }
-    if (op.has("pack")) std::memcpy(t.slots + o[0].slot, &whole, all);
+    if (packs) std::memcpy(t.slots + o[0].slot, &whole, all);
   };
 }
 
@@ -674,9 +689,23 @@ Run compile_one(const Opcode& op, const Operands& o) {
 
 }  // namespace
 
+// Whether all modifiers were looked for, or are types, the names that are left for "else" above, or words that change
+// nothing here: spaces, scopes, hints, the nearest rounding, precision.
+bool is_understood(const Opcode& op) {
+  static const string silent =
+      " u8 s8 b8 u16 s16 b16 u32 s32 b32 u64 s64 b64 f16 bf16 f32 f64 f16x2 bf16x2 pred all any"
+      " launch_dependents global param shared gpu cta sys gl sc acq_rel relaxed volatile nc ca cg cs L2 L2::128B"
+      " L2::evict_first fractional rn approx full uni to async sync aligned unpack row col m8n8 x1 x2 x4 ";
+  return std::all_of(op.parts.begin() + 1, op.parts.end(), [&](const string& part) {
+    return op.asked.count(part) || silent.find(" " + part + " ") != string::npos;
+  });
+}
+
 Program::Step compile(const Line& line) {
-  Run run = compile_one(Opcode(line.opcode), line.operands);
-  if (!run) throw std::invalid_argument("the PTX instruction " + line.opcode + " is not known: add it to ptx.cpp");
+  const Opcode op(line.opcode);
+  Run run = compile_one(op, line.operands);
+  if (!run || !is_understood(op))
+    throw std::invalid_argument("the PTX instruction " + line.opcode + " is not known: add it to ptx.cpp");
   return {line.guard, line.negated, std::move(run)};
 }
 

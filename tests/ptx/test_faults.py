@@ -86,9 +86,17 @@ def test_a_planted_fault_shows(emulation, plant, fault):
     assert not any(is_right(emulation, seed) for seed in SEEDS)
 
 
-def test_unknown_instructions_are_named(emulation, plant):
-    plant(replaced(r"griddepcontrol\.wait;", "griddepcontrol.wait; nanosleep.u32 20;"))
-    with pytest.raises(ValueError, match=r"the PTX instruction nanosleep\.u32 is not known"):
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        "nanosleep.u32 20", "add.sat.f32 %f1, %f1, %f1", "fma.rn.ftz.f32 %f1, %f1, %f1, %f1",
+        "cvt.rz.bf16.f32 %rs1, %f1", "cvt.rn.f16.s32 %rs1, %r1", "redux.sync.max.f32 %f1, %f1, -1",
+        "lop3.or.b32 %r1|%p1, %r1, %r1, %r1, 3, %p1",
+    ],
+)  # fmt: skip
+def test_unknown_instructions_are_named(emulation, plant, unknown):
+    plant(replaced(r"griddepcontrol\.wait;", f"griddepcontrol.wait; {unknown};"))
+    with pytest.raises(ValueError, match=rf"the PTX instruction {re.escape(unknown.split()[0])} is not known"):
         layer(Emulated(emulation), *draw())
 
 

@@ -24,7 +24,7 @@ from .. import ops
 from ..doctor import Diagnosis, Pair, Prompts, diagnose, find_prompts
 from ..drafter import DraftConfig, find_draft, read_draft_config
 from ..engine.graphs import captured
-from ..engine.self_check import OVERLAPPING, Gpu, check_kernels
+from ..engine.self_check import OVERLAPPING, check_gpu
 from ..evaluate import check_encoding
 from ..evaluate.progress import bars
 from ..gguf import read_gguf
@@ -125,7 +125,7 @@ def _kernel_checks() -> list[Check]:
         return []
     off, checks, index = ops.kernels_off(), [], torch.cuda.current_device()
     try:
-        every = check_kernels(Gpu(torch.device("cuda", index)))
+        every = check_gpu(torch.device("cuda", index))
     except Exception as error:
         why = f"not compared: {first_line(error)}"
         return [Check("- kernels", why, "warning", "free the GPU and try again")]

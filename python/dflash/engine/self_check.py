@@ -40,8 +40,10 @@ SIZES = (
 BOUND = 4  # roundings of the storage type, of the largest value: kernels round more than once
 OVERLAPPING = "overlapping launches"
 _REPLAYS = 20
+PATIENCE = 20.0  # seconds that small launches may take
 _ROOM = 1 << 29  # bytes that must be free, those of torch's libraries included
 _FAULTS: dict[str, str] = {}  # of all GPUs of this process
+_CHECKED: set[tuple[torch.device, torch.dtype]] = set()
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -56,6 +58,7 @@ class Finding(NamedTuple):
         microseconds: of the call with that error, its launch from Python included.
         fault: what went wrong; empty if nothing did.
         raised: True if it was an error: it may have another cause than the kernel, such as memory.
+        broke: True if this process cannot use the GPU any more.
     """
 
     kernel: str
@@ -64,6 +67,7 @@ class Finding(NamedTuple):
     microseconds: float
     fault: str
     raised: bool = False
+    broke: bool = False
 
 
 class Gpu:
@@ -73,11 +77,18 @@ class Gpu:
         self.device, self.launcher = device, CudaLauncher()
 
     def wait(self) -> None:
-        """Wait for what was launched, and raise what went wrong in it."""
-        torch.cuda.current_stream(self.device).synchronize()  # others may be captured at this moment
+        """Wait for what was launched, and raise what went wrong in it.
+
+        Raises:
+            TimeoutError: it did not end within `PATIENCE`.
+        """
+        stream, end = torch.cuda.current_stream(self.device), time.monotonic() + PATIENCE
+        while not stream.query():  # of this stream only: others may be captured at this moment
+            if time.monotonic() > end:
+                raise TimeoutError(f"it did not end within {PATIENCE:.0f} seconds")
 
     def is_broken(self) -> bool:
-        """Return True after an error that ends all work of this process on the GPU."""
+        """Return True after an error, or with a kernel, that ends all work of this process on the GPU."""
         try:
             self.wait()
         except Exception:
@@ -131,11 +142,12 @@ def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 1
             for name, call in _calls(sizes):
                 kernel = getattr(ops, name).op.kernel
                 finding = _compare(gpu, name, call, dtype)
-                if finding.fault and gpu.is_broken():
+                if finding.broke:
                     found.pop(kernel, None)
                     return [*found.values(), finding]
                 found[kernel] = max(found.get(kernel, finding), finding, key=lambda each: each.error)
-        found[OVERLAPPING] = _compare_overlapping(gpu, dtype, layers)
+        if OVERLAPPING not in _FAULTS:
+            found[OVERLAPPING] = _compare_overlapping(gpu, dtype, layers)
     return [*found.values()]
 
 
@@ -157,18 +169,18 @@ def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> Finding:
         to = dtype if argument in stored else None
         call[argument] = tree_map_only(Tensor, functools.partial(_moved, device=gpu.device, dtype=to), value)
     bound, seconds = BOUND * torch.finfo(dtype).eps, 0.0
-    try:
-        for _ in range(2):  # the first call loads the kernel
-            copy = tree_map_only(Tensor, torch.clone, call)
-            gpu.wait()
-            begin = time.perf_counter()
+    for _ in range(2):  # the first call loads the kernel
+        copy = tree_map_only(Tensor, torch.clone, call)
+        gpu.wait()  # what fails here is not this kernel's
+        begin = time.perf_counter()
+        try:
             out = _run(name, gpu.launcher, **copy)
             gpu.wait()
-            seconds = time.perf_counter() - begin
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as failure:
-        return Finding(op.kernel, math.inf, bound, 0.0, first_line(failure), True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as failure:
+            return Finding(op.kernel, math.inf, bound, 0.0, first_line(failure), True, gpu.is_broken())
+        seconds = time.perf_counter() - begin
     ours = _results(name, copy, out)
     if all(x.is_floating_point() for x in ours):
         call = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call)
@@ -235,7 +247,7 @@ def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> Finding:
             hidden_states = _run("linear", launcher, x=attended.flatten(2), weight=out, prefetch=True)
         return [hidden_states, keys, values]
 
-    raised = False
+    raised, broke = False, False
     try:
         with gpu.one_by_one():
             wanted = work()
@@ -247,73 +259,106 @@ def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> Finding:
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
-        raised, fault = True, first_line(failure)
-    return Finding(OVERLAPPING, math.inf if fault else 0.0, 0.0, 0.0, fault, raised)
+        raised, broke, fault = True, gpu.is_broken(), first_line(failure)
+    return Finding(OVERLAPPING, math.inf if fault else 0.0, 0.0, 0.0, fault, raised, broke)
 
 
 # ---------------------------------------------------------------------------------------------- once per machine
 
 
-def self_check(device: torch.device) -> None:
+def self_check(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
     """Check the kernels at the first use of a GPU, unless this machine has done so; turn off what is wrong.
 
-    Warns once of what is turned off. ``DFLASH_SELF_CHECK=0`` leaves it out (see `dflash.ops.switches`).
+    Warns once of what is turned off. With less than 512 MB free the next use asks again. ``DFLASH_SELF_CHECK=0`` leaves
+    it out (see `dflash.ops.switches`).
+
+    Args:
+        device: the GPU; there is nothing to check on a CPU.
+        dtype: of the target's weights; bfloat16 stands for all but float16.
+
+    Raises:
+        RuntimeError: a kernel broke the GPU for this process. It is off in the next one.
     """
     if device.type == "cuda" and SELF_CHECK != "0" and not ops.cuda_status(device.index):
+        asked = device, torch.float16 if dtype == torch.float16 else torch.bfloat16
         with _ONE_AT_A_TIME:
-            _check_once(device)
+            if asked not in _CHECKED and _check(*asked):
+                _CHECKED.add(asked)
 
 
-@functools.cache
-def _check_once(device: torch.device) -> None:
-    known, key = _read(), _machine(device)
-    if SELF_CHECK == "always" or key not in known:
-        if torch.cuda.mem_get_info(device)[0] < _ROOM:
-            return  # the next process asks again
+def _check(device: torch.device, dtype: torch.dtype) -> bool:
+    """Check a GPU, or remember how it was; return False if that has to wait."""
+    turn_off_faulty(breaking := _read().get(_machine(device), {}))
+    key = _machine(device) + _settings(dtype)
+    faults = None if SELF_CHECK == "always" else _read().get(key)
+    if faults is None:
+        free = torch.cuda.mem_get_info(device)[0]
+        if free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) < _ROOM:
+            return False
         try:
-            wrong = [found for found in check_kernels(Gpu(device)) if found.fault]
-        except Exception:  # plain torch could not
-            return
-        known[key] = faults = {found.kernel: found.fault for found in wrong}
-        is_broken = bool(wrong) and Gpu(device).is_broken()
-        if is_broken or not any(found.raised for found in wrong):
-            _write(_read() | {key: faults})
-        if is_broken:
-            kernel, fault = [*faults.items()][-1]
+            found = check_gpu(device, dtype)
+        except Exception:
+            if Gpu(device).is_broken():
+                raise
+            return False  # plain torch could not
+        if breaks := next((each for each in found if each.broke), None):
             raise RuntimeError(
-                f"the CUDA kernel {kernel} failed ({fault}), and this process cannot use the GPU any more. Start it "
-                f"again: the kernel is off from now on (to check it again, delete {_file()})"
+                f"the CUDA kernel {breaks.kernel} failed ({breaks.fault}), and this process cannot use the GPU any "
+                f"more. Start it again: the kernel is off from now on (to check it again, delete {_file()})"
             )
-    turn_off_faulty(known[key], torch.cuda.get_device_name(device))
+        faults = {each.kernel: each.fault for each in found if each.fault}
+        if not any(each.raised and each.kernel not in breaking for each in found):
+            _remember(key, faults)
+    turn_off_faulty(faults)
+    if every := breaking | faults:
+        each = "; ".join(f"{kernel}: {fault}" for kernel, fault in every.items())
+        warnings.warn(
+            f"dflash turns off CUDA kernels on {torch.cuda.get_device_name(device)}, and runs their ops in plain "
+            f"torch: {each}. The results are right, but steps take longer. Please report what `dflash doctor` prints. "
+            f"What is remembered of checks is in {_file()}",
+            stacklevel=2,
+        )
+    return True
 
 
-def turn_off_faulty(faults: dict[str, str], gpu: str) -> None:
-    """Turn off kernels, or overlapping launches, and warn of it."""
+def check_gpu(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[Finding]:
+    """Check the kernels of a GPU, but not again those that broke it in another process: these are off.
+
+    A kernel that breaks it now is the last, and is remembered.
+    """
+    broke = _read().get(machine := _machine(device), {})
+    turn_off_faulty(broke)
+    found = {each.kernel: each for each in check_kernels(Gpu(device), dtype)}
+    for each in found.values():
+        if each.broke:
+            _remember(machine, broke | {each.kernel: each.fault})
+    remembered = {name: Finding(name, math.inf, 0.0, 0.0, fault, True) for name, fault in broke.items()}
+    return [*(found | remembered).values()]
+
+
+def turn_off_faulty(faults: dict[str, str]) -> None:
+    """Turn off kernels, or overlapping launches."""
     _FAULTS.update(faults)
     for kernel, fault in faults.items():
         if kernel == OVERLAPPING:
             ops.set_overlap(False)
         else:
             ops.turn_off(kernel, fault)
-    if faults:
-        each = "; ".join(f"{kernel}: {fault}" for kernel, fault in faults.items())
-        warnings.warn(
-            f"dflash turns off CUDA kernels on {gpu}, and runs their ops in plain torch: {each}. The results are "
-            "right, but steps take longer. Please report what `dflash doctor` prints. A check that is remembered is in "
-            f"{_file()}",
-            stacklevel=2,
-        )
 
 
 def _machine(device: torch.device) -> str:
-    """Return what a check depends on."""
+    """Return on what it depends whether a kernel breaks the GPU."""
     driver, extension = Path("/proc/driver/nvidia/version"), Path(ops.EXTENSION)
     name = torch.cuda.get_device_name(device), "{}.{}".format(*torch.cuda.get_device_capability(device))
     version = driver.read_text().splitlines()[0] if driver.exists() else ""
     build = version_of("dflash-engine"), f"{extension} {extension.stat().st_mtime_ns}"
-    off = ops.kernels_off().keys() | _FAULTS.keys()  # what is off passes
-    build += f"overlap {OVERLAP} prefetch {PREFETCH}", *sorted(off)
     return " | ".join((*name, version, torch.__version__, *build))
+
+
+def _settings(dtype: torch.dtype) -> str:
+    """Return on what the results of a check depend besides; what is off passes."""
+    off = sorted(ops.kernels_off().keys() | _FAULTS.keys())
+    return " | ".join((f" | {dtype} overlap {OVERLAP} prefetch {PREFETCH}", *off))
 
 
 def _file() -> Path:
@@ -322,13 +367,15 @@ def _file() -> Path:
 
 
 def _read() -> dict[str, dict[str, str]]:
+    """Return the kernels that broke a machine, and those that differed on a machine with some settings."""
     try:
         return dict(json.loads(_file().read_text()))
     except (OSError, ValueError, TypeError):  # none yet, or not ours
         return {}
 
 
-def _write(known: dict[str, dict[str, str]]) -> None:
+def _remember(key: str, faults: dict[str, str]) -> None:
+    known = _read() | {key: faults}
     with contextlib.suppress(OSError):  # without the file every process checks
         _file().parent.mkdir(parents=True, exist_ok=True)
         write_atomically(_file(), lambda path: path.write_text(json.dumps(known, indent=1)))

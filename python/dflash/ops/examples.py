@@ -168,7 +168,7 @@ def calls(sizes: Sizes, generator: torch.Generator | None = None) -> dict[str, C
             "biases": [normal(width), normal(5)], "prefetch": False},
         "experts": lambda: {
             "x": normal(rows, hidden), "ids": torch.arange(2 * rows).view(rows, 2) % 3, "scores": uniform(rows, 2),
-            "gate_up": normal(3, 2 * width, hidden), "down": normal(3, hidden, width),
+            "gate_up": normal(3, 2 * width, hidden) / hidden**0.5, "down": normal(3, hidden, width) / width**0.5,
             "gate_up_bias": normal(3, 2 * width), "down_bias": normal(3, hidden), "gate": "silu", "alpha": 1.0,
             "limit": 1.0, "transposed": False},
         "block_attention": attention,
