@@ -32,7 +32,7 @@ _MOE = {
 }  # fmt: skip
 _MIXED = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _GEMMA4 = {**_MIXED, "vocab_size_per_layer_input": 128}  # of a second embedding; 262,144 by default
-_DSA = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
+_DSA = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 8}  # with few heads many scores are equal, 0
 
 _GDN = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
@@ -75,7 +75,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "gemma4 (experts)": ("gemma4_text", {**_GEMMA4, **_MOE, "enable_moe_block": True, "top_k_experts": 2}),
     "gpt_oss": ("gpt_oss", {**_MOE, **_MIXED}),
     "glm4_moe": ("glm4_moe", {**_MOE, "partial_rotary_factor": 0.5}),
-    "glm_moe_dsa": ("glm_moe_dsa", {**_MOE, **_MLA, **_DSA}),
+    "glm_moe_dsa": (
+        "glm_moe_dsa", {**_MOE, **_MLA, **_DSA, "indexer_types": ["full", "shared", "full", "shared"]},
+    ),
     "deepseek_v3": ("deepseek_v3", {**_MOE, **_MLA}),
     "deepseek_v32": ("deepseek_v32", {**_MOE, **_MLA, **_DSA}),
     "minimax_m2": ("minimax_m2", _MOE),

@@ -48,8 +48,8 @@ HANDFUL = {  # why it is refused; None if it runs
     ("qwen3_next", "some windows"): "qwen3_next fails on its own",
     ("bamba", "chunk"): None,
     ("llama4_text", "some chunks"): "llama4_text has layers of type chunked_attention",
-    ("glm_moe_dsa", "plain"): "sparse-attention indexer",
-    ("deepseek_v32", "plain"): "sparse-attention indexer",
+    ("glm_moe_dsa", "plain"): None,
+    ("deepseek_v32", "plain"): None,
     ("afmoe", "plain"): None,
 }
 BY_TYPE = {model_type: name for name, (model_type, _) in reversed(FAMILIES.items())}

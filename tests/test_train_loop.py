@@ -380,8 +380,8 @@ def test_mismatches_are_named_before_any_work(target, rows, tmp_path):
         trainer(target, rows, tmp_path, drafter=draft(target).bfloat16())
     with pytest.raises(ValueError, match="selector_weight is for DFlash 2 drafters, and this one has no selector"):
         trainer(target, rows, tmp_path, changed(selector_weight=0.5))
-    with pytest.raises(dflash.UnsupportedTargetError, match="sparse-attention indexer"):
-        trainer(make_target("deepseek_v32"), rows, tmp_path, drafter=draft(target))
+    with pytest.raises(dflash.UnsupportedTargetError, match="lightning attention"):
+        trainer(make_target("minimax"), rows, tmp_path, drafter=draft(target))
     assert not list(tmp_path.iterdir())
 
 

@@ -99,7 +99,8 @@ class Prefill:
             kept = [self.rows.start + row for row in ending if start + self._cached[row] > 0]
             state.target_cache.keep_snapshot_(kept)
         cache = state.target_cache.rows(self.rows)
-        logits, taps = engine.target.forward(ids, past, cache, 0 if self.logprobs else keep_on_device, keep=live)
+        asked = 0 if self.logprobs else keep_on_device
+        logits, taps = engine.target.forward(ids, past, cache, asked, keep=live, ends=self._lengths)
         if self.logprobs:
             engine.logprobs.write_prompt_(self.rows, logits, state.tokens[self.rows], past)
             logits = logits[:, keep_on_device]

@@ -169,6 +169,14 @@ class CacheView:
         ops.append_kv_(key, value, self.slots, keys, values)
         return keys, values
 
+    def index_keys(self, key: Tensor, layer_idx: int) -> Tensor:
+        """Return the buffer ``[batch, 1, capacity, dim]`` of an indexer's keys ``[batch, rows, dim]``."""
+        return self.cache.layer(~layer_idx, key[:, None], key[:, None, :, :0])[0]
+
+    def update_indexer(self, key: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any) -> Tensor:
+        """Append an indexer's keys ``[batch, rows, dim]`` and return its buffer ``[batch, capacity, dim]``."""
+        return self.update(key[:, None], key[:, None, :, :0], ~layer_idx)[0][:, 0]
+
     def get_seq_length(self, *_args: Any) -> int:
         return 0
 

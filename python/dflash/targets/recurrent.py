@@ -39,11 +39,13 @@ class Pass:
         cache: where the states are.
         lengths: ``[batch]`` int64, positions before its first row.
         is_prompt: True for rows of a prompt, False for a block.
+        ends: ``[batch]`` int64, the positions of each whole prompt; None for a block.
     """
 
     cache: KVCache | None = None
     lengths: Tensor | None = None
     is_prompt = False
+    ends: Tensor | None = None
 
 
 # ---------------------------------------------------------------------------------------------- recognizing modules
@@ -90,13 +92,13 @@ _calls: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
 def _calls_of(kind: type) -> list[str]:
     """Return the names of transformers' functions that the forward of a class calls, once per call."""
     if kind not in _calls:
-        code = getattr(_inner(kind.forward), "__code__", None)
+        code = getattr(inner_function(kind.forward), "__code__", None)
         steps = dis.get_instructions(code) if code is not None and _FUNCTIONS & set(code.co_names) else ()
         _calls[kind] = [step.argval for step in steps if step.opname == "LOAD_GLOBAL" and step.argval in _FUNCTIONS]
     return _calls[kind]
 
 
-def _inner(function: Any) -> Any:
+def inner_function(function: Any) -> Any:
     """Return the method below transformers' decorators. Some of 5.15 do not say what they wrap."""
     while True:
         function = inspect.unwrap(function)
@@ -121,7 +123,7 @@ def take_over(copied: nn.Module) -> Pass:
             if "is_causal" in module.__dict__:  # attention, to which falcon_h1 of 5.15 hands no lengths
                 module.running_pass = running
     for module in filter(is_stateful, copied.modules()):
-        forward = _inner(type(module).forward)
+        forward = inner_function(type(module).forward)
         functions = _LayerFunctions(running, module.layer_idx, getattr(module, "num_k_heads", None))
         space = {**forward.__globals__, **{name: getattr(functions, method) for name, method in _OURS.items()}}
         space.pop("__name__", None)  # torch.compile would look the names up in the real module

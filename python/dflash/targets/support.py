@@ -21,6 +21,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
+from .indexed import LAYER_TYPE, has_indexers
 from .model import UnsupportedTargetError, config_values, library, modules_of, name_of, tensors_of, text_config, unwrap
 from .parallel import ranks_in, refusal_of_ranks, shards
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
@@ -250,9 +251,12 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
     if is_stateful and not is_recurrent and not (may_have_attention_only and layer_types <= _LAYER_TYPES):
         return f"{family} has stateful layers that dflash does not know, and cannot roll back"
     # 2. Attention
+    known = _RECURRENT_LAYER_TYPES if is_recurrent else _LAYER_TYPES
     if config_values(config, "index_topk"):
-        return f"{family} selects keys with a sparse-attention indexer"
-    if unknown := layer_types - (_RECURRENT_LAYER_TYPES if is_recurrent else _LAYER_TYPES):
+        known = {LAYER_TYPE}
+        if not has_indexers(model):
+            return f"{family} selects keys with an indexer: those of transformers >= 5.18 run"
+    if unknown := layer_types - known:
         return f"{family} has layers of type {', '.join(sorted(unknown))}"
     if dynamic := _rope_types(config) & {"dynamic", "longrope"}:
         return f"its RoPE is {dynamic.pop()!r}: its frequencies depend on the longest position in the batch"

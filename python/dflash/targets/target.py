@@ -19,6 +19,7 @@ from ..state import KVCache, RecurrentCache, Tree
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest
 from .fused import Family, kernel_obstacle, layers_of, recognize, use_experts_op
+from .indexed import ATTENTION, LAYER_TYPE, has_indexers, take_over_indexers, visible
 from .int8 import Int8Linear, Int8Weights, check_int8, weight_of
 from .model import (
     UnsupportedTargetError,
@@ -100,6 +101,10 @@ class Target:
         self._cache_argument = cache_argument(self.model)
         self.is_recurrent = has_recurrent_layers(self.model)
         self._pass = take_over(self.model)
+        self._is_indexed = has_indexers(self.model)
+        if self._is_indexed:
+            use_attention(self.model, ATTENTION)
+            take_over_indexers(self.model, self._pass)
         may_run_ops = fused is not False and not replaced and not has_global_hooks()
         self.runs_ops = (may_run_ops and use_experts_op(self.model)) or self._fused is not None
         self.draft_head: Callable[[Tensor], Tensor] = self.head if self._fused is None else self._fused.logits
@@ -176,6 +181,7 @@ class Target:
     def forward(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor = 0,
         keep: Tensor | None = None, tree: Tree | None = None, features: Tensor | None = None,
+        ends: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run rows at positions ``lengths[b] + i``. Each sees the cache's positions and the rows before it.
 
@@ -190,6 +196,7 @@ class Target:
                 for a block, whose rows will be accepted or not.
             tree: which row continues which; None for a chain.
             features: ``[batch, rows, taps * hidden]``, contiguous, or None: where the taps may be written.
+            ends: ``[batch]`` int64, the positions of the prompts that these rows are of, later chunks included.
 
         Returns:
             Logits ``[batch, asked rows, vocab]``, and the taps: tensors that concatenate along the last dimension to
@@ -205,13 +212,13 @@ class Target:
             logits, tapped = self._fused.forward(ids, lengths, cache, logits_to_keep, tree, features)
             taps = [tapped] if features is None else []
         else:
-            logits, taps = self._run_modules(ids, lengths, cache, logits_to_keep, keep is not None, tree)
+            logits, taps = self._run_modules(ids, lengths, cache, logits_to_keep, keep is not None, tree, ends)
         cache.end_pass_(lengths)
         return logits, taps
 
     def _run_modules(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, is_prompt: bool,
-        tree: Tree | None,
+        tree: Tree | None, ends: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run the copy's own modules as `forward` does."""
         slots = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
@@ -219,15 +226,20 @@ class Target:
         # Rows past the end of a request are computed and dropped. They must not index past a learned table.
         if (limit := max_positions(self.model)) is not None:
             positions = positions.clamp(max=limit - 1)
-        self._pass.cache, self._pass.lengths, self._pass.is_prompt = cache, lengths, is_prompt
+        options: dict[str, Any] = {self._cache_argument: CacheView(cache, slots), "block_lengths": lengths}
+        if self._is_indexed:
+            options["attention_mask"] = {LAYER_TYPE: visible(lengths, ids.shape[1], cache.capacity, tree)}
+        elif tree is not None:
+            options["block_ancestors"] = tree.ancestors
+        running = self._pass
+        running.cache, running.lengths, running.is_prompt, running.ends = cache, lengths, is_prompt, ends
         try:
             output = self.model(
                 input_ids=ids.clamp(min=0), position_ids=positions, use_cache=True, logits_to_keep=logits_to_keep,
-                **{self._cache_argument: CacheView(cache, slots)}, block_lengths=lengths,
-                **({} if tree is None else {"block_ancestors": tree.ancestors}),
+                **options,
             )  # fmt: skip
         finally:  # the modules' classes are cycles, which would keep the cache until Python collects them
-            self._pass.cache = self._pass.lengths = None
+            running.cache = running.lengths = running.ends = None
         taps = list(self._taps)
         self._taps[:] = [None] * len(taps)
         # The model may ignore `logits_to_keep`.

@@ -1,0 +1,121 @@
+"""Sparse attention whose keys an indexer selects: DeepSeek-V3.2 and GLM-5, as transformers computes them.
+
+An indexer scores the positions that a row sees by keys of its own and passes on the best (DeepSeek-V3.2-Exp report,
+section 2.1). Here its keys are in the cache as those of a layer of their own, so counters trim them with the rest, and
+the model's own modules score. What a row sees is a mask over all slots: those before the block, and in the block the
+rows before it, or those on its path in a tree.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, PreTrainedModel
+
+from ..state import Tree
+from .copies import CacheView
+from .model import modules_of
+from .recurrent import Pass, inner_function
+
+LAYER_TYPE = "indexed_attention"  # as configs and dicts of masks call it
+ATTENTION = "indexed_verify"  # must contain neither "flash" nor be "eager" or "sdpa": modules then pass indices on
+
+
+def has_indexers(model: PreTrainedModel) -> bool:
+    """Return True if modules are indexers that keep their keys in the cache and read what is seen from a mask."""
+    takes_mask = LAYER_TYPE in _code(model.get_decoder()).co_consts
+    return takes_mask and any(map(_is_indexer, modules_of(model)))
+
+
+def _is_indexer(module: nn.Module) -> bool:
+    return {"update_indexer", "topk"} <= {*_code(module).co_names}
+
+
+def _code(module: nn.Module) -> types.CodeType:
+    return inner_function(type(module).forward).__code__
+
+
+def visible(lengths: Tensor, rows: int, capacity: int, tree: Tree | None) -> Tensor:
+    """Return which slots each row of a pass sees, ``[batch, 1, rows, capacity]`` bool.
+
+    Args:
+        lengths: ``[batch]`` int64, positions before the first row.
+        rows: of the pass.
+        capacity: slots of the cache.
+        tree: see `Tree`; None for a chain.
+    """
+    chain = torch.ones(rows, rows, dtype=torch.bool, device=lengths.device).tril()
+    among = chain.expand(len(lengths), rows, rows) if tree is None else tree.visible
+    offset = torch.arange(capacity, device=lengths.device) - lengths[:, None]  # from the first row
+    inside = offset.clamp(0, rows - 1)[:, None].expand(-1, rows, -1)
+    before, after = (offset < 0)[:, None], (offset >= rows)[:, None]
+    return (before | (among.gather(2, inside) & ~after))[:, None]
+
+
+def take_over_indexers(copied: nn.Module, running: Pass) -> None:
+    """Let the indexers of a copy break ties on a CPU as the model does.
+
+    ``torch.topk`` takes the first of equal scores on CUDA, however many follow. On a CPU that depends on their number,
+    those of slots that a row does not see included. So there each row of a block is asked by itself, over what it sees,
+    as in one-token decoding, and the rows of a prompt over all of it. Compiled steps do not.
+    """
+    for module in filter(_is_indexer, copied.modules()):
+        module.running_pass = running
+        kind = type(module)  # a class of the module's own, as in `recurrent.take_over`
+        module.__class__ = type(kind.__name__, (kind,), {"forward": _select, "__module__": kind.__module__})
+
+
+def _select(
+    self: nn.Module, hidden: Tensor, q_resid: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, *rest: Any,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """Return the slots that an indexer selects, ``[batch, rows, at most index_topk]``."""
+    forward, running = type(self).__mro__[1].forward, self.running_pass
+    if hidden.device.type != "cpu" or torch.compiler.is_compiling():
+        return forward(self, hidden, q_resid, angles, mask, *rest, **options)
+    name, view = next((name, value) for name, value in options.items() if isinstance(value, CacheView))
+    batch, rows, capacity = mask.shape
+    chosen = torch.zeros(batch, rows, min(self.index_topk, capacity), dtype=torch.int64)
+    for sequence in range(batch):
+        end = None if running.ends is None else int(running.ends[sequence])
+        for part in [slice(0, rows)] if running.is_prompt else [slice(row, row + 1) for row in range(rows)]:
+            seen, one = mask[sequence, part], slice(sequence, sequence + 1)
+            slots = seen.any(0).nonzero()[:, 0] if end is None else torch.arange(min(end, capacity))
+            options[name] = _Part(view, sequence, part, slots)
+            at = hidden[one, part], q_resid[one, part], tuple(x[one, part] for x in angles)
+            found = slots[forward(self, *at, seen[None, :, slots], *rest, **options)[0].long()]
+            chosen[sequence, part] = found[:, :1]  # stands in for those that there are too few of
+            chosen[sequence, part, : found.shape[1]] = found
+    return chosen
+
+
+class _Part:
+    """The cache of an indexer for some rows of one sequence."""
+
+    def __init__(self, view: CacheView, sequence: int, rows: slice, slots: Tensor) -> None:
+        self._view, self._sequence, self._rows, self._slots = view, sequence, rows, slots
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        """Keep the keys ``[1, rows, dim]`` of these rows, and return those of the slots."""
+        buffer, written = self._view.index_keys(keys, layer)[self._sequence, 0], self._view.slots[self._sequence]
+        buffer[written[self._rows]] = keys[0]
+        return buffer[None, self._slots]
+
+
+def _selected_attention(
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *, indices: Tensor,
+    scaling: float | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend over whole cache buffers to what each row sees and its indexer selects, behind transformers' signature."""
+    chosen = torch.zeros_like(attention_mask).scatter(-1, indices.long()[:, None], True) & attention_mask
+    unused = ~chosen.any(-2)[..., None]  # their slots may hold anything, NaN too
+    key, value = key.masked_fill(unused, 0), value.masked_fill(unused, 0)
+    out = F.scaled_dot_product_attention(query, key, value, chosen, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _selected_attention)
