@@ -62,6 +62,7 @@ class Call:
         prompts: per row ``[tokens]`` int64, what the attention mask leaves.
         longest: tokens of the longest prompt.
         sampling: temperature, filters, sharpness and seed.
+        pictures: tensors of the prompts' pictures by name; None for text.
         pad_token_id: pads the answers.
         rules: the logit rules that are on, by name of their setting.
         host_rules: Python processors and criteria; None without any.
@@ -74,6 +75,7 @@ class Call:
     longest: int
     max_new_tokens: int
     sampling: SamplingArguments
+    pictures: Mapping[str, Tensor] | None
     stop_token_ids: list[int]
     pad_token_id: int
     rules: Mapping[str, Any]
@@ -138,6 +140,8 @@ class Call:
         if values["streamer"] is not None:
             check_streamer(values["streamer"], rows)
         parts = [row[live].long() for row, live in zip(ids, mask, strict=True)]
+        if values["pictures"] is not None:
+            _check_pictures(values, mask)
         processors, criteria = values["logits_processor"], values["stopping_criteria"]
         kept = {name: values[name] for name in cls.__dataclass_fields__ if name in SETTINGS}
         own: dict[str, Any] = {
@@ -194,6 +198,18 @@ def _check_ids(ids: Tensor, attention_mask: Tensor | None, vocab_size: int, devi
         wrong = low if low < 0 else high
         raise ValueError(f"ids must lie in 0 .. {vocab_size - 1} (the target's vocabulary), got {wrong}")
     return mask
+
+
+def _check_pictures(values: Mapping[str, Any], mask: Tensor) -> None:
+    """Raise ValueError for prompts with pictures that cannot be run as they are."""
+    if not mask[:, -1].all():
+        raise ValueError('prompts with pictures must be padded on the left: set the tokenizer\'s padding_side="left"')
+    for name, only in (("prompt_logprobs", False), ("num_return_sequences", 1)):
+        if values[name] != only:
+            raise ValueError(f"pictures cannot be combined with {name}={values[name]!r}: leave one of them out")
+    for name, tensor in values["pictures"].items():
+        if tensor.device != mask.device:
+            raise ValueError(f"pictures must be on the target's device, {mask.device}, got {name} on {tensor.device}")
 
 
 def _check_mask(attention_mask: Tensor, ids: Tensor) -> Tensor:

@@ -386,8 +386,11 @@ class Generator:
     def _answers(self, call: Call, *, reads_ids: bool) -> collections.abc.Generator[list[Answer], None, None]:
         """Run the prompts, then steps until every answer has ended; yield after each."""
         began, batch, last = time.perf_counter(), len(call.prompts), self._run
+        self.engine.check_pictures(call)
         # 1. The caches may be reused if the same weights filled them.
         reuse = self.reuse_prefix and last is not None and last.consistent and self._known.filled(self._modules)
+        if call.pictures is not None or (last is not None and last.has_pictures):  # ids do not tell pictures apart
+            reuse = False
         reuse = self.engine.agrees_to_reuse(call, self.prefill_chunk, reuse)
         run = self.begin_run(call, reads_ids=reads_ids)
         # 2. Set up the engine, with the prompts in its first rows.

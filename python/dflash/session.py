@@ -138,6 +138,7 @@ class Session:
         """
         check_stream_arguments(arguments)
         call, passes = self.generator.resolve_call(ids, arguments), self.generator.denoise_steps
+        self.generator.engine.check_pictures(call)
         reason = ""
         if len(call.prompts) != 1:
             reason = f"has {len(call.prompts)} rows: each takes a row of its own, so pass them one by one"
@@ -315,7 +316,8 @@ class Session:
         self._idle.append(row)
         self._run.retire(row)
         call, chunk = request.answer.call, self.generator.prefill_chunk
-        if self.prefix is not None and len(request.ids) // chunk > request.answer.prompt_length // chunk:
+        has_new_chunks = len(request.ids) // chunk > request.answer.prompt_length // chunk
+        if self.prefix is not None and has_new_chunks and call.pictures is None:
             whole = torch.tensor(request.ids[: len(request.ids) // chunk * chunk], device=call.ids.device)
             if self.prefix.keys(whole)[-1] not in self.prefix:
                 self._ended[row] = replace(call, prompts=[whole], prompt_logprobs=False)

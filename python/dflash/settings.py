@@ -254,6 +254,14 @@ def _callables(name: str, value: object, _: int) -> tuple[object, ...]:
     return found
 
 
+def _pictures(name: str, value: object, _: int) -> dict[str, Tensor]:
+    if not isinstance(value, Mapping) or not all(isinstance(item, Tensor) for item in value.values()):
+        raise TypeError(f"{name} must map names of tensors to tensors, as processors return them, got {value!r:.200}")
+    if taken := value.keys() & {"input_ids", "attention_mask", "position_ids"}:
+        raise ValueError(f"{name} must not hold {min(taken)}: ids and attention_mask are arguments of their own")
+    return dict(value)
+
+
 def _true_or_false(name: str, value: object, _: int) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -295,6 +303,10 @@ class GenerateArguments(TypedDict, total=False):
 
     Attributes:
         attention_mask: ``[batch, length]`` of zeros and ones; a row's ones are contiguous (padding left or right).
+        pictures: what the target's processor makes of prompts with pictures, besides ids and mask, as the model's
+            forward pass takes it: ``pixel_values``, ``image_grid_thw``, ``mm_token_type_ids``, ... Such prompts are
+            padded on the left and run whole. Needs a target with a vision tower in one process, without
+            ``weights="int8"``; not with ``prompt_logprobs`` or ``num_return_sequences``.
         max_new_tokens: at least 1; 20 if the generation_config sets neither this nor max_length.
         temperature: 0 is greedy, and so is anything below 1e-30.
         top_k: keep the ``top_k`` best tokens, and ties with the last of them; 0 is off.
@@ -367,6 +379,7 @@ class GenerateArguments(TypedDict, total=False):
 
     # fmt: off
     attention_mask: Annotated[Tensor | None, Setting(receipt="needless")]
+    pictures: Annotated[Mapping[str, Tensor] | None, Setting(_pictures)]
     max_new_tokens: Annotated[int | None, Setting(
         _at_least(1), None, "", "stated", help="New tokens at most.", request="max_tokens", config="max_new_tokens",
     )]

@@ -49,6 +49,9 @@ class Prefill:
     ) -> None:  # fmt: skip
         prompts, self.logprobs, self.snapshot, self._prefix = call.prompts, call.prompt_logprobs, snapshot, prefix
         self._keys, self.num_loaded = [] if prefix is None else prefix.keys(prompts[0]), 0
+        self._pictures, self._padded = call.pictures, call.ids
+        if self._pictures is not None:
+            chunk, prefix, self._prefix = call.longest, None, None  # ids do not tell pictures apart
         self.engine, self.rows, self.chunk = engine, slice(first, first + len(prompts)), chunk
         lengths = list(map(len, prompts))
         self.counts = list(map(operator.sub, lengths, cached))
@@ -99,8 +102,12 @@ class Prefill:
             kept = [self.rows.start + row for row in ending if start + self._cached[row] > 0]
             state.target_cache.keep_snapshot_(kept)
         cache = state.target_cache.rows(self.rows)
-        asked = 0 if self.logprobs else keep_on_device
-        logits, taps = engine.target.forward(ids, past, cache, asked, keep=live, ends=self._lengths)
+        if self._pictures is not None:
+            ends, taps = engine.target.run_pictures(self._padded.long(), self._lengths, self._pictures, cache)
+            self._logits, keep = [*ends], []
+        else:
+            asked = 0 if self.logprobs else keep_on_device
+            logits, taps = engine.target.forward(ids, past, cache, asked, keep=live, ends=self._lengths)
         if self.logprobs:
             engine.logprobs.write_prompt_(self.rows, logits, state.tokens[self.rows], past)
             logits = logits[:, keep_on_device]

@@ -161,6 +161,7 @@ class Run:
         prompts: those that wait to be run, and when their calls began.
         consistent: True if the caches hold what the state says.
         failed: True if something went wrong with an answer.
+        has_pictures: True if a prompt has had pictures.
         ended: set by whoever starts another run on the same engine, or cannot go on.
     """
 
@@ -170,7 +171,7 @@ class Run:
     ) -> None:  # fmt: skip
         self.engine, self.runner, self.reads_ids = engine, runner, reads_ids
         self.answers: list[Answer | None] = [None] * engine.batch_size
-        self.consistent = self.failed = self.ended = False
+        self.consistent = self.failed = self.ended = self.has_pictures = False
         self._device_step, self._obstacle, self._must_capture = device_step, obstacle, must_capture
         self.prompts: deque[tuple[Prefill, float]] = deque()
         self._costs: dict[int, dict[int, float]] = {}  # by the number of rows that run
@@ -192,7 +193,7 @@ class Run:
 
         The engine is configured for the call, which began when ``time.perf_counter`` was ``began``.
         """
-        self.consistent = False
+        self.consistent, self.has_pictures = False, self.has_pictures or call.pictures is not None
         prefill = Prefill(self.engine, call, cached, first=first, chunk=chunk, snapshot=snapshot, prefix=prefix)
         answers = []
         for row, (prompt, count) in enumerate(zip(call.prompts, prefill.counts, strict=True)):

@@ -224,6 +224,11 @@ class Engine:
         ranks.compare("its prompts or arguments", lambda: (call.decisive(), chunk, self.block_size, self.widths))
         return ranks.all(reuse)
 
+    def check_pictures(self, call: Call) -> None:
+        """Raise ValueError if a call's prompts have pictures that the target cannot run."""
+        if call.pictures is not None and (reason := self.target.picture_obstacle):
+            raise ValueError(f"pictures cannot be given to this target: {reason}")
+
     def configure(self, call: Call) -> None:
         """Give the first rows to ``call``, none to others, and set the ways to draft and to accept."""
         self._free(slice(0, self.batch_size))

@@ -6,7 +6,7 @@ hooks, attention implementation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,7 @@ from .model import (
     text_config,
 )
 from .parallel import Ranks, mesh_of
+from .pictures import PicturePrompts, takes_pictures
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
 from .support import replaced_function
 from .trial import run_trial
@@ -81,6 +82,7 @@ class Target:
         if verdict.fault:
             raise UnsupportedTargetError(f"this target is not supported: {self.config.model_type} {verdict.fault}")
         self.tree_obstacle = verdict.tree_fault
+        self._picture_prompts = PicturePrompts(model, target_layer_ids) if takes_pictures(model) else None
         # 2. Store it as int8. Its logits are then others than the model's.
         if weights is not None:
             check_int8(model)
@@ -248,6 +250,24 @@ class Target:
         if logits.shape[1] != asked:
             logits = logits[:, logits_to_keep if is_tensor else slice(-asked, None)]
         return logits, taps
+
+    def run_pictures(
+        self, ids: Tensor, lengths: Tensor, pictures: Mapping[str, Tensor], cache: KVCache
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run whole prompts with pictures into an empty cache; see `dflash.targets.pictures.PicturePrompts.run`."""
+        if self.is_recurrent:  # a pass of which nothing is kept, for the buffers of recurrent layers
+            nothing = torch.zeros_like(lengths)
+            self.forward(ids[:, -1:], nothing, cache, keep=nothing)
+        return self._picture_prompts.run(ids, lengths, pictures, cache)
+
+    @property
+    def picture_obstacle(self) -> str:
+        """Why prompts cannot have pictures; empty if they can."""
+        if self._picture_prompts is None:
+            return f"{type(self.model).__name__} has no vision tower"
+        if self._int8 is not None:
+            return 'the vision tower and the prompt would run in other weights than weights="int8" stores'
+        return "it is spread over several processes" if self.ranks.count > 1 else ""
 
     def verify(self, block: Any, state: Any) -> Tensor:
         """Run a block, and write its features into ``state.features(block)`` for the drafter's next pass.

@@ -1,0 +1,105 @@
+"""Prompts with pictures: run whole by the model's own passes, whose keys, values and states our caches then hold.
+
+What a picture's tokens see, and where they stand, differs from family to family: both directions within a picture,
+features of the vision tower in several layers, positions in three dimensions. The model's own ``generate`` knows. So a
+copy of the model with its own attention runs such a prompt, and decoding goes on in our cache as after any prompt.
+
+With positions in three dimensions (M-RoPE; Wang et al., "Qwen2-VL", section 2.1) a picture takes up fewer positions
+than tokens, and the text after it stands before its slot. RoPE sees differences only, so all positions of the prompt
+are moved until the token after it stands at its slot. Every later position then follows from the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig, PreTrainedModel
+
+from .. import ops
+from ..state import KVCache, RecurrentCache
+from .copies import structural_copy
+from .model import cache_argument, tapped_modules
+
+
+def takes_pictures(model: PreTrainedModel) -> bool:
+    """Return True if a model's configuration names a vision tower."""
+    return getattr(model.config, "vision_config", None) is not None
+
+
+class PicturePrompts:
+    """A copy of a model that runs prompts with pictures.
+
+    Args:
+        model: the user's.
+        layer_ids: the tapped layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, layer_ids: tuple[int, ...]) -> None:
+        self._model = structural_copy(model)
+        self._model.generation_config = GenerationConfig(
+            max_new_tokens=1, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True
+        )  # the first token is chosen elsewhere
+        self._taps: dict[int, Tensor] = {}
+        for index, module in enumerate(tapped_modules(self._model, layer_ids)):
+            module.register_forward_hook(_keep(self._taps, index))
+
+    def run(
+        self, ids: Tensor, lengths: Tensor, pictures: Mapping[str, Tensor], cache: KVCache
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run whole prompts into an empty cache.
+
+        Args:
+            ids: ``[batch, width]`` int64, padded on the left.
+            lengths: ``[batch]`` int64, tokens of each prompt.
+            pictures: what the processor made of them besides ids and mask.
+            cache: of these rows. Its recurrent layers have their buffers.
+
+        Returns:
+            Logits ``[batch, vocab]`` of each prompt's last token, and the taps, ``[batch, longest, hidden]`` each,
+            padded on the right.
+        """
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        places = columns - (ids.shape[1] - lengths)[:, None]  # of each column's token; negative for padding
+        options: dict[str, Any] = {**pictures, "attention_mask": (places >= 0).long()}
+        options["position_ids"] = self._positions(ids, lengths, options)
+        output = self._model.generate(ids, **options)
+        _take(cache, getattr(output, cache_argument(self._model)), places, lengths)
+        order = (columns + (ids.shape[1] - lengths)[:, None])[:, : int(lengths.max())] % ids.shape[1]
+        taps = [self._taps.pop(index) for index in sorted(self._taps)]
+        return output.logits[0], [tap.gather(1, order[..., None].expand_as(tap)) for tap in taps]
+
+    def _positions(self, ids: Tensor, lengths: Tensor, options: dict[str, Any]) -> Tensor:
+        """Return the positions that ``generate`` would give the prompts, moved to end at their lengths."""
+        found = self._model._prepare_position_ids_for_generation(ids, dict(options)).clone()
+        spatial = found[-3:] if found.dim() == 3 else found[None]  # a row before them counts tokens
+        spatial += (lengths - 1 - spatial.amax((0, 2)))[:, None]
+        return found
+
+
+def _keep(taps: dict[int, Tensor], index: int) -> Any:
+    """Return a forward hook that keeps a module's output; see `dflash.targets.target`."""
+
+    def keep(_module: object, _arguments: tuple, output: Any) -> None:
+        taps[index] = output[0] if isinstance(output, tuple) else output
+
+    return keep
+
+
+def _take(cache: KVCache, theirs: Cache, places: Tensor, lengths: Tensor) -> None:
+    """Copy what a model's own cache holds of prompts whose columns stand at ``places [batch, width]``."""
+    for index, layer in enumerate(theirs.layers):
+        if getattr(layer, "keys", None) is not None:
+            kept = places[:, -layer.keys.shape[2] :].contiguous()  # sliding layers keep the last ones
+            buffers = cache.layer(index, layer.keys, layer.values)
+            ops.append_kv_(layer.keys.contiguous(), layer.values.contiguous(), kept, *buffers)
+    if isinstance(cache, RecurrentCache):
+        for index, recurrent in cache.recurrent.items():
+            context, *state = recurrent.held_values
+            states = theirs.layers[index]
+            context.copy_(states.conv_states[0][..., -context.shape[1] :].transpose(1, 2))
+            for ours in state:
+                ours.copy_(states.recurrent_states[0])
+        cache.held.copy_(lengths)
