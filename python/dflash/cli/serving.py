@@ -63,6 +63,10 @@ def serve(
     reasoning_form: Annotated[
         str | None, "How the model writes its reasoning, or none; default: by its chat template."
     ] = None,
+    pictures: Annotated[bool, "Take pictures in chats: loads the vision tower, and needs pillow."] = False,
+    allow_image_urls: Annotated[
+        bool, "Fetch pictures from http and https URLs too, also from hosts that only this machine reaches."
+    ] = False,
     receipts: Annotated[Path | None, "Folder for a receipt of each answer, see dflash verify; default: none."] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0,
     grace: Annotated[
@@ -80,6 +84,8 @@ def serve(
     from ..serve.app import Server
 
     _check_forms(tool_form, reasoning_form)
+    if allow_image_urls and not pictures:
+        raise ValueError("--allow-image-urls needs --pictures: without it no pictures are taken")
     written = None if chat_template is None else _read_template(chat_template)
     _check_access(api_key, allow_origin or [])
     if target is not None:
@@ -95,7 +101,8 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("dflash").setLevel(logging.INFO)
     # 2. Load the models.
-    source = models.source(is_logged=True)
+    source = dataclasses.replace(models.source(is_logged=True), pictures=pictures)
+    processor = source.load_processor() if pictures else None
     tokenizer = options.load_tokenizer(source)
     if written is not None:
         tokenizer.chat_template = written
@@ -106,6 +113,7 @@ def serve(
     if models.block_size is None and drafts:
         models = dataclasses.replace(models, block_size="auto")
     from ..serve import Scheduler
+    from ..serve.pictures import PictureReader
     from ..serve.service import ReceiptFolder, Service
 
     free, each = free_memory(model.device), rows * bytes_per_token(model, drafter)
@@ -117,7 +125,8 @@ def serve(
     scheduler = Scheduler(generator, max_waiting=queue, cache_bytes=cache_bytes)
     folder = None if receipts is None else ReceiptFolder(receipts, model, tokenizer, scheduler)
     version, forms = versions()["dflash"], (tool_form, reasoning_form)
-    service = Service(scheduler, tokenizer, first, version, timeout, folder, aliases, any_name, strict, *forms)
+    reader = None if processor is None else PictureReader(processor, allows_urls=allow_image_urls)
+    service = Service(scheduler, tokenizer, first, version, timeout, folder, aliases, any_name, strict, *forms, reader)
     # 3. Serve.
     _log_models(generator, model, is_packaged and models.dtype == "auto")
     if host not in _LOOPBACK and api_key is None:

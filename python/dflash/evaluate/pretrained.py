@@ -36,12 +36,14 @@ class Pretrained:
         trust_remote_code: run the Python code that comes with them, with the rights of this process.
         advice: what to do about code that may not run, for the error.
         local_files_only: download nothing.
+        pictures: load the vision tower too.
     """
 
     name: str | os.PathLike
     trust_remote_code: bool = False
     advice: str = "it would have your rights, so read it first, then allow it with --trust-remote-code"
     local_files_only: bool = False
+    pictures: bool = False
 
     @functools.cached_property
     def gguf(self) -> GgufFile | None:
@@ -66,6 +68,23 @@ class Pretrained:
 
         return self._load(AutoTokenizer)
 
+    def load_processor(self) -> Any:
+        """Load what makes text and pictures to inputs of the model."""
+        from transformers import AutoProcessor
+
+        if importlib.util.find_spec("PIL") is None:
+            raise ValueError("pictures need the pillow package: pip install '.[pictures]'")
+        processor = self._load(AutoProcessor)
+        if not hasattr(processor, "image_processor"):
+            raise ValueError(f"{printable(self.name)} has no processor of pictures: leave --pictures out")
+        return processor
+
+    @property
+    def _model_class(self) -> Any:
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        return AutoModelForImageTextToText if self.pictures else AutoModelForCausalLM
+
     def load_config(self) -> Any:
         """Load the config, and refuse one that would have transformers download kernels and run them."""
         from transformers import AutoConfig
@@ -85,8 +104,6 @@ class Pretrained:
 
     def load_target(self, dtype: Any, device: Any = "cpu") -> Any:
         """Load the target, in eval mode. Weights that are missing are refused, where transformers draws random ones."""
-        from transformers import AutoModelForCausalLM
-
         config, folder = self.load_config(), (self._base() or self)._folder()
         if self.gguf is not None and dtype == "auto":
             dtype = self.gguf.dtype
@@ -96,7 +113,7 @@ class Pretrained:
         if files:  # before transformers allocates anything
             is_quantized = self.gguf is not None or getattr(config, "quantization_config", None) is not None
             check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)
-        target, found = self._load(AutoModelForCausalLM, config=config, dtype=dtype, output_loading_info=True)
+        target, found = self._load(self._model_class, config=config, dtype=dtype, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
                 f"{printable(self.name)} has no weights for {listed(missing)}: its files are incomplete, or "
@@ -112,11 +129,9 @@ class Pretrained:
 
     def load_empty_target(self, config: Any = None) -> Any:
         """Build the target from its config, on the meta device and without its weights."""
-        from transformers import AutoModelForCausalLM
-
         config = copy.deepcopy(self.load_config() if config is None else config)
         with torch.device("meta"), self._readable_errors():
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
+            return self._model_class.from_config(config, trust_remote_code=self.trust_remote_code)
 
     def load_stop_token_ids(self, config: Any) -> list[int]:
         """Return the stop tokens of the generation_config, else of the text ``config``."""

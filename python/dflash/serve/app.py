@@ -37,6 +37,7 @@ from .service import Completion, Service, refusal_of
 _CLIENT_GONE = 499  # as nginx logs it; nobody reads it
 # Of a request: 128 bytes per token of a context of 32,768, and ids of one of 500,000.
 _MAX_BODY_BYTES = 4 * 2**20
+_MAX_PICTURES_BYTES = 64 * 2**20  # of a body, where pictures are taken
 _MAX_HEADER = 2048  # bytes of warnings; servers and proxies refuse headers of 4 or 8 KB
 _MAX_REASON = 500  # characters of an error in the log
 _BODY_SECONDS = 30.0  # to send a body
@@ -126,7 +127,8 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
     app = FastAPI(title="dflash", version=service.version, docs_url=None, redoc_url=None, responses=_ERRORS)
     app.state.service, app.state.conversations = service, Conversations()
     app.include_router(router)
-    app.add_middleware(_Guard, api_key=api_key)
+    most = _MAX_BODY_BYTES if service.pictures is None else _MAX_PICTURES_BYTES
+    app.add_middleware(_Guard, api_key=api_key, most=most)
 
     async def refuse(request: Request, error: Exception) -> Response:
         refusal = _refusal(request, error)
@@ -178,10 +180,10 @@ def _whole_path(path: str) -> str:
 
 
 class _Guard:
-    """Checks key and host, and reads the body whole before the application sees the request."""
+    """Checks key and host, and reads the body, of ``most`` bytes, before the application sees the request."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, api_key: str | None, most: int) -> None:
+        self._app, self._most = app, most
         self._expected = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -196,7 +198,7 @@ class _Guard:
             scope["headers"] = [*{**headers, b"content-type": b"application/json"}.items()]
         try:
             self._check(scope, headers)
-            body = await asyncio.wait_for(_read_body(headers, receive), _BODY_SECONDS)
+            body = await asyncio.wait_for(_read_body(headers, receive, self._most), _BODY_SECONDS)
         except asyncio.TimeoutError:
             late = ApiError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s", code="timeout")
             await _refuse(late, method, path)(scope, receive, send)
@@ -232,18 +234,18 @@ class _Guard:
             raise ApiError(403, message, code="host_not_allowed")
 
 
-async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+async def _read_body(headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes | None:
     """Return the body of a request; None if the client leaves."""
     length = headers.get(b"content-length", b"0")
     announced, body = int(length) if length.isdigit() else 0, bytearray()
-    while max(announced, len(body)) <= _MAX_BODY_BYTES:
+    while max(announced, len(body)) <= most:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
         body += message.get("body", b"")
         if not message.get("more_body", False):
             return bytes(body)
-    raise ApiError(413, f"a request's body may have {_MAX_BODY_BYTES} bytes, this one has more", code="too_large")
+    raise ApiError(413, f"a request's body may have {most} bytes, this one has more", code="too_large")
 
 
 # ---------------------------------------------------------------------------------------------- completions

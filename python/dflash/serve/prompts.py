@@ -10,11 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from torch import Tensor
+
 from ..evaluate import check_template, check_text, render_chat, text_ids, written_calls
 from ..grammar import Grammar
+from ..terminal import first_line
 from . import protocol
 from .answers import MarkedTokenizer
 from .forms import QUOTES, TOOL_FORMS, CallText, ReasoningForm, Rules, ToolForm, find_reasoning_form, find_tool_form
+from .pictures import PictureReader
 from .protocol import bad_request, refusing
 
 _MAX_WARNING = 200  # characters; they are a header too
@@ -132,7 +136,7 @@ def _schema(schema: dict[str, Any], strict: bool | None, where: str, warnings: l
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as token ids, and as text for ``echo``.
+    """A prompt as token ids, and as text for ``echo``. ``pictures`` are what its processor made of them.
 
     ``reasoning`` is ``"begun"`` if the prompt ends with the mark of the model's reasoning, ``"optional"`` if the answer
     may begin with that.
@@ -141,6 +145,7 @@ class EncodedPrompt(NamedTuple):
     ids: list[int]
     text: str
     reasoning: Literal["", "begun", "optional"] = ""
+    pictures: Mapping[str, Tensor] | None = None
 
 
 class PromptReader:
@@ -150,12 +155,16 @@ class PromptReader:
         tokenizer: its chat template tells the forms of tool calls and of reasoning.
         tool_form: name of a row of `TOOL_FORMS` instead.
         reasoning_form: name of a row of `REASONING_FORMS` instead, or "none".
+        pictures: reads those of conversations; None to refuse them.
 
     ``specials`` are the special tokens among the marks of these forms; ``shown`` decodes them as text.
     """
 
-    def __init__(self, tokenizer: Any, tool_form: str | None = None, reasoning_form: str | None = None) -> None:
-        self.tokenizer, self._tool_form = tokenizer, tool_form
+    def __init__(
+        self, tokenizer: Any, tool_form: str | None = None, reasoning_form: str | None = None,
+        pictures: PictureReader | None = None,
+    ) -> None:  # fmt: skip
+        self.tokenizer, self._tool_form, self._pictures = tokenizer, tool_form, pictures
         self.has_template = tokenizer.chat_template is not None
         self.reasoning = None if reasoning_form == "none" else find_reasoning_form(tokenizer, reasoning_form)
         if self.has_template:
@@ -202,12 +211,31 @@ class PromptReader:
             if name in own or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", template):
                 raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
         arguments = _thinking(request, template, warnings) | arguments | {"tools": shown}
-        with refusing("messages"):
-            text = self._written([*map(_message, request.messages)], arguments, tools, warnings)
-        ids = list(self.tokenizer(_unicode(text, "messages"), add_special_tokens=False).input_ids)
+        messages, pictures = [*map(_message, request.messages)], None
+        if any(isinstance(part, protocol.ImagePart) for said in request.messages for part in said.content or ()):
+            ids, text, pictures = self._with_pictures(request, messages, arguments)
+        else:
+            with refusing("messages"):
+                text = self._written(messages, arguments, tools, warnings)
+            ids = list(self.tokenizer(_unicode(text, "messages"), add_special_tokens=False).input_ids)
         if (form := self.reasoning) is None or text.rstrip().endswith(form.close.rstrip()):
-            return EncodedPrompt(ids, text)
-        return EncodedPrompt(ids, text, "begun" if text.rstrip().endswith(form.open.rstrip()) else "optional")
+            return EncodedPrompt(ids, text, pictures=pictures)
+        begun = "begun" if text.rstrip().endswith(form.open.rstrip()) else "optional"
+        return EncodedPrompt(ids, text, begun, pictures)
+
+    def _with_pictures(
+        self, request: protocol.ChatRequest, messages: list[dict[str, Any]], arguments: dict[str, Any]
+    ) -> tuple[list[int], str, Mapping[str, Tensor]]:
+        """Return ids, text and pictures of a conversation, whose template writes placeholders for the processor."""
+        if self._pictures is None:
+            raise bad_request("this server takes no pictures: start it with --pictures", "messages")
+        found = self._pictures.read(request.messages)
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
+        except Exception as error:  # templates raise their own
+            raise bad_request(f"the chat template refuses these messages: {first_line(error)}", "messages") from error
+        ids, made = self._pictures.encode(_unicode(text, "messages"), found)
+        return ids, text, made
 
     def _written(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], tools: Tools | None, warnings: list[str]
@@ -257,6 +285,9 @@ class PromptReader:
 def _message(message: protocol.Message) -> dict[str, Any]:
     fields = {"content", "reasoning_content", "name", "tool_calls", "tool_call_id"}
     given = message.model_dump(include=fields, exclude_none=True)
+    parts = given.get("content") or ()
+    if any(part["type"] == "image_url" for part in parts):  # as processors call them
+        given["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in parts]
     return {**given, "role": "system" if message.role == "developer" else message.role}
 
 

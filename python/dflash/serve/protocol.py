@@ -238,6 +238,19 @@ class TextPart(Fields):
     text: str
 
 
+class ImageUrl(Fields):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None  # the processor decides
+
+
+class ImagePart(Fields):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
 class Function(Fields):
     """A function that the model may call. What of its schema cannot be followed is refused only with ``strict``."""
 
@@ -281,7 +294,7 @@ class Message(not_applied(Fields, refusal=(), audio=(), function_call=("none",))
     """A message of a conversation. The chat template decides which roles it takes, and what it shows of a name."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart], BeforeValidator(parts_of, str | list[TextPart])] | None = None
+    content: Annotated[list[Part], BeforeValidator(parts_of, str | list[Part])] | None = None
     reasoning_content: str | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, AfterValidator(lambda calls: calls or None)] = None
@@ -293,6 +306,8 @@ class Message(not_applied(Fields, refusal=(), audio=(), function_call=("none",))
             raise PydanticCustomError("pairs", "tool_calls belong to messages of the assistant")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise PydanticCustomError("pairs", "tool_call_id belongs to messages of the role tool, which must have it")
+        if self.role not in ("user", "tool") and any(isinstance(part, ImagePart) for part in self.content or ()):
+            raise PydanticCustomError("pairs", "pictures belong to messages of the roles user and tool")
         return self
 
 

@@ -34,6 +34,7 @@ from ..terminal import named
 from . import protocol
 from .answers import AnswerText, AnswerTokens, Block, Blocks, Delta, Pieces, ShownToken
 from .forms import CallText
+from .pictures import PictureReader
 from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools
 from .protocol import ApiError, ChatRequest, GenerationRequest, bad_request, refusing, take_unknown
 from .scheduler import Item, QueueFullError, Scheduler, Ticket
@@ -362,7 +363,7 @@ class Service:
         aliases: further names that requests may ask for.
         takes_any_name: requests may ask for any model, and get this one.
         is_strict: refuse unknown fields, more than four stop strings, and more tokens than fit.
-        tool_form, reasoning_form: as in `PromptReader`.
+        tool_form, reasoning_form, pictures: as in `PromptReader`.
         fingerprint: digest of what a text depends on besides its request: weights, versions, device and shapes. The
             drafter is not part of it: the text is the same with any, and without one.
     """
@@ -378,11 +379,12 @@ class Service:
     is_strict: bool = False
     tool_form: str | None = None
     reasoning_form: str | None = None
+    pictures: PictureReader | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     is_ending: bool = False
 
     def __post_init__(self) -> None:
-        self.reader = PromptReader(self.tokenizer, self.tool_form, self.reasoning_form)
+        self.reader = PromptReader(self.tokenizer, self.tool_form, self.reasoning_form, self.pictures)
         self.metrics = Metrics(self.scheduler)
         self._said: set[str] = set()  # unknown fields that the log has
         self._pieces = Pieces(self.tokenizer)
@@ -481,7 +483,10 @@ class Service:
             limit = self._limit(request, len(prompt.ids), default, warnings)
             arguments = _arguments(request) | {"max_new_tokens": max(1, limit)}
             arguments |= {"tokenizer": self.tokenizer, "grammar": grammar}
-            ids = torch.tensor([prompt.ids], dtype=torch.int64, device=generator.engine.target.device)
+            device = generator.engine.target.device
+            ids = torch.tensor([prompt.ids], dtype=torch.int64, device=device)
+            if prompt.pictures is not None:
+                arguments["pictures"] = {name: tensor.to(device) for name, tensor in prompt.pictures.items()}
             for number in range(count):
                 try:
                     call = self.scheduler.resolve(ids, seed=fold(seed, number), **arguments)
