@@ -34,13 +34,13 @@ NOTES = {
     "deepseek_v32": "an indexer selects keys; latent attention, mixture of experts",
     "glm4_moe": "partial rotary embedding, mixture of experts",
     "deepseek_v3": "multi-head latent attention (keys and values of different width), mixture of experts",
-    "kimi_k25": "text only; its language model is DeepSeek-V3's",
+    "kimi_k25": "its language model is DeepSeek-V3's; [pictures](pictures.md)",
     "qwen3_moe": "mixture of experts",
     "minimax_m2": "mixture of experts",
 }
 MIXERS = {
     "qwen3_5": "gated delta rule",
-    "qwen3_5 (multimodal)": "gated delta rule; text prompts",
+    "qwen3_5 (multimodal)": "gated delta rule; [pictures](pictures.md)",
     "qwen3_5_moe": "gated delta rule, mixture of experts",
     "qwen3_next": "gated delta rule, mixture of experts",
     "olmo_hybrid": "gated delta rule",

@@ -196,7 +196,7 @@ def random_pair(family: str, vocab: int) -> Pair:
     return Pair(target, make_draft(target), draft_config(target))
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "gemma3"])
+@pytest.mark.parametrize("family", ["nemotron_h", "gemma3", "glm_moe_dsa"])
 def test_drafting_again_accepts_what_decoding_accepts_in_other_families(family):
     emitted, replayed = decode(random_pair(family, 8), [5, 3, 7, 1, 4])
     expect_equal_steps(emitted, replayed)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import cheat, make_draft, make_target
+from families import cheat, make_draft, make_target, needs_assistant
 from pictures import FAMILIES_WITH_PICTURES, make_picture_target, picture_prompts
 
 import dflash
@@ -109,6 +109,22 @@ def test_requests_with_pictures_run_beside_others(family):
     assert [answers[index] for index in range(len(waiting))] == wanted
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_a_receipt_names_the_pictures_and_is_checked_with_them(family, tmp_path):
+    target = make_picture_target(family)
+    ids, mask, pictures = picture_prompts(family, SHAPES)
+    given = {"attention_mask": mask, "pictures": pictures, "temperature": 0.8, "max_new_tokens": NEW}
+    recorder = dflash.Recorder(target, ids, **given)
+    output = dflash.generate(target, make_draft(target), ids, return_dict_in_generate=True, **recorder.arguments)
+    recorder.receipt(output).write(tmp_path / "receipt.json")
+    receipt = dflash.Receipt.read(tmp_path / "receipt.json")
+    assert receipt.pictures.keys() == pictures.keys()
+    assert dflash.verify(receipt, target, pictures=pictures).follows
+    for others in (None, pictures | {"pixel_values": -pictures["pixel_values"]}):
+        with pytest.raises(ValueError, match=r"names pictures, pixel_values, .* pass pictures="):
+            dflash.verify(receipt, target, pictures=others)
+
+
 def test_what_cannot_be_run_is_refused_before_it_is(qwen):
     target, draft = qwen
     ids, mask, pictures = picture_prompts("qwen3_vl", SHAPES)
@@ -125,3 +141,14 @@ def test_what_cannot_be_run_is_refused_before_it_is(qwen):
     refused("must map names of tensors to tensors", TypeError, pictures=pictures["pixel_values"])
     refused("vision tower and the prompt would run in other weights", weights="int8")
     refused("Qwen3ForCausalLM has no vision tower", target=make_target("qwen3"), draft=None)
+
+
+@needs_assistant
+@pytest.mark.parametrize("family", [name for name in FAMILIES_WITH_PICTURES if name != "qwen3_5"])  # it refuses these
+def test_transformers_own_loop_takes_the_drafter(family):
+    target = make_picture_target(family)
+    ids, mask, pictures = picture_prompts(family, SHAPES[1:])
+    assistant = dflash.as_assistant(make_draft(target))
+    call = {"max_new_tokens": NEW, "do_sample": False, "assistant_model": assistant, "speculation_type": "dflash"}
+    output = target.generate(ids, attention_mask=mask, **call, **pictures)
+    assert output[:, ids.shape[1] :].tolist() == own(target, ids, mask, pictures).tolist()

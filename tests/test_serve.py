@@ -198,7 +198,12 @@ BAD = {
     "effort": ({"reasoning_effort": "most"}, "reasoning_effort", "'low', 'medium'"),
     "others' settings": ({"xtc_probability": 0.5}, "xtc_probability", "does not apply it"),
     "messages": ({"messages": []}, "messages", "at least 1 item"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'text'"),
+    "audio": (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        "messages",
+        "'text', 'image_url'",
+    ),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "image_url"),
     "role": ({"messages": [{"role": "function", "content": ""}]}, "messages", "'system'"),
     "template": ({"messages": [{"role": "system", "content": ""}]}, "messages", "without messages of the role system"),
     "unicode": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "half of a character"),

@@ -19,7 +19,7 @@ import dflash
 from dflash.serve import Scheduler
 from dflash.serve import pictures as bounds
 from dflash.serve.pictures import PictureReader
-from dflash.serve.service import Service
+from dflash.serve.service import ReceiptFolder, Service
 
 TEMPLATE = (
     "{% for said in messages %}{% for part in said.content %}"
@@ -54,12 +54,14 @@ def serve(target):
     """Return a function that makes a service; all are closed after the test."""
     made = []
 
-    def make(**options):
+    def make(receipts=None, **options):
         generator = dflash.Generator(target, make_draft(target), max_length=256, batch_size=2, prefill_chunk=8)
         scheduler = Scheduler(generator, max_waiting=8)
         made.append(scheduler)
         reader = None if options.pop("refuses", False) else PictureReader(processor(), **options)
-        return Service(scheduler, processor().tokenizer, "pair", "0", pictures=reader)
+        tokenizer = processor().tokenizer
+        folder = None if receipts is None else ReceiptFolder(receipts, target, tokenizer, scheduler)
+        return Service(scheduler, tokenizer, "pair", "0", receipts=folder, pictures=reader)
 
     yield make
     for scheduler in made:
@@ -87,8 +89,12 @@ def said(*parts):
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 12, "temperature": 0}
 
 
+def inputs_of(text, images):
+    return processor()(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+
+
 def own(target, text, images):
-    inputs = processor()(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+    inputs = inputs_of(text, images)
     ids = target.generate(**inputs, max_new_tokens=12, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     return processor().tokenizer.decode(ids[0], skip_special_tokens=True)
 
@@ -112,6 +118,17 @@ def test_answers_are_those_of_the_model(serve, target):
     ids = processor().tokenizer("w20 w33 w41 ", return_tensors="pt").input_ids
     expected = target.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert plain == processor().tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_receipts_name_the_pictures_which_the_server_does_not_keep(serve, target, tmp_path):
+    service, (made, png) = serve(receipts=tmp_path), picture(1)
+    id = ask(service, "/v1/chat/completions", said("w20", url(png))).json()["id"]
+    receipt = dflash.Receipt.parse(ask(service, f"/v1/receipts/{id}", None).json())
+    inputs = inputs_of("w20 <start_of_image> ", [made])
+    assert dflash.verify(receipt, target, pictures={name: inputs[name] for name in receipt.pictures}).follows
+    answer = ask(service, f"/v1/receipts/{id}/verify", b"")
+    assert answer.status_code == 400
+    assert "pass pictures=" in answer.json()["error"]["message"]
 
 
 def test_urls_are_fetched_only_if_that_is_allowed(serve, target):

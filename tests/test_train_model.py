@@ -188,6 +188,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", [
     *("qwen3", "qwen3 (windowed)", "llama (llama3 RoPE)", "gemma3", "gemma4", "gpt_oss", "glm4_moe", "deepseek_v3"),
+    *("glm_moe_dsa", "deepseek_v32"),
     *("qwen3_5 (multimodal)", "kimi_linear", "nemotron_h", "granitemoehybrid", "falcon_h1", "lfm2"),
 ])  # fmt: skip
 @torch.no_grad()

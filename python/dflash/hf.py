@@ -301,12 +301,17 @@ class _Assistant:
         draft, (rows, block) = self.draft, (context_hidden_states.shape[1], noise_embeds.shape[1])
         if noise_embeds.dtype != draft.dtype:
             raise ValueError(f"the drafter's dtype is {draft.dtype}, the target embeds in {noise_embeds.dtype}")
+        holder = past_key_values if cache is None else cache
+        if position_ids.dim() != 2:  # M-RoPE, of which transformers 5.24 cuts off the batch: count tokens
+            first = getattr(holder, "dflash_length", 0)
+            position_ids = torch.arange(first, first + rows + 1, device=noise_embeds.device)[None]
         length = position_ids[:, rows].contiguous()
         positions = position_ids[:, :rows]
+        holder.dflash_length = int(length)
         if attention_mask is not None:
             live = attention_mask[:, -(rows + block) : -block]
             positions = torch.where(live.bool(), positions, -1)  # padding is no context
-        own = self._cache(past_key_values if cache is None else cache, int(length) + block)
+        own = self._cache(holder, int(length) + block)
         none = torch.zeros_like(length)
         features = draft.fuse(context_hidden_states, none + rows)
         draft.inject_(features, positions, own)

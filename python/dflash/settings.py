@@ -379,7 +379,7 @@ class GenerateArguments(TypedDict, total=False):
 
     # fmt: off
     attention_mask: Annotated[Tensor | None, Setting(receipt="needless")]
-    pictures: Annotated[Mapping[str, Tensor] | None, Setting(_pictures)]
+    pictures: Annotated[Mapping[str, Tensor] | None, Setting(_pictures, receipt="needless")]  # stated by digests
     max_new_tokens: Annotated[int | None, Setting(
         _at_least(1), None, "", "stated", help="New tokens at most.", request="max_tokens", config="max_new_tokens",
     )]

@@ -7,11 +7,13 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from ..call import Call, GenerateArguments, TargetDefaults
@@ -73,6 +75,12 @@ def parse_object(content: object, checks: Mapping[str, Check], what: str) -> dic
         if not holds(content[name]):
             raise ValueError(f"{name} must {wanted}, got {shortened(content[name])}")
     return dict(content)
+
+
+def _are_digests(value: object) -> bool:
+    """Return True for a few names with a SHA-256 each."""
+    is_small = isinstance(value, Mapping) and len(value) <= MAX_SHOWN
+    return is_small and all(re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in value.values())
 
 
 def _check_integers(content: object) -> None:
@@ -242,6 +250,16 @@ def _describe_tokenizer(tokenizer: Any) -> str:
     return json.dumps({key: value for key, value in definition.items() if key not in ("padding", "truncation")})
 
 
+def picture_digests(pictures: Mapping[str, Tensor] | None) -> dict[str, str]:
+    """Return the SHA-256 of each tensor of a call's pictures: of its dtype, shape and values."""
+    found = {}
+    for name, tensor in (pictures or {}).items():
+        head = f"{tensor.dtype} {list(tensor.shape)} ".encode()
+        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        found[name] = hashlib.sha256(head + values.numpy().tobytes()).hexdigest()
+    return found
+
+
 # ---------------------------------------------------------------------------------------------- the receipt
 
 _FORMAT = "dflash-receipt-1"
@@ -287,6 +305,7 @@ class Receipt:
         batch_size: answers that a step had room for, those of other calls included.
         prefill_chunk: prompt tokens per pass.
         weights: how the target's were stored: "int8", or None for the weights themselves.
+        pictures: digests of the tensors of the prompts' pictures, by name (`picture_digests`).
     """
 
     answers: tuple[RecordedAnswer, ...]
@@ -296,6 +315,7 @@ class Receipt:
     batch_size: int
     prefill_chunk: int
     weights: WeightStorage = None
+    pictures: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Receipt:
@@ -323,8 +343,9 @@ class Receipt:
             "batch_size": _within(1, MAX_ANSWERS),
             "prefill_chunk": _within(1, MAX_POSITIONS),
             "weights": _one_of("int8", None),
+            "pictures": ("map names to SHA-256 digests", _are_digests),
         }
-        given = parse_object(content, checks, "a receipt")
+        given = parse_object({"pictures": {}, **content}, checks, "a receipt")
         if given["batch_size"] < len(given["answers"]):
             raise ValueError(f"batch_size must be at least the number of answers, got {given['batch_size']}")
         fingerprints = Fingerprints.parse(given["fingerprints"])
@@ -414,4 +435,5 @@ class Recorder:
         fingerprints = self._fingerprints or Fingerprints.of(self._target, self._tokenizer)
         statistics = cast("StreamEvent | GenerateOutput", self._last).statistics
         shapes = statistics.block_size, len(self._prompts), GeneratorOptions.prefill_chunk
-        return Receipt(tuple(answers), self._settings, fingerprints, *shapes, statistics.weights)
+        digests = picture_digests(self.arguments.get("pictures"))
+        return Receipt(tuple(answers), self._settings, fingerprints, *shapes, statistics.weights, digests)

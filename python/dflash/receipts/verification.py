@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,8 +22,8 @@ from ..sampling import Sampling
 from ..state import RUNNING, Block, State
 from ..streaming import StopMatcher, Tokenizer
 from ..targets import Target, check_target, embedding_table, int8_obstacle, max_positions
-from ..terminal import printable
-from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings
+from ..terminal import listed, printable
+from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings, picture_digests
 
 # Two ways to sum the same numbers differ by about this share of the logits: two units in the last place of the 16-bit
 # types, and in float32, where only sums are rounded, what a few layers make of them.
@@ -126,8 +126,9 @@ class Verification:
 
 
 def verify(
-    receipt: Receipt, target: nn.Module, tokenizer: object = None, *, fingerprints: Fingerprints | None = None
-) -> Verification:
+    receipt: Receipt, target: nn.Module, tokenizer: object = None, *, fingerprints: Fingerprints | None = None,
+    pictures: Mapping[str, Tensor] | None = None,
+) -> Verification:  # fmt: skip
     """Derive every token of a receipt again, and compare.
 
     The target runs over prompt and answer in passes of many rows; no drafter is needed. If a token does not follow, it
@@ -138,13 +139,14 @@ def verify(
         target: a causal language model of transformers; never modified.
         tokenizer: its own; needed if the receipt has stop strings or a grammar.
         fingerprints: of the target and the tokenizer, if they are known already.
+        pictures: the tensors of the call's pictures, if it had any.
 
     Raises:
-        ValueError: the receipt cannot be checked with this target: other weights or dtype, another tokenizer where stop
-            strings or a grammar need the receipt's own, int8 weights where the target's cannot be stored so, too few
-            positions, or logits that are NaN.
+        ValueError: the receipt cannot be checked with this target: other weights, dtype or pictures, another tokenizer
+            where stop strings or a grammar need the receipt's own, int8 weights where the target's cannot be stored so,
+            too few positions, or logits that are NaN.
     """
-    passes = Verifier(target, tokenizer, fingerprints=fingerprints).passes(receipt)
+    passes = Verifier(target, tokenizer, fingerprints=fingerprints).passes(receipt, pictures)
     while True:
         try:
             next(passes)
@@ -180,10 +182,17 @@ class Verifier:
             self._fingerprints = Fingerprints.of(self._model, self._tokenizer)
         return self._fingerprints
 
-    def passes(self, receipt: Receipt) -> Generator[None, None, Verification]:
+    def passes(
+        self, receipt: Receipt, pictures: Mapping[str, Tensor] | None = None
+    ) -> Generator[None, None, Verification]:
         """Do what `verify` does, a pass of the target at a time; yields after each."""
+        if receipt.pictures != picture_digests(pictures):
+            raise ValueError(
+                f"the receipt names pictures, {listed([*receipt.pictures]) or 'none'}, and those here are others: pass "
+                "pictures=, the tensors that the call had, to dflash.verify"
+            )
         differences, seconds = self._compare(receipt), 0.0
-        work, device = self._answers(receipt), embedding_table(self._model).device
+        work, device = self._answers(receipt, pictures), embedding_table(self._model).device
         while True:
             began = time.perf_counter()
             with plain_settings(device), torch.no_grad():  # left before the caller goes on
@@ -193,15 +202,17 @@ class Verifier:
                 return Verification(answers, differences, seconds)
             yield
 
-    def _answers(self, receipt: Receipt) -> Iterator[tuple[CheckedAnswer, ...] | None]:
+    def _answers(
+        self, receipt: Receipt, pictures: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[CheckedAnswer, ...] | None]:
         """Derive the tokens again: yields None after each pass of the target, and then what was found."""
         if receipt.weights not in self._targets:
             self._targets[receipt.weights] = Target(self._model, weights=receipt.weights)
         target, answers, found = self._targets[receipt.weights], receipt.answers, []
         # 1. All answers in one batch, unless that would cost memory.
-        fits = len(answers) * _capacity(answers) <= _TOKENS_AT_ONCE
+        fits = len(answers) * _capacity(answers) <= _TOKENS_AT_ONCE or bool(pictures)  # which are of all
         for batch in [answers] if fits else [[answer] for answer in answers]:
-            call, mismatches = _call_of(batch, receipt, target.device, self._tokenizer), []
+            call, mismatches = _call_of(batch, receipt, target.device, self._tokenizer, pictures), []
             for size, rows in _shapes(receipt, batch):
                 engine = Engine(target, None, batch_size=size, max_length=_capacity(batch), block_size=rows)
                 mismatches = yield from _mismatches_of(engine, call, batch, receipt.prefill_chunk)
@@ -270,12 +281,16 @@ def _capacity(answers: Sequence[RecordedAnswer]) -> int:
 
 
 def _call_of(
-    answers: Sequence[RecordedAnswer], receipt: Receipt, device: torch.device, tokenizer: object = None
-) -> Call:
+    answers: Sequence[RecordedAnswer], receipt: Receipt, device: torch.device, tokenizer: object = None,
+    pictures: Mapping[str, Tensor] | None = None,
+) -> Call:  # fmt: skip
     """Return the call that asks for some answers of a receipt, without its stop strings; ``tokenizer`` is its own."""
     prompts = [torch.tensor(answer.prompt, dtype=torch.int64, device="cpu") for answer in answers]
-    ids, mask = (pad_sequence(rows, batch_first=True) for rows in (prompts, [*map(torch.ones_like, prompts)]))
+    left = {"batch_first": True, "padding_side": "left"}  # as prompts with pictures must be
+    ids, mask = (pad_sequence(rows, **left) for rows in (prompts, [*map(torch.ones_like, prompts)]))
     arguments = receipt.settings.arguments()
+    if pictures:
+        arguments |= {"pictures": pictures}
     if receipt.settings.grammar is not None:
         arguments |= {"grammar": receipt.settings.grammar, "tokenizer": cast("Tokenizer", tokenizer)}
     arguments |= {"attention_mask": mask.to(device), "seed": [answer.seed for answer in answers]}

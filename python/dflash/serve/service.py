@@ -25,7 +25,7 @@ from ..call import Call, GenerateArguments
 from ..evaluate import check_text
 from ..evaluate.compare import machine_name
 from ..outputs import Statistics, StreamEvent, TokenLogprobs
-from ..receipts import Receipt, RecordedAnswer, RecordedSettings, Verifier, lines_of
+from ..receipts import Receipt, RecordedAnswer, RecordedSettings, Verifier, lines_of, picture_digests
 from ..sampling import fold
 from ..settings import SETTINGS
 from ..streaming import TextDecoder
@@ -329,7 +329,8 @@ class ReceiptFolder:
         call, generator = choice.call, self._generator
         recorded = RecordedAnswer(tuple(call.prompts[0].tolist()), tuple(choice.ids), *call.sampling.seeds(1), reason)
         shapes = generator.block_size, generator.batch_size, generator.prefill_chunk
-        receipt = Receipt((recorded,), RecordedSettings.of(call), self.fingerprints, *shapes, generator.weights)
+        stated = RecordedSettings.of(call), self.fingerprints, *shapes, generator.weights
+        receipt = Receipt((recorded,), *stated, picture_digests(call.pictures))
         try:
             receipt.write(self._path(completion, index))
         except OSError as error:
