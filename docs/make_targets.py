@@ -32,6 +32,7 @@ NOTES = {
     "gemma4 (experts)": "mixture of experts next to an MLP, sliding and full layers",
     "glm_moe_dsa": "an indexer selects keys, for several layers; latent attention, mixture of experts",
     "deepseek_v32": "an indexer selects keys; latent attention, mixture of experts",
+    "deepseek_v4": "windows of keys are pooled, an indexer selects; hyper-connections, sinks, experts by hash; chains",
     "glm4_moe": "partial rotary embedding, mixture of experts",
     "deepseek_v3": "multi-head latent attention (keys and values of different width), mixture of experts",
     "kimi_k25": "its language model is DeepSeek-V3's; [pictures](pictures.md)",

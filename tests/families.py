@@ -32,6 +32,16 @@ _MOE = {
 }  # fmt: skip
 _MIXED = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _GEMMA4 = {**_MIXED, "vocab_size_per_layer_input": 128}  # of a second embedding; 262,144 by default
+_DSV4 = {
+    "layer_types": [
+        "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}, "sliding_window": 12,
+    "index_n_heads": 16, "index_head_dim": 16, "index_topk": 4, "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16,
+    "num_key_value_heads": 1, "partial_rotary_factor": 0.5, "hc_mult": 2, "mlp_layer_types": ["hash_moe", *["moe"] * 3],
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+}  # fmt: skip
 _DSA = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 8}  # with few heads many scores are equal, 0
 
 _GDN = {
@@ -80,6 +90,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
     "deepseek_v3": ("deepseek_v3", {**_MOE, **_MLA}),
     "deepseek_v32": ("deepseek_v32", {**_MOE, **_MLA, **_DSA}),
+    "deepseek_v4": ("deepseek_v4", _DSV4),
     "minimax_m2": ("minimax_m2", _MOE),
     "phimoe (windowed)": ("phimoe", {**_MOE, "sliding_window": 20}),
     "kimi_k25": ("kimi_k25", {**_MOE, **_MLA}),

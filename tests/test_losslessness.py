@@ -18,7 +18,7 @@ NEW = 24
 SUPPORTED = [
     "qwen3", "qwen3 (windowed)", "qwen3_moe", "qwen2", "llama", "llama (llama3 RoPE)", "mistral", "mistral (windowed)",
     "gemma3", "gemma4", "gemma4 (shared K/V)", "gemma4 (experts)", "gpt_oss", "glm4_moe", "glm_moe_dsa", "deepseek_v3",
-    "deepseek_v32", "minimax_m2", "kimi_k25", *RECURRENT,
+    "deepseek_v32", "deepseek_v4", "minimax_m2", "kimi_k25", *RECURRENT,
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from dflash.state import TREE_SIZES, KVCache, RowReport
 
 NEW = 24
 NAN = float("nan")
-SUPPORTED = [name for name in FAMILIES if name not in (*RECURRENT, "phimoe (windowed)")]
+SUPPORTED = [name for name in FAMILIES if name not in (*RECURRENT, "deepseek_v4", "phimoe (windowed)")]
 A_FEW = ["qwen3", "gemma3", "gpt_oss"]
 
 

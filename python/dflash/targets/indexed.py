@@ -2,8 +2,7 @@
 
 An indexer scores the positions that a row sees by keys of its own and passes on the best (DeepSeek-V3.2-Exp report,
 section 2.1). Here its keys are in the cache as those of a layer of their own, so counters trim them with the rest, and
-the model's own modules score. What a row sees is a mask over all slots: those before the block, and in the block the
-rows before it, or those on its path in a tree.
+the model's own modules score, with `dflash.targets.masked`.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..state import Tree
 from .copies import CacheView
 from .model import modules_of
 from .recurrent import Pass, inner_function
 
 LAYER_TYPE = "indexed_attention"  # as configs and dicts of masks call it
-ATTENTION = "indexed_verify"  # must contain neither "flash" nor be "eager" or "sdpa": modules then pass indices on
 
 
 def has_indexers(model: PreTrainedModel) -> bool:
@@ -37,23 +33,6 @@ def _is_indexer(module: nn.Module) -> bool:
 
 def _code(module: nn.Module) -> types.CodeType:
     return inner_function(type(module).forward).__code__
-
-
-def visible(lengths: Tensor, rows: int, capacity: int, tree: Tree | None) -> Tensor:
-    """Return which slots each row of a pass sees, ``[batch, 1, rows, capacity]`` bool.
-
-    Args:
-        lengths: ``[batch]`` int64, positions before the first row.
-        rows: of the pass.
-        capacity: slots of the cache.
-        tree: see `Tree`; None for a chain.
-    """
-    chain = torch.ones(rows, rows, dtype=torch.bool, device=lengths.device).tril()
-    among = chain.expand(len(lengths), rows, rows) if tree is None else tree.visible
-    offset = torch.arange(capacity, device=lengths.device) - lengths[:, None]  # from the first row
-    inside = offset.clamp(0, rows - 1)[:, None].expand(-1, rows, -1)
-    before, after = (offset < 0)[:, None], (offset >= rows)[:, None]
-    return (before | (among.gather(2, inside) & ~after))[:, None]
 
 
 def take_over_indexers(copied: nn.Module, running: Pass) -> None:
@@ -104,18 +83,3 @@ class _Part:
         buffer, written = self._view.index_keys(keys, layer)[self._sequence, 0], self._view.slots[self._sequence]
         buffer[written[self._rows]] = keys[0]
         return buffer[None, self._slots]
-
-
-def _selected_attention(
-    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *, indices: Tensor,
-    scaling: float | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend over whole cache buffers to what each row sees and its indexer selects, behind transformers' signature."""
-    chosen = torch.zeros_like(attention_mask).scatter(-1, indices.long()[:, None], True) & attention_mask
-    unused = ~chosen.any(-2)[..., None]  # their slots may hold anything, NaN too
-    key, value = key.masked_fill(unused, 0), value.masked_fill(unused, 0)
-    out = F.scaled_dot_product_attention(query, key, value, chosen, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2), None
-
-
-AttentionInterface.register(ATTENTION, _selected_attention)

@@ -123,6 +123,15 @@ def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[n
     return [modules[layer_id] for layer_id in layer_ids]
 
 
+def tap_of(output: Any) -> Tensor:
+    """Return the features ``[batch, rows, hidden]`` of a tapped module's output.
+
+    Of hyper-connections these are the mean of the streams, as SGLang takes them (pull request 36708).
+    """
+    tap = output[0] if isinstance(output, tuple) else output
+    return tap if tap.dim() == 3 else tap.mean(2)
+
+
 def library(value: object) -> str:
     """Return the top-level package of a value's class."""
     return type(value).__module__.partition(".")[0]

@@ -21,7 +21,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from .. import ops
 from ..state import KVCache, RecurrentCache
 from .copies import structural_copy
-from .model import cache_argument, tapped_modules
+from .model import cache_argument, tap_of, tapped_modules
 
 
 def takes_pictures(model: PreTrainedModel) -> bool:
@@ -83,7 +83,7 @@ def _keep(taps: dict[int, Tensor], index: int) -> Any:
     """Return a forward hook that keeps a module's output; see `dflash.targets.target`."""
 
     def keep(_module: object, _arguments: tuple, output: Any) -> None:
-        taps[index] = output[0] if isinstance(output, tuple) else output
+        taps[index] = tap_of(output)
 
     return keep
 

@@ -21,6 +21,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
+from .compressed import LAYER_TYPES as COMPRESSED_LAYER_TYPES
+from .compressed import has_compressors
 from .indexed import LAYER_TYPE, has_indexers
 from .model import UnsupportedTargetError, config_values, library, modules_of, name_of, tensors_of, text_config, unwrap
 from .parallel import ranks_in, refusal_of_ranks, shards
@@ -38,7 +40,6 @@ _UNSERVED = {
     "inkling": "has four convolutions in a layer, with a state each",
     "qwen4_exp": "selects keys with an indexer",
     "glm5_next": "selects keys with an indexer",
-    "deepseek_v4": "attends to compressed blocks of keys, which a rejected row would be part of",
 }
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What models with recurrent layers call these, and their other ones.
@@ -248,11 +249,14 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
     if is_recurrent and (reason := refusal_of_recurrence(model)):
         return f"{family} has stateful layers: {reason}"
     may_have_attention_only = getattr(type(model), "_is_stateful", False) and layer_types
-    if is_stateful and not is_recurrent and not (may_have_attention_only and layer_types <= _LAYER_TYPES):
+    is_known = is_recurrent or has_compressors(model)
+    if is_stateful and not is_known and not (may_have_attention_only and layer_types <= _LAYER_TYPES):
         return f"{family} has stateful layers that dflash does not know, and cannot roll back"
     # 2. Attention
     known = _RECURRENT_LAYER_TYPES if is_recurrent else _LAYER_TYPES
-    if config_values(config, "index_topk"):
+    if has_compressors(model):
+        known = COMPRESSED_LAYER_TYPES
+    elif config_values(config, "index_topk"):
         known = {LAYER_TYPE}
         if not has_indexers(model):
             return f"{family} selects keys with an indexer: those of transformers >= 5.18 run"

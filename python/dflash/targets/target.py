@@ -16,17 +16,19 @@ from .. import ops
 from ..decoder import DecoderStack, rotation
 from ..ops import WeightStorage, split_weights
 from ..state import KVCache, RecurrentCache, Tree
+from . import compressed, indexed
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest
 from .fused import Family, kernel_obstacle, layers_of, recognize, use_experts_op
-from .indexed import ATTENTION, LAYER_TYPE, has_indexers, take_over_indexers, visible
 from .int8 import Int8Linear, Int8Weights, check_int8, weight_of
+from .masked import ATTENTION, visible
 from .model import (
     UnsupportedTargetError,
     cache_argument,
     embedding_table,
     has_global_hooks,
     max_positions,
+    tap_of,
     tapped_modules,
     text_config,
 )
@@ -103,10 +105,16 @@ class Target:
         self._cache_argument = cache_argument(self.model)
         self.is_recurrent = has_recurrent_layers(self.model)
         self._pass = take_over(self.model)
-        self._is_indexed = has_indexers(self.model)
-        if self._is_indexed:
+        # Of families with masks of their own: the layer type that these have, and the window of keys; 0 for none.
+        self._masked: tuple[str, int] | None = None
+        if indexed.has_indexers(self.model):
+            self._masked = indexed.LAYER_TYPE, 0
+            indexed.take_over_indexers(self.model, self._pass)
+        elif compressed.has_compressors(self.model):
+            self._masked = compressed.LAYER_TYPE, compressed.window_of_keys(self.model)
+            compressed.take_over_compressors(self.model, self._pass)
+        if self._masked is not None:
             use_attention(self.model, ATTENTION)
-            take_over_indexers(self.model, self._pass)
         may_run_ops = fused is not False and not replaced and not has_global_hooks()
         self.runs_ops = (may_run_ops and use_experts_op(self.model)) or self._fused is not None
         self.draft_head: Callable[[Tensor], Tensor] = self.head if self._fused is None else self._fused.logits
@@ -137,6 +145,11 @@ class Target:
     def is_fused(self) -> bool:
         """True if passes of few rows run on `dflash.ops`."""
         return self._fused is not None
+
+    @property
+    def makes_masks(self) -> bool:
+        """True if what a row sees is a mask that is made here, and not a window that modules apply."""
+        return self._masked is not None
 
     @property
     def fused_windows(self) -> dict[int, int]:
@@ -229,8 +242,11 @@ class Target:
         if (limit := max_positions(self.model)) is not None:
             positions = positions.clamp(max=limit - 1)
         options: dict[str, Any] = {self._cache_argument: CacheView(cache, slots), "block_lengths": lengths}
-        if self._is_indexed:
-            options["attention_mask"] = {LAYER_TYPE: visible(lengths, ids.shape[1], cache.capacity, tree)}
+        if self._masked is not None:
+            layer_type, window = self._masked
+            if window and tree is not None:
+                raise UnsupportedTargetError(f"{type(self.model).__name__} pools rows of one path: verify chains")
+            options["attention_mask"] = {layer_type: visible(lengths, ids.shape[1], cache.capacity, tree, window)}
         elif tree is not None:
             options["block_ancestors"] = tree.ancestors
         running = self._pass
@@ -446,6 +462,6 @@ def _tap_hook(taps: list[Tensor | None], index: int) -> Callable[..., None]:
     """Return a forward hook that stores a module's output. It holds no target, which would be a reference cycle."""
 
     def store(_module: nn.Module, _arguments: tuple, output: Any) -> None:
-        taps[index] = output[0] if isinstance(output, tuple) else output
+        taps[index] = tap_of(output)
 
     return store

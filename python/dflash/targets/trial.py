@@ -84,7 +84,7 @@ def _try(target: Target, model: PreTrainedModel) -> Verdict:
         reference = model if first_hook(model) and not model.training else copied
         logits = reference(input_ids=ids, use_cache=False).logits.float()
         where = "on its own past its window"
-        masks = _masks_of(copied, ids.device)
+        masks = [] if target.makes_masks else _masks_of(copied, ids.device)
     except Exception as error:  # of a stranger's modules
         raise UnsupportedTargetError(
             f"this target is not supported: {text_config(model).model_type} fails {where} in a trial run, without "

@@ -28,6 +28,7 @@ from ..targets import (
     describe_config,
     find_layers,
     structural_copy,
+    tap_of,
     tapped_modules,
     text_config,
     unwrap,
@@ -68,7 +69,7 @@ class TargetFeatures:
         for layer_id, module in zip(self.layer_ids, modules, strict=True):
 
             def keep(_module, _args, output, taps=self._taps, layer_id=layer_id):
-                taps[layer_id] = output[0] if isinstance(output, tuple) else output
+                taps[layer_id] = tap_of(output)
 
             module.register_forward_hook(keep)
 

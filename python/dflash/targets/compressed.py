@@ -1,0 +1,121 @@
+"""Compressed keys: DeepSeek-V4, whose layers attend to windows of positions that were pooled into one key each.
+
+A window of ``rate`` positions becomes one entry, by weights that its positions' gates give (DeepSeek-V4 report, section
+2.3.2). Where windows overlap, the window before it takes part, and an indexer selects entries (section 2.3.1). An entry
+depends on all of its window, so a rejected row must not be part of one that later rows see.
+
+Here what goes into the entries stays in the cache, by position, and an entry is written to the slot of its window's
+last position. So counters trim entries with the rest: one is seen only by rows at or behind that position. Each pass
+makes again those whose windows end in it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .. import ops
+from .copies import CacheView
+from .model import modules_of, text_config
+from .recurrent import Pass, inner_function
+
+LAYER_TYPE = "sliding_attention"  # of the mask; all layers have the same
+LAYER_TYPES = {LAYER_TYPE, "compressed_sparse_attention", "heavily_compressed_attention"}
+
+
+def has_compressors(model: PreTrainedModel) -> bool:
+    """Return True if modules pool keys as those of DeepSeek-V4 do."""
+    return any(map(_is_compressor, modules_of(model)))
+
+
+def window_of_keys(model: PreTrainedModel) -> int:
+    """Return how many of the last positions rows see as they are."""
+    return int(text_config(model).sliding_window)
+
+
+def _is_compressor(module: nn.Module) -> bool:
+    names = getattr(inner_function(type(module).forward), "__code__", None)
+    return names is not None and {"store_compression_weights", "update_compressor_states"} <= {*names.co_names}
+
+
+def take_over_compressors(copied: nn.Module, running: Pass) -> None:
+    """Give the compressors of a copy a forward that keeps what they need in the cache of the pass."""
+    for module in filter(_is_compressor, copied.modules()):
+        module.running_pass = running
+        kind = type(module)  # a class of the module's own, as in `recurrent.take_over`
+        module.__class__ = type(kind.__name__, (kind,), {"forward": _entries_and_mask, "__module__": kind.__module__})
+
+
+def _entries_and_mask(
+    self: nn.Module, hidden: Tensor, q_residual: Tensor, positions: Tensor, cache: CacheView, layer: int
+) -> tuple[Tensor, Tensor]:
+    """Return a layer's entries ``[batch, 1, windows, dim]``, and which of them each row sees, as bool."""
+    entries = _entries(self, hidden, cache, layer, 1)
+    complete = (positions + 1) // self.compress_rate  # windows that end at or before each row
+    seen = torch.arange(entries.shape[1], device=hidden.device) < complete[..., None]
+    if hasattr(self, "indexer"):
+        seen = _selected(self.indexer, hidden, q_residual, positions, cache, layer, seen, self.running_pass)
+    return entries[:, None], seen[:, None]
+
+
+def _entries(module: nn.Module, hidden: Tensor, cache: CacheView, layer: int, number: int) -> Tensor:
+    """Keep what a pass adds, and return all entries, ``[batch, windows, dim]``; those that are not whole mean nothing.
+
+    The layer's buffers with this ``number`` have what goes in, those with the next one the entries.
+    """
+    rate, rows, (slots, capacity) = module.compress_rate, hidden.shape[1], (cache.slots, cache.cache.capacity)
+    # 1. What goes in, of each position.
+    kept = (module.kv_proj(hidden)[:, None], module.gate_proj(hidden)[:, None])
+    kv, gate = (x[:, 0] for x in cache.update(*kept, _index(layer, number)))
+    # 2. The windows that may end in this pass.
+    last = slots[:, :1] // rate + torch.arange((rows - 1) // rate + 2, device=hidden.device)  # [batch, n], by number
+    overlaps = int(kv.shape[-1] > module.head_dim)
+    places = (last - overlaps)[..., None] * rate + torch.arange(rate * (1 + overlaps), device=hidden.device)
+    found = places.clamp(0, capacity - 1).flatten(1)[..., None].expand(-1, -1, kv.shape[-1])
+    kv, gate = (x.gather(1, found).view(*places.shape, -1) for x in (kv, gate))
+    gate = gate + module.position_bias.repeat(1 + overlaps, 1)
+    if overlaps:  # the first half of the channels counts for the window after
+        halves = [x.chunk(2, -1) for x in (kv, gate)]
+        kv, gate = (torch.cat([before[:, :, :rate], own[:, :, rate:]], 2) for before, own in halves)
+        is_first = (places < 0)[..., None]
+        kv, gate = kv.masked_fill(is_first, 0), gate.masked_fill(is_first, -torch.inf)
+    # 3. Their entries, at the slots of their last positions.
+    made = module.kv_norm((kv * gate.softmax(2, dtype=torch.float32).to(kv.dtype)).sum(2))
+    cos, sin = module.rotary_emb(made, position_ids=last * rate, layer_type=module.rope_layer_type)
+    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    made = rotate(made[:, None], cos, sin)
+    buffer, nothing = cache.cache.layer(_index(layer, number + 1), made, made[..., :0])
+    ends = (last + 1) * rate - 1
+    ops.append_kv_(made, made[..., :0], torch.where(ends < capacity, ends, -1), buffer, nothing)
+    return buffer[:, 0, rate - 1 :: rate]
+
+
+def _index(layer: int, number: int) -> int:
+    """Return under which number the cache keeps further buffers of a layer."""
+    return ~(8 * layer + number)
+
+
+def _selected(
+    indexer: nn.Module, hidden: Tensor, q_residual: Tensor, positions: Tensor, cache: CacheView, layer: int,
+    seen: Tensor, running: Pass,
+) -> Tensor:  # fmt: skip
+    """Return which of the entries that it sees an indexer selects for each row, ``[batch, rows, windows]`` bool."""
+    keys = _entries(indexer, hidden, cache, layer, 3)
+    cos, sin = indexer.rotary_emb(hidden, position_ids=positions, layer_type=indexer.rope_layer_type)
+    q = indexer.q_b_proj(q_residual).unflatten(-1, (-1, indexer.head_dim)).transpose(1, 2)
+    q = sys.modules[type(indexer).__module__].apply_rotary_pos_emb(q, cos, sin).transpose(1, 2)
+    keys = keys.masked_fill(~seen.any(1)[..., None], 0)  # may be NaN
+    scores = indexer.scorer(q, keys, hidden).masked_fill(~seen, -torch.inf)
+    if hidden.device.type != "cpu" or torch.compiler.is_compiling():
+        best = scores.topk(min(indexer.index_topk, scores.shape[-1])).indices
+        return torch.zeros_like(seen).scatter(-1, best, True) & seen
+    chosen = torch.zeros_like(seen)
+    for row in seen.flatten(0, 1).any(-1).nonzero()[:, 0].tolist():  # ties as the model breaks them, see `indexed`
+        b, i = divmod(row, seen.shape[1])
+        count = int(seen[b, i].sum()) if running.ends is None else int(running.ends[b]) // indexer.compress_rate
+        best = scores[b, i, :count].topk(min(indexer.index_topk, count)).indices
+        chosen[b, i].index_fill_(0, best, True)
+    return chosen & seen

@@ -1,0 +1,61 @@
+"""Attention of families whose rows see neither the whole past nor a window of it: over a mask of slots, in PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from ..state import Tree
+
+ATTENTION = "masked_verify"  # must contain no "flash", and be neither "eager" nor "sdpa": modules then pass indices on
+
+
+def visible(lengths: Tensor, rows: int, capacity: int, tree: Tree | None, window: int = 0) -> Tensor:
+    """Return which slots each row of a pass sees, ``[batch, 1, rows, capacity]`` bool.
+
+    These are the slots before the block, and in it the rows up to its own, or those on its path in a tree.
+
+    Args:
+        lengths: ``[batch]`` int64, positions before the first row.
+        rows: of the pass.
+        capacity: slots of the cache.
+        tree: see `Tree`; None for a chain.
+        window: how many of the last positions; 0 for all. A chain only.
+    """
+    chain = torch.ones(rows, rows, dtype=torch.bool, device=lengths.device).tril()
+    among = chain.expand(len(lengths), rows, rows) if tree is None else tree.visible
+    offset = (torch.arange(capacity, device=lengths.device) - lengths[:, None])[:, None]  # from the first row
+    inside = offset.clamp(0, rows - 1).expand(-1, rows, -1)
+    seen = (offset < 0) | (among.gather(2, inside) & (offset < rows))
+    if window:
+        seen &= offset > torch.arange(rows, device=lengths.device)[:, None] - window
+    return seen[:, None]
+
+
+def _attend(
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, *,
+    indices: Tensor | None = None, scaling: float, s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend over whole cache buffers to what each row sees, behind transformers' signature.
+
+    ``attention_mask [batch, 1, rows, slots]`` is bool, and ``indices [batch, rows, n]`` are what an indexer selects.
+    """
+    seen = attention_mask
+    if indices is not None:
+        seen = torch.zeros_like(seen).scatter(-1, indices.long()[:, None], True) & seen
+    unused = ~seen.any(-2)[..., None]  # their slots may hold anything, NaN too
+    key, value = key.masked_fill(unused, 0), value.masked_fill(unused, 0)
+    if s_aux is None:
+        options = {"scale": scaling, "enable_gqa": True}
+        return nn.functional.scaled_dot_product_attention(query, key, value, seen, **options).transpose(1, 2), None
+    key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))  # one head for all
+    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~seen, -torch.inf)
+    sinks = s_aux.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sinks], -1).float().softmax(-1)[..., :-1]
+    return (weights.to(value.dtype) @ value).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attend)

@@ -1,0 +1,84 @@
+"""DeepSeek-V4: a rejected row never becomes part of a pooled key, wherever in its window it stands."""
+
+import pytest
+import torch
+from baseline import check_answers, greedy, prompt
+from families import cheat, make_draft, make_target
+from rollback import play
+
+import dflash
+from dflash.targets import Target
+
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("deepseek_v4")  # windows of 4 and 8 positions
+
+
+@pytest.mark.parametrize("accepted", [1, 2, 3, 4, 5, 8, 9])
+def test_rows_are_rejected_at_every_place_of_a_window(target, accepted):
+    """Prompts begin at each place of the longest window, and every step accepts so many rows of nine."""
+    draft = make_draft(target)
+    for length in range(16, 24):
+        p = prompt(length)
+        expected = greedy(target, p, NEW)
+        generator = cheat(target, draft, [p], [expected], spoil=accepted, block_size=9)
+        output = generator.generate(p[None], max_new_tokens=NEW, return_dict_in_generate=True)
+        check_answers(output.sequences, length, [expected])
+        if accepted > 2:
+            assert output.statistics.acceptance_length > min(accepted, 9) / 2
+
+
+def test_bf16_has_the_bits_of_one_token_decoding():
+    target = Target(make_target("deepseek_v4", dtype=torch.bfloat16))
+    prompts = [prompt(length) for length in (1, 17, 60)]
+    one = play(target, prompts, 32)
+    for seed in (1, 2, 3):
+        played = play(target, prompts, 32, seed, one.tokens)
+        assert all(map(torch.equal, played.logits, one.logits))
+
+
+@pytest.mark.parametrize("options", [{"prefill_chunk": 7}, {"reuse_prefix": True}, {"compile": True}], ids=str)
+def test_chunks_earlier_calls_and_compiled_steps_write_the_same(target, options):
+    generator = dflash.Generator(target, make_draft(target), max_length=160, **options)
+    for length in (61, 64, 30, 8):
+        p = prompt(length)
+        check_answers(generator.generate(p[None], max_new_tokens=NEW), length, [greedy(target, p, NEW)])
+
+
+def test_equal_scores_are_chosen_as_the_model_chooses():
+    target = make_target("deepseek_v4", index_topk=6)
+    for name, weight in target.named_parameters():
+        if "weights_proj" in name:
+            weight.data.zero_()
+    generator = dflash.Generator(target, make_draft(target), max_length=160, prefill_chunk=16)
+    for length in (1, 40, 61):
+        p = prompt(length)
+        check_answers(generator.generate(p[None], max_new_tokens=NEW), length, [greedy(target, p, NEW)])
+
+
+def test_pooled_keys_matter(target):
+    p = prompt(60)
+    plain = make_target("deepseek_v4", layer_types=["sliding_attention"] * 4)
+    plain.load_state_dict(target.state_dict(), strict=False)
+    assert greedy(plain, p, NEW).tolist() != greedy(target, p, NEW).tolist()
+
+
+def test_taps_are_the_mean_of_the_streams(target):
+    ids = prompt(20)[None]
+    with torch.no_grad():
+        hidden = target(ids, output_hidden_states=True).hidden_states
+    ours = Target(target, (0, 3))
+    cache = ours.new_cache(1, 32, 16)
+    nothing = torch.zeros(1, dtype=torch.int64)
+    _, taps = ours.forward(ids, nothing, cache, keep=nothing + 20)
+    assert hidden[1].dim() == 4
+    torch.testing.assert_close(taps[0], hidden[1].mean(2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(taps[1], hidden[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_trees_are_refused(target):
+    with pytest.raises(ValueError, match=r"tree=16 needs a target .* pass tree=None .*pools rows of one path"):
+        dflash.Generator(target, make_draft(target), max_length=64, tree=16)
