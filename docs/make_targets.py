@@ -47,6 +47,7 @@ MIXERS = {
     "olmo_hybrid": "gated delta rule",
     "kimi_linear": "KDA (a decay per key channel), latent attention, mixture of experts",
     "bailing_hybrid": "KDA, latent attention, mixture of experts",
+    "glm5_next": "KDA, an indexer of pools of keys, latent attention; hyper-connections, mixture of experts",
     "nemotron_h": "Mamba-2",
     "nemotron_h (dt under its limit)": "Mamba-2, time steps that a prompt clamps and decoding does not",
     "granitemoehybrid": "Mamba-2, mixture of experts",
@@ -60,6 +61,7 @@ DRAFTERS = {
     "qwen3_5 (multimodal)": "the same, from the multimodal checkpoint",
     "qwen3_5_moe": "Qwen3.5-35B-A3B, 122B-A10B; Qwen3.6-35B-A3B",
     "qwen3_next": "Qwen3-Coder-Next",
+    "glm5_next": "GLM-5.3-Flash (DFlash 2, by the community)",
     "lfm2": "LFM2.5-1.2B (by the community)",
 }
 

@@ -64,7 +64,11 @@ _NEMOTRON_H = {
 _SHORT_CONV = {**_MOE, "num_dense_layers": 1, "layer_types": ["conv", "conv", "full_attention", "conv"]}
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 _KIMI_VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-_MULTIMODAL = {"kimi_k25": {"vision_config": _KIMI_VISION}, "qwen3_5": {"vision_config": _VISION}}
+_MULTIMODAL = {
+    "kimi_k25": {"vision_config": _KIMI_VISION},
+    "qwen3_5": {"vision_config": _VISION},
+    "glm5_next": {"vision_config": {**_VISION, "image_size": 16, "patch_size": 4}},
+}
 
 # name -> (model_type, what differs from _COMMON)
 FAMILIES: dict[str, tuple[str, dict]] = {
@@ -102,6 +106,12 @@ RECURRENT: dict[str, tuple[str, dict]] = {
     "qwen3_next": ("qwen3_next", {**_GDN, **_MOE, "decoder_sparse_step": 1}),
     "olmo_hybrid": ("olmo_hybrid", {**_GDN, **_LINEAR, "linear_num_key_heads": 4}),
     "kimi_linear": ("kimi_linear", _KDA), "bailing_hybrid": ("bailing_hybrid", {**_KDA, "head_dim": 16}),
+    "glm5_next": ("glm5_next", {
+        **_KDA, "layer_types": ["linear_attention", "full_attention"] * 2, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "kv_lora_rank": 32, "q_lora_rank": 32, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 16,
+        "index_kpool": 4, "hc_mult": 2, "num_key_value_heads": 4, "moe_intermediate_size": 32,
+        "indexer_types": ["full"] * 4, "qk_rope_head_dim": 0,
+    }),
     "nemotron_h": ("nemotron_h", _NEMOTRON_H),
     "nemotron_h (dt under its limit)": ("nemotron_h", {**_NEMOTRON_H, "time_step_min": 1.2}),
     "granitemoehybrid": (

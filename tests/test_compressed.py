@@ -1,4 +1,6 @@
-"""DeepSeek-V4: a rejected row never becomes part of a pooled key, wherever in its window it stands."""
+"""DeepSeek-V4 and GLM-5.3: a rejected row never becomes part of a pooled key, wherever in its window it stands."""
+
+import functools
 
 import pytest
 import torch
@@ -12,14 +14,24 @@ from dflash.targets import Target
 NEW = 24
 
 
+FAMILIES = ["deepseek_v4", "glm5_next"]  # windows of 4 and 8 positions, and of 4
+
+
+@functools.cache
+def shared(family):
+    return make_target(family)
+
+
 @pytest.fixture(scope="module")
 def target():
-    return make_target("deepseek_v4")  # windows of 4 and 8 positions
+    return shared("deepseek_v4")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("accepted", [1, 2, 3, 4, 5, 8, 9])
-def test_rows_are_rejected_at_every_place_of_a_window(target, accepted):
+def test_rows_are_rejected_at_every_place_of_a_window(family, accepted):
     """Prompts begin at each place of the longest window, and every step accepts so many rows of nine."""
+    target = shared(family)
     draft = make_draft(target)
     for length in range(16, 24):
         p = prompt(length)
@@ -31,8 +43,9 @@ def test_rows_are_rejected_at_every_place_of_a_window(target, accepted):
             assert output.statistics.acceptance_length > min(accepted, 9) / 2
 
 
-def test_bf16_has_the_bits_of_one_token_decoding():
-    target = Target(make_target("deepseek_v4", dtype=torch.bfloat16))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_has_the_bits_of_one_token_decoding(family):
+    target = Target(make_target(family, dtype=torch.bfloat16))
     prompts = [prompt(length) for length in (1, 17, 60)]
     one = play(target, prompts, 32)
     for seed in (1, 2, 3):
@@ -40,16 +53,19 @@ def test_bf16_has_the_bits_of_one_token_decoding():
         assert all(map(torch.equal, played.logits, one.logits))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{"prefill_chunk": 7}, {"reuse_prefix": True}, {"compile": True}], ids=str)
-def test_chunks_earlier_calls_and_compiled_steps_write_the_same(target, options):
+def test_chunks_earlier_calls_and_compiled_steps_write_the_same(family, options):
+    target = shared(family)
     generator = dflash.Generator(target, make_draft(target), max_length=160, **options)
     for length in (61, 64, 30, 8):
         p = prompt(length)
         check_answers(generator.generate(p[None], max_new_tokens=NEW), length, [greedy(target, p, NEW)])
 
 
-def test_equal_scores_are_chosen_as_the_model_chooses():
-    target = make_target("deepseek_v4", index_topk=6)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_scores_are_chosen_as_the_model_chooses(family):
+    target = make_target(family, index_topk=24 if family == "glm5_next" else 6)  # of positions, or of entries
     for name, weight in target.named_parameters():
         if "weights_proj" in name:
             weight.data.zero_()

@@ -264,8 +264,8 @@ class TestProbe:
 # model type -> part of the reason
 REFUSED = {
     "jamba": "Mamba-1", "minimax": "lightning attention", "zaya": "delayed values",
-    "inkling_text": "four convolutions in a layer", "qwen4_exp_text": "indexer", "glm5_next": "indexer",
-    "deepseek_v4": "compressed blocks of keys", "falcon_mamba": "Mamba-1", "recurrent_gemma": "recurrent blocks",
+    "inkling_text": "four convolutions in a layer", "qwen4_exp_text": "embeds n-grams",
+    "falcon_mamba": "Mamba-1", "recurrent_gemma": "recurrent blocks",
     "rwkv": "stateful layers that dflash does not know", "xlstm": "stateful layers that dflash does not know",
 }  # fmt: skip
 _QSA = {"n_heads": 4, "kv_heads": 1, "head_dim": 256, "budget": 16, "compress_ratio": 4}

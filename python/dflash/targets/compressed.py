@@ -12,6 +12,7 @@ makes again those whose windows end in it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -62,34 +63,54 @@ def _entries_and_mask(
 
 
 def _entries(module: nn.Module, hidden: Tensor, cache: CacheView, layer: int, number: int) -> Tensor:
+    """Return all entries of a compressor or an indexer, as `pooled` does."""
+    kv, gate, rate = module.kv_proj(hidden), module.gate_proj(hidden), module.compress_rate
+    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+
+    def pool(kv: Tensor, gate: Tensor, windows: Tensor) -> Tensor:
+        gate = gate + module.position_bias.repeat(gate.shape[2] // rate, 1)
+        if gate.shape[2] > rate:  # the first half of the channels counts for the window after
+            kv, gate = (
+                torch.cat([x[:, :, :rate, : module.head_dim], x[:, :, rate:, module.head_dim :]], 2) for x in (kv, gate)
+            )
+            is_first = torch.arange(2 * rate, device=kv.device) < rate * (windows == 0)[..., None]
+            kv, gate = kv.masked_fill(is_first[..., None], 0), gate.masked_fill(is_first[..., None], -torch.inf)
+        made = module.kv_norm((kv * gate.softmax(2, dtype=torch.float32).to(kv.dtype)).sum(2))
+        cos, sin = module.rotary_emb(made, position_ids=windows * rate, layer_type=module.rope_layer_type)
+        return rotate(made[:, None], cos, sin)[:, 0]
+
+    return pooled(cache, layer, number, kv, gate, rate, 1 + (kv.shape[-1] > module.head_dim), pool)
+
+
+def pooled(
+    cache: CacheView, layer: int, number: int, kv: Tensor, gate: Tensor, rate: int, count: int,
+    pool: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
     """Keep what a pass adds, and return all entries, ``[batch, windows, dim]``; those that are not whole mean nothing.
 
-    The layer's buffers with this ``number`` have what goes in, those with the next one the entries.
+    Args:
+        cache: of the pass.
+        layer: whose they are.
+        number: of the layer's buffers for what goes in; the next one is that of the entries.
+        kv: ``[batch, rows, width]``, what is pooled.
+        gate: likewise, by what weights.
+        rate: positions of a window.
+        count: windows that an entry is made of, its own the last.
+        pool: makes entries ``[batch, n, dim]`` of ``kv`` and ``gate [batch, n, count * rate, width]`` and the windows'
+            numbers ``[batch, n]``. Where there is no window ahead, it must drop the first positions.
     """
-    rate, rows, (slots, capacity) = module.compress_rate, hidden.shape[1], (cache.slots, cache.cache.capacity)
+    slots, capacity = cache.slots, cache.cache.capacity
     # 1. What goes in, of each position.
-    kept = (module.kv_proj(hidden)[:, None], module.gate_proj(hidden)[:, None])
-    kv, gate = (x[:, 0] for x in cache.update(*kept, _index(layer, number)))
+    kv, gate = (x[:, 0] for x in cache.update(kv[:, None], gate[:, None], _index(layer, number)))
     # 2. The windows that may end in this pass.
-    last = slots[:, :1] // rate + torch.arange((rows - 1) // rate + 2, device=hidden.device)  # [batch, n], by number
-    overlaps = int(kv.shape[-1] > module.head_dim)
-    places = (last - overlaps)[..., None] * rate + torch.arange(rate * (1 + overlaps), device=hidden.device)
+    windows = slots[:, :1] // rate + torch.arange((slots.shape[1] - 1) // rate + 2, device=kv.device)
+    places = ((windows + 1 - count) * rate)[..., None] + torch.arange(count * rate, device=kv.device)
     found = places.clamp(0, capacity - 1).flatten(1)[..., None].expand(-1, -1, kv.shape[-1])
-    kv, gate = (x.gather(1, found).view(*places.shape, -1) for x in (kv, gate))
-    gate = gate + module.position_bias.repeat(1 + overlaps, 1)
-    if overlaps:  # the first half of the channels counts for the window after
-        halves = [x.chunk(2, -1) for x in (kv, gate)]
-        kv, gate = (torch.cat([before[:, :, :rate], own[:, :, rate:]], 2) for before, own in halves)
-        is_first = (places < 0)[..., None]
-        kv, gate = kv.masked_fill(is_first, 0), gate.masked_fill(is_first, -torch.inf)
+    made = pool(*(x.gather(1, found).view(*places.shape, -1) for x in (kv, gate)), windows)[:, None]
     # 3. Their entries, at the slots of their last positions.
-    made = module.kv_norm((kv * gate.softmax(2, dtype=torch.float32).to(kv.dtype)).sum(2))
-    cos, sin = module.rotary_emb(made, position_ids=last * rate, layer_type=module.rope_layer_type)
-    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
-    made = rotate(made[:, None], cos, sin)
     buffer, nothing = cache.cache.layer(_index(layer, number + 1), made, made[..., :0])
-    ends = (last + 1) * rate - 1
-    ops.append_kv_(made, made[..., :0], torch.where(ends < capacity, ends, -1), buffer, nothing)
+    ends = (windows + 1) * rate - 1
+    ops.append_kv_(made.contiguous(), made[..., :0], torch.where(ends < capacity, ends, -1), buffer, nothing)
     return buffer[:, 0, rate - 1 :: rate]
 
 
@@ -108,14 +129,19 @@ def _selected(
     q = indexer.q_b_proj(q_residual).unflatten(-1, (-1, indexer.head_dim)).transpose(1, 2)
     q = sys.modules[type(indexer).__module__].apply_rotary_pos_emb(q, cos, sin).transpose(1, 2)
     keys = keys.masked_fill(~seen.any(1)[..., None], 0)  # may be NaN
-    scores = indexer.scorer(q, keys, hidden).masked_fill(~seen, -torch.inf)
-    if hidden.device.type != "cpu" or torch.compiler.is_compiling():
-        best = scores.topk(min(indexer.index_topk, scores.shape[-1])).indices
+    return best_entries(indexer.scorer(q, keys, hidden), seen, indexer.index_topk, indexer.compress_rate, running)
+
+
+def best_entries(scores: Tensor, seen: Tensor, most: int, rate: int, running: Pass) -> Tensor:
+    """Return which of the entries that it sees each row selects, ``[batch, rows, windows]`` bool, by their scores."""
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if scores.device.type != "cpu" or torch.compiler.is_compiling():
+        best = scores.topk(min(most, scores.shape[-1])).indices
         return torch.zeros_like(seen).scatter(-1, best, True) & seen
     chosen = torch.zeros_like(seen)
     for row in seen.flatten(0, 1).any(-1).nonzero()[:, 0].tolist():  # ties as the model breaks them, see `indexed`
         b, i = divmod(row, seen.shape[1])
-        count = int(seen[b, i].sum()) if running.ends is None else int(running.ends[b]) // indexer.compress_rate
-        best = scores[b, i, :count].topk(min(indexer.index_topk, count)).indices
+        count = int(seen[b, i].sum()) if running.ends is None else int(running.ends[b]) // rate
+        best = scores[b, i, :count].topk(min(most, count)).indices
         chosen[b, i].index_fill_(0, best, True)
     return chosen & seen

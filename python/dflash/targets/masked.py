@@ -41,9 +41,10 @@ def _attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend over whole cache buffers to what each row sees, behind transformers' signature.
 
-    ``attention_mask [batch, 1, rows, slots]`` is bool, and ``indices [batch, rows, n]`` are what an indexer selects.
+    ``attention_mask [batch, 1, rows, slots]`` is bool, or a number that is 0 for what is seen; ``indices [batch, rows,
+    n]`` are what an indexer selects.
     """
-    seen = attention_mask
+    seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
     if indices is not None:
         seen = torch.zeros_like(seen).scatter(-1, indices.long()[:, None], True) & seen
     unused = ~seen.any(-2)[..., None]  # their slots may hold anything, NaN too

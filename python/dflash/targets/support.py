@@ -26,6 +26,8 @@ from .compressed import has_compressors
 from .indexed import LAYER_TYPE, has_indexers
 from .model import UnsupportedTargetError, config_values, library, modules_of, name_of, tensors_of, text_config, unwrap
 from .parallel import ranks_in, refusal_of_ranks, shards
+from .pooled import LAYER_TYPES as POOLED_LAYER_TYPES
+from .pooled import has_pooled_indexers
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
 
 # Families whose states are known to need more than is kept here.
@@ -38,8 +40,7 @@ _UNSERVED = {
     "minimax": "has lightning attention, whose state is in a cache of its own and is masked in several rows at once",
     "zaya": "attends to keys that were convolved with earlier ones and to delayed values, by functions of its own",
     "inkling": "has four convolutions in a layer, with a state each",
-    "qwen4_exp": "selects keys with an indexer",
-    "glm5_next": "selects keys with an indexer",
+    "qwen4_exp": "selects blocks of keys by positions of its own, and embeds n-grams of earlier tokens",
 }
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What models with recurrent layers call these, and their other ones.
@@ -254,7 +255,9 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
         return f"{family} has stateful layers that dflash does not know, and cannot roll back"
     # 2. Attention
     known = _RECURRENT_LAYER_TYPES if is_recurrent else _LAYER_TYPES
-    if has_compressors(model):
+    if has_pooled_indexers(model):
+        known = POOLED_LAYER_TYPES
+    elif has_compressors(model):
         known = COMPRESSED_LAYER_TYPES
     elif config_values(config, "index_topk"):
         known = {LAYER_TYPE}

@@ -16,7 +16,7 @@ from .. import ops
 from ..decoder import DecoderStack, rotation
 from ..ops import WeightStorage, split_weights
 from ..state import KVCache, RecurrentCache, Tree
-from . import compressed, indexed
+from . import compressed, indexed, pooled
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest
 from .fused import Family, kernel_obstacle, layers_of, recognize, use_experts_op
@@ -107,7 +107,10 @@ class Target:
         self._pass = take_over(self.model)
         # Of families with masks of their own: the layer type that these have, and the window of keys; 0 for none.
         self._masked: tuple[str, int] | None = None
-        if indexed.has_indexers(self.model):
+        if pooled.has_pooled_indexers(self.model):
+            self._masked = "", 0  # the modules make them
+            pooled.take_over_pooled_indexers(self.model, self._pass)
+        elif indexed.has_indexers(self.model):
             self._masked = indexed.LAYER_TYPE, 0
             indexed.take_over_indexers(self.model, self._pass)
         elif compressed.has_compressors(self.model):
@@ -242,7 +245,7 @@ class Target:
         if (limit := max_positions(self.model)) is not None:
             positions = positions.clamp(max=limit - 1)
         options: dict[str, Any] = {self._cache_argument: CacheView(cache, slots), "block_lengths": lengths}
-        if self._masked is not None:
+        if self._masked and self._masked[0]:
             layer_type, window = self._masked
             if window and tree is not None:
                 raise UnsupportedTargetError(f"{type(self.model).__name__} pools rows of one path: verify chains")
