@@ -1,9 +1,12 @@
 """Prompts with pictures: the text is what the model's own ``generate`` writes, whatever drafts it or runs beside it."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from families import cheat, make_draft, make_target, needs_assistant
-from pictures import FAMILIES_WITH_PICTURES, make_picture_target, picture_prompts
+from pictures import FAMILIES_WITH_PICTURES, IMAGE, make_picture_target, picture_prompts
 
 import dflash
 from dflash.session import Session
@@ -125,6 +128,53 @@ def test_a_receipt_names_the_pictures_and_is_checked_with_them(family, tmp_path)
             dflash.verify(receipt, target, pictures=others)
 
 
+def test_columns_that_are_padding_in_every_row_change_nothing(qwen):
+    target, draft = qwen
+    ids, mask, pictures = picture_prompts("qwen3_vl", SHAPES)
+    wide = [torch.nn.functional.pad(x, (3, 0)) for x in (ids, mask, pictures["mm_token_type_ids"])]
+    given = {"attention_mask": wide[1], "pictures": pictures | {"mm_token_type_ids": wide[2]}, "max_new_tokens": NEW}
+    answer = dflash.generate(target, draft, wide[0], **given)
+    assert answer[:, wide[0].shape[1] :].tolist() == own(target, ids, mask, pictures).tolist()
+    with pytest.raises(ValueError, match="needs one row without padding"):
+        dflash.Recorder(target, wide[0], **given)
+
+
+def test_a_request_whose_pictures_do_not_fit_fails_alone(qwen):
+    target, draft = qwen
+    session = Session(dflash.Generator(target, draft, max_length=160, batch_size=2, prefill_chunk=16))
+    ids, mask, pictures = picture_prompts("qwen3_vl", SHAPES[1:])
+    text = session.admit(session.resolve(ids[:, :9], max_new_tokens=NEW))
+    one_less = ids.masked_fill((ids == IMAGE).cumsum(1).eq(1) & (ids == IMAGE), 20)
+    spoiled = session.admit(session.resolve(one_less, max_new_tokens=NEW, pictures=pictures))
+    new, errors = [], {}
+    while session.is_busy:
+        for row, event, error in session.step():
+            new += event.ids[0] if row == text else []
+            errors |= {row: error} if error else {}
+    assert new == own(target, ids[:, :9], mask[:, :9], {})[0].tolist()
+    assert errors.keys() == {spoiled}
+    assert "cannot run these pictures" in errors[spoiled]
+    session.retire(spoiled)
+    again = session.admit(session.resolve(ids, max_new_tokens=NEW, pictures=pictures))
+    new = []
+    while session.is_busy:
+        new += [token for row, event, _ in session.step() if row == again for token in event.ids[0]]
+    assert new == own(target, ids, mask, pictures)[0].tolist()
+    with pytest.raises(ValueError, match="cannot run these pictures"):
+        dflash.generate(target, draft, one_less, pictures=pictures)
+
+
+def test_pictures_are_let_go_after_the_prompt(qwen):
+    target, draft = qwen
+    generator = dflash.Generator(target, draft, max_length=160)
+    ids, _, pictures = picture_prompts("qwen3_vl", SHAPES[1:])
+    kept = weakref.ref(pictures["pixel_values"])
+    generator.generate(ids, pictures=pictures, max_new_tokens=4)
+    del pictures
+    gc.collect()
+    assert kept() is None
+
+
 def test_what_cannot_be_run_is_refused_before_it_is(qwen):
     target, draft = qwen
     ids, mask, pictures = picture_prompts("qwen3_vl", SHAPES)
@@ -138,9 +188,13 @@ def test_what_cannot_be_run_is_refused_before_it_is(qwen):
     refused("cannot be combined with prompt_logprobs=True", logprobs=1, prompt_logprobs=True)
     refused("cannot be combined with num_return_sequences=2", num_return_sequences=2, temperature=1.0)
     refused("must not hold input_ids", pictures={"input_ids": ids})
+    refused("takes pixel_values, .* and no num_beams", pictures=pictures | {"num_beams": mask})
     refused("must map names of tensors to tensors", TypeError, pictures=pictures["pixel_values"])
-    refused("vision tower and the prompt would run in other weights", weights="int8")
+    refused("the prompt would run in other weights", weights="int8")
     refused("Qwen3ForCausalLM has no vision tower", target=make_target("qwen3"), draft=None)
+    with pytest.raises(ValueError, match="has no vision tower"):  # before anything is asked of the stream
+        dflash.stream(make_target("qwen3"), None, ids, attention_mask=mask, pictures=pictures)
+    assert dflash.generate(make_target("qwen3"), None, ids, pictures={}, max_new_tokens=1).shape[1] == ids.shape[1] + 1
 
 
 @needs_assistant

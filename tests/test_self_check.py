@@ -74,6 +74,16 @@ FAULTS = {
 }
 
 
+def test_overlapping_launches_that_do_not_end_break_the_gpu(emulation):
+    class Stuck(EmulatedGpu):
+        def overlapping(self, work):
+            raise TimeoutError("it did not end within 20 seconds")  # on a stream of its own
+            yield
+
+    found = check.check_kernels(Stuck(emulation), layers=1)
+    assert (found[-1].kernel, found[-1].broke) == (check.OVERLAPPING, True)
+
+
 def test_right_kernels_pass_in_float16(emulation):
     found = check.check_kernels(EmulatedGpu(emulation), torch.float16, layers=2)
     assert not [each for each in found if each.fault]

@@ -1,10 +1,12 @@
 """Pictures in requests: read within bounds, made into inputs by the model's own processor, and answered exactly."""
 
 import base64
+import contextlib
 import functools
 import http.server
 import io
 import threading
+import time
 
 import pytest
 import torch
@@ -156,6 +158,58 @@ def test_urls_are_fetched_only_if_that_is_allowed(serve, target):
     assert content(answered) == own(target, "w20 <start_of_image> ", [made])
 
 
+def test_a_photo_is_turned_upright_as_transformers_turns_it(serve, target):
+    made, _ = picture(4, (24, 10))
+    tags = made.getexif()
+    tags[0x0112] = 6  # taken with the camera on its side
+    written = io.BytesIO()
+    made.save(written, "PNG", exif=tags)
+    upright = made.rotate(-90, expand=True)
+    answer = content(ask(serve(), "/v1/chat/completions", said("w20", url(written.getvalue()))))
+    assert answer == own(target, "w20 <start_of_image> ", [upright])
+    assert answer != own(target, "w20 <start_of_image> ", [made])
+
+
+def test_hosts_that_are_slow_or_lead_elsewhere_are_given_up(serve, monkeypatch):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(302 if "away" in self.path else 200)
+            self.send_header("Location", "ftp://127.0.0.1:1/p.png")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(20 if "slow" in self.path else 0):
+                    self.wfile.write(b"x")
+                    time.sleep(0.05)
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setattr(bounds, "_SECONDS", 0.2)
+    service = serve(allows_urls=True)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            for path, words in (
+                ("slow", "more than 0.2 s"),
+                ("away", "unknown url type"),
+                ("a b", "control characters"),
+            ):
+                body = said(f"http://127.0.0.1:{server.server_port}/{path}")
+                response = ask(service, "/v1/chat/completions", body)
+                assert response.status_code == 400
+                assert words in response.json()["error"]["message"]
+        finally:
+            server.shutdown()
+
+
+def test_tools_that_the_template_does_not_write_are_refused_with_pictures(serve):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    body = said("w20", url(picture(1)[1])) | {"tools": [tool]}
+    response = ask(serve(), "/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert "loses tools" in response.json()["error"]["message"]
+
+
 def test_what_is_no_picture_or_too_large_is_refused(serve, monkeypatch):
     service, png = serve(), picture(1)[1]
 
@@ -168,11 +222,12 @@ def test_what_is_no_picture_or_too_large_is_refused(serve, monkeypatch):
     refused("picture 1 must be a data: URL, got 'file'", "file:///etc/passwd")
     refused("picture 1 cannot be read", "w20", url(b"GIF89a"))
     refused("picture 2 cannot be read", url(png), url(png[:40]))
+    refused("picture 1 cannot be read as PNG, JPEG", url(picture(1, format="ICO")[1], "x-icon"))
     refused("is not in base64", "data:image/png;base64,!!!!")
     refused("must be a data: URL in base64", "data:image/png,abc")
     refused("may have 16 pictures, this one has 17", *[url(png)] * 17)
     monkeypatch.setattr(bounds, "MAX_PIXELS", 20 * 14 - 1)
-    refused("may have 279 pixels, it has 20 x 14", url(png))
+    refused("may have 279 pixels together: picture 1 has 20 x 14, and 279 are left", url(png))
     monkeypatch.setattr(bounds, "MAX_BYTES", 100)
     refused("may have 100 bytes, it has more", url(png))
     assistant = {"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": url(png)}}]}

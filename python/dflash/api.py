@@ -138,6 +138,7 @@ def stream(
     pair = _resolve(target, draft, ids, arguments)
     with _lock():
         generator, call = _generator_for(*pair), pair[2]
+        generator.engine.check_pictures(call)
     return _released_unless_finished(generator, generator.stream_call(call, skip_special_tokens))
 
 
@@ -166,6 +167,7 @@ def generate_call(
     """Run a resolved call on the kept generator, with its ``options``; an interrupt frees it."""
     with _lock():
         generator = _generator_for(target, draft, call, options)
+        generator.engine.check_pictures(call)
         try:
             return generator.run_call(call, prompt_was_put)
         except BaseException as error:

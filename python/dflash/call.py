@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ class Call:
         if values["streamer"] is not None:
             check_streamer(values["streamer"], rows)
         parts = [row[live].long() for row, live in zip(ids, mask, strict=True)]
-        if values["pictures"] is not None:
+        if values["pictures"]:
             _check_pictures(values, mask)
         processors, criteria = values["logits_processor"], values["stopping_criteria"]
         kept = {name: values[name] for name in cls.__dataclass_fields__ if name in SETTINGS}
@@ -164,6 +165,10 @@ class Call:
         own["stop_token_ids"] = tuple(self.stop_token_ids)
         own["grammar"] = [matcher and matcher.grammar for matcher in self.grammars]
         return {name: own.get(name, row.off) for name, row in SETTINGS.items() if row.receipt == "stated"}
+
+    def without_pictures(self) -> Call:
+        """Return this call as it is kept once its prompts are run: pictures are large, and nothing needs them then."""
+        return self if self.pictures is None else dataclasses.replace(self, pictures={})
 
     def decisive(self) -> tuple[object, ...]:
         """Return what decides the text and the shapes of a step, with one ``repr`` in every process."""
@@ -207,9 +212,6 @@ def _check_pictures(values: Mapping[str, Any], mask: Tensor) -> None:
     for name, only in (("prompt_logprobs", False), ("num_return_sequences", 1)):
         if values[name] != only:
             raise ValueError(f"pictures cannot be combined with {name}={values[name]!r}: leave one of them out")
-    for name, tensor in values["pictures"].items():
-        if tensor.device != mask.device:
-            raise ValueError(f"pictures must be on the target's device, {mask.device}, got {name} on {tensor.device}")
 
 
 def _check_mask(attention_mask: Tensor, ids: Tensor) -> Tensor:

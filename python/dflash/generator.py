@@ -345,6 +345,7 @@ class Generator:
         call = Call.resolve(self._defaults, ids, arguments, denoise_steps=self.denoise_steps, tree=self.tree)
         check_drafts(call, self.engine.target.model, self.draft, self.engine.widths)
         check_room(call, self.batch_size, self.max_length, self.tree)
+        self.engine.check_pictures(call)
         if self._weights.replaced():
             raise ValueError("the target's tensors were replaced since this generator was made: make a new one")
         if self.graph is True and (reason := self.engine.graph_obstacle(call, self._hook)):
@@ -386,7 +387,6 @@ class Generator:
     def _answers(self, call: Call, *, reads_ids: bool) -> collections.abc.Generator[list[Answer], None, None]:
         """Run the prompts, then steps until every answer has ended; yield after each."""
         began, batch, last = time.perf_counter(), len(call.prompts), self._run
-        self.engine.check_pictures(call)
         # 1. The caches may be reused if the same weights filled them.
         reuse = self.reuse_prefix and last is not None and last.consistent and self._known.filled(self._modules)
         if call.pictures is not None or (last is not None and last.has_pictures):  # ids do not tell pictures apart

@@ -138,7 +138,6 @@ class Session:
         """
         check_stream_arguments(arguments)
         call, passes = self.generator.resolve_call(ids, arguments), self.generator.denoise_steps
-        self.generator.engine.check_pictures(call)
         reason = ""
         if len(call.prompts) != 1:
             reason = f"has {len(call.prompts)} rows: each takes a row of its own, so pass them one by one"

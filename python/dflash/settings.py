@@ -254,12 +254,12 @@ def _callables(name: str, value: object, _: int) -> tuple[object, ...]:
     return found
 
 
-def _pictures(name: str, value: object, _: int) -> dict[str, Tensor]:
+def _pictures(name: str, value: object, _: int) -> dict[str, Tensor] | None:
     if not isinstance(value, Mapping) or not all(isinstance(item, Tensor) for item in value.values()):
         raise TypeError(f"{name} must map names of tensors to tensors, as processors return them, got {value!r:.200}")
     if taken := value.keys() & {"input_ids", "attention_mask", "position_ids"}:
         raise ValueError(f"{name} must not hold {min(taken)}: ids and attention_mask are arguments of their own")
-    return dict(value)
+    return dict(value) or None
 
 
 def _true_or_false(name: str, value: object, _: int) -> bool:

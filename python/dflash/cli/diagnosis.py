@@ -244,7 +244,8 @@ def doctor(
     tokenizer = options.load_tokenizer(source)
     check_encoding(tokenizer, False, bos)
     path = find_draft(draft)
-    with warnings.catch_warnings(action="ignore"):  # loading the drafter warns of unknown keys
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # loading the drafter warns of unknown keys
         keys, file = read_draft_config(path), read_gguf(path) if path.is_file() else None
         config = DraftConfig.from_config(keys, str(path / "config.json" if file is None else path))
     empty = check_target(source.load_empty_target(), loaded=False)

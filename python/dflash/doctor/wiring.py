@@ -52,7 +52,8 @@ class Wiring:
             ValueError: see `dflash.DraftConfig.from_config`.
         """
         keys = from_speculators(keys) if is_speculators(keys) else keys
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return cls(keys, DraftConfig.from_config(keys))
 
     def patched(self, patch: Mapping[str, Any]) -> Wiring | None:
@@ -62,7 +63,8 @@ class Wiring:
         if "dflash_config" in keys:
             merged["dflash_config"] = {**(self.keys.get("dflash_config") or {}), **keys["dflash_config"]}
         try:
-            with warnings.catch_warnings(action="ignore"):  # loading the drafter has warned of unknown keys
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # loading the drafter has warned of unknown keys
                 return replace(self, keys=merged, config=DraftConfig.from_config(merged))
         except ValueError:  # such as a tap below layer 0
             return None

@@ -13,10 +13,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..call import Call
 from ..state import FULL, INVALID, RUNNING, STOPPED, Block, KVCache
+from ..terminal import first_line
 from .prefix import PrefixCache
 from .step import Engine, walk
 
 _SHORT_END = 8  # an end of at most this part of a chunk joins the chunk before it
+
+
+class PicturesError(ValueError):
+    """The target cannot run a prompt's pictures."""
 
 
 class Prefill:
@@ -34,7 +39,8 @@ class Prefill:
         chunk: prompt tokens per forward pass. A short end joins the chunk before it, if that changes none of the
             target's bits.
         snapshot: keep a position of each prompt from which a later prompt can resume if it differs from there on.
-        prefix: where whole chunks are looked up and stored. Needs one prompt, with ``cached`` 0.
+        prefix: where whole chunks are looked up and stored. Needs one prompt, with ``cached`` 0. Prompts with pictures
+            are run whole, and leave it alone.
 
     Attributes:
         counts: per row, how many tokens of its prompt are not ``cached``.
@@ -103,8 +109,11 @@ class Prefill:
             state.target_cache.keep_snapshot_(kept)
         cache = state.target_cache.rows(self.rows)
         if self._pictures is not None:
-            ends, taps = engine.target.run_pictures(self._padded.long(), self._lengths, self._pictures, cache)
-            self._logits, keep = [*ends], []
+            try:
+                ends, taps = engine.target.run_pictures(self._padded.long(), self._lengths, self._pictures, cache)
+            except Exception as error:  # of the model's own functions, which see the caller's tensors first here
+                raise PicturesError(f"the target cannot run these pictures: {first_line(error)}") from error
+            self._logits, keep, self._pictures = [*ends], [], {}
         else:
             asked = 0 if self.logprobs else keep_on_device
             logits, taps = engine.target.forward(ids, past, cache, asked, keep=live, ends=self._lengths)

@@ -17,7 +17,7 @@ from ..outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from ..state import FULL, INVALID, RUNNING, STOPPED, Logprobs, RowReport, State
 from ..streaming import BatchDecoder, StopFinder
 from .graphs import Replay
-from .prefill import Prefill
+from .prefill import PicturesError, Prefill
 from .prefix import PrefixCache
 from .step import Engine, host_step, step
 
@@ -195,7 +195,7 @@ class Run:
         """
         self.consistent, self.has_pictures = False, self.has_pictures or call.pictures is not None
         prefill = Prefill(self.engine, call, cached, first=first, chunk=chunk, snapshot=snapshot, prefix=prefix)
-        answers = []
+        call, answers = call.without_pictures(), []
         for row, (prompt, count) in enumerate(zip(call.prompts, prefill.counts, strict=True)):
             stops = None if call.stops is None else call.stops(prompt.tolist())
             grammar = call.grammars[row] if call.grammars else None
@@ -226,8 +226,14 @@ class Run:
         self.require_open()
         self.consistent = False
         prefill, began = self.prompts.popleft()
-        prefill.run_chunk()
         answers = list(filter(None, self.answers[prefill.rows]))
+        try:
+            prefill.run_chunk()
+        except PicturesError as error:  # nothing of other rows was written
+            self.failed = True
+            for answer in answers:
+                answer.length, answer.done, answer.error = answer.prompt_length - 1, INVALID, str(error)
+            return answers
         if prefill.chunks:
             self.prompts.append((prefill, began))
             return []

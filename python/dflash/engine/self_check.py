@@ -41,6 +41,7 @@ BOUND = 4  # roundings of the storage type, of the largest value: kernels round 
 OVERLAPPING = "overlapping launches"
 _REPLAYS = 20
 PATIENCE = 20.0  # seconds that small launches may take
+_PAUSE = 0.001  # seconds between two questions, once a launch takes long
 _ROOM = 1 << 29  # bytes that must be free, those of torch's libraries included
 _FAULTS: dict[str, str] = {}  # of all GPUs of this process
 _CHECKED: set[tuple[torch.device, torch.dtype]] = set()
@@ -84,6 +85,7 @@ class Gpu:
         """
         stream, end = torch.cuda.current_stream(self.device), time.monotonic() + PATIENCE
         while not stream.query():  # of this stream only: others may be captured at this moment
+            time.sleep(_PAUSE if time.monotonic() > end - PATIENCE + 0.1 else 0)
             if time.monotonic() > end:
                 raise TimeoutError(f"it did not end within {PATIENCE:.0f} seconds")
 
@@ -179,7 +181,7 @@ def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> Finding:
         except torch.OutOfMemoryError:
             raise
         except Exception as failure:
-            return Finding(op.kernel, math.inf, bound, 0.0, first_line(failure), True, gpu.is_broken())
+            return Finding(op.kernel, math.inf, bound, 0.0, first_line(failure), True, _breaks(gpu, failure))
         seconds = time.perf_counter() - begin
     ours = _results(name, copy, out)
     if all(x.is_floating_point() for x in ours):
@@ -187,6 +189,11 @@ def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> Finding:
     error = max(map(_difference, ours, _results(name, call, getattr(reference, name)(**call))))
     fault = "" if error <= bound else f"it differs from plain torch (error {error:.2g} > {bound:.2g})"
     return Finding(op.kernel, error, bound, seconds * 1e6, fault)
+
+
+def _breaks(gpu: Gpu, failure: Exception) -> bool:
+    """Return True after a failure that ends all work on the GPU; what does not end may be on another stream."""
+    return isinstance(failure, TimeoutError) or gpu.is_broken()
 
 
 def _moved(x: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
@@ -259,7 +266,7 @@ def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> Finding:
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
-        raised, broke, fault = True, gpu.is_broken(), first_line(failure)
+        raised, broke, fault = True, _breaks(gpu, failure), first_line(failure)
     return Finding(OVERLAPPING, math.inf if fault else 0.0, 0.0, 0.0, fault, raised, broke)
 
 

@@ -226,7 +226,7 @@ class Engine:
 
     def check_pictures(self, call: Call) -> None:
         """Raise ValueError if a call's prompts have pictures that the target cannot run."""
-        if call.pictures is not None and (reason := self.target.picture_obstacle):
+        if call.pictures and (reason := self.target.picture_obstacle(call.pictures)):
             raise ValueError(f"pictures cannot be given to this target: {reason}")
 
     def configure(self, call: Call) -> None:
@@ -286,7 +286,7 @@ class Engine:
             self.target.ranks.share_(self.state.sampling.seeds)  # each has drawn its own if the call named none
         for row in range(rows.start, rows.stop):
             self.state.set_stop_token_ids(row, call.stop_token_ids)
-        self.calls[rows] = [call] * len(call.prompts)
+        self.calls[rows] = [call.without_pictures()] * len(call.prompts)
         if call.grammars:
             self._begin_grammars(rows.start, call)
         self._apply_settings()

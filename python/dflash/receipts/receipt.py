@@ -400,6 +400,8 @@ class Recorder:
         call = Call.resolve(TargetDefaults.of(target), ids, arguments)
         if call.acceptance == "rejection":
             raise ValueError('a receipt needs acceptance="keyed", got "rejection", whose text depends on the drafter')
+        if call.pictures and call.longest < call.ids.shape[1]:
+            raise ValueError("a receipt of prompts with pictures needs one row without padding: cut the columns off")
         if unstated := [name for name, value in arguments.items() if not SETTINGS[name].receipt and value is not None]:
             raise ValueError(f"a receipt cannot state {listed(unstated)}: use rules of dflash.call.GenerateArguments")
         self._settings = RecordedSettings.of(call)

@@ -5,19 +5,25 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import time
 import urllib.request
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.error import URLError
 
 from torch import Tensor
 
-from .protocol import ImagePart, Message, bad_request, refusing
+from ..terminal import first_line
+from .protocol import ImagePart, Message, bad_request
 
 MAX_PICTURES, MAX_BYTES, MAX_PIXELS = 16, 16 * 2**20, 2**25
-"""Of one request; bytes are those of a picture's file, pixels those of a picture."""
+"""Of one request; bytes are those of a picture's file, pixels those of all together."""
 
-_SECONDS = 10.0  # to fetch one
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""What is decoded: other decoders of Pillow start programs, or decode before a picture's size is known."""
+
+_SECONDS = 10.0  # to fetch the pictures of a request
+_PIECE = 2**16  # bytes that are read at once
 _FIELD = "messages"
 
 
@@ -30,10 +36,10 @@ class PictureReader:
     """
 
     def __init__(self, processor: Any, *, allows_urls: bool = False) -> None:
-        self._processor, self._allows_urls = processor, allows_urls
+        self._processor, self._opener = processor, _http_opener() if allows_urls else None
 
     def read(self, messages: Sequence[Message]) -> list[Any]:
-        """Return a conversation's pictures in RGB, in order.
+        """Return a conversation's pictures in RGB and upright, in order.
 
         Raises:
             ApiError: there are too many, or one is too large or no picture.
@@ -41,23 +47,15 @@ class PictureReader:
         parts = [part for message in messages for part in message.content or () if isinstance(part, ImagePart)]
         if len(parts) > MAX_PICTURES:
             raise bad_request(f"a request may have {MAX_PICTURES} pictures, this one has {len(parts)}", _FIELD)
-        return [self._open(part.image_url.url, f"picture {number}") for number, part in enumerate(parts, 1)]
+        end, left, pictures = time.monotonic() + _SECONDS, MAX_PIXELS, []
+        for number, part in enumerate(parts, 1):
+            name = f"picture {number}"
+            pictures.append(_decoded(self._bytes(part.image_url.url, name, end), name, left))
+            left -= pictures[-1].width * pictures[-1].height
+        return pictures
 
-    def _open(self, url: str, name: str) -> Any:
-        from PIL import Image
-
-        data = self._bytes(url, name)
-        try:
-            with warnings.catch_warnings(action="ignore"):  # its own bound on pixels
-                picture = Image.open(io.BytesIO(data))
-            width, height = picture.size
-            if width * height > MAX_PIXELS:
-                raise bad_request(f"{name} may have {MAX_PIXELS} pixels, it has {width} x {height}", _FIELD)
-            return picture.convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise bad_request(f"{name} cannot be read: {error}", _FIELD) from error
-
-    def _bytes(self, url: str, name: str) -> bytes:
+    def _bytes(self, url: str, name: str, end: float) -> bytes:
+        """Return a picture's file; what is fetched must have arrived when ``time.monotonic`` is ``end``."""
         scheme, _, rest = url.partition(":")
         if scheme.lower() == "data":
             head, _, encoded = rest.partition(",")
@@ -67,14 +65,13 @@ class PictureReader:
                 data = base64.b64decode(encoded, validate=True)
             except (binascii.Error, ValueError) as error:
                 raise bad_request(f"{name} is not in base64: {error}", _FIELD) from error
-        elif scheme.lower() in ("http", "https") and self._allows_urls:
+        elif self._opener is not None and scheme.lower() in ("http", "https"):
             try:
-                with urllib.request.urlopen(url, timeout=_SECONDS) as response:
-                    data = response.read(MAX_BYTES + 1)
-            except (OSError, ValueError) as error:
-                raise bad_request(f"{name} cannot be fetched: {error}", _FIELD) from error
+                data = _fetched(self._opener, url, end)
+            except Exception as error:  # of any of the libraries below
+                raise bad_request(f"{name} cannot be fetched: {first_line(error)}", _FIELD) from error
         else:
-            advice = "" if self._allows_urls else "; the server fetches none without --allow-image-urls"
+            advice = "" if self._opener is not None else "; the server fetches none without --allow-image-urls"
             raise bad_request(f"{name} must be a data: URL, got {scheme[:20]!r}{advice}", _FIELD)
         if len(data) > MAX_BYTES:
             raise bad_request(f"{name} may have {MAX_BYTES} bytes, it has more", _FIELD)
@@ -86,8 +83,48 @@ class PictureReader:
         Raises:
             ApiError: the processor refuses them.
         """
-        with refusing(_FIELD):
-            made = self._processor(text=[text], images=[list(pictures)], return_tensors="pt", add_special_tokens=False)
+        try:
+            made = self._processor(
+                text=[text], images=[list(pictures)], return_tensors="pt", add_special_tokens=False
+            )  # fmt: skip
+        except Exception as error:  # of a processor, which sees text and pictures here first
+            raise bad_request(f"the processor refuses the pictures: {first_line(error)}", _FIELD) from error
         inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
         inputs.pop("attention_mask", None)
         return inputs.pop("input_ids")[0].tolist(), inputs
+
+
+def _decoded(data: bytes, name: str, pixels: int) -> Any:
+    """Return a picture of at most so many pixels."""
+    from PIL import Image, ImageOps
+
+    try:
+        picture = Image.open(io.BytesIO(data), formats=FORMATS)
+        width, height = picture.size
+        if width * height <= pixels:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except Exception as error:  # of a decoder
+        raise bad_request(f"{name} cannot be read as {', '.join(FORMATS)}: {first_line(error)}", _FIELD) from error
+    most = f"the pictures of a request may have {MAX_PIXELS} pixels together"
+    raise bad_request(f"{most}: {name} has {width} x {height}, and {pixels} are left", _FIELD)
+
+
+def _http_opener() -> urllib.request.OpenerDirector:
+    """Return what opens HTTP and HTTPS only, behind redirects too."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPErrorProcessor, urllib.request.HTTPDefaultErrorHandler, urllib.request.UnknownHandler,
+    ):  # fmt: skip
+        opener.add_handler(handler())
+    return opener
+
+
+def _fetched(opener: urllib.request.OpenerDirector, url: str, end: float) -> bytes:
+    data = bytearray()
+    with opener.open(url, timeout=max(0.1, end - time.monotonic())) as response:
+        while len(data) <= MAX_BYTES and (piece := response.read1(_PIECE)):
+            data += piece
+            if time.monotonic() > end:
+                raise URLError(f"it took more than {_SECONDS:g} s")
+    return bytes(data)

@@ -213,7 +213,7 @@ class PromptReader:
         arguments = _thinking(request, template, warnings) | arguments | {"tools": shown}
         messages, pictures = [*map(_message, request.messages)], None
         if any(isinstance(part, protocol.ImagePart) for said in request.messages for part in said.content or ()):
-            ids, text, pictures = self._with_pictures(request, messages, arguments)
+            ids, text, pictures = self._with_pictures(request, messages, arguments, tools)
         else:
             with refusing("messages"):
                 text = self._written(messages, arguments, tools, warnings)
@@ -224,9 +224,13 @@ class PromptReader:
         return EncodedPrompt(ids, text, begun, pictures)
 
     def _with_pictures(
-        self, request: protocol.ChatRequest, messages: list[dict[str, Any]], arguments: dict[str, Any]
-    ) -> tuple[list[int], str, Mapping[str, Tensor]]:
-        """Return ids, text and pictures of a conversation, whose template writes placeholders for the processor."""
+        self, request: protocol.ChatRequest, messages: list[dict[str, Any]], arguments: dict[str, Any],
+        tools: Tools | None,
+    ) -> tuple[list[int], str, Mapping[str, Tensor]]:  # fmt: skip
+        """Return ids, text and pictures of a conversation, whose template writes placeholders for the processor.
+
+        It must write all the rest by itself too.
+        """
         if self._pictures is None:
             raise bad_request("this server takes no pictures: start it with --pictures", "messages")
         found = self._pictures.read(request.messages)
@@ -234,8 +238,22 @@ class PromptReader:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
         except Exception as error:  # templates raise their own
             raise bad_request(f"the chat template refuses these messages: {first_line(error)}", "messages") from error
+        self._check_shown(messages, tools, text)
         ids, made = self._pictures.encode(_unicode(text, "messages"), found)
         return ids, text, made
+
+    def _check_shown(self, messages: Sequence[dict[str, Any]], tools: Tools | None, text: str) -> None:
+        """Refuse a conversation with pictures of which the template loses something."""
+        said = [part["text"].strip() for message in messages for part in message.get("content") or () if "text" in part]
+        lost = "text" if not all(words in text for words in said[-1:]) else ""
+        if tools is not None and not all(tool["function"]["name"] in text for tool in tools.shown):
+            lost = "tools"
+        if not self._writes_calls and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+            lost = "tool calls"
+        if lost:
+            raise bad_request(
+                f"the chat template loses {lost} of a conversation with pictures: leave these out", "messages"
+            )
 
     def _written(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], tools: Tools | None, warnings: list[str]

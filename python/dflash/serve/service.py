@@ -484,10 +484,8 @@ class Service:
             limit = self._limit(request, len(prompt.ids), default, warnings)
             arguments = _arguments(request) | {"max_new_tokens": max(1, limit)}
             arguments |= {"tokenizer": self.tokenizer, "grammar": grammar}
-            device = generator.engine.target.device
-            ids = torch.tensor([prompt.ids], dtype=torch.int64, device=device)
-            if prompt.pictures is not None:
-                arguments["pictures"] = {name: tensor.to(device) for name, tensor in prompt.pictures.items()}
+            arguments |= {"pictures": prompt.pictures}
+            ids = torch.tensor([prompt.ids], dtype=torch.int64, device=generator.engine.target.device)
             for number in range(count):
                 try:
                     call = self.scheduler.resolve(ids, seed=fold(seed, number), **arguments)

@@ -23,16 +23,17 @@ LAYER_TYPE = "indexed_attention"  # as configs and dicts of masks call it
 
 def has_indexers(model: PreTrainedModel) -> bool:
     """Return True if modules are indexers that keep their keys in the cache and read what is seen from a mask."""
-    takes_mask = LAYER_TYPE in _code(model.get_decoder()).co_consts
-    return takes_mask and any(map(_is_indexer, modules_of(model)))
+    code = _code(model.get_decoder())
+    return code is not None and LAYER_TYPE in code.co_consts and any(map(_is_indexer, modules_of(model)))
 
 
 def _is_indexer(module: nn.Module) -> bool:
-    return {"update_indexer", "topk"} <= {*_code(module).co_names}
+    code = _code(module)
+    return code is not None and {"update_indexer", "topk"} <= {*code.co_names}
 
 
-def _code(module: nn.Module) -> types.CodeType:
-    return inner_function(type(module).forward).__code__
+def _code(module: nn.Module) -> types.CodeType | None:
+    return getattr(inner_function(type(module).forward), "__code__", None)
 
 
 def take_over_indexers(copied: nn.Module, running: Pass) -> None:

@@ -11,6 +11,7 @@ are moved until the token after it stands at its slot. Every later position then
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,12 +22,21 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from .. import ops
 from ..state import KVCache, RecurrentCache
 from .copies import structural_copy
-from .model import cache_argument, tap_of, tapped_modules
+from .model import cache_argument, tap_of, tapped_modules, text_config
 
 
 def takes_pictures(model: PreTrainedModel) -> bool:
     """Return True if a model's configuration names a vision tower."""
     return getattr(model.config, "vision_config", None) is not None
+
+
+_OURS = {"self", "input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "inputs_embeds", "labels"}
+_OURS |= {"use_cache", "logits_to_keep", "kwargs", "lm_kwargs", "output_attentions", "output_hidden_states"}
+
+
+def picture_arguments(model: PreTrainedModel) -> list[str]:
+    """Return what a model's forward takes besides ids and what is decided here."""
+    return [name for name in inspect.signature(model.forward).parameters if name not in _OURS]
 
 
 class PicturePrompts:
@@ -54,7 +64,7 @@ class PicturePrompts:
         Args:
             ids: ``[batch, width]`` int64, padded on the left.
             lengths: ``[batch]`` int64, tokens of each prompt.
-            pictures: what the processor made of them besides ids and mask.
+            pictures: what the processor made of them besides ids and mask, on any device.
             cache: of these rows. Its recurrent layers have their buffers.
 
         Returns:
@@ -63,18 +73,20 @@ class PicturePrompts:
         """
         columns = torch.arange(ids.shape[1], device=ids.device)
         places = columns - (ids.shape[1] - lengths)[:, None]  # of each column's token; negative for padding
-        options: dict[str, Any] = {**pictures, "attention_mask": (places >= 0).long()}
+        options: dict[str, Any] = {name: tensor.to(ids.device) for name, tensor in pictures.items()}
+        options["attention_mask"] = (places >= 0).long()
         options["position_ids"] = self._positions(ids, lengths, options)
         output = self._model.generate(ids, **options)
         _take(cache, getattr(output, cache_argument(self._model)), places, lengths)
         order = (columns + (ids.shape[1] - lengths)[:, None])[:, : int(lengths.max())] % ids.shape[1]
         taps = [self._taps.pop(index) for index in sorted(self._taps)]
-        return output.logits[0], [tap.gather(1, order[..., None].expand_as(tap)) for tap in taps]
+        return output.logits[0], [tap.gather(1, order[..., None].expand(-1, -1, tap.shape[2])) for tap in taps]
 
     def _positions(self, ids: Tensor, lengths: Tensor, options: dict[str, Any]) -> Tensor:
         """Return the positions that ``generate`` would give the prompts, moved to end at their lengths."""
         found = self._model._prepare_position_ids_for_generation(ids, dict(options)).clone()
-        spatial = found[-3:] if found.dim() == 3 else found[None]  # a row before them counts tokens
+        sections = (getattr(text_config(self._model), "rope_parameters", None) or {}).get("mrope_section", ())
+        spatial = found[-(len(sections) or 3) :] if found.dim() == 3 else found[None]  # a row before them counts tokens
         spatial += (lengths - 1 - spatial.amax((0, 2)))[:, None]
         return found
 

@@ -33,7 +33,7 @@ from .model import (
     text_config,
 )
 from .parallel import Ranks, mesh_of
-from .pictures import PicturePrompts, takes_pictures
+from .pictures import PicturePrompts, picture_arguments, takes_pictures
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
 from .support import replaced_function
 from .trial import run_trial
@@ -84,7 +84,8 @@ class Target:
         if verdict.fault:
             raise UnsupportedTargetError(f"this target is not supported: {self.config.model_type} {verdict.fault}")
         self.tree_obstacle = verdict.tree_fault
-        self._picture_prompts = PicturePrompts(model, target_layer_ids) if takes_pictures(model) else None
+        is_whole = weights is None and self.ranks.count == 1 and not self.makes_masks
+        self._picture_prompts = PicturePrompts(model, target_layer_ids) if takes_pictures(model) and is_whole else None
         # 2. Store it as int8. Its logits are then others than the model's.
         if weights is not None:
             check_int8(model)
@@ -279,14 +280,18 @@ class Target:
             self.forward(ids[:, -1:], nothing, cache, keep=nothing)
         return self._picture_prompts.run(ids, lengths, pictures, cache)
 
-    @property
-    def picture_obstacle(self) -> str:
-        """Why prompts cannot have pictures; empty if they can."""
-        if self._picture_prompts is None:
-            return f"{type(self.model).__name__} has no vision tower"
+    def picture_obstacle(self, pictures: Mapping[str, Tensor]) -> str:
+        """Return why prompts cannot have these pictures; empty if they can."""
+        name = type(self.model).__name__
+        if not takes_pictures(self.model):
+            return f"{name} has no vision tower"
         if self._int8 is not None:
-            return 'the vision tower and the prompt would run in other weights than weights="int8" stores'
-        return "it is spread over several processes" if self.ranks.count > 1 else ""
+            return 'the prompt would run in other weights than weights="int8" stores'
+        if self._picture_prompts is None:
+            return f"{name} is spread over processes, or keeps more of a prompt than keys, values and states"
+        known = picture_arguments(self.model)
+        strange = [given for given in pictures if given not in known]
+        return f"{name} takes {', '.join(known)}, and no {', '.join(strange)}" if strange else ""
 
     def verify(self, block: Any, state: Any) -> Tensor:
         """Run a block, and write its features into ``state.features(block)`` for the drafter's next pass.
