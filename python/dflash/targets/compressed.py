@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from .. import ops
 from .copies import CacheView
 from .model import modules_of, text_config
-from .recurrent import Pass, inner_function
+from .recurrent import Pass, forward_names, give_forward
 
 LAYER_TYPE = "sliding_attention"  # of the mask; all layers have the same
 LAYER_TYPES = {LAYER_TYPE, "compressed_sparse_attention", "heavily_compressed_attention"}
@@ -29,7 +29,7 @@ LAYER_TYPES = {LAYER_TYPE, "compressed_sparse_attention", "heavily_compressed_at
 
 def has_compressors(model: PreTrainedModel) -> bool:
     """Return True if modules pool keys as those of DeepSeek-V4 do."""
-    return any(map(_is_compressor, modules_of(model)))
+    return any(map(_is_compressor, set(map(type, modules_of(model)))))
 
 
 def window_of_keys(model: PreTrainedModel) -> int:
@@ -37,17 +37,15 @@ def window_of_keys(model: PreTrainedModel) -> int:
     return int(text_config(model).sliding_window)
 
 
-def _is_compressor(module: nn.Module) -> bool:
-    names = getattr(inner_function(type(module).forward), "__code__", None)
-    return names is not None and {"store_compression_weights", "update_compressor_states"} <= {*names.co_names}
+def _is_compressor(kind: type) -> bool:
+    return {"store_compression_weights", "update_compressor_states"} <= forward_names(kind)
 
 
 def take_over_compressors(copied: nn.Module, running: Pass) -> None:
     """Give the compressors of a copy a forward that keeps what they need in the cache of the pass."""
-    for module in filter(_is_compressor, copied.modules()):
+    for module in [module for module in copied.modules() if _is_compressor(type(module))]:
         module.running_pass = running
-        kind = type(module)  # a class of the module's own, as in `recurrent.take_over`
-        module.__class__ = type(kind.__name__, (kind,), {"forward": _entries_and_mask, "__module__": kind.__module__})
+        give_forward(module, _entries_and_mask)
 
 
 def _entries_and_mask(

@@ -7,7 +7,6 @@ the model's own modules score, with `dflash.targets.masked`.
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
@@ -16,24 +15,19 @@ from transformers import PreTrainedModel
 
 from .copies import CacheView
 from .model import modules_of
-from .recurrent import Pass, inner_function
+from .recurrent import Pass, forward_names, give_forward
 
 LAYER_TYPE = "indexed_attention"  # as configs and dicts of masks call it
 
 
 def has_indexers(model: PreTrainedModel) -> bool:
     """Return True if modules are indexers that keep their keys in the cache and read what is seen from a mask."""
-    code = _code(model.get_decoder())
-    return code is not None and LAYER_TYPE in code.co_consts and any(map(_is_indexer, modules_of(model)))
+    is_named = LAYER_TYPE in forward_names(type(model.get_decoder()))
+    return is_named and any(map(_is_indexer, set(map(type, modules_of(model)))))
 
 
-def _is_indexer(module: nn.Module) -> bool:
-    code = _code(module)
-    return code is not None and {"update_indexer", "topk"} <= {*code.co_names}
-
-
-def _code(module: nn.Module) -> types.CodeType | None:
-    return getattr(inner_function(type(module).forward), "__code__", None)
+def _is_indexer(kind: type) -> bool:
+    return {"update_indexer", "topk"} <= forward_names(kind)
 
 
 def take_over_indexers(copied: nn.Module, running: Pass) -> None:
@@ -43,10 +37,9 @@ def take_over_indexers(copied: nn.Module, running: Pass) -> None:
     those of slots that a row does not see included. So there each row of a block is asked by itself, over what it sees,
     as in one-token decoding, and the rows of a prompt over all of it. Compiled steps do not.
     """
-    for module in filter(_is_indexer, copied.modules()):
+    for module in [module for module in copied.modules() if _is_indexer(type(module))]:
         module.running_pass = running
-        kind = type(module)  # a class of the module's own, as in `recurrent.take_over`
-        module.__class__ = type(kind.__name__, (kind,), {"forward": _select, "__module__": kind.__module__})
+        give_forward(module, _select)
 
 
 def _select(

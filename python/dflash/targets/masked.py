@@ -50,7 +50,7 @@ def _attend(
     unused = ~seen.any(-2)[..., None]  # their slots may hold anything, NaN too
     key, value = key.masked_fill(unused, 0), value.masked_fill(unused, 0)
     if s_aux is None:
-        options = {"scale": scaling, "enable_gqa": True}
+        options = {"scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
         return nn.functional.scaled_dot_product_attention(query, key, value, seen, **options).transpose(1, 2), None
     key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))  # one head for all
     scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~seen, -torch.inf)

@@ -14,27 +14,25 @@ from transformers import PreTrainedModel
 from .compressed import best_entries, pooled
 from .copies import CacheView
 from .model import modules_of
-from .recurrent import Pass, inner_function
+from .recurrent import Pass, forward_names, give_forward
 
 LAYER_TYPES = {"indexed_attention", "linear_attention"}
 
 
 def has_pooled_indexers(model: PreTrainedModel) -> bool:
     """Return True if modules are indexers that select pools as those of GLM-5.3 do."""
-    return any(map(_is_pooled_indexer, modules_of(model)))
+    return any(map(_is_pooled_indexer, set(map(type, modules_of(model)))))
 
 
-def _is_pooled_indexer(module: nn.Module) -> bool:
-    code = getattr(inner_function(type(module).forward), "__code__", None)
-    return code is not None and {"get_pooled_states", "get_visible_tokens"} <= {*code.co_names}
+def _is_pooled_indexer(kind: type) -> bool:
+    return {"get_pooled_states", "get_visible_tokens"} <= forward_names(kind)
 
 
 def take_over_pooled_indexers(copied: nn.Module, running: Pass) -> None:
     """Give the indexers of a copy a forward that keeps what they pool in the cache of the pass."""
-    for module in filter(_is_pooled_indexer, copied.modules()):
+    for module in [module for module in copied.modules() if _is_pooled_indexer(type(module))]:
         module.running_pass = running
-        kind = type(module)  # a class of the module's own, as in `recurrent.take_over`
-        module.__class__ = type(kind.__name__, (kind,), {"forward": _select, "__module__": kind.__module__})
+        give_forward(module, _select)
 
 
 def _select(

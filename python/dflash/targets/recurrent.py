@@ -129,10 +129,23 @@ def take_over(copied: nn.Module) -> Pass:
         space.pop("__name__", None)  # torch.compile would look the names up in the real module
         own = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
         own.__kwdefaults__ = forward.__kwdefaults__
-        # A class of the module's own: a bound method in its attributes would be a reference cycle through the weights.
-        kind = type(module)
-        module.__class__ = type(kind.__name__, (kind,), {"forward": own, "__module__": kind.__module__})
+        give_forward(module, own)
     return running
+
+
+def give_forward(module: nn.Module, forward: types.FunctionType) -> None:
+    """Let a module of a copy run ``forward``.
+
+    It gets a class of its own: a bound method in its attributes would be a reference cycle through the weights.
+    """
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def forward_names(kind: type) -> set[str]:
+    """Return the names that the forward of a class uses: attributes, globals and texts."""
+    code = getattr(inner_function(kind.forward), "__code__", None)
+    return set() if code is None else {*code.co_names, *(value for value in code.co_consts if isinstance(value, str))}
 
 
 class _LayerFunctions:
