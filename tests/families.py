@@ -112,6 +112,13 @@ RECURRENT: dict[str, tuple[str, dict]] = {
         "index_kpool": 4, "hc_mult": 2, "num_key_value_heads": 4, "moe_intermediate_size": 32,
         "indexer_types": ["full"] * 4, "qk_rope_head_dim": 0,
     }),
+    "qwen4_exp": ("qwen4_exp_text", {
+        **_GDN, **_MOE, "layer_types": ["linear_attention", "full_attention"] * 2, "hc_count": 2, "hc_lowrank": 8,
+        "ple_layer_ids": [1, 3], "ple_embed_dim": 32, "ngram_size": 3, "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 200, "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+        "indexer_budget": 16, "indexer_compress_ratio": 4, "shared_expert_intermediate_size": 32, "eos_token_id": 96,
+        "head_dim": 16, "pad_token_id": 0,
+    }),
     "nemotron_h": ("nemotron_h", _NEMOTRON_H),
     "nemotron_h (dt under its limit)": ("nemotron_h", {**_NEMOTRON_H, "time_step_min": 1.2}),
     "granitemoehybrid": (

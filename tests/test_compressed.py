@@ -1,4 +1,4 @@
-"""DeepSeek-V4 and GLM-5.3: a rejected row never becomes part of a pooled key, wherever in its window it stands."""
+"""DeepSeek-V4, GLM-5.3, Qwen4: a rejected row never becomes part of a pooled key, wherever in its window it stands."""
 
 import functools
 
@@ -14,7 +14,10 @@ from dflash.targets import Target
 NEW = 24
 
 
-FAMILIES = ["deepseek_v4", "glm5_next"]  # windows of 4 and 8 positions, and of 4
+FAMILIES = ["deepseek_v4", "glm5_next", "qwen4_exp"]  # windows of 4 and 8 positions, of 4, and blocks of 4
+
+
+SLOW = "qwen4_exp"  # its own modules loop over rows in Python: fewer prompts and tokens
 
 
 @functools.cache
@@ -33,13 +36,14 @@ def test_rows_are_rejected_at_every_place_of_a_window(family, accepted):
     """Prompts begin at each place of the longest window, and every step accepts so many rows of nine."""
     target = shared(family)
     draft = make_draft(target)
-    for length in range(16, 24):
+    new = 10 if family == SLOW else NEW
+    for length in (17, 19) if family == SLOW else range(16, 24):
         p = prompt(length)
-        expected = greedy(target, p, NEW)
+        expected = greedy(target, p, new)
         generator = cheat(target, draft, [p], [expected], spoil=accepted, block_size=9)
-        output = generator.generate(p[None], max_new_tokens=NEW, return_dict_in_generate=True)
+        output = generator.generate(p[None], max_new_tokens=new, return_dict_in_generate=True)
         check_answers(output.sequences, length, [expected])
-        if accepted > 2:
+        if accepted > 2 and family != SLOW:
             assert output.statistics.acceptance_length > min(accepted, 9) / 2
 
 
@@ -47,9 +51,10 @@ def test_rows_are_rejected_at_every_place_of_a_window(family, accepted):
 def test_bf16_has_the_bits_of_one_token_decoding(family):
     target = Target(make_target(family, dtype=torch.bfloat16))
     prompts = [prompt(length) for length in (1, 17, 60)]
-    one = play(target, prompts, 32)
+    new = 12 if family == SLOW else 32
+    one = play(target, prompts, new)
     for seed in (1, 2, 3):
-        played = play(target, prompts, 32, seed, one.tokens)
+        played = play(target, prompts, new, seed, one.tokens)
         assert all(map(torch.equal, played.logits, one.logits))
 
 
@@ -57,13 +62,18 @@ def test_bf16_has_the_bits_of_one_token_decoding(family):
 @pytest.mark.parametrize("options", [{"prefill_chunk": 7}, {"reuse_prefix": True}, {"compile": True}], ids=str)
 def test_chunks_earlier_calls_and_compiled_steps_write_the_same(family, options):
     target = shared(family)
+    if "compile" in options and family == "qwen4_exp":
+        with pytest.raises(ValueError, match="compile=True cannot be followed: the indexers of its model loop"):
+            dflash.Generator(target, make_draft(target), max_length=160, **options)
+        return
     generator = dflash.Generator(target, make_draft(target), max_length=160, **options)
-    for length in (61, 64, 30, 8):
+    new = 10 if family == SLOW else NEW
+    for length in (61, 30) if family == SLOW else (61, 64, 30, 8):
         p = prompt(length)
-        check_answers(generator.generate(p[None], max_new_tokens=NEW), length, [greedy(target, p, NEW)])
+        check_answers(generator.generate(p[None], max_new_tokens=new), length, [greedy(target, p, new)])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[:2])
 def test_equal_scores_are_chosen_as_the_model_chooses(family):
     target = make_target(family, index_topk=24 if family == "glm5_next" else 6)  # of positions, or of entries
     for name, weight in target.named_parameters():
@@ -93,6 +103,18 @@ def test_taps_are_the_mean_of_the_streams(target):
     assert hidden[1].dim() == 4
     torch.testing.assert_close(taps[0], hidden[1].mean(2), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(taps[1], hidden[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_n_grams_and_blocks_matter():
+    """Rejected drafts change the n-grams of the rows after them, and long prompts have blocks that are not selected."""
+    target, p = shared("qwen4_exp"), prompt(60)
+    written = greedy(target, p, NEW).tolist()
+    for name in ("ple.value_proj", "indexer.index_qk_proj"):
+        other = make_target("qwen4_exp")
+        for key, weight in other.named_parameters():
+            if name in key:
+                weight.data.zero_()
+        assert greedy(other, p, NEW).tolist() != written
 
 
 def test_trees_are_refused(target):

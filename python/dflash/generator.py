@@ -220,6 +220,8 @@ class Generator:
                 f"tree={self.tree!r} needs a target that gives a row of a tree the logits of its path, this one takes "
                 f"chains only: pass tree=None ({type(prepared.model).__name__} {prepared.tree_obstacle})"
             )
+        if options.compile and prepared.compile_obstacle:
+            raise ValueError(f"compile=True cannot be followed: {prepared.compile_obstacle}. Leave it out")
         self._weights, self.fused_reason, self._hook = Fingerprint(target), prepared.fused_reason, first_hook(target)
         self._modules = [module for module in (prepared.model, self._loaded) if module is not None]
         self.draft = None if self._loaded is None else quantized_draft(options.draft_weights, self._loaded)

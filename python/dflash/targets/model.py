@@ -107,7 +107,8 @@ def find_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise UnsupportedTargetError(f"{type(model).__name__}: no list of {num_layers} decoder layers was found")
 
 
-_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm")  # most, nemotron_h, bamba and falcon_h1, lfm2
+# Most, nemotron_h, bamba and falcon_h1, lfm2, qwen4_exp
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm", "hyper_connection_mixer")
 
 
 def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[nn.Module]:
@@ -123,13 +124,14 @@ def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[n
     return [modules[layer_id] for layer_id in layer_ids]
 
 
-def tap_of(output: Any) -> Tensor:
+def tap_of(output: Any, hidden_size: int) -> Tensor:
     """Return the features ``[batch, rows, hidden]`` of a tapped module's output.
 
     Of hyper-connections these are the mean of the streams, as SGLang takes them (pull request 36708).
     """
-    tap = output[0] if isinstance(output, tuple) else output
-    return tap if tap.dim() == 3 else tap.mean(2)
+    tap: Tensor = output[0] if isinstance(output, tuple) else output
+    streams = tap.flatten(2).unflatten(-1, (-1, hidden_size))
+    return tap if tap.shape[2:] == (hidden_size,) else streams.mean(2)
 
 
 def library(value: object) -> str:

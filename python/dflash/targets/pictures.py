@@ -54,7 +54,7 @@ class PicturePrompts:
         )  # the first token is chosen elsewhere
         self._taps: dict[int, Tensor] = {}
         for index, module in enumerate(tapped_modules(self._model, layer_ids)):
-            module.register_forward_hook(_keep(self._taps, index))
+            module.register_forward_hook(_keep(self._taps, index, text_config(model).hidden_size))
 
     def run(
         self, ids: Tensor, lengths: Tensor, pictures: Mapping[str, Tensor], cache: KVCache
@@ -91,11 +91,11 @@ class PicturePrompts:
         return found
 
 
-def _keep(taps: dict[int, Tensor], index: int) -> Any:
+def _keep(taps: dict[int, Tensor], index: int, hidden_size: int) -> Any:
     """Return a forward hook that keeps a module's output; see `dflash.targets.target`."""
 
     def keep(_module: object, _arguments: tuple, output: Any) -> None:
-        taps[index] = tap_of(output)
+        taps[index] = tap_of(output, hidden_size)
 
     return keep
 

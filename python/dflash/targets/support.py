@@ -21,6 +21,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
+from .blocks import LAYER_TYPES as BLOCK_LAYER_TYPES
+from .blocks import has_block_indexers
 from .compressed import LAYER_TYPES as COMPRESSED_LAYER_TYPES
 from .compressed import has_compressors
 from .indexed import LAYER_TYPE, has_indexers
@@ -40,7 +42,6 @@ _UNSERVED = {
     "minimax": "has lightning attention, whose state is in a cache of its own and is masked in several rows at once",
     "zaya": "attends to keys that were convolved with earlier ones and to delayed values, by functions of its own",
     "inkling": "has four convolutions in a layer, with a state each",
-    "qwen4_exp": "selects blocks of keys by positions of its own, and embeds n-grams of earlier tokens",
 }
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What models with recurrent layers call these, and their other ones.
@@ -255,7 +256,9 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
         return f"{family} has stateful layers that dflash does not know, and cannot roll back"
     # 2. Attention
     known = _RECURRENT_LAYER_TYPES if is_recurrent else _LAYER_TYPES
-    if has_pooled_indexers(model):
+    if has_block_indexers(model):
+        known = BLOCK_LAYER_TYPES
+    elif has_pooled_indexers(model):
         known = POOLED_LAYER_TYPES
     elif has_compressors(model):
         known = COMPRESSED_LAYER_TYPES

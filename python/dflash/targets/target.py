@@ -6,6 +6,7 @@ hooks, attention implementation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from .. import ops
 from ..decoder import DecoderStack, rotation
 from ..ops import WeightStorage, split_weights
 from ..state import KVCache, RecurrentCache, Tree
-from . import compressed, indexed, pooled
+from . import blocks, compressed, indexed, pooled
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest
 from .fused import Family, kernel_obstacle, layers_of, recognize, use_experts_op
@@ -59,6 +60,7 @@ class Target:
         runs_ops: True if layers, or experts in them, run on `dflash.ops`.
         draft_head: the head for a drafter's rows: our kernel if the target's own pass uses it.
         tree_obstacle: what went wrong in the trial run of a tree; empty if nothing did.
+        compile_obstacle: why steps cannot be compiled; empty if they can.
         compiled_forward: what :meth:`verify` runs instead of :meth:`forward`, if it is set; prompts are never compiled.
 
     Raises:
@@ -108,7 +110,13 @@ class Target:
         self._pass = take_over(self.model)
         # Of families with masks of their own: the layer type that these have, and the window of keys; 0 for none.
         self._masked: tuple[str, int] | None = None
-        if pooled.has_pooled_indexers(self.model):
+        self._view: Callable[[KVCache, Tensor], CacheView] = CacheView
+        self.compile_obstacle = ""
+        if blocks.has_block_indexers(self.model):
+            self._masked = blocks.LAYER_TYPE, 0
+            self._view = functools.partial(blocks.BlockView, self.model)
+            self.compile_obstacle = "the indexers of its model loop over rows in Python"
+        elif pooled.has_pooled_indexers(self.model):
             self._masked = "", 0  # the modules make them
             pooled.take_over_pooled_indexers(self.model, self._pass)
         elif indexed.has_indexers(self.model):
@@ -124,7 +132,7 @@ class Target:
         self.draft_head: Callable[[Tensor], Tensor] = self.head if self._fused is None else self._fused.logits
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
-            module.register_forward_hook(_tap_hook(self._taps, index))
+            module.register_forward_hook(_tap_hook(self._taps, index, self.config.hidden_size))
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -245,7 +253,7 @@ class Target:
         # Rows past the end of a request are computed and dropped. They must not index past a learned table.
         if (limit := max_positions(self.model)) is not None:
             positions = positions.clamp(max=limit - 1)
-        options: dict[str, Any] = {self._cache_argument: CacheView(cache, slots), "block_lengths": lengths}
+        options: dict[str, Any] = {self._cache_argument: self._view(cache, slots), "block_lengths": lengths}
         if self._masked and self._masked[0]:
             layer_type, window = self._masked
             if window and tree is not None:
@@ -466,10 +474,10 @@ def spread(values: Tensor, live: Tensor, batch: int, other: float) -> Tensor:
     return values.new_full((batch, *values.shape[1:]), other).index_copy_(0, live, values)
 
 
-def _tap_hook(taps: list[Tensor | None], index: int) -> Callable[..., None]:
+def _tap_hook(taps: list[Tensor | None], index: int, hidden_size: int) -> Callable[..., None]:
     """Return a forward hook that stores a module's output. It holds no target, which would be a reference cycle."""
 
     def store(_module: nn.Module, _arguments: tuple, output: Any) -> None:
-        taps[index] = tap_of(output)
+        taps[index] = tap_of(output, hidden_size)
 
     return store

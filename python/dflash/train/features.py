@@ -66,10 +66,11 @@ class TargetFeatures:
             del layers[max(self.layer_ids) + 1 :]
         self._is_recurrent = has_recurrent_layers(self.model)
         self._taps: dict[int, Tensor] = {}
+        hidden_size = text_config(self.model).hidden_size
         for layer_id, module in zip(self.layer_ids, modules, strict=True):
 
             def keep(_module, _args, output, taps=self._taps, layer_id=layer_id):
-                taps[layer_id] = tap_of(output)
+                taps[layer_id] = tap_of(output, hidden_size)
 
             module.register_forward_hook(keep)
 
