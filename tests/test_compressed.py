@@ -9,6 +9,7 @@ from families import cheat, make_draft, make_target
 from rollback import play
 
 import dflash
+from dflash.cli.memory import bytes_per_token
 from dflash.targets import Target
 
 NEW = 24
@@ -120,3 +121,11 @@ def test_n_grams_and_blocks_matter():
 def test_trees_are_refused(target):
     with pytest.raises(ValueError, match=r"tree=16 needs a target .* pass tree=None .*pools rows of one path"):
         dflash.Generator(target, make_draft(target), max_length=64, tree=16)
+
+
+def test_the_memory_of_what_is_pooled_is_counted(target):
+    generator = dflash.Generator(target, None, max_length=64)
+    generator.generate(prompt(9)[None], max_new_tokens=3)
+    cache = generator.state.target_cache
+    each = sum(buffer.nbytes // cache.capacity for buffer in cache.buffers)
+    assert each <= bytes_per_token(target, None) <= each + 256

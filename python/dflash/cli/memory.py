@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from ..targets import Target
+
+_SLOTS = 64  # of a cache that is looked at
 _OTHERS = 256  # bytes of ids and log probabilities per token
 
 
@@ -15,11 +18,11 @@ def bytes_per_token(target: Any, drafter: Any) -> int:
 
     Runs the target on one token. States of recurrent layers, which do not grow, are not counted.
     """
-    with torch.inference_mode():
-        output = target(torch.zeros(1, 1, dtype=torch.int64, device=target.device), use_cache=True)
-    cache = output["cache"] if "cache" in output else output.get("past_key_values")  # the latter is the older name
-    kept = [getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values")]
-    size = sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor))
+    ours, nothing = Target(target), torch.zeros(1, dtype=torch.int64, device=target.device)
+    cache = ours.new_cache(1, _SLOTS, 1)
+    with torch.no_grad():
+        ours.forward(nothing[None], nothing, cache, keep=nothing + 1)
+    size = sum(tensor.nbytes for kept in (cache.keys, cache.values) for tensor in kept.values()) // _SLOTS
     if drafter is not None:
         config = drafter.config
         size += 2 * config.num_hidden_layers * config.num_kv_heads * config.head_dim * drafter.dtype.itemsize

@@ -291,6 +291,7 @@ def verify(
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
     exact: Annotated[bool, "Let a near-tie count as a token that does not follow."] = False,
+    pictures: Annotated[bool, "Load the vision tower too, for receipts of dflash serve --pictures."] = False,
     as_json: options.Json = False,
 ) -> None:
     """Check that every token of a receipt's answers follows from its seed and the target's weights.
@@ -302,7 +303,13 @@ def verify(
     # 1. Read the receipt: what is wrong with it is said before a model is loaded.
 
     receipt = Receipt.read(file)
-    source = options.Source(str(PAIR / "target") if model is None else model, trust_remote_code, quiet=as_json)
+    if receipt.pictures:
+        raise ValueError(
+            "the receipt names pictures, which it does not hold: check it in Python, with the tensors that the call had, "
+            "dflash.verify(receipt, target, tokenizer, pictures=...)"
+        )
+    name = str(PAIR / "target") if model is None else model
+    source = options.Source(name, trust_remote_code, quiet=as_json, pictures=pictures)
     if device is None and receipt.weights is not None:
         device = "cpu"  # int8 weights are computed with there only
     device = options.check_device(receipt.fingerprints.dtype, device)

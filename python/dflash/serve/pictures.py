@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.error import URLError
 
@@ -23,6 +25,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """What is decoded: other decoders of Pillow start programs, or decode before a picture's size is known."""
 
 _SECONDS = 10.0  # to fetch the pictures of a request
+_FETCHING = ThreadPoolExecutor(8, "pictures")  # hosts that never answer hold up these threads only
+_TURNS = threading.BoundedSemaphore(2)  # pictures that are decoded or prepared at once
 _PIECE = 2**16  # bytes that are read at once
 _FIELD = "messages"
 
@@ -67,7 +71,10 @@ class PictureReader:
                 raise bad_request(f"{name} is not in base64: {error}", _FIELD) from error
         elif self._opener is not None and scheme.lower() in ("http", "https"):
             try:
-                data = _fetched(self._opener, url, end)
+                left = max(0.1, end - time.monotonic())
+                data = _FETCHING.submit(_fetched, self._opener, url, end).result(left)
+            except TimeoutError as error:
+                raise bad_request(f"{name} cannot be fetched: it took more than {_SECONDS:g} s", _FIELD) from error
             except Exception as error:  # of any of the libraries below
                 raise bad_request(f"{name} cannot be fetched: {first_line(error)}", _FIELD) from error
         else:
@@ -84,14 +91,16 @@ class PictureReader:
             ApiError: the processor refuses them.
         """
         try:
-            made = self._processor(
-                text=[text], images=[list(pictures)], return_tensors="pt", add_special_tokens=False
-            )  # fmt: skip
+            with _TURNS:
+                made = dict(self._processor(
+                    text=[text], images=[list(pictures)], return_tensors="pt", add_special_tokens=False
+                ))  # fmt: skip
         except Exception as error:  # of a processor, which sees text and pictures here first
             raise bad_request(f"the processor refuses the pictures: {first_line(error)}", _FIELD) from error
-        inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
-        inputs.pop("attention_mask", None)
-        return inputs.pop("input_ids")[0].tolist(), inputs
+        if odd := [name for name, value in made.items() if not isinstance(value, Tensor)]:
+            raise bad_request(f"this model cannot take these pictures together: {', '.join(odd)} differ", _FIELD)
+        made.pop("attention_mask", None)
+        return made.pop("input_ids")[0].tolist(), made
 
 
 def _decoded(data: bytes, name: str, pixels: int) -> Any:
@@ -102,7 +111,8 @@ def _decoded(data: bytes, name: str, pixels: int) -> Any:
         picture = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = picture.size
         if width * height <= pixels:
-            return ImageOps.exif_transpose(picture).convert("RGB")
+            with _TURNS:
+                return ImageOps.exif_transpose(picture).convert("RGB")
     except Exception as error:  # of a decoder
         raise bad_request(f"{name} cannot be read as {', '.join(FORMATS)}: {first_line(error)}", _FIELD) from error
     most = f"the pictures of a request may have {MAX_PIXELS} pixels together"

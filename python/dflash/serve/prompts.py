@@ -244,8 +244,9 @@ class PromptReader:
 
     def _check_shown(self, messages: Sequence[dict[str, Any]], tools: Tools | None, text: str) -> None:
         """Refuse a conversation with pictures of which the template loses something."""
-        said = [part["text"].strip() for message in messages for part in message.get("content") or () if "text" in part]
-        lost = "text" if not all(words in text for words in said[-1:]) else ""
+        told = [message for message in messages if message["role"] != "assistant"]  # whose reasoning may be left out
+        said = [part["text"].strip() for message in told for part in message.get("content") or () if "text" in part]
+        lost = "" if all(words in text for words in said) else "text"
         if tools is not None and not all(tool["function"]["name"] in text for tool in tools.shown):
             lost = "tools"
         if not self._writes_calls and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):

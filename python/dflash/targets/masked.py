@@ -12,6 +12,8 @@ from ..state import Tree
 
 ATTENTION = "masked_verify"  # must contain no "flash", and be neither "eager" nor "sdpa": modules then pass indices on
 
+_SCORES = 2**27  # that are held at once where attention has sinks
+
 
 def visible(lengths: Tensor, rows: int, capacity: int, tree: Tree | None, window: int = 0) -> Tensor:
     """Return which slots each row of a pass sees, ``[batch, 1, rows, capacity]`` bool.
@@ -52,11 +54,14 @@ def _attend(
     if s_aux is None:
         options = {"scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
         return nn.functional.scaled_dot_product_attention(query, key, value, seen, **options).transpose(1, 2), None
-    key, value = (x.expand(-1, query.shape[1], -1, -1) for x in (key, value))  # one head for all
-    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~seen, -torch.inf)
-    sinks = s_aux.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    weights = torch.cat([scores, sinks], -1).float().softmax(-1)[..., :-1]
-    return (weights.to(value.dtype) @ value).transpose(1, 2), None
+    keys, sinks = key.transpose(2, 3), s_aux.float().view(1, -1, 1, 1)  # one head of keys for all
+    rows = max(1, _SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+    out = []
+    for part, visible_part in zip(query.split(rows, 2), seen.split(rows, 2), strict=True):
+        scores = (part @ keys * scaling).float().masked_fill(~visible_part, -torch.inf)
+        weights = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1).softmax(-1)[..., :-1]
+        out.append(weights.to(value.dtype) @ value)
+    return torch.cat(out, 2).transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION, _attend)

@@ -76,7 +76,11 @@ class PicturePrompts:
         options: dict[str, Any] = {name: tensor.to(ids.device) for name, tensor in pictures.items()}
         options["attention_mask"] = (places >= 0).long()
         options["position_ids"] = self._positions(ids, lengths, options)
-        output = self._model.generate(ids, **options)
+        try:
+            output = self._model.generate(ids, **options)
+        except BaseException:
+            self._taps.clear()
+            raise
         _take(cache, getattr(output, cache_argument(self._model)), places, lengths)
         order = (columns + (ids.shape[1] - lengths)[:, None])[:, : int(lengths.max())] % ids.shape[1]
         taps = [self._taps.pop(index) for index in sorted(self._taps)]

@@ -26,7 +26,17 @@ from .blocks import has_block_indexers
 from .compressed import LAYER_TYPES as COMPRESSED_LAYER_TYPES
 from .compressed import has_compressors
 from .indexed import LAYER_TYPE, has_indexers
-from .model import UnsupportedTargetError, config_values, library, modules_of, name_of, tensors_of, text_config, unwrap
+from .model import (
+    UnsupportedTargetError,
+    config_values,
+    library,
+    modules_of,
+    name_of,
+    tensors_of,
+    text_config,
+    transformers_version,
+    unwrap,
+)
 from .parallel import ranks_in, refusal_of_ranks, shards
 from .pooled import LAYER_TYPES as POOLED_LAYER_TYPES
 from .pooled import has_pooled_indexers
@@ -43,6 +53,7 @@ _UNSERVED = {
     "zaya": "attends to keys that were convolved with earlier ones and to delayed values, by functions of its own",
     "inkling": "has four convolutions in a layer, with a state each",
 }
+_POOLING = (5, 24)  # of transformers: a trial of few tokens would not see that other modules pool otherwise
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What models with recurrent layers call these, and their other ones.
 _RECURRENT_LAYER_TYPES = _LAYER_TYPES | {"linear_attention", "mamba", "conv", "hybrid", "attention", "mlp", "moe"}
@@ -256,6 +267,10 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
         return f"{family} has stateful layers that dflash does not know, and cannot roll back"
     # 2. Attention
     known = _RECURRENT_LAYER_TYPES if is_recurrent else _LAYER_TYPES
+    pools = has_block_indexers(model) or has_pooled_indexers(model) or has_compressors(model)
+    if pools and transformers_version() < _POOLING:
+        least = ".".join(map(str, _POOLING))
+        return f"{family} pools keys, by modules that were tried with transformers >= {least} only"
     if has_block_indexers(model):
         known = BLOCK_LAYER_TYPES
     elif has_pooled_indexers(model):

@@ -295,8 +295,10 @@ class Target:
             return f"{name} has no vision tower"
         if self._int8 is not None:
             return 'the prompt would run in other weights than weights="int8" stores'
+        if self.makes_masks:
+            return f"{name} keeps more of a prompt than keys, values and states"
         if self._picture_prompts is None:
-            return f"{name} is spread over processes, or keeps more of a prompt than keys, values and states"
+            return f"{name} is spread over processes"
         known = picture_arguments(self.model)
         strange = [given for given in pictures if given not in known]
         return f"{name} takes {', '.join(known)}, and no {', '.join(strange)}" if strange else ""
