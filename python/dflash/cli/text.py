@@ -305,7 +305,7 @@ def verify(
     receipt = Receipt.read(file)
     if receipt.pictures:
         raise ValueError(
-            "the receipt names pictures, which it does not hold: check it in Python, with the tensors that the call had, "
+            "the receipt names pictures, which it does not hold: check it in Python, with the tensors of the call, "
             "dflash.verify(receipt, target, tokenizer, pictures=...)"
         )
     name = str(PAIR / "target") if model is None else model
