@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from ..state import KVCache
 from .copies import CacheView
-from .model import modules_of, text_config
-from .recurrent import forward_names
+from .model import text_config
+from .recurrent import has_modules_that_use
 
 LAYER_TYPE = "indexed_attention"  # of the mask
 LAYER_TYPES = {LAYER_TYPE, "linear_attention"}
@@ -26,7 +26,7 @@ _INPUTS, _IDS = 1, 2  # states of the convolution and of the n-grams, as the fam
 
 def has_block_indexers(model: nn.Module) -> bool:
     """Return True if modules are indexers that select blocks as those of Qwen4 do."""
-    return any({"update_indexer", "block_topk"} <= forward_names(kind) for kind in set(map(type, modules_of(model))))
+    return has_modules_that_use(model, {"update_indexer", "block_topk"})
 
 
 class BlockView(CacheView):

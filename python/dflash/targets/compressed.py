@@ -20,16 +20,17 @@ from transformers import PreTrainedModel
 
 from .. import ops
 from .copies import CacheView
-from .model import modules_of, text_config
-from .recurrent import Pass, forward_names, give_forward
+from .model import text_config
+from .recurrent import Pass, has_modules_that_use, replace_forwards
 
 LAYER_TYPE = "sliding_attention"  # of the mask; all layers have the same
 LAYER_TYPES = {LAYER_TYPE, "compressed_sparse_attention", "heavily_compressed_attention"}
+_NAMES = {"store_compression_weights", "update_compressor_states"}  # that a compressor's forward uses
 
 
 def has_compressors(model: PreTrainedModel) -> bool:
     """Return True if modules pool keys as those of DeepSeek-V4 do."""
-    return any(map(_is_compressor, set(map(type, modules_of(model)))))
+    return has_modules_that_use(model, _NAMES)
 
 
 def window_of_keys(model: PreTrainedModel) -> int:
@@ -37,15 +38,9 @@ def window_of_keys(model: PreTrainedModel) -> int:
     return int(text_config(model).sliding_window)
 
 
-def _is_compressor(kind: type) -> bool:
-    return {"store_compression_weights", "update_compressor_states"} <= forward_names(kind)
-
-
 def take_over_compressors(copied: nn.Module, running: Pass) -> None:
     """Give the compressors of a copy a forward that keeps what they need in the cache of the pass."""
-    for module in [module for module in copied.modules() if _is_compressor(type(module))]:
-        module.running_pass = running
-        give_forward(module, _entries_and_mask)
+    replace_forwards(copied, _NAMES, _entries_and_mask, running)
 
 
 def _entries_and_mask(

@@ -14,20 +14,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .copies import CacheView
-from .model import modules_of
-from .recurrent import Pass, forward_names, give_forward
+from .recurrent import Pass, forward_names, has_modules_that_use, replace_forwards
 
 LAYER_TYPE = "indexed_attention"  # as configs and dicts of masks call it
+_NAMES = {"update_indexer", "topk"}  # that an indexer's forward uses
 
 
 def has_indexers(model: PreTrainedModel) -> bool:
     """Return True if modules are indexers that keep their keys in the cache and read what is seen from a mask."""
     is_named = LAYER_TYPE in forward_names(type(model.get_decoder()))
-    return is_named and any(map(_is_indexer, set(map(type, modules_of(model)))))
-
-
-def _is_indexer(kind: type) -> bool:
-    return {"update_indexer", "topk"} <= forward_names(kind)
+    return is_named and has_modules_that_use(model, _NAMES)
 
 
 def take_over_indexers(copied: nn.Module, running: Pass) -> None:
@@ -37,9 +33,7 @@ def take_over_indexers(copied: nn.Module, running: Pass) -> None:
     those of slots that a row does not see included. So there each row of a block is asked by itself, over what it sees,
     as in one-token decoding, and the rows of a prompt over all of it. Compiled steps do not.
     """
-    for module in [module for module in copied.modules() if _is_indexer(type(module))]:
-        module.running_pass = running
-        give_forward(module, _select)
+    replace_forwards(copied, _NAMES, _select, running)
 
 
 def _select(

@@ -13,26 +13,20 @@ from transformers import PreTrainedModel
 
 from .compressed import best_entries, pooled
 from .copies import CacheView
-from .model import modules_of
-from .recurrent import Pass, forward_names, give_forward
+from .recurrent import Pass, has_modules_that_use, replace_forwards
 
 LAYER_TYPES = {"indexed_attention", "linear_attention"}
+_NAMES = {"get_pooled_states", "get_visible_tokens"}  # that an indexer's forward uses
 
 
 def has_pooled_indexers(model: PreTrainedModel) -> bool:
     """Return True if modules are indexers that select pools as those of GLM-5.3 do."""
-    return any(map(_is_pooled_indexer, set(map(type, modules_of(model)))))
-
-
-def _is_pooled_indexer(kind: type) -> bool:
-    return {"get_pooled_states", "get_visible_tokens"} <= forward_names(kind)
+    return has_modules_that_use(model, _NAMES)
 
 
 def take_over_pooled_indexers(copied: nn.Module, running: Pass) -> None:
     """Give the indexers of a copy a forward that keeps what they pool in the cache of the pass."""
-    for module in [module for module in copied.modules() if _is_pooled_indexer(type(module))]:
-        module.running_pass = running
-        give_forward(module, _select)
+    replace_forwards(copied, _NAMES, _select, running)
 
 
 def _select(
