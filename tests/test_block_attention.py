@@ -177,7 +177,7 @@ def test_emulated_bits_do_not_depend_on_the_number_of_splits(mode, heads, dtype,
 
 
 def test_emulated_blocks_take_several_chunks_where_there_are_many_tiles(emulation, monkeypatch):
-    """128 tiles, of which each has 16 blocks, and one has 18 live chunks."""
+    """128 tiles, of which each has 16 blocks, and one has 19 live chunks."""
     kernels = Emulated(emulation)
     case = draw((1, 1, 8, 8), [130] * 127 + [2400], 1, torch.bfloat16, capacity=2500)
     want = kernels.block_attention(*case, 0.3, True)

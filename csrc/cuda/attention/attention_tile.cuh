@@ -8,13 +8,13 @@ namespace dflash {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// The first 1024 slots of a cache are one octave, every later octave is as long as all that is before it, and the last
-// has no end. Each is cut into chunks of a length of its own, eight per octave.
-constexpr int kOctaves = 5;
-constexpr int kPerOctave = 8;
+// The first 2048 slots of a cache are one octave, every later octave is as long as all that is before it, and the last
+// has no end. Each is cut into chunks of a length of its own, sixteen per octave.
+constexpr int kOctaves = 4;
+constexpr int kPerOctave = 16;
 struct Octave {
   int begin, chunk;  // its first slot, and the slots of its chunks
-  __host__ __device__ explicit Octave(int i) : begin(i ? 512 << i : 0), chunk(i ? 64 << i : 128) {}
+  __host__ __device__ explicit Octave(int i) : begin(i ? 1024 << i : 0), chunk(i ? 64 << i : 128) {}
 };
 
 // The first slot of a chunk, and the chunk of a slot.
@@ -123,10 +123,13 @@ struct State {
   }
 };
 
+// A stored state: kStateVectors vectors of four per thread, and one for its rows, which four threads share.
 template <int kDim>
-constexpr int kStateVectors = kColumns<kDim> / 8 + 1;  // of 16 bytes per thread in a stored state
+constexpr int kStateVectors = kColumns<kDim> / 8;
 template <int kDim>
-constexpr int kStateFloats = kStateVectors<kDim> * 4 * kThreads<kDim>;
+constexpr int kStateSize = kStateVectors<kDim> * kThreads<kDim> + kThreads<kDim> / 4;
+template <int kDim>
+constexpr int kStateFloats = kStateSize<kDim> * 4;
 
 // True if one of two neighbors is infinite or NaN.
 template <typename T>
@@ -135,14 +138,24 @@ static __device__ __forceinline__ bool not_finite(uint32_t pair) {
   return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
 }
 
-// A stored state is [kStateVectors, kThreads<kDim>] vectors of four. Each thread reads only its own.
+// Where a thread of a stored state has its columns 8 n, and the tops and sums of its rows.
+template <int kDim>
+static __device__ __forceinline__ int columns_at(int n) {
+  return n * kThreads<kDim> + threadIdx.x;
+}
+template <int kDim>
+static __device__ __forceinline__ int sums_at() {
+  return kStateVectors<kDim> * kThreads<kDim> + threadIdx.x / 4;
+}
+
 template <int kDim>
 static __device__ __forceinline__ void store_state(float* to, const State<kDim>& s) {
-  float4* at = reinterpret_cast<float4*>(to) + threadIdx.x;
+  float4* at = reinterpret_cast<float4*>(to);
+  __syncwarp();  // the four have read the sums that are replaced
 #pragma unroll
-  for (int n = 0; n < kColumns<kDim> / 8; ++n)
-    at[n * kThreads<kDim>] = make_float4(s.out[n][0], s.out[n][1], s.out[n][2], s.out[n][3]);
-  at[kColumns<kDim> / 8 * kThreads<kDim>] = make_float4(s.top[0], s.top[1], s.sum[0], s.sum[1]);
+  for (int n = 0; n < kStateVectors<kDim>; ++n)
+    at[columns_at<kDim>(n)] = make_float4(s.out[n][0], s.out[n][1], s.out[n][2], s.out[n][3]);
+  if (threadIdx.x % 4 == 0) at[sums_at<kDim>()] = make_float4(s.top[0], s.top[1], s.sum[0], s.sum[1]);
 }
 
 // Two states of a row, the earlier slots' first, become one: its top, and what either is multiplied with. If one is
@@ -160,17 +173,17 @@ struct Fold {
   }
 };
 
-// s = stored + s
+// s = stored + s; a barrier lies between this and the store.
 template <int kDim>
 static __device__ __forceinline__ void fold(State<kDim>& s, const float* stored) {
-  const float4* at = reinterpret_cast<const float4*>(stored) + threadIdx.x;
-  const float4 sums = at[kColumns<kDim> / 8 * kThreads<kDim>];  // tops, sums
+  const float4* at = reinterpret_cast<const float4*>(stored);
+  const float4 sums = at[sums_at<kDim>()];  // tops, sums
   const Fold add[2] = {{sums.x, s.top[0]}, {sums.y, s.top[1]}};
   s.top[0] = add[0].top, s.top[1] = add[1].top;
   s.sum[0] = add[0](sums.z, s.sum[0]), s.sum[1] = add[1](sums.w, s.sum[1]);
 #pragma unroll
-  for (int n = 0; n < kColumns<kDim> / 8; ++n) {
-    const float4 v = at[n * kThreads<kDim>];
+  for (int n = 0; n < kStateVectors<kDim>; ++n) {
+    const float4 v = at[columns_at<kDim>(n)];
     s.out[n][0] = add[0](v.x, s.out[n][0]), s.out[n][1] = add[0](v.y, s.out[n][1]);
     s.out[n][2] = add[1](v.z, s.out[n][2]), s.out[n][3] = add[1](v.w, s.out[n][3]);
   }

@@ -2,8 +2,8 @@
 // warps, 16 rows each, reads every K/V byte once for the tile. Slots pass through a ring of cp.async stages, 32 at a
 // time: S = Q K^T and O += P V by mma.sync, softmax in registers between them, fp32 sums.
 //
-// The cache is cut into chunks at fixed slots (Octave): 128 slots each up to 2048, then 256 up to 4096, 512 up to 8192
-// and 1024 from there on. Each chunk has its own (top, sum, o), and chunks are folded one by one in ascending order.
+// The cache is cut into chunks at fixed slots (Octave): 128 slots each up to 4096, then 256 up to 8192 and 512 from
+// there on. Each chunk has its own (top, sum, o), and chunks are folded one by one in ascending order.
 // Tiles and chunks start at absolute slots, and one without a visible key changes no bit of a row. The result therefore
 // does not depend on how the work is split. All scores are in units of log2(e).
 //
@@ -65,14 +65,13 @@ static __global__ void __launch_bounds__(kThreads<kDim>, 1) block_attention_kern
 }
 
 // Folds the states of a tile's chunks. A thread has the rows that it has above, and two of the block's eight columns.
-// Grid: (tiles * num_kv_heads * batch, columns of a state / 8).
+// Grid: (tiles * num_kv_heads * batch, kStateVectors).
 template <typename T, int kDim>
 static __global__ void __launch_bounds__(kThreads<kDim>, 1) fold_chunks_kernel(const BlockAttentionParams p) {
   constexpr int kAtOnce = 8;  // chunks whose states are requested before the first is used
   const int index = int(blockIdx.x), n = int(blockIdx.y);
   const TileRows<T, kDim> rows(p, index);
-  const float4* stored =
-      reinterpret_cast<const float4*>(p.workspace + index * p.splits * kStateFloats<kDim>) + threadIdx.x;
+  const float4* stored = reinterpret_cast<const float4*>(p.workspace + index * p.splits * kStateFloats<kDim>);
   grid_begin();
   const int2 chunks = __ldcg(chunks_of<kDim>(p, index));
   float4 out{}, sums{};  // as in a stored state
@@ -80,10 +79,10 @@ static __global__ void __launch_bounds__(kThreads<kDim>, 1) fold_chunks_kernel(c
     float4 outs[kAtOnce], all_sums[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const float4* state = stored + (begin + i) * int64_t(kStateVectors<kDim> * kThreads<kDim>);
+      const float4* state = stored + (begin + i) * int64_t(kStateSize<kDim>);
       if (begin + i > chunks.y) continue;
-      outs[i] = __ldcg(state + n * kThreads<kDim>);
-      all_sums[i] = __ldcg(state + (kStateVectors<kDim> - 1) * kThreads<kDim>);
+      outs[i] = __ldcg(state + columns_at<kDim>(n));
+      all_sums[i] = __ldcg(state + sums_at<kDim>());
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -214,7 +213,7 @@ static cudaError_t launch_tiles(const BlockAttentionParams& p, cudaStream_t stre
       p.ancestors ? launch_overlapping(block_attention_kernel<T, kDim, true>, grid, threads, kTreeBytes, stream, p)
                   : launch_overlapping(block_attention_kernel<T, kDim, false>, grid, threads, kChainBytes, stream, p);
   if (error != cudaSuccess || p.splits == 1) return error;
-  return launch_overlapping(fold_chunks_kernel<T, kDim>, dim3(unsigned(tiles), kStateVectors<kDim> - 1), threads, 0,
+  return launch_overlapping(fold_chunks_kernel<T, kDim>, dim3(unsigned(tiles), kStateVectors<kDim>), threads, 0,
                             stream, p);
 }
 
