@@ -13,7 +13,7 @@ from .model import (
     generation_defaults,
     logit_scale,
     max_positions,
-    tap_of,
+    tap_,
     tapped_modules,
     text_config,
     transformers_version,

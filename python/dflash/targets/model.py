@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -124,7 +124,23 @@ def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[n
     return [modules[layer_id] for layer_id in layer_ids]
 
 
-def tap_of(output: Any, hidden_size: int) -> Tensor:
+def tap_(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[Tensor | None]:
+    """Return a list into which each forward pass puts the taps; hooks do, which hold no more than this list."""
+    modules = tapped_modules(model, layer_ids)
+    taps: list[Tensor | None] = [None] * len(modules)
+    for index, module in enumerate(modules):
+        module.register_forward_hook(_tap_hook(taps, index, text_config(model).hidden_size))
+    return taps
+
+
+def _tap_hook(taps: list[Tensor | None], index: int, hidden_size: int) -> Callable[..., None]:
+    def store(_module: nn.Module, _arguments: tuple, output: Any) -> None:
+        taps[index] = _tap_of(output, hidden_size)
+
+    return store
+
+
+def _tap_of(output: Any, hidden_size: int) -> Tensor:
     """Return the features ``[batch, rows, hidden]`` of a tapped module's output.
 
     Of hyper-connections these are the mean of the streams, as SGLang takes them (pull request 36708).

@@ -22,7 +22,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from .. import ops
 from ..state import KVCache, RecurrentCache
 from .copies import structural_copy
-from .model import cache_argument, tap_of, tapped_modules, text_config
+from .model import cache_argument, tap_, text_config
 
 
 def takes_pictures(model: PreTrainedModel) -> bool:
@@ -52,9 +52,7 @@ class PicturePrompts:
         self._model.generation_config = GenerationConfig(
             max_new_tokens=1, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True
         )  # the first token is chosen elsewhere
-        self._taps: dict[int, Tensor] = {}
-        for index, module in enumerate(tapped_modules(self._model, layer_ids)):
-            module.register_forward_hook(_keep(self._taps, index, text_config(model).hidden_size))
+        self._taps = tap_(self._model, layer_ids)
 
     def run(
         self, ids: Tensor, lengths: Tensor, pictures: Mapping[str, Tensor], cache: KVCache
@@ -78,12 +76,10 @@ class PicturePrompts:
         options["position_ids"] = self._positions(ids, lengths, options)
         try:
             output = self._model.generate(ids, **options)
-        except BaseException:
-            self._taps.clear()
-            raise
+        finally:
+            taps, self._taps[:] = [*self._taps], [None] * len(self._taps)
         _take(cache, getattr(output, cache_argument(self._model)), places, lengths)
         order = (columns + (ids.shape[1] - lengths)[:, None])[:, : int(lengths.max())] % ids.shape[1]
-        taps = [self._taps.pop(index) for index in sorted(self._taps)]
         return output.logits[0], [tap.gather(1, order[..., None].expand(-1, -1, tap.shape[2])) for tap in taps]
 
     def _positions(self, ids: Tensor, lengths: Tensor, options: dict[str, Any]) -> Tensor:
@@ -93,15 +89,6 @@ class PicturePrompts:
         spatial = found[-(len(sections) or 3) :] if found.dim() == 3 else found[None]  # a row before them counts tokens
         spatial += (lengths - 1 - spatial.amax((0, 2)))[:, None]
         return found
-
-
-def _keep(taps: dict[int, Tensor], index: int, hidden_size: int) -> Any:
-    """Return a forward hook that keeps a module's output; see `dflash.targets.target`."""
-
-    def keep(_module: object, _arguments: tuple, output: Any) -> None:
-        taps[index] = tap_of(output, hidden_size)
-
-    return keep
 
 
 def _take(cache: KVCache, theirs: Cache, places: Tensor, lengths: Tensor) -> None:

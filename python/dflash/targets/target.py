@@ -29,8 +29,7 @@ from .model import (
     embedding_table,
     has_global_hooks,
     max_positions,
-    tap_of,
-    tapped_modules,
+    tap_,
     text_config,
 )
 from .parallel import Ranks, mesh_of
@@ -130,9 +129,7 @@ class Target:
         may_run_ops = fused is not False and not replaced and not has_global_hooks()
         self.runs_ops = (may_run_ops and use_experts_op(self.model)) or self._fused is not None
         self.draft_head: Callable[[Tensor], Tensor] = self.head if self._fused is None else self._fused.logits
-        self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
-        for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
-            module.register_forward_hook(_tap_hook(self._taps, index, self.config.hidden_size))
+        self._taps = tap_(self.model, target_layer_ids)
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -474,12 +471,3 @@ def fuse(
 def spread(values: Tensor, live: Tensor, batch: int, other: float) -> Tensor:
     """Return ``[batch, ...]`` with ``values [n, ...]`` of the sequences ``live [n]``, and ``other`` everywhere else."""
     return values.new_full((batch, *values.shape[1:]), other).index_copy_(0, live, values)
-
-
-def _tap_hook(taps: list[Tensor | None], index: int, hidden_size: int) -> Callable[..., None]:
-    """Return a forward hook that stores a module's output. It holds no target, which would be a reference cycle."""
-
-    def store(_module: nn.Module, _arguments: tuple, output: Any) -> None:
-        taps[index] = tap_of(output, hidden_size)
-
-    return store

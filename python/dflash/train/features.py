@@ -28,8 +28,7 @@ from ..targets import (
     describe_config,
     find_layers,
     structural_copy,
-    tap_of,
-    tapped_modules,
+    tap_,
     text_config,
     unwrap,
 )
@@ -61,18 +60,10 @@ class TargetFeatures:
     def __init__(self, target: nn.Module, layer_ids: tuple[int, ...]) -> None:
         self.model = structural_copy(check_target(target, spread=False))
         self.layer_ids = tuple(layer_ids)
-        layers, modules = find_layers(self.model), tapped_modules(self.model, self.layer_ids)
+        layers, self._taps = find_layers(self.model), tap_(self.model, self.layer_ids)
         if len(layers) - 1 not in self.layer_ids:
             del layers[max(self.layer_ids) + 1 :]
         self._is_recurrent = has_recurrent_layers(self.model)
-        self._taps: dict[int, Tensor] = {}
-        hidden_size = text_config(self.model).hidden_size
-        for layer_id, module in zip(self.layer_ids, modules, strict=True):
-
-            def keep(_module, _args, output, taps=self._taps, layer_id=layer_id):
-                taps[layer_id] = tap_of(output, hidden_size)
-
-            module.register_forward_hook(keep)
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -90,8 +81,8 @@ class TargetFeatures:
         exact = torch.autocast(input_ids.device.type, enabled=False) if self._is_recurrent else nullcontext()
         with exact, sdpa_kernel(_ATTENTIONS):
             self.model.get_decoder()(input_ids=input_ids, use_cache=False)
-        taps = torch.cat([self._taps[layer_id] for layer_id in self.layer_ids], -1)
-        self._taps.clear()
+        taps = torch.cat(self._taps, -1)
+        self._taps[:] = [None] * len(self._taps)
         return taps
 
 
