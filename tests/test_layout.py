@@ -21,7 +21,8 @@ AROUND = {
     "doctor": {"evaluate"},
     "serve": {"evaluate", "grammar", "receipts"},
     "train": {"evaluate"},
-    "cli": {"hf", "grammar", "receipts", "evaluate", "doctor", "serve", "train"},
+    "learn": {"receipts", "serve", "train"},
+    "cli": {"hf", "grammar", "receipts", "evaluate", "doctor", "serve", "train", "learn"},
 }
 USES_TRANSFORMERS = {"targets", "drafter", "hf", "evaluate", "train", "cli"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "python" / "dflash"
-AROUND = {"hf", "grammar", "receipts", "serve", "evaluate", "doctor", "train", "cli"}
+AROUND = {"hf", "grammar", "receipts", "serve", "evaluate", "doctor", "train", "learn", "cli"}
 ORACLE = PACKAGE / "ops" / "reference.py"  # the tests' plain-torch twins of the ops
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

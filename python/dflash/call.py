@@ -91,6 +91,7 @@ class Call:
     grammars: tuple[Any, ...]
     logprobs: int | None
     prompt_logprobs: bool
+    store: bool
 
     @classmethod
     def resolve(

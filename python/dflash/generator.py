@@ -24,7 +24,7 @@ from .engine.run import Answer, Run, event_of, output_of
 from .engine.self_check import self_check
 from .ops import WeightStorage
 from .options import GeneratorOptions, checked_block_size
-from .outputs import GenerateOutput, StreamEvent
+from .outputs import FinishedAnswer, GenerateOutput, StreamEvent
 from .settings import checked
 from .state import State
 from .streaming import BatchDecoder
@@ -168,6 +168,10 @@ class Generator:
         prompt_lookup: draft what followed the last ``prompt_lookup`` tokens where they stood before in prompt or
             answer, in place of what the drafter says (prompt lookup, `dflash.proposers.lookup`). Of chains by keyed
             acceptance only. None never looks. Changes the speed, never the text.
+        on_answer: called with each answer that ends, a `dflash.outputs.FinishedAnswer`, before its last tokens are
+            returned, but for calls with ``store=False``; `dflash.learn.Recorder` keeps them. Needs a drafter and
+            ``tree=None``. The target's features of all positions are kept for it: ``batch_size * max_length`` times
+            the taps.
 
     Attributes:
         engine: what runs the steps.
@@ -198,6 +202,7 @@ class Generator:
         weights: WeightStorage = None,
         draft_weights: WeightStorage = None,
         prompt_lookup: int | None = None,
+        on_answer: Callable[[FinishedAnswer], None] | None = None,
     ) -> None:
         options = GeneratorOptions(
             *(max_length, batch_size, block_size, denoise_steps, compile, graph, fused, prefill_chunk, reuse_prefix),
@@ -211,6 +216,8 @@ class Generator:
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
         self.weights, self.tree = options.weights, checked("tree", options.tree)
         # 2. The pair: the target's copy, the drafter, and the engine with its state.
+        if on_answer is not None and (self._loaded is None or self.tree is not None):
+            raise ValueError("on_answer needs a drafter with blocks of at least 2 rows, and tree=None")
         first = next(target.parameters())
         self_check(first.device, first.dtype)
         taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
@@ -230,6 +237,8 @@ class Generator:
             prepared, self.draft, batch_size=self.batch_size, max_length=self.max_length, block_size=self.block_size,
             tree_rows=tree_rows(self.tree), widths=widths, prompt_lookup=options.prompt_lookup or 0,
         )  # fmt: skip
+        if on_answer is not None:
+            self.engine.hand_out(on_answer)
         # 3. What launches the steps. The step after the last may still be running when the generator is freed; the
         # memory that it writes must not be another's by then.
         on_gpu = self.engine.target.device.type == "cuda"

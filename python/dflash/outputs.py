@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from .ops import WeightStorage
+
+if TYPE_CHECKING:
+    from .call import Call
 
 
 class TokenLogprobs(NamedTuple):
@@ -102,6 +105,35 @@ class GenerateOutput:
     statistics: Statistics
     logprobs: list[list[TokenLogprobs]] | None = None
     prompt_logprobs: list[list[TokenLogprobs | None]] | None = None
+
+
+class FinishedAnswer(NamedTuple):
+    """An answer that has ended, with what the target computed on the way, for ``Generator(on_answer=...)``.
+
+    The tensors are views of what the next prompt in this row overwrites: copy what is to stay.
+
+    Attributes:
+        call: what was asked; `dflash.call.Call`.
+        seed: of the row's noise.
+        finish_reason: ``"stop"`` or ``"length"``.
+        ids: ``[n]`` int64, the prompt, then the answer.
+        prompt_length: tokens of the prompt.
+        acceptance_lengths: the tokens that each step emitted.
+        features: ``[n - 1, taps * hidden]`` in the target's dtype: its hidden states at the tapped layers, of all
+            tokens but the last, which no pass has read.
+        top_ids: ``[n - prompt_length, 16]`` int64, the target's best tokens at each place of the answer.
+        top_logits: like ``top_ids``, float32: their logits, before rules, temperature and filters.
+    """
+
+    call: Call
+    seed: int
+    finish_reason: str
+    ids: Tensor
+    prompt_length: int
+    acceptance_lengths: list[int]
+    features: Tensor
+    top_ids: Tensor
+    top_logits: Tensor
 
 
 @dataclass(frozen=True)

@@ -358,6 +358,7 @@ class GenerateArguments(TypedDict, total=False):
         logprobs: return the log probability of each new token and of the 0 to 20 most probable ones at its position
             (`dflash.outputs.TokenLogprobs`): in the `GenerateOutput`, and in the events of ``stream``. They need
             ``tree=None`` and a target in one process.
+        store: False keeps this call's answers from the generator's ``on_answer`` (True).
         prompt_logprobs: return those of the prompt's own tokens too; needs ``logprobs``. The whole prompt is run,
             whatever the caches hold. In 16-bit types the logits of all its positions may be rounded otherwise than the
             last one's alone, so that a near-tie may choose another first token.
@@ -460,6 +461,7 @@ class GenerateArguments(TypedDict, total=False):
     stopping_criteria: Annotated[Sequence[StoppingCriterion] | None, Setting(_callables, ())]
     logprobs: Annotated[int | None, Setting(_up_to(MAX_LOGPROBS), receipt="needless")]
     prompt_logprobs: Annotated[bool | None, Setting(_true_or_false, False, receipt="needless")]
+    store: Annotated[bool | None, Setting(_true_or_false, True, receipt="needless", request="store")]
     tokenizer: Annotated[Tokenizer | None, Setting(receipt="needless")]
     streamer: Annotated[Streamer | None, Setting(receipt="needless")]
     num_return_sequences: Annotated[int | None, Setting(

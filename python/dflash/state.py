@@ -190,6 +190,7 @@ class State:
         self.report = Report(batch, block_size, len(TREE_SIZES) if tree_rows else 0, device)
         # [n] int64, the rows that the next step continues, where it may leave out the others; None for all.
         self.live: Tensor | None = None
+        self.history: History | None = None  # the target's features at all positions, where somebody records them
         self.is_readable = False  # True while the host may look at these tensors: no device has to be waited for
 
     @property
@@ -444,6 +445,51 @@ class KVCache:
 
     def keep_snapshot_(self, rows: Sequence[int]) -> None:
         """Remember the position of these rows, to resume from it later. Keys and values need nothing for it."""
+
+
+class History(KVCache):
+    """What the target has computed of all positions: features, as the keys of a layer, and its best tokens.
+
+    Attributes:
+        features: ``[batch, 1, capacity, taps * hidden]``, of the positions before ``length``.
+        top_ids, top_logits: ``[batch, capacity, 16]`` int64 and float32, of the tokens of answers.
+    """
+
+    TOP = 16
+
+    def __init__(self, context: Tensor, capacity: int) -> None:
+        """``context [batch, rows, taps * hidden]`` is the state's."""
+        batch, _, width = context.shape
+        super().__init__(batch, capacity)
+        self.features = self.keys[0] = context.new_zeros(batch, 1, capacity, width)
+        self.top_logits = context.new_zeros(batch, capacity, self.TOP, dtype=torch.float32)
+        self.top_ids = self.top_logits.long()
+        self._seeds, self._zeros = self.top_ids.new_zeros(batch), self.top_logits.new_zeros(batch)
+
+    def write_(self, rows: slice, start: Tensor, features: Tensor) -> None:
+        """Write ``features [n, count, taps * hidden]`` of some ``rows`` at positions from ``start [n]`` int64 on.
+
+        Those of a row past what it commits are stale, as in every cache.
+        """
+        row, positions = self._places(rows, start, features.shape[1])
+        self.features[row, 0, positions] = features
+
+    def write_top_(self, rows: slice, start: Tensor, logits: Tensor) -> None:
+        """Write the best of the target's ``logits [n, count, vocab]`` for positions from ``start [n]`` int64 on."""
+        row, positions = self._places(rows, start, logits.shape[1])
+        plain = self._seeds[rows], self._zeros[rows], self._zeros[rows]
+        self.top_ids[row, positions], self.top_logits[row, positions] = ops.top_candidates(
+            logits, positions, *plain, self.TOP
+        )
+
+    def of(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a row's features before position ``stop - 1``, and the best ids and logits from ``start`` on."""
+        return self.features[row, 0, : stop - 1], self.top_ids[row, start:stop], self.top_logits[row, start:stop]
+
+    def _places(self, rows: slice, start: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        positions = start[:, None] + torch.arange(count, device=start.device)
+        row = torch.arange(self.batch_size, device=start.device)[rows, None]
+        return row, positions.clamp(max=self.capacity - 1)
 
 
 class RecurrentLayer:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .diagnosis import doctor
+from .learning import learn
 from .measure import benchmark, demo
 from .running import set_debug
 from .serving import serve
@@ -14,7 +15,7 @@ from .text import chat, generate, verify
 from .training import export, regenerate, train
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (generate, chat, serve, verify, train, regenerate, export, demo, benchmark, doctor):
+for command in (generate, chat, serve, verify, train, learn, regenerate, export, demo, benchmark, doctor):
     app.command()(command)
 
 

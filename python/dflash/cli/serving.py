@@ -68,6 +68,10 @@ def serve(
         bool, "Fetch pictures from http and https URLs too, also from hosts that only this machine reaches."
     ] = False,
     receipts: Annotated[Path | None, "Folder for a receipt of each answer, see dflash verify; default: none."] = None,
+    learn: Annotated[
+        Path | None, "Folder for answers that dflash learn makes the drafter better with; default: none are kept."
+    ] = None,
+    learn_gb: Annotated[float, typer.Option(min=0.001, help="GB of answers in that folder; the oldest go.")] = 1.0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0,
     grace: Annotated[
         float, typer.Option(min=0, max=86400, help="Seconds that answers may still take after SIGTERM.")
@@ -112,21 +116,31 @@ def serve(
     drafts = models.prompt_lookup is not None if drafter is None else drafter.config.block_size > 1
     if models.block_size is None and drafts:
         models = dataclasses.replace(models, block_size="auto")
+    from ..learn import Adopter, Recorder
     from ..serve import Scheduler
     from ..serve.pictures import PictureReader
     from ..serve.service import ReceiptFolder, Service
 
     free, each = free_memory(model.device), rows * bytes_per_token(model, drafter)
-    room = _room(model, rows, max_length, free, each)
     chunk = prefill_chunk or (64 if model.device.type == "cpu" else 128)
-    generator = Generator(model, drafter, max_length=room, batch_size=rows, prefill_chunk=chunk, **models.generator)
+    recorder = None
+    if learn is not None:
+        if drafter is None or not drafts:
+            raise ValueError("--learn needs a drafter: name one with --draft")
+        recorder = Recorder(learn, model, drafter, max_bytes=int(learn_gb * 1e9))
+        each += rows * len(drafter.config.target_layer_ids) * drafter.config.hidden_size * model.dtype.itemsize
+    room = _room(model, rows, max_length, free, each)
+    given = {"max_length": room, "batch_size": rows, "prefill_chunk": chunk, "on_answer": recorder}
+    generator = Generator(model, drafter, **given, **models.generator)
     cache_bytes = int(_cache_bytes(model, room * each, free) if cache_gb is None else cache_gb * 1e9)
     _LOG.info("cache of prompts: %.1f GB", cache_bytes / 1e9)
     scheduler = Scheduler(generator, max_waiting=queue, cache_bytes=cache_bytes)
+    adopter = None if recorder is None else Adopter(recorder, scheduler)
     folder = None if receipts is None else ReceiptFolder(receipts, model, tokenizer, scheduler)
     version, forms = versions()["dflash"], (tool_form, reasoning_form)
     reader = None if processor is None else PictureReader(processor, allows_urls=allow_image_urls)
-    service = Service(scheduler, tokenizer, first, version, timeout, folder, aliases, any_name, strict, *forms, reader)
+    named = scheduler, tokenizer, first, version, timeout, folder, aliases, any_name, strict
+    service = Service(*named, *forms, reader, adopter)
     # 3. Serve.
     _log_models(generator, model, is_packaged and models.dtype == "auto")
     if host not in _LOOPBACK and api_key is None:
@@ -136,6 +150,9 @@ def serve(
     root = f"http://{f'[{address}]' if ':' in address else address}:{found}"
     _LOG.info("%s on %s/v1, with a page to chat on %s/", printable(first), root, root)
     Server(service, api_key=api_key, grace=grace, origins=allow_origin or ()).run(sockets=[bound])
+    if adopter is not None:
+        adopter.close()
+        recorder.close()
 
 
 def _check_forms(tool_form: str | None, reasoning_form: str | None) -> None:

@@ -125,9 +125,12 @@ class Prefill:
                 self._logits[row] = logits[row, keep.index(n - 1 - start)]
         # 2. The drafter's K/V of the same positions, from the tapped features.
         if draft is not None:
+            features = torch.cat(taps, -1)
+            if state.history is not None:
+                state.history.write_(self.rows, past, features)
             positions = past[:, None] + torch.arange(ids.shape[1], device=ids.device)
             positions = torch.where(positions < self._lengths[:, None], positions, -1)
-            draft.inject_(draft.fuse(torch.cat(taps, -1), live), positions, state.draft_cache.rows(self.rows))
+            draft.inject_(draft.fuse(features, live), positions, state.draft_cache.rows(self.rows))
         state.length[self.rows] = past + live
         if self._prefix is not None:
             keys = self._keys[: stop // self.chunk]
@@ -181,6 +184,8 @@ class Prefill:
         length = state.length[rows]
         if engine.logprobs is not None:
             engine.logprobs.write_(rows, raw, first, length[:, None])
+        if state.history is not None:
+            state.history.write_top_(rows, length, raw)
         state.tokens[rows].scatter_(1, length[:, None], first.clamp(min=0))
         stopped = (first == state.stop_token_ids[rows]).any(1)
         done = torch.where(stopped, STOPPED, torch.where(length + 1 >= state.limits[rows], FULL, RUNNING))

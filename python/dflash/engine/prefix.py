@@ -27,7 +27,8 @@ class PrefixCache:
 
     def __init__(self, state: State, chunk: int, max_bytes: int) -> None:
         self.chunk, self.max_bytes, self.num_bytes = chunk, max_bytes, 0
-        self._caches = [cache for cache in (state.target_cache, state.draft_cache) if cache is not None]
+        caches = state.target_cache, state.draft_cache, state.history
+        self._caches = [cache for cache in caches if cache is not None]
         self._blocks: OrderedDict[bytes, list[list[Tensor]]] = OrderedDict()  # the oldest first; per cache
 
     def keys(self, ids: Tensor) -> list[bytes]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
+from ..outputs import FinishedAnswer, GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from ..state import FULL, INVALID, RUNNING, STOPPED, Logprobs, RowReport, State
 from ..streaming import BatchDecoder, StopFinder
 from .graphs import Replay
@@ -244,6 +244,7 @@ class Run:
             answer.num_prefilled_tokens -= prefill.num_loaded
             answer.follow(length, done, [token], length, state)
             self._read_details(answer, is_first=True)
+            self._tell_end(answer)
         seconds = time.perf_counter() - began
         for answer in answers:
             answer.time_to_first_token = seconds
@@ -346,6 +347,7 @@ class Run:
             self._read_details(answer)
             answer.rows.append(rows)
             continued.append(answer)
+            self._tell_end(answer)
         seconds = time.perf_counter() - began
         for answer in continued:
             answer.step_seconds.append(seconds)
@@ -365,6 +367,17 @@ class Run:
         answer.logprobs = answer.read_logprobs(answer.length + 1 - len(answer.new_ids), engine.logprobs)
         if is_first:
             answer.prompt_logprobs = answer.read_prompt_logprobs(engine.logprobs)
+
+    def _tell_end(self, answer: Answer) -> None:
+        """Hand out an answer that has ended."""
+        engine, state, row = self.engine, self.engine.state, answer.row
+        if engine.on_answer is None or answer.done not in _FINISH_REASONS or not answer.call.store:
+            return
+        end = answer.length + 1
+        engine.on_answer(FinishedAnswer(
+            answer.call, int(state.sampling.seeds[row]), _FINISH_REASONS[answer.done], state.tokens[row, :end],
+            answer.prompt_length, answer.acceptance_lengths, *state.history.of(row, answer.prompt_length, end),
+        ))  # fmt: skip
 
     def retire(self, row: int) -> None:
         """Free a row, whether its answer has ended or not."""

@@ -14,10 +14,11 @@ from torch import Tensor
 from .. import ops
 from ..call import Call, tree_rows
 from ..drafter import Drafter
+from ..outputs import FinishedAnswer
 from ..proposers import ChainProposer, LookupProposer, TreeProposer, chain_widths
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance
 from ..settings import MAX_LOGPROBS, BlockSize
-from ..state import FULL, RUNNING, STOPPED, Block, Logprobs, State
+from ..state import FULL, RUNNING, STOPPED, Block, History, Logprobs, State
 from ..targets import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
 
@@ -38,8 +39,7 @@ def step(engine: Engine) -> None:
     raw = engine.target.verify(block, state)  # also writes the drafter's next input
     logits = engine.rules.apply(raw, block, state)
     choices = engine.acceptance.choose(logits, block, state)
-    if engine.logprobs is not None:
-        engine.keep_logprobs_(raw, choices)
+    engine.keep_(raw, choices)
     engine.commit_(block, choices)
 
 
@@ -61,8 +61,7 @@ def host_step(engine: Engine) -> None:
         chosen = (engine.acceptance.choose(logits, block, state),)
     else:
         chosen = walk(engine, block, logits, state, state.done.tolist())
-    if engine.logprobs is not None:
-        engine.keep_logprobs_(raw, chosen[0])
+    engine.keep_(raw, chosen[0])
     engine.commit_(block, *chosen)
 
 
@@ -155,6 +154,7 @@ class Engine:
         costs: the measured seconds of a step by size, per way of launching; with chains also per way of drafting and
             context length.
         calls: per row, the call that it belongs to, or None.
+        on_answer: gets every answer that has ended; None for nobody.
         leaves_out: True if steps may leave out rows that are done, where the host knows which: shapes may change.
         rules: the logit rules of all rows.
         host_rules: Python processors and criteria of the call; None for none.
@@ -170,6 +170,7 @@ class Engine:
         self.target, self.draft = target, draft
         self.batch_size, self.block_size, self.widths = batch_size, block_size, widths
         self.state = State(target, draft, batch_size, max_length, block_size, tree_rows)
+        self.on_answer: Callable[[FinishedAnswer], None] | None = None
         self.chain: ChainProposer | LookupProposer
         self.tree: TreeProposer | None = None
         if draft is None:
@@ -194,6 +195,11 @@ class Engine:
         self._masks: Any = None
         self._rules: OrderedDict[tuple, LogitRules] = OrderedDict()
         self._apply_settings()
+
+    def hand_out(self, on_answer: Callable[[FinishedAnswer], None]) -> None:
+        """Call ``on_answer`` with every answer that ends, and keep the target's features of all positions for it."""
+        self.on_answer = on_answer
+        self.state.history = History(self.state.context, self.state.tokens.shape[1])
 
     def refresh(self) -> None:
         """Notice weights whose storage was replaced; called once per call, outside of the step."""
@@ -419,9 +425,12 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ the end of a step
 
-    def keep_logprobs_(self, logits: Tensor, choices: Tensor) -> None:
-        """Keep the log probabilities of a chain's choices. Call it before `commit_`."""
-        self.logprobs.write_(slice(None), logits, choices, self.state.positions(choices.shape[1]))
+    def keep_(self, logits: Tensor, choices: Tensor) -> None:
+        """Keep what is asked for of a chain's logits and choices. Call it before `commit_`."""
+        if self.logprobs is not None:
+            self.logprobs.write_(slice(None), logits, choices, self.state.positions(choices.shape[1]))
+        if self.state.history is not None:
+            self.state.history.write_top_(slice(None), self.state.length + 1, logits)
 
     def commit_(self, block: Block, choices: Tensor, limits: Tensor | None = None, stopped: Sequence[int] = ()) -> None:
         """Emit what was accepted, advance every row and its caches, and report to the host.
@@ -456,5 +465,7 @@ class Engine:
             state.draft_cache.commit_(state.length, state.num_context)
         if waiting is not None:
             state.wait_(waiting)
+        if state.history is not None:
+            state.history.write_(slice(None), state.length - state.num_context, state.context)
         # 3. Tell the host.
         state.report.write_(state.length, state.done, *report, expected)

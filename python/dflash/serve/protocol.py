@@ -121,7 +121,7 @@ class Fields(BaseModel):
 
 # Fields of OpenAI's API that are not applied and change no text, with values that ask for nothing.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],), "include_obfuscation": (False,), "service_tier": ("auto", "default"), "store": (False,)
+    "annotations": ([],), "include_obfuscation": (False,), "service_tier": ("auto", "default")
 }  # fmt: skip
 
 
@@ -186,6 +186,7 @@ class Sampling(pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN)):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100), Number] | None = None
     min_tokens: Annotated[int, Field(ge=0), Number] | None = None
+    store: bool | None = None  # False: the server must not learn from the answer
 
     def sampling(self) -> dict[str, Any]:
         """Return those that are given."""

@@ -167,7 +167,6 @@ class ResponsesRequest(
     tools: Annotated[list[FunctionTool | NamespaceTool | HostedTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
-    store: bool | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None

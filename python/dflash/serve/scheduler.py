@@ -73,6 +73,7 @@ class Scheduler:
     Attributes:
         session: the rows. Only the scheduler's thread steps it.
         on_step: called after each step with its seconds, from the scheduler's thread.
+        on_busy: called with True before a row gets a request while no other has one, and with False when none is left.
 
     Raises:
         ValueError: the generator is not one for sessions, or ``max_waiting`` is negative.
@@ -83,10 +84,13 @@ class Scheduler:
             raise ValueError(f"max_waiting must be at least 0, got {max_waiting}")
         self.generator, self.max_waiting, self._cache_bytes = generator, max_waiting, cache_bytes
         self.on_step: Callable[[float], None] = lambda _: None
+        self.on_busy: Callable[[bool], None] = lambda _: None
         self.session = Session(generator, cache_bytes=cache_bytes)
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
         self._works: deque[tuple[Generator[None, None, object], Future[object]]] = deque()
+        self._alone: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._was_busy = False
         self._is_closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="dflash scheduler", daemon=True)
@@ -149,6 +153,21 @@ class Scheduler:
             self._changed.notify()
         return future
 
+    def run_alone(self, work: Callable[[], None]) -> Future[None]:
+        """Call ``work`` from the scheduler's thread while no request has a row, then begin a new session.
+
+        Requests that run end first, and those that wait go on waiting.
+
+        Raises:
+            RuntimeError: the scheduler is closed.
+        """
+        future: Future[None] = Future()
+        with self._changed:
+            self._expect_open()
+            self._alone.append((work, future))
+            self._changed.notify()
+        return future
+
     def _expect_open(self) -> None:
         if self._is_closing:
             raise RuntimeError("the scheduler is closed: it takes no more requests")
@@ -172,6 +191,8 @@ class Scheduler:
             try:
                 if not self._fill_rows():
                     return
+                if self._alone and not self._running:
+                    self._work_alone(*self._alone.popleft())
                 if self._works:
                     self._work(*self._works[0])
                 if self._running:
@@ -184,6 +205,8 @@ class Scheduler:
     def _fill_rows(self) -> bool:
         """Drop cancelled requests, and give idle rows to waiting ones. False if all is done for good."""
         with self._changed:
+            if not self._running:
+                self._say_busy(False)
             while self._is_idle and self.session.is_settled and not self._is_closing:
                 self._changed.wait()
             for row in [row for row, ticket in self._running.items() if ticket.is_cancelled]:
@@ -191,7 +214,8 @@ class Scheduler:
             for ticket in [ticket for ticket in self._waiting if ticket.is_cancelled]:
                 self._waiting.remove(ticket)
                 ticket.emit(None)
-            while self._waiting and self.session.idle:
+            while self._waiting and self.session.idle and not self._alone:
+                self._say_busy(True)
                 ticket = self._waiting.popleft()
                 try:
                     row = self.session.admit(ticket.call, skip_special_tokens=ticket.skip_special_tokens)
@@ -203,7 +227,21 @@ class Scheduler:
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._waiting or self._running or self._works)
+        return not (self._waiting or self._running or self._works or self._alone)
+
+    def _say_busy(self, is_busy: bool) -> None:
+        if is_busy != self._was_busy:
+            self._was_busy = is_busy
+            self.on_busy(is_busy)
+
+    def _work_alone(self, work: Callable[[], None], future: Future[None]) -> None:
+        try:
+            work()
+            self.session = Session(self.generator, cache_bytes=self._cache_bytes)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
 
     def _work(self, parts: Generator[None, None, object], future: Future[object]) -> None:
         try:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from anyio import to_thread
@@ -268,10 +268,29 @@ class Completion:
         return self._loop.time() - self._began
 
 
+class Learner(Protocol):
+    """Who swaps the server's drafter for better ones: a `dflash.learn.Adopter`.
+
+    Attributes:
+        number: of the drafter that is served.
+        now, before: tokens per step with it and with the one before, NaN where there is none.
+    """
+
+    number: int
+
+    @property
+    def now(self) -> float: ...
+    @property
+    def before(self) -> float: ...
+    def observe(self, steps: Sequence[int]) -> None:
+        """Take note of the tokens of each step of an answer."""
+
+
 class Metrics:
     """Counters of one server for Prometheus, in a registry of their own."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, learner: Learner | None = None) -> None:
+        self._learner = learner
         self._registry = CollectorRegistry()
         self.fresh_tokens = 0  # of answers, counted as they are written
         own: dict[str, Any] = {"registry": self._registry}
@@ -288,6 +307,13 @@ class Metrics:
         help = "Tokens that a step added to an answer: accepted drafts and the bonus token."
         sizes = range(1, scheduler.generator.block_size + 1)
         self._step_tokens = Histogram("dflash_step_tokens", help, buckets=sizes, **own)
+        if learner is not None:
+            help = "The drafter that is served: 0, or the number of one that was learned."
+            Gauge("dflash_drafter", help, **own).set_function(lambda: learner.number)
+            help = "Mean tokens per step of the last 500 answers with this drafter, and with the one before."
+            pace = Gauge("dflash_drafter_step_tokens", help, ["drafter"], **own)
+            pace.labels("now").set_function(lambda: learner.now)
+            pace.labels("before").set_function(lambda: learner.before)
         # 3. Times.
         own["buckets"] = _SECONDS
         self._first = Histogram("dflash_first_token_seconds", "From a request to its first token.", **own)
@@ -306,8 +332,11 @@ class Metrics:
             self._prompt.inc(choice.prompt_tokens)
             self._cached.inc(choice.cached_tokens)
             self._new.inc(choice.new_tokens)
-            for tokens in choice.statistics.acceptance_lengths[0]:
+            steps = choice.statistics.acceptance_lengths[0]
+            for tokens in steps:
                 self._step_tokens.observe(tokens)
+            if self._learner is not None:
+                self._learner.observe(steps)
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
@@ -365,6 +394,7 @@ class Service:
         takes_any_name: requests may ask for any model, and get this one.
         is_strict: refuse unknown fields, more than four stop strings, and more tokens than fit.
         tool_form, reasoning_form, pictures: as in `PromptReader`.
+        learner: swaps the drafter; None if it stays.
         fingerprint: digest of what a text depends on besides its request: weights, versions, device and shapes. The
             drafter is not part of it: the text is the same with any, and without one.
     """
@@ -381,12 +411,13 @@ class Service:
     tool_form: str | None = None
     reasoning_form: str | None = None
     pictures: PictureReader | None = None
+    learner: Learner | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     is_ending: bool = False
 
     def __post_init__(self) -> None:
         self.reader = PromptReader(self.tokenizer, self.tool_form, self.reasoning_form, self.pictures)
-        self.metrics = Metrics(self.scheduler)
+        self.metrics = Metrics(self.scheduler, self.learner)
         self._said: set[str] = set()  # unknown fields that the log has
         self._pieces = Pieces(self.tokenizer)
         generator = self.scheduler.generator

@@ -456,7 +456,9 @@ class TrainableDrafter(nn.Module):
         check_trainable(drafter.config)
         if attention is not None and attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)} or None, got {attention!r}")
-        self.drafter = drafter.requires_grad_(True)
+        self.drafter = drafter
+        if not any(parameter.requires_grad for parameter in drafter.parameters()):  # nobody has chosen
+            drafter.requires_grad_(True)
         if "lm_head" in drafter.config.own_parts:
             drafter.lm_head.requires_grad_(False)
         self.attention = attention

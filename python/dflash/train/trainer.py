@@ -284,7 +284,7 @@ class Trainer:
         self._begin()
         began, seconds, totals = time.monotonic(), self.seconds, StepTotals()
         with progress(self.steps, not self.quiet and self.accelerator.is_main_process) as show:
-            for step in self._remaining_steps():
+            for step in self.remaining_steps():
                 # 1. Train on one step
                 logging = (self.step + 1) % self.config.log_every == 0 or self.step + 1 == self.steps
                 norm, rate = self.run_step(step, totals, logging)
@@ -327,7 +327,8 @@ class Trainer:
         """True at the last step, and every ``every`` steps unless that is 0."""
         return self.step == self.steps or (every > 0 and self.step % every == 0)
 
-    def _remaining_steps(self) -> Iterator[list[list[int]]]:
+    def remaining_steps(self) -> Iterator[list[list[int]]]:
+        """Yield the micro-batches of each step that is left; `run_step` takes it."""
         while self.step < self.steps:
             steps = self.batches.epoch(self.epoch)
             while self.place < len(steps) and self.step < self.steps:
