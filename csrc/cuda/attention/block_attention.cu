@@ -213,8 +213,8 @@ static cudaError_t launch_tiles(const BlockAttentionParams& p, cudaStream_t stre
       p.ancestors ? launch_overlapping(block_attention_kernel<T, kDim, true>, grid, threads, kTreeBytes, stream, p)
                   : launch_overlapping(block_attention_kernel<T, kDim, false>, grid, threads, kChainBytes, stream, p);
   if (error != cudaSuccess || p.splits == 1) return error;
-  return launch_overlapping(fold_chunks_kernel<T, kDim>, dim3(unsigned(tiles), kStateVectors<kDim>), threads, 0,
-                            stream, p);
+  return launch_overlapping(fold_chunks_kernel<T, kDim>, dim3(unsigned(tiles), kStateVectors<kDim>), threads, 0, stream,
+                            p);
 }
 
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
