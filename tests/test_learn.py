@@ -208,7 +208,7 @@ def lesson(folder, count: int, new: int = 60) -> tuple:
 def test_a_drafter_learns_and_is_adopted(tmp_path):
     store, target, draft, base = lesson(tmp_path, 80)
     before, said = {name: x.clone() for name, x in draft.state_dict().items()}, []
-    verdict = learn(store, target, draft, base, LearnOptions(minutes=0.3, learning_rate=1e-3), say=said.append)
+    verdict = learn(store, target, draft, base, LearnOptions(steps=60, learning_rate=1e-3), say=said.append)
     assert verdict.own.answers == 8
     assert verdict.is_adopted, (str(verdict), said)
     assert store.drafters() == Drafters(adopted=1, before=0, last=1)
@@ -229,7 +229,7 @@ def test_a_drafter_learns_and_is_adopted(tmp_path):
 
 def test_a_drafter_that_has_nothing_to_learn_is_not_adopted(tmp_path):
     store, target, draft, base = lesson(tmp_path, 50)
-    verdict = learn(store, target, draft, base, LearnOptions(minutes=0.01, learning_rate=1e-9))
+    verdict = learn(store, target, draft, base, LearnOptions(steps=2, learning_rate=1e-9))
     assert not verdict.is_adopted
     assert abs(verdict.own.gain) < 0.02
     assert store.drafters() == Drafters(adopted=0, before=0, last=1)
@@ -244,7 +244,7 @@ def test_a_stopped_run_goes_on_with_its_answers(tmp_path, monkeypatch):
         if line.startswith("step"):
             raise KeyboardInterrupt
 
-    given = LearnOptions(minutes=0.05, rank=2)
+    given = LearnOptions(steps=12, rank=2)
     with pytest.raises(KeyboardInterrupt):
         learn(store, target, draft, base, given, say=stop)
     for path in store.answers()[:20]:
@@ -270,7 +270,7 @@ def test_few_answers_and_few_general_ones_are_refused(tmp_path, pair):
 def test_lora_changes_matrices_by_its_rank_and_nothing_else(tmp_path, monkeypatch):
     store, target, draft, base = lesson(tmp_path, 50, new=20)
     monkeypatch.setattr(Verdict, "is_adopted", True)  # to look at it
-    learn(store, target, draft, base, LearnOptions(minutes=0.02, rank=2, learning_rate=1e-3))
+    learn(store, target, draft, base, LearnOptions(steps=15, rank=2, learning_rate=1e-3))
     before, after = draft.state_dict(), dflash.load_draft(store.drafter_folder(1), dtype=torch.bfloat16).state_dict()
     changed = 0
     for name, x in before.items():

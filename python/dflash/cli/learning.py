@@ -33,6 +33,7 @@ def learn(
         Path | None, "General answers of the target (dflash regenerate), half of what is learned from."
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="Minutes of training, pauses not counted.")] = 30.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; replaces the minutes.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Rank of LoRA; 0: all weights; default: 64 above 200 M weights, else 0.")
@@ -75,7 +76,7 @@ def learn(
         replay["prefill_chunk"] = 64 if target.device.type == "cpu" else 128
         if models.block_size != "auto":
             replay["block_size"] = models.block_size
-        chosen = LearnOptions(minutes, rank, learning_rate, seed=seed, replay=replay)
+        chosen = LearnOptions(minutes, rank, learning_rate, seed=seed, steps=steps, replay=replay)
         typer.echo(str(learn_from(store, target, draft, rows, chosen, say=lambda line: print(line, file=sys.stderr))))
 
 

@@ -53,6 +53,7 @@ class LearnOptions:
         learning_rate: its peak.
         batch_tokens: of own and as many of general answers per step.
         seed: of order, anchors and noise.
+        steps: of training, in place of the minutes; the same steps learn the same.
         replay: options of `Replayer`.
     """
 
@@ -61,12 +62,15 @@ class LearnOptions:
     learning_rate: float = 3e-4
     batch_tokens: int = 1024
     seed: int = 0
+    steps: int | None = None
     replay: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, low in (("minutes", 0), ("learning_rate", 0), ("batch_tokens", 0)):
             if getattr(self, name) <= low:
                 raise ValueError(f"{name} must be above {low}, got {getattr(self, name)}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
         if self.rank is not None and self.rank < 0:
             raise ValueError(f"rank must be at least 0, got {self.rank}")
 
@@ -365,6 +369,7 @@ def _train(
         made.batches = _Halves([len(row) for row in joined["input_ids"]], len(own), options.batch_tokens, options.seed)
         return made
 
+    run.steps = run.steps or options.steps
     if run.steps is None:
         wait()
         plan = trainer_of(1).plan()
@@ -387,7 +392,7 @@ def _train(
         if now - shown > SAVE_EVERY / 2 or trainer.step == trainer.steps:
             loss, totals, shown = totals.means(trainer.accelerator)["loss"], StepTotals(), now
             say(f"step {trainer.step} of {trainer.steps}, {trainer.seconds / 60:.1f} min: loss {loss:.3f}")
-        if trainer.seconds > 66 * options.minutes:  # the machine is slower than it was
+        if options.steps is None and trainer.seconds > 66 * options.minutes:  # the machine is slower than it was
             break
     if rank:
         merge_lora_(candidate)
