@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import torch
 from baseline import prompt
 from families import make_draft, make_target
 from schedules import PAIRS, alone, options, play, requests
-from served import wait_until
+from served import SUM, ask, serving, wait_until
 
 import dflash
 from dflash.learn import Adopter, Gain, LearnOptions, Recorder, Replayer, Store, Verdict, learn
@@ -461,3 +462,35 @@ def test_the_lock_is_held_while_requests_run(served):
     scheduler.on_busy = lambda is_busy: (hold(is_busy), busy.append(is_busy))
     assert list(scheduler.submit(scheduler.resolve(prompt(9)[None], max_new_tokens=9)))
     wait_until(lambda: busy == [True, False])
+
+
+MESSAGES = {"model": "pair", "messages": [{"role": "user", "content": SUM}], "max_tokens": 9}
+REQUESTS = {
+    "/v1/chat/completions": MESSAGES,
+    "/v1/completions": {"model": "pair", "prompt": SUM, "max_tokens": 9},
+    "/v1/messages": MESSAGES,
+    "/v1/responses": {"model": "pair", "input": SUM, "max_output_tokens": 9},
+    "/api/chat": {**MESSAGES, "stream": False, "options": {"num_predict": 9}},
+    "/api/generate": {"model": "pair", "prompt": SUM, "stream": False, "options": {"num_predict": 9}},
+}
+
+
+def test_a_request_of_every_api_may_ask_that_nothing_is_kept():
+    handed = []
+    with serving(on_answer=handed.append) as service:
+        for path, body in REQUESTS.items():
+            for fields, count in (({}, 1), ({"store": False}, 0), ({"store": True}, 1)):
+                handed.clear()
+                response = ask(service, path, {**body, **fields})
+                assert response.status_code == 200, (path, response.text)
+                assert len(handed) == count, (path, fields)
+
+
+def test_metrics_show_acceptance_before_and_after(served):
+    _, adopter, _ = served
+    with serving(tolerance={"learner": adopter}) as service:
+        assert ask(service, "/v1/chat/completions", {**MESSAGES, "max_tokens": 90}).status_code == 200
+        page = ask(service, "/metrics", None).text
+    assert "dflash_drafter 0.0" in page
+    assert float(re.search(r'dflash_drafter_step_tokens{drafter="now"} (.*)', page)[1]) == adopter.now > 1
+    assert 'dflash_drafter_step_tokens{drafter="before"} NaN' in page

@@ -49,6 +49,7 @@ class _Request(Fields):
     keep_alive: Any = None
     truncate: bool | None = None
     shift: bool | None = None
+    store: bool | None = None
 
     def _fields(self) -> dict[str, Any]:
         """Return what chat and text requests have in common."""
@@ -57,6 +58,8 @@ class _Request(Fields):
         fields["max_tokens"] = max(options.num_predict or -1, -1)  # -2 fills the context too
         if options.seed == -1:
             del fields["seed"]  # draws one
+        if self.store is not None:
+            fields["store"] = self.store
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
         elif isinstance(self.format, dict):
