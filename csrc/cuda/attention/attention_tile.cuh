@@ -94,7 +94,7 @@ constexpr int kStages = kDim > 128 ? 2 : 4;
 // Queries held in registers, times 16 columns: as many as ptxas finds room for. It needs more elsewhere from sm_100 on,
 // and for trees.
 #if __CUDA_ARCH__ >= 1000
-constexpr int kHeldOf128 = 5;
+constexpr int kHeldOf128 = 4;
 #else
 constexpr int kHeldOf128 = 6;
 #endif
