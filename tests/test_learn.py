@@ -494,3 +494,53 @@ def test_metrics_show_acceptance_before_and_after(served):
     assert "dflash_drafter 0.0" in page
     assert float(re.search(r'dflash_drafter_step_tokens{drafter="now"} (.*)', page)[1]) == adopter.now > 1
     assert 'dflash_drafter_step_tokens{drafter="before"} NaN' in page
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_shows_and_deletes(shell, tmp_path, pair):
+    store = kept(tmp_path / "kept", pair, 3)
+    done = shell("learn", "status", store.folder)
+    assert (done.code, done.out.split(",")[0]) == (0, "3 answers")
+    assert done.out.strip().endswith("a server serves the drafter that it was started with")
+    assert shell("learn", "forget", store.folder).out.startswith("3 answers")
+    assert not store.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("learn status missing", "there is no folder missing: start a server with --learn missing"),
+        ("learn show missing", "name a folder, or status or forget and a folder, got show missing"),
+        ("learn a b c", "name a folder, or status or forget and a folder, got a b c"),
+        ("learn .", ". holds something else than answers"),
+        ("serve --port 0 --learn .", ". holds something else than answers"),
+        ("serve --port 0 --learn kept --block-size 1", "--learn needs a drafter with blocks of at least 2 rows"),
+    ],
+)
+def test_mistakes_are_told_before_models_are_loaded(shell, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").touch()
+    monkeypatch.setattr("dflash.cli.options.load_target", lambda *_: pytest.fail("the target was loaded"))
+    done = shell(*words.split())
+    assert done.code == 2
+    assert message in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_settings_out_of_range_are_refused(pair):
+    for given, message in (
+        ({"minutes": 0}, "minutes must be above 0"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
+        ({"batch_tokens": 0}, "batch_tokens must be above 0"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"rank": -1}, "rank must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LearnOptions(**given)
+    target, draft = pair
+    with pytest.raises(TypeError, match="store must be True or False, got 'no'"):
+        dflash.generate(target, draft, prompt(3)[None], store="no")
+    with pytest.raises(ValueError, match="blocks of at least 2 rows"):
+        Replayer(target, draft, max_length=20, block_size=1)

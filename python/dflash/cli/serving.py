@@ -15,6 +15,7 @@ import typer
 
 from ..evaluate import check_template
 from ..generator import Generator
+from ..learn import Adopter, Recorder, Store
 from ..targets import max_positions, versions
 from ..terminal import printable
 from ..train.files import check_writable
@@ -101,6 +102,10 @@ def serve(
     models = models.resolve(needs_draft=False)
     if receipts is not None:
         _make_folder(receipts)
+    if learn is not None:
+        if models.draft is None or models.block_size == 1:
+            raise ValueError("--learn needs a drafter with blocks of at least 2 rows: name one with --draft")
+        Store(learn)  # raises for a folder of something else
     listener = port_for(host, port)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("dflash").setLevel(logging.INFO)
@@ -116,7 +121,6 @@ def serve(
     drafts = models.prompt_lookup is not None if drafter is None else drafter.config.block_size > 1
     if models.block_size is None and drafts:
         models = dataclasses.replace(models, block_size="auto")
-    from ..learn import Adopter, Recorder
     from ..serve import Scheduler
     from ..serve.pictures import PictureReader
     from ..serve.service import ReceiptFolder, Service
@@ -125,8 +129,6 @@ def serve(
     chunk = prefill_chunk or (64 if model.device.type == "cpu" else 128)
     recorder = None
     if learn is not None:
-        if drafter is None or not drafts:
-            raise ValueError("--learn needs a drafter: name one with --draft")
         recorder = Recorder(learn, model, drafter, max_bytes=int(learn_gb * 1e9))
         each += rows * len(drafter.config.target_layer_ids) * drafter.config.hidden_size * model.dtype.itemsize
     room = _room(model, rows, max_length, free, each)

@@ -112,10 +112,8 @@ class Adopter:
         """
         with self._lock:
             is_worse, after, before = self._now.is_below(self._before), self.now, self.before
-            says, self._is_told = (
-                not self._is_told and len(self._now) >= ENOUGH,
-                self._is_told or len(self._now) >= ENOUGH,
-            )
+            has_enough = len(self._now) >= ENOUGH
+            says, self._is_told = has_enough and not self._is_told, self._is_told or has_enough
         if says:
             _LOG.info("drafter %d: %.2f tokens per step, before it %.2f", self.number, after, before)
         if is_worse:

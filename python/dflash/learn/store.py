@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from ..files import UNFINISHED, read_json
+from ..files import read_json, write_atomically
 from ..receipts import RecordedSettings
 from ..targets import describe_config, sample_digest
 from ..terminal import printable
@@ -234,14 +234,12 @@ class Store:
     @staticmethod
     def write(path: Path, content: bytes) -> None:
         """Write a file that only its owner can read, all of it or nothing."""
-        unfinished = path.with_name(f"{UNFINISHED}{path.name}")
-        try:
-            with open(os.open(unfinished, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
+
+        def fill(unfinished: Path) -> None:
+            with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
                 file.write(content)
-            os.replace(unfinished, path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
+
+        write_atomically(path, fill)
 
 
 class RunningRequests:
