@@ -27,9 +27,9 @@ from torch import Tensor
 import dflash
 from dflash import ops
 from dflash.cli.options import Source, load_target, load_tokenizer
-from dflash.evaluate import prompt_ids
+from dflash.loading import prompt_ids
 from dflash.session import Session
-from dflash.train import draft_config, new_drafter
+from dflash_tools.train import draft_config, new_drafter
 
 QUESTIONS = [
     "Explain photosynthesis to a child.", "Write a Python function that reverses a string.",

@@ -6,7 +6,7 @@ Prints, as Markdown for docs/doctor.md: the machine; a line per fault, and per h
 of the package's; and false alarms. A line has what was named, tokens per step as configured and with the best variant
 at the same places, and seconds. "should be" marks a line that is wrong. False alarms are sought in --draws draws of two
 prompts, every other of random words, with 40 new tokens each. --processes share the work, with one thread each. Asserts
-nothing; `tests/test_doctor_pair.py` does.
+nothing; `tests/tools/test_doctor_pair.py` does.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from planted_pairs import FAULTS, HEALTHY, KINDS, PROMPTS, Planted, plant
 
-from dflash.doctor import Diagnosis, diagnose
+from dflash_tools.doctor import Diagnosis, diagnose
 
 CASES = {f"(none, {kind})": pair for kind, pair in KINDS.items()} | FAULTS
 DRAWN = 40, 16  # new tokens and places of each answer

@@ -54,7 +54,7 @@ from torch import Tensor, nn
 
 import dflash
 from dflash import ops
-from dflash.evaluate import draft_folder
+from dflash.loading import draft_folder
 
 BASE, ONE_TOKEN = "transformers", "one-token"
 

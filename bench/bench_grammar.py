@@ -13,8 +13,8 @@ import re
 from unittest import mock
 
 import dflash
-from dflash.evaluate import demo_prompts
 from dflash.proposers import ChainProposer
+from dflash_tools.measure import demo_prompts
 
 Grammar = dflash.Grammar
 SUM = Grammar.regex(r"The (sum|difference|product) of [0-9]+ and [0-9]+ is [0-9]+\.")

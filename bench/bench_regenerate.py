@@ -2,8 +2,9 @@
 
     python bench/bench_regenerate.py [--pair FOLDER] [--prompts N] [--samples 8] [--new 160] [--bos]
 
-Sampled at temperature 1 through `dflash.train.regenerate`, with and without the pair's drafter, in one thread. Tokens
-per second of CPU time, which other work on the machine disturbs less, and of wall-clock time. Prints; asserts nothing.
+Sampled at temperature 1 through `dflash_tools.train.regenerate`, with and without the pair's drafter, in one thread.
+Tokens per second of CPU time, which other work on the machine disturbs less, and of wall-clock time. Prints; asserts
+nothing.
 """
 
 import argparse
@@ -16,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
-from dflash.train.data import load_prompts
-from dflash.train.regenerate import LocalWriter, RegenerateConfig, regenerate
+from dflash_tools.train.data import load_prompts
+from dflash_tools.train.regenerate import LocalWriter, RegenerateConfig, regenerate
 
 
 def parse() -> argparse.Namespace:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import dflash
 from dflash import ops
-from dflash.evaluate import demo_prompts, encode
+from dflash_tools.measure import demo_prompts, encode
 
 FIRST_SEED = 7
 HEADS = "            steps  acceptance   over    ms/step   over   tokens/s   over  identical   rows"

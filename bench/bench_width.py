@@ -16,7 +16,7 @@ from bench_trees import HEADS, line, measure
 
 import dflash
 from dflash import ops
-from dflash.evaluate import demo_prompts, encode
+from dflash_tools.measure import demo_prompts, encode
 
 
 def predicted(answers: list[list[int]], widest: int, width: int) -> float:

@@ -25,8 +25,8 @@ import torch
 import dflash
 from dflash import _C
 from dflash.cli.options import Source, load_target
-from dflash.evaluate import Pretrained
-from dflash.evaluate.prompts import load_conversations, prompt_ids
+from dflash.loading import Pretrained, prompt_ids
+from dflash_tools.measure.datasets import load_conversations
 
 
 def answers(arguments: argparse.Namespace) -> list[tuple[list[int], list[float]]]:

@@ -27,9 +27,9 @@ from internals import prompt_logits
 from torch import Tensor, nn
 
 from dflash import ops
-from dflash.evaluate import Pretrained, prompt_ids
-from dflash.evaluate.compare import machine_name
-from dflash.evaluate.prompts import load_conversations
+from dflash.loading import Pretrained, prompt_ids
+from dflash_tools.measure.compare import machine_name
+from dflash_tools.measure.datasets import load_conversations
 
 _RANGE = 16.0  # of log probabilities below the largest that llama.cpp's format keeps
 _HEADER = 4  # of its uint16 per position: two floats, scale and smallest

@@ -27,10 +27,19 @@ import torch
 from peers import checkpoint, reference_loop
 
 import dflash
-from dflash.evaluate import Decoding, GeneratorRunner, Pretrained, add_up, mean_acceptance, prompt_ids
-from dflash.evaluate.compare import Answer, Comparison, TransformersRunner, machine_name
-from dflash.evaluate.prompts import load_conversations
-from dflash.train.export import export
+from dflash.loading import Pretrained, prompt_ids
+from dflash.outputs import mean_acceptance
+from dflash_tools.measure.compare import (
+    Answer,
+    Comparison,
+    Decoding,
+    GeneratorRunner,
+    TransformersRunner,
+    add_up,
+    machine_name,
+)
+from dflash_tools.measure.datasets import load_conversations
+from dflash_tools.train.export import export
 
 _KINDS = {"int8": "Q8_0", "bf16": "BF16"}  # of llama.cpp, by the name of the same precision here
 _DRAFTED, _LOOKUP, _AUTO = " + drafter", " + lookup", ", auto"

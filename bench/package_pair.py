@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
-from dflash.evaluate import draft_folder
+from dflash.loading import draft_folder
 
 PAIR = Path(dflash.__file__).parent / "pair"
 

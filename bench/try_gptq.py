@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTQConfig
 
 import dflash
-from dflash.evaluate import demo, demo_prompts
+from dflash_tools.measure import demo, demo_prompts
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / part) for part in ("", "quantized")]
 

@@ -28,6 +28,11 @@ def root_file(name: str) -> str:
 
 def command_help() -> str:
     """Return typer's own Markdown for all commands, one section per command."""
-    command = [sys.executable, "-m", "typer", "dflash.cli.commands", "utils", "docs", "--name", "dflash"]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    code = (
+        "import typer.cli\nfrom dflash.cli.commands import application\n"
+        "command = typer.main.get_command(application())\n"
+        "context = command.make_context('dflash', ['generate'])\n"
+        "print(typer.cli.get_docs_for_click(obj=command, ctx=context, name='dflash'))"
+    )
+    text = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     return text.replace("# `dflash`\n", "", 1)

@@ -24,7 +24,7 @@ from quantized_page import BELOW, HEAD, NOTES  # noqa: E402
 from storages import storages  # noqa: E402
 
 import dflash  # noqa: E402
-from dflash.evaluate import demo, demo_prompts  # noqa: E402
+from dflash_tools.measure import demo, demo_prompts  # noqa: E402
 
 NEW = 40
 # Methods of transformers that cannot be loaded here, each with its config.

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 from rich.cells import cell_len
 
 import dflash
-from dflash.evaluate import demo_prompts, encode, trees
+from dflash_tools.measure import demo_prompts, encode, trees
 
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS.parent / "bench"))

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 import dflash
 from dflash import Drafter, Generator, ops
-from dflash.evaluate import demo
 from dflash.ops import reference
+from dflash_tools.measure import demo
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("cuda_emulation", "faults")]

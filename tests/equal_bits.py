@@ -20,7 +20,8 @@ from families import make_draft
 
 import dflash
 from dflash import _C
-from dflash.evaluate import Pretrained, demo_prompts, encode
+from dflash.loading import Pretrained
+from dflash_tools.measure import demo_prompts, encode
 
 LONG = 280  # tokens of the longest prompt: attention sums chunks of 256 keys
 # Threads, rows of a block, prompt tokens per pass and prompts at a time: blocks of 1 to 64 rows

@@ -20,7 +20,10 @@ MARKS = "not emulated and not cuda"
 
 
 class Fault(NamedTuple):
-    """Replace the only place of ``old`` in a file of the package by ``new``; one of ``tests`` should fail."""
+    """Replace the only place of ``old`` in a file by ``new``; one of ``tests`` should fail.
+
+    The file is relative to the package ``dflash``.
+    """
 
     name: str
     file: str
@@ -39,10 +42,11 @@ LEFT = f"{STREAM}::TestStopStrings::test_a_conversation_continues_after_a_stop_s
 RECURRENT = "test_recurrent.py::test_every_kind_of_call_equals_one_token_decoding"
 LAYERS = "test_target.py::test_logits_and_taps_equal_the_model_in_two_chunks"
 TREE_ROWS, DRAFTER, PARTS, SAMPLING = (f"test_{n}.py" for n in ("tree_target", "drafter", "own_parts", "sampling"))
-SERVE, TEXT, CALLS = "test_serve.py", "test_serve_text.py", "test_serve_structured.py"
+SERVE, TEXT, CALLS = "serve/test_serve.py", "serve/test_serve_text.py", "serve/test_serve_structured.py"
 RUN, STEP, PREFILL, STATE = "engine/run.py", "engine/step.py", "engine/prefill.py", "state.py"
 RULES, CHOICE, ATTENTION = "sampling/rules.py", "sampling/sampling.py", "targets/copies.py"
-CHAIN, MODEL = "proposers/chain.py", "drafter/drafter.py"
+CHAIN, MODEL, GGUF = "proposers/chain.py", "drafter/drafter.py", "loading/gguf_draft.py"
+SERVICE, WRITER = "../dflash_serve/service.py", "../dflash_tools/train/gguf.py"
 
 FAULTS = [
     Fault("the first token ignores the logit rules", PREFILL, "logits = engine.rules.apply(logits, block, prompt)",
@@ -74,10 +78,10 @@ FAULTS = [
           "state.positions(choices.shape[1]) + 1)\n        if", ["test_logprobs.py"]),
     Fault("features are kept one position late", STEP, "write_(slice(None), state.length - state.num_context,",
           "write_(slice(None), state.length - state.num_context + 1,",
-          ["test_learn.py::test_kept_is_what_the_target_computed"]),
+          ["tools/test_learn.py::test_kept_is_what_the_target_computed"]),
     Fault("chunks of prompts come without their features", "engine/prefix.py",
           "state.draft_cache, state.history", "state.draft_cache",
-          ["test_learn.py::test_a_replay_has_the_steps_that_serving_had"]),
+          ["tools/test_learn.py::test_a_replay_has_the_steps_that_serving_had"]),
     Fault("rules of all layouts are those of the first", STEP, "if layout not in self._rules:",
           "layout = next(iter(self._rules), layout)\n        if layout not in self._rules:",
           ["test_rules.py::test_a_generator_forgets_the_rules_of_its_last_call"]),
@@ -110,12 +114,12 @@ FAULTS = [
           "mask_embedding, 1.0)", [PARTS]),
     Fault("the softcap of drafts is dropped", MODEL, "return torch.tanh(logits / cap) * cap if cap else logits",
           "return logits", [f"{PARTS}::test_a_reduced_head_is_scattered_after_multiplier_and_softcap"]),
-    Fault("taps of llama.cpp's files are not shifted", "drafter/gguf.py", '("target_layers", 1) if',
+    Fault("taps of llama.cpp's files are not shifted", GGUF, '("target_layers", 1) if',
           '("target_layers", 0) if',
           ["test_gguf_drafters.py::test_a_converted_file_is_the_same_drafter_as_its_safetensors"]),
-    Fault("llama.cpp's d2t is read as differences", "drafter/gguf.py", 'if "d2t" in out and not is_fork:', "if False:",
+    Fault("llama.cpp's d2t is read as differences", GGUF, 'if "d2t" in out and not is_fork:', "if False:",
           ["test_gguf_drafters.py::test_parts_of_its_own_are_read"]),
-    Fault("a file's tokens are fewer than a drafter's rows", "train/gguf.py", "map(pads[key], range(len(value), rows))",
+    Fault("a file's tokens are fewer than a drafter's rows", WRITER, "map(pads[key], range(len(value), rows))",
           "()", ["test_gguf_drafters.py::test_an_exported_file_is_the_same_drafter"]),
     # Sampling
     Fault("top_p of one row is every row's", CHOICE, "self.top_p[rows] = arguments.top_p",
@@ -185,23 +189,23 @@ FAULTS = [
     Fault("the last of several stops counts", "streaming.py", "for count in range(1, len(new)):",
           "for count in range(len(new) - 1, 0, -1):", [f"{STREAM}::TestStopStrings"]),
     # The server and receipts
-    Fault("a request for no tokens passes", "serve/service.py", "if asked == 0 and not request.echo:", "if False:",
-          ["test_serve_logprobs.py::test_what_cannot_be_given_is_refused_by_name"]),
-    Fault("ignore_eos is ignored", "serve/service.py", 'arguments["stop_token_ids"] = []', "pass",
+    Fault("a request for no tokens passes", SERVICE, "if asked == 0 and not request.echo:", "if False:",
+          ["serve/test_serve_logprobs.py::test_what_cannot_be_given_is_refused_by_name"]),
+    Fault("ignore_eos is ignored", SERVICE, 'arguments["stop_token_ids"] = []', "pass",
           [f"{SERVE}::test_an_answer_is_that_of_generate"]),
-    Fault("prompts pass the context", "serve/service.py", "if prompt_length + needed > room:", "if False:",
+    Fault("prompts pass the context", SERVICE, "if prompt_length + needed > room:", "if False:",
           [SERVE]),
-    Fault("several answers share a seed", "serve/service.py", "seed=fold(seed, number)", "seed=seed", [SERVE]),
-    Fault("any model name is served", "serve/service.py", "or self.takes_any_name:", "or True:", [SERVE]),
-    Fault("the mark of reasoning is shown", "serve/answers.py", "= text.removeprefix(begin), True, True",
+    Fault("several answers share a seed", SERVICE, "seed=fold(seed, number)", "seed=seed", [SERVE]),
+    Fault("any model name is served", SERVICE, "or self.takes_any_name:", "or True:", [SERVE]),
+    Fault("the mark of reasoning is shown", "../dflash_serve/answers.py", "= text.removeprefix(begin), True, True",
           "= text, True, True", [TEXT]),
-    Fault("stop strings are shown", "serve/answers.py", "return text[old : max(old, at)]", "return piece",
+    Fault("stop strings are shown", "../dflash_serve/answers.py", "return text[old : max(old, at)]", "return piece",
           [TEXT]),
-    Fault("brackets in strings end a call", "serve/forms.py", "                if is_quoted:\n",
+    Fault("brackets in strings end a call", "../dflash_serve/forms.py", "                if is_quoted:\n",
           "                if False:\n", [f"{CALLS}::test_calls_are_split_off_wherever_pieces_end"]),
-    Fault("a call's finish reason is stop", "serve/service.py",
+    Fault("a call's finish reason is stop", SERVICE,
           'reason = "tool_calls" if reason == "stop" and self.calls.is_whole else reason', "pass", [CALLS]),
-    Fault("cached tokens are not counted", "serve/service.py",
+    Fault("cached tokens are not counted", SERVICE,
           "self.prompt_tokens - self.statistics.num_prefilled_tokens[0]", "0",
           [f"{SERVE}::test_a_prompt_that_was_run_before_is_not_run_again"]),
     Fault("another target's receipt is checked", "receipts/verification.py", "    if theirs != here:\n",
@@ -259,7 +263,9 @@ def main() -> None:
     missed = []
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "dflash"
-        shutil.copytree(options.package, package, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("dflash", "dflash_serve", "dflash_tools"):
+            source = options.package.with_name(name)
+            shutil.copytree(source, package.with_name(name), ignore=shutil.ignore_patterns("__pycache__"))
         # What tests start must find the copy, and no bytecode of another fault.
         os.environ |= {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
         sys.dont_write_bytecode = True

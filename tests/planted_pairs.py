@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash import load_draft
-from dflash.doctor import Pair, Prompts
-from dflash.doctor.diagnosis import RAW_LAST, Answered, record
-from dflash.evaluate import PAIR, demo_prompts, draft_folder, load_target, prompt_ids
+from dflash.loading import PAIR, draft_folder, load_target, prompt_ids
+from dflash_tools.doctor import Pair, Prompts
+from dflash_tools.doctor.diagnosis import RAW_LAST, Answered, record
+from dflash_tools.measure import demo_prompts
 
 Weights = dict[str, Tensor]
 PROMPTS = [{"prompt": prompt.text} for prompt in demo_prompts()]

@@ -23,7 +23,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import dflash
 from dflash.targets import structural_copy, transformers_version
-from dflash.train.features import TargetFeatures
+from dflash_tools.train import TargetFeatures
 
 RANK = int(os.environ.get("RANK", "0"))
 VOCAB = 98

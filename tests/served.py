@@ -19,10 +19,10 @@ import httpx
 import torch
 
 import dflash
-from dflash.cli.port import bind
-from dflash.serve import Scheduler
-from dflash.serve.app import Server, build_app
-from dflash.serve.service import ReceiptFolder, Service
+from dflash_serve.app import Server, build_app
+from dflash_serve.port import bind
+from dflash_serve.scheduler import Scheduler
+from dflash_serve.service import ReceiptFolder, Service
 
 SUM = "add 48213 and 90377"
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dflash
 from dflash.cli import options as loading
-from dflash.cli.memory import bytes_per_token
-from dflash.train.checkpoint import save_draft
+from dflash_serve.memory import bytes_per_token
+from dflash_tools.train import save_draft
 
 
 @pytest.fixture(scope="module")
@@ -169,14 +169,14 @@ def test_trees_and_blocks_of_any_width_write_the_same_text_and_are_named(generat
 def stored(monkeypatch):
     """How a command asks for the weights of its target and of its drafter, call by call."""
     found = []
-    for name in ("text:stream", "text:Generator", "serving:Generator"):
-        make = pkgutil.resolve_name(f"dflash.cli.{name}")
+    for name in ("dflash.cli.text:stream", "dflash.cli.text:Generator", "dflash_serve.command:Generator"):
+        make = pkgutil.resolve_name(name)
 
         def spy(*models, make=make, **options):
             found.append((options["weights"], options["draft_weights"]))
             return make(*models, **options)
 
-        monkeypatch.setattr("dflash.cli." + name.replace(":", "."), spy)
+        monkeypatch.setattr(name.replace(":", "."), spy)
     return found
 
 
@@ -208,7 +208,7 @@ def test_chat_and_serve_store_weights_as_asked(shell, chat_folders, stored, monk
     done = shell("chat", *options, "--max-new-tokens", "4")
     assert done.code == 0, done.err
     assert ", int8 weights, first token" in done.err
-    monkeypatch.setattr("dflash.serve.app.Server.run", lambda _server, sockets: sockets[0].close())
+    monkeypatch.setattr("dflash_serve.app.Server.run", lambda _server, sockets: sockets[0].close())
     done = shell("serve", *options, "--port", "0")
     assert done.code == 0, done.err
     assert stored == [("int8", "int8")] * 2
@@ -216,8 +216,8 @@ def test_chat_and_serve_store_weights_as_asked(shell, chat_folders, stored, monk
 
 def test_a_model_is_served_without_a_drafter_in_the_memory_there_is(shell, chat_folders, monkeypatch, caplog):
     served, free, (model, draft) = [], [2**40], chat_folders
-    monkeypatch.setattr("dflash.serve.app.Server.run", lambda server, **_: served.append(server.config.app.state))
-    monkeypatch.setattr("dflash.cli.serving.free_memory", lambda _device: free[0])
+    monkeypatch.setattr("dflash_serve.app.Server.run", lambda server, **_: served.append(server.config.app.state))
+    monkeypatch.setattr("dflash_serve.command.free_memory", lambda _device: free[0])
     for options in ([model], ["--model", model], [model, "--draft", draft]):
         done = shell("serve", *options, "--port", "0")
         assert done.code == 0, done.err

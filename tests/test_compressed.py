@@ -9,8 +9,8 @@ from families import cheat, make_draft, make_target
 from rollback import play
 
 import dflash
-from dflash.cli.memory import bytes_per_token
 from dflash.targets import Target
+from dflash_serve.memory import bytes_per_token
 
 NEW = 24
 

@@ -26,7 +26,7 @@ from transformers.generation import LogitsProcessor, StoppingCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 import dflash
-from dflash.evaluate import draft_folder
+from dflash.loading import draft_folder
 
 NEW = 30
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 import dflash
 from dflash import DraftConfig
 from dflash.proposers import ChainProposer
-from dflash.train import TrainableDrafter, published_config
-from dflash.train.export import export, vllm_command
+from dflash_tools.train import TrainableDrafter, published_config
+from dflash_tools.train.export import export, vllm_command
 
 KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocabulary holds
 CONFIDENCE = {"confidence_head.proj.weight": torch.ones(1, 72), "confidence_head.proj.bias": torch.zeros(1)}

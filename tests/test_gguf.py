@@ -11,7 +11,7 @@ from gguf_files import write_llama
 from transformers import AutoModelForCausalLM
 
 import dflash
-from dflash.evaluate import Pretrained
+from dflash.loading import Pretrained
 
 
 @pytest.fixture(scope="module")

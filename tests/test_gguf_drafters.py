@@ -15,9 +15,9 @@ from tiny_tokenizers import byte_fallback, byte_level
 from transformers import LlamaConfig
 
 import dflash
-from dflash.doctor.diagnosis import check_file
-from dflash.gguf import GgufFile
-from dflash.train.export import export
+from dflash.loading.gguf import GgufFile
+from dflash_tools.doctor.diagnosis import check_file
+from dflash_tools.train.export import export
 
 Q8_0, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "F16", "BF16"))
 FORKS = ("dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")

@@ -1,66 +1,109 @@
 """The project's rules for imports and sizes, read from the sources."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import planted_faults
+import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "python" / "dflash"
-MODULES = sorted(PACKAGE.rglob("*.py"))
+PYTHON = ROOT / "python"
+PACKAGE = PYTHON / "dflash"
+HOUSES = ("dflash", "dflash_serve", "dflash_tools")
+MODULES = sorted(path for house in HOUSES for path in (PYTHON / house).rglob("*.py"))
 FILE_LINES = 800  # one subject per file; the oracle, ops/reference.py, may be longer
-# The packages around the core, and which of the others each may import. The core imports none of them.
+MOST_INTERNALS = 60  # names that the server and the workshop use of the engine
+# What stands around the engine's core, and which of the others each may import. The core imports none of them, but
+# `load_draft` asks `loading` for the readers of GGUF files.
 AROUND = {
     "hf": set(),
     "grammar": set(),
     "receipts": {"grammar"},
-    "evaluate": set(),
-    "doctor": {"evaluate"},
-    "serve": {"evaluate", "grammar", "receipts"},
-    "train": {"evaluate"},
-    "learn": {"receipts", "serve", "train"},
-    "cli": {"hf", "grammar", "receipts", "evaluate", "doctor", "serve", "train", "learn"},
+    "answers": {"receipts"},
+    "loading": set(),
+    "cli": {"hf", "grammar", "receipts", "loading"},
+    "internals": {"grammar", "receipts", "answers", "loading", "cli"},
 }
-USES_TRANSFORMERS = {"targets", "drafter", "hf", "evaluate", "train", "cli"}
+CHECKPOINT = "drafter/checkpoint.py"
+USES_TRANSFORMERS = {"targets", "drafter", "hf", "loading", "cli"}
 
 
-def room(path: Path) -> str:
-    """The folder or module of the package that a file belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def imports(path: Path) -> tuple[set[str], set[str]]:
-    """Top-level packages that a module imports, and folders or modules of this package."""
-    external, internal = set(), set()
-    package = path.relative_to(PACKAGE).parent.parts
+def imports(path: Path) -> dict[str, set[str]]:
+    """Absolute names of the modules that a file imports, with the names taken from each."""
+    found: dict[str, set[str]] = {}
+    package = path.relative_to(PYTHON).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            external.update(alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            external.add(node.module.split(".")[0])
+            for alias in node.names:
+                found.setdefault(alias.name, set())
         elif isinstance(node, ast.ImportFrom):
-            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
-            base = [part for part in base if part]
-            internal.update([base[0]] if base else [alias.name for alias in node.names])
-    return external, internal
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            name = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            found.setdefault(name, set()).update(alias.name for alias in node.names)
+    return found
 
 
-def test_the_core_imports_no_package_around_it():
+def rooms(path: Path) -> set[str]:
+    """Folders and modules of the engine that a file of the engine imports."""
+    names = set()
+    for module, taken in imports(path).items():
+        if module.split(".")[0] == "dflash":
+            names |= {module.split(".")[1]} if "." in module else taken
+    return names
+
+
+def test_houses_share_only_what_the_list_of_internals_names():
+    listed = [name for taken in imports(PACKAGE / "internals.py").values() for name in taken]
+    assert len(set(listed)) <= MOST_INTERNALS, len(listed)
+    used = set()
     for path in MODULES:
-        external, internal = imports(path)
-        name, where = room(path), path.relative_to(PACKAGE)
-        assert "dflash" not in external, f"{where}: imports inside the package are relative"
-        if name in ("__init__", "public") or path.name == "__main__.py":
-            continue  # the public names, and commands
-        others = (internal & AROUND.keys()) - {name}
-        assert others <= AROUND.get(name, set()), f"{where} imports {others}"
-        assert "_C" not in internal or name == "ops", f"{where}: only ops imports _C"
-        assert "transformers" not in external or name in USES_TRANSFORMERS, f"{where} imports transformers"
+        house, where = path.relative_to(PYTHON).parts[0], path.relative_to(PYTHON)
+        for module, taken in imports(path).items():
+            top = module.split(".")[0]
+            if top not in HOUSES or top == house:
+                continue
+            assert house != "dflash", f"{where} imports {module}"
+            assert module in ("dflash", "dflash.internals"), f"{where} imports {module}, not dflash.internals"
+            used |= taken if module == "dflash.internals" else set()
+    assert len(used) >= len(set(listed)), "dflash.internals lists names that nobody uses"
+
+
+def test_the_core_imports_nothing_that_stands_around_it():
+    for path in (path for path in MODULES if path.is_relative_to(PACKAGE)):
+        where = path.relative_to(PACKAGE)
+        room = where.parts[0].removesuffix(".py")
+        assert not any(name.split(".")[0] == "dflash" for name in written(path)), f"{where}: imports are relative"
+        if room in ("__init__", "public"):
+            continue  # the public names
+        others = (rooms(path) & AROUND.keys()) - {room}
+        allowed = {"loading"} if str(where) == CHECKPOINT else AROUND.get(room, set())
+        assert others <= allowed, f"{where} imports {others}"
+        assert "_C" not in rooms(path) or room == "ops", f"{where}: only ops imports _C"
+        external = {name.split(".")[0] for name in imports(path)} - {"dflash"}
+        assert "transformers" not in external or room in USES_TRANSFORMERS, f"{where} imports transformers"
         if path.name == "reference.py":
             assert external <= {"torch", "__future__", "math", "collections"}
+
+
+def written(path: Path) -> set[str]:
+    """The modules that a file imports by absolute names, as it writes them."""
+    tree = ast.walk(ast.parse(path.read_text()))
+    return {node.module for node in tree if isinstance(node, ast.ImportFrom) and node.level == 0} | {
+        alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import)
+        for alias in node.names
+    }  # fmt: skip
+
+
+def test_a_module_that_moved_is_named():
+    for name, new in (("serve", "dflash_serve"), ("train.model", "dflash_tools.train"), ("evaluate", "dflash.loading")):
+        with pytest.raises(ModuleNotFoundError, match=f"dflash.{name.split('.')[0]} is now {new}"):
+            importlib.import_module(f"dflash.{name}")
+    with pytest.raises(ImportError, match="its Recorder is dflash_serve"):
+        exec("from dflash.learn import Recorder")
 
 
 def test_a_file_is_one_subject():

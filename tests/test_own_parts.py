@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 import dflash
 from dflash import DraftConfig
-from dflash.train import TrainableDrafter
-from dflash.train.export import export
+from dflash_tools.train import TrainableDrafter
+from dflash_tools.train.export import export
 
 KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocabularies hold
 OFFSETS = KNOWN - torch.arange(len(KNOWN))

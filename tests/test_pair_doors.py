@@ -10,7 +10,8 @@ from recipes.demo_pair.tasks import Example, is_right
 from transformers import AutoTokenizer
 
 import dflash
-from dflash.evaluate import ARROW, PAIR, demo_prompts, encode, prompt_ids
+from dflash.loading import PAIR, prompt_ids
+from dflash_tools.measure import ARROW, demo_prompts, encode
 
 NAMED = ["--model", PAIR / "target", "--draft", PAIR / "draft"]
 SAID = "no --model: the pair inside the package answers"

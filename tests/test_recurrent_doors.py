@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 import dflash
+from dflash_tools.train.features import FeatureCache
 
 NEW = 24
 FAMILIES = ["qwen3_5", "qwen3_5 (multimodal)"]
@@ -61,7 +62,7 @@ def test_cached_features_are_the_hidden_states_of_each_row_alone(family, shell, 
     assert done.code == 0, done.err
     target, cache = (
         AutoModelForCausalLM.from_pretrained(folder),
-        dflash.train.features.FeatureCache(tmp_path / "features"),
+        FeatureCache(tmp_path / "features"),
     )
     for index, (asked, said) in enumerate(rows):
         states = target(torch.tensor([asked + said]), output_hidden_states=True).hidden_states

@@ -23,7 +23,7 @@ from transformers.generation.candidate_generator import DFlashTokenCandidateGene
 
 import dflash
 from dflash import DraftConfig
-from dflash.train.export import export
+from dflash_tools.train.export import export
 
 VOCAB, NEW = 5, 24
 YARN_ONCE = YARN | {"original_max_position_embeddings": 16}

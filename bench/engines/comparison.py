@@ -172,8 +172,8 @@ def _compare(engine: Engine, arguments: argparse.Namespace, folder: Path) -> Non
 def _prepare(arguments: argparse.Namespace, pair, folder: Path) -> tuple[Job, list[Answer]]:
     """Return the job for the engine, its drafter exported, and this package's answers."""
     import dflash
-    from dflash.evaluate import draft_folder
-    from dflash.train.export import export
+    from dflash.loading import draft_folder
+    from dflash_tools.train.export import export
 
     draft = folder / ("draft.gguf" if arguments.layout == "gguf" else "draft")
     target = arguments.pair / "target"

@@ -3,6 +3,7 @@
 import importlib as _importlib
 import importlib.metadata as _metadata
 import importlib.util as _util
+import sys as _sys
 import typing as _typing
 import warnings as _warnings
 
@@ -18,6 +19,27 @@ if any(_metadata.distributions(name="dflash")):
         "uninstall both, then install one",
         stacklevel=2,
     )
+
+
+_MOVED = {
+    **{"serve": "dflash_serve", "train": "dflash_tools.train", "doctor": "dflash_tools.doctor"},
+    "learn": "dflash_tools.learn (and its Recorder is dflash_serve.record.AnswerRecorder)",
+    "evaluate": "dflash.loading (models, prompts, chats) and dflash_tools.measure",
+    "gguf": "dflash.loading.gguf",
+}
+
+
+class _Moved:
+    """Says where a module of earlier versions is now; asked for modules that no other finder knows."""
+
+    @staticmethod
+    def find_spec(name: str, _path: object = None, _target: object = None) -> None:
+        package, _, module = name.partition(".")
+        if package == __name__ and module in _MOVED:
+            raise ModuleNotFoundError(f"{name} is now {_MOVED[module]}", name=name)
+
+
+_sys.meta_path.append(_Moved)  # type: ignore[arg-type]
 
 
 def __getattr__(name: str) -> object:

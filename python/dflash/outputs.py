@@ -160,3 +160,8 @@ class StreamEvent:
     statistics: Statistics
     logprobs: list[list[TokenLogprobs]] | None = None
     prompt_logprobs: list[list[TokenLogprobs | None]] | None = None
+
+
+def mean_acceptance(statistics: Statistics) -> float | None:
+    """Return the mean tokens per step, bonus token counted; None when no step ran."""
+    return statistics.acceptance_length if any(statistics.acceptance_lengths) else None

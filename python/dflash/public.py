@@ -2,10 +2,10 @@
 
 from .api import generate, release, stream
 from .drafter import DraftConfig, Drafter, load_draft
-from .evaluate import demo_pair
 from .generator import Generator
 from .grammar import Grammar
 from .hf import as_assistant, custom_generate
+from .loading.pair import demo_pair
 from .outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from .receipts import Receipt, Recorder, Verification, verify
 from .targets import UnsupportedTargetError

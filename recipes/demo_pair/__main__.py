@@ -23,16 +23,13 @@ import torch
 import typer
 
 from dflash.drafter import DFlash2Config, load_draft
-from dflash.evaluate import FIRST_GENERATION, load_target
-from dflash.evaluate.progress import bars
 from dflash.files import write_atomically
-from dflash.train.checkpoint import save_draft
-from dflash.train.config import TrainConfig
-from dflash.train.data import load_prompts, load_rows
-from dflash.train.files import write_json
-from dflash.train.model import draft_config, new_drafter
-from dflash.train.regenerate import LocalWriter, RegenerateConfig, regenerate
-from dflash.train.trainer import Trainer
+from dflash.loading import FIRST_GENERATION, load_target
+from dflash_tools.measure.progress import bars
+from dflash_tools.train import TrainConfig, Trainer, draft_config, new_drafter, save_draft
+from dflash_tools.train.data import load_prompts, load_rows
+from dflash_tools.train.files import write_json
+from dflash_tools.train.regenerate import LocalWriter, RegenerateConfig, regenerate
 
 from .evaluate import evaluate, evaluate_sums, held_out_examples
 from .plot import plot

@@ -12,9 +12,10 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from dflash.drafter import load_draft
-from dflash.evaluate import encode, load_target
-from dflash.evaluate.benchmark import distinct_ngrams
 from dflash.generator import Generator
+from dflash.loading import load_target
+from dflash_tools.measure import encode
+from dflash_tools.measure.benchmark import distinct_ngrams
 
 from .pretrain import END
 from .tasks import Example, examples, is_right

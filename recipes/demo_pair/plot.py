@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dflash.evaluate import FIRST_GENERATION
+from dflash.loading import FIRST_GENERATION
 
 _DRAFTERS = {"draft": "DFlash 2", FIRST_GENERATION: "DFlash"}
 

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from dflash.evaluate import text_ids
-from dflash.evaluate.progress import bars
 from dflash.files import read_torch_file, write_atomically
-from dflash.train.files import atomic_folder
-from dflash.train.trainer import MetricsFile, make_muon
+from dflash.loading import text_ids
+from dflash_tools.measure.progress import bars
+from dflash_tools.train.files import atomic_folder
+from dflash_tools.train.trainer import MetricsFile, make_muon
 
 from .tasks import KINDS, examples
 

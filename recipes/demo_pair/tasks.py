@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dflash.evaluate import ARROW
+from dflash_tools.measure import ARROW
 
 __all__ = ["KINDS", "Example", "examples", "held_out", "is_right"]
 

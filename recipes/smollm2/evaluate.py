@@ -12,10 +12,11 @@ import torch
 from recipes.demo_pair.evaluate import prompt_lookup_length
 
 from dflash import Drafter, Generator
-from dflash.evaluate import prompt_ids
-from dflash.evaluate.benchmark import distinct_ngrams
-from dflash.evaluate.prompts import first_prompt, read_jsonl
+from dflash.files import read_jsonl
+from dflash.loading import prompt_ids
 from dflash.session import Session
+from dflash_tools.measure.benchmark import distinct_ngrams
+from dflash_tools.measure.datasets import first_prompt
 
 WAYS = {"T=0": (True, 0.0), "T=0.7": (True, 0.7), "one-token": (False, 0.0)}  # with the drafter?, temperature
 Progress = Callable[[str, int, int], None]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import dflash
 from dflash.cli.options import Source, load_target
-from dflash.learn import Gain, Recorder, Replayer
+from dflash_serve.record import AnswerRecorder
+from dflash_tools.learn import Gain, Replayer
 
 from .traffic import conversations
 
@@ -36,7 +37,7 @@ def main() -> None:
         rows = map(json.loads, options.prompts.read_text().splitlines())
         source_of_turns = iter([row["turns"][:1] if "turns" in row else [row["prompt"]] for row in rows])
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(Path(folder) / "answers", target, drafters[0], max_bytes=2**34)
+        recorder = AnswerRecorder(Path(folder) / "answers", target, drafters[0], max_bytes=2**34)
         given = {"max_length": 1024, "prefill_chunk": 64, "weights": options.weights}
         generator = dflash.Generator(target, drafters[0], on_answer=recorder, **given)
         for number, turns in enumerate(itertools.islice(source_of_turns, options.count)):

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 
 from dflash import load_draft
-from dflash.cli.commands import app
-from dflash.evaluate import Pretrained
-from dflash.evaluate.compare import describe
-from dflash.evaluate.progress import bars
-from dflash.evaluate.prompts import parse_prompt, read_jsonl
-from dflash.files import write_atomically
-from dflash.train.data import load_prompts
-from dflash.train.features import FeatureCache
-from dflash.train.regenerate import LocalWriter, Summary
-from dflash.train.self_prompts import write_prompts
+from dflash.cli.commands import application
+from dflash.files import read_jsonl, write_atomically
+from dflash.loading import Pretrained
+from dflash_tools.measure.compare import describe
+from dflash_tools.measure.datasets import parse_prompt
+from dflash_tools.measure.progress import bars
+from dflash_tools.train.data import load_prompts
+from dflash_tools.train.features import FeatureCache
+from dflash_tools.train.regenerate import LocalWriter, Summary
+from dflash_tools.train.self_prompts import write_prompts
 
 from .evaluate import WAYS, evaluate_file, table
 
@@ -342,7 +342,7 @@ def _command(name: str, *arguments: Any, **settings: Any) -> dict[str, Any]:
     """Run a command of the package in this process, and return the JSON that it prints."""
     arguments += tuple(part for option, value in settings.items() for part in (f"--{option}", value))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        app([name, *map(str, arguments)], standalone_mode=False)
+        application(name)([name, *map(str, arguments)], standalone_mode=False)
     return json.loads(printed.getvalue())
 
 

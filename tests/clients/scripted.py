@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import dflash
 from dflash.sampling import LogitRules
-from dflash.serve import Scheduler
-from dflash.serve.service import Service
+from dflash_serve.scheduler import Scheduler
+from dflash_serve.service import Service
 
 PLAIN = "Nothing was asked of me."
 _CONTEXT = 2**16  # tokens; the agents' prompts have about 20,000

@@ -21,7 +21,7 @@ import types
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-WARM = ("dflash.train", "families", "transformers.models.qwen3.modeling_qwen3")  # what most of the code imports
+WARM = ("dflash_tools.train", "families", "transformers.models.qwen3.modeling_qwen3")  # what most of the code imports
 
 
 def python(code: str, *arguments: object, stdin: str = "", seconds: float = 900) -> subprocess.CompletedProcess[str]:

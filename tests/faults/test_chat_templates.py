@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import spoken
 
-from dflash.evaluate import render_chat
+from dflash.loading import render_chat
 
 LOOP = "{% for p in m.content %}{{ p.text }}{% endfor %}"
 CONTENTS = {

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from dflash.evaluate.prompts import read_jsonl
-from dflash.files import parse_json
+from dflash.files import parse_json, read_jsonl
 
 
 @pytest.mark.parametrize(("text", "words"), [

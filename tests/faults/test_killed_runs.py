@@ -8,7 +8,7 @@ import process
 import pytest
 from examples import examples
 
-from dflash.train.regenerate import check_out
+from dflash_tools.train.regenerate import check_out
 
 PROGRAM = (Path(__file__).parent / "killed_runs.py").read_text()
 WORKS = 3  # regenerate, train, export

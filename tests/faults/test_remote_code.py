@@ -12,7 +12,7 @@ import torch
 from tiny_pair import CHAT_TEMPLATE, save_pair
 
 import dflash
-from dflash.evaluate import Pretrained
+from dflash.loading import Pretrained
 
 PACKAGE = Path(dflash.__file__).parent
 STDIN = "y\nyes\n1\ny\nw5 w6\n"

@@ -8,7 +8,7 @@ import httpx
 import served
 from served import SUM, TRIP, Gate, chat, command, direct, live, prompt_ids, wait_until
 
-from dflash.cli import port as serving
+from dflash_serve import port as serving
 
 
 def lines(response: httpx.Response) -> list[str]:

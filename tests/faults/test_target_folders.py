@@ -9,8 +9,8 @@ from checkpoints import assert_refused, load_in_child
 from families import make_target
 from tiny_pair import save_pair
 
-from dflash.evaluate import Pretrained
-from dflash.targets import check_target_config, check_target_size, check_target_weights
+from dflash.loading import Pretrained
+from dflash.loading.folder import check_target_config, check_target_size, check_target_weights
 
 HUGE = 10**400
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": HUGE, "original_max_position_embeddings": 64}
@@ -41,7 +41,7 @@ TEXTS = {
     "a list": "[]",
 }
 LOAD_TARGET = """
-from dflash.evaluate import Pretrained
+from dflash.loading import Pretrained
 def load(folder):
     Pretrained(folder).load_tokenizer()
     Pretrained(folder).load_empty_target()

@@ -15,8 +15,8 @@ from checkpoints import published, save_drafter, speculators
 from tiny_pair import save_pair
 
 from dflash import load_draft
-from dflash.evaluate.progress import bars
 from dflash.terminal import listed, named, printable, shortened
+from dflash_tools.measure.progress import bars
 
 HOSTILE = "a\x1b]0;title\x07b\rc\x08d\x9b31me\u202ef\u2066g\u2028h\ud800i\x00j\nk"
 

@@ -12,9 +12,9 @@ from accelerate.state import AcceleratorState
 from families import VOCAB
 from safetensors.torch import load_file, save_file
 
-from dflash.train import CheckpointError, TrainConfig, Trainer, draft_config, new_drafter
-from dflash.train.export import export
-from dflash.train.features import FeatureCache, cache_features
+from dflash_tools.train import CheckpointError, TrainConfig, Trainer, draft_config, new_drafter
+from dflash_tools.train.export import export
+from dflash_tools.train.features import FeatureCache, cache_features
 
 pytestmark = pytest.mark.usefixtures("another_run")
 CONFIG = TrainConfig(

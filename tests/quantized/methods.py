@@ -20,7 +20,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.utils import calculate_qparams
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, QuantoConfig, TorchAoConfig
 
-from dflash.evaluate import demo
+from dflash_tools.measure import demo
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns at every pass that int8 casts its inputs
 

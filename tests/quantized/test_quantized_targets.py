@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 import dflash
-from dflash.evaluate import demo
 from dflash.targets import UnsupportedTargetError
+from dflash_tools.measure import demo
 
 NEW = 24
 SAMPLED = ["bitsandbytes nf4, double", "torchao int8 dynamic, per row"]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from models import TREE, check_same, drafted, model_file, one_token, plain
 
-from dflash.evaluate import Pretrained
-from dflash.gguf import read_gguf
+from dflash.loading import Pretrained
+from dflash.loading.gguf import read_gguf
 
 NEW = 64
 LICENSE = Path(__file__).parents[2] / "LICENSE"

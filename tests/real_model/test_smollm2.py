@@ -12,9 +12,9 @@ from served import ask
 
 import dflash
 from dflash import _C
-from dflash.evaluate import Pretrained
-from dflash.serve import Scheduler
-from dflash.serve.service import Service
+from dflash.loading import Pretrained
+from dflash_serve.scheduler import Scheduler
+from dflash_serve.service import Service
 
 NEW, EOS = 64, 2
 QUESTIONS = [

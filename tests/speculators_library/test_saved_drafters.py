@@ -15,7 +15,7 @@ import dflash
 from dflash import DraftConfig
 from dflash.proposers import LinkedPredictions
 from dflash.sampling import Sampling
-from dflash.train.export import export
+from dflash_tools.train.export import export
 
 speculators = pytest.importorskip("speculators")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import sys
 
-from .port import claimed
 from .running import run
 
 
@@ -14,7 +15,11 @@ def main() -> None:
 
 
 def _main() -> None:
-    with claimed(sys.argv[1:]):  # what follows takes seconds, so a port that is in use is refused before it
-        from .commands import app
+    named = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    with contextlib.ExitStack() as stack:
+        # What a command holds while it runs, such as a server's port: importing the commands takes seconds.
+        for entry in importlib.metadata.entry_points(group="dflash.before", name=named):
+            stack.enter_context(entry.load()(sys.argv[1:]))
+        from .commands import application
 
-        app()
+        application(named)()

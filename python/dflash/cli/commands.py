@@ -1,25 +1,34 @@
-"""All commands of ``dflash``. Importing them imports torch and transformers."""
+"""All commands of ``dflash``: entry points name them, here and in other packages."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Annotated
 
 import typer
 
-from .diagnosis import doctor
-from .learning import learn
-from .measure import benchmark, demo
 from .running import set_debug
-from .serving import serve
-from .text import chat, generate, verify
-from .training import export, regenerate, train
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (generate, chat, serve, verify, train, learn, regenerate, export, demo, benchmark, doctor):
-    app.command()(command)
+# In the order of the help, each with the extra that brings it.
+COMMANDS = {
+    **{"generate": "", "chat": "", "serve": "serve", "verify": "", "train": "train", "learn": "train"},
+    **{"regenerate": "train", "export": "train", "demo": "bench", "benchmark": "bench", "doctor": "bench"},
+}
 
 
-@app.callback()
+def application(named: str = "") -> typer.Typer:
+    """Return the command with the subcommand ``named``, or with all that are installed."""
+    found = {entry.name: entry for entry in importlib.metadata.entry_points(group="dflash.commands")}
+    if named in COMMANDS and named not in found:
+        extra = f"[{COMMANDS[named]}]" if COMMANDS[named] else ""
+        raise ValueError(f"dflash {named} is not installed: pip install 'dflash-engine{extra}'")
+    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    app.callback()(_options)
+    for name in [named] if named in found else [name for name in COMMANDS if name in found]:
+        app.command(name)(found[name].load())
+    return app
+
+
 def _options(debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False) -> None:
     """Lossless speculative decoding with DFlash block-diffusion drafters."""
     set_debug(debug)

@@ -23,15 +23,16 @@ from rich.markup import escape
 from ..api import PairOptions
 from ..call import check_combination, check_tree
 from ..drafter import load_draft
-from ..evaluate import PAIR, Pretrained, check_text, draft_folder
-from ..files import read_json
+from ..files import check_writable, read_json
 from ..grammar import Grammar
+from ..loading.pair import PAIR, draft_folder
+from ..loading.pretrained import Pretrained
+from ..loading.prompts import check_text
 from ..ops import WeightStorage
 from ..options import check_lookup, checked_block_size
 from ..settings import SETTINGS, GenerateArguments, TreeSize, checked
 from ..targets import is_quantized, max_positions
 from ..terminal import printable
-from ..train.files import check_writable
 
 _LOG = logging.getLogger(__name__)
 

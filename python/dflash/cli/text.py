@@ -18,8 +18,11 @@ import typer
 from rich.console import Console
 
 from ..api import stream
-from ..evaluate import PAIR, check_encoding, check_template, check_text, mean_acceptance, prompt_ids
 from ..generator import Generator
+from ..loading.chat import check_template
+from ..loading.pair import PAIR
+from ..loading.prompts import check_encoding, check_text, prompt_ids
+from ..outputs import mean_acceptance
 from ..receipts import Receipt, Recorder, lines_of
 from ..receipts import verify as verify_receipt
 from ..terminal import printable, shortened

@@ -1,8 +1,16 @@
 """The target: a structural copy of the user's model with our attention, our cache and taps."""
 
 from .copies import structural_copy
-from .fingerprint import Fingerprint, KnownWeights, describe_config, sample_digest, version_of, versions, weights_digest
-from .folder import check_target_config, check_target_size, check_target_weights
+from .fingerprint import (
+    Fingerprint,
+    KnownWeights,
+    describe_config,
+    machine_name,
+    sample_digest,
+    version_of,
+    versions,
+    weights_digest,
+)
 from .int8 import check_int8, int8_obstacle, not_finite
 from .model import (
     UnsupportedTargetError,

@@ -1,0 +1,6 @@
+"""What a call needs first: targets and tokenizers, GGUF files, chat templates, prompts, the package's own pair."""
+
+from .chat import WRITTEN, check_template, render_chat, written_calls
+from .pair import FIRST_GENERATION, PAIR, demo_pair, draft_folder, load_target
+from .pretrained import Pretrained
+from .prompts import check_encoding, check_text, prompt_ids, render_prompt, text_ids

@@ -1,0 +1,217 @@
+"""Load targets and tokenizers with transformers. Their own Python code runs only if the caller allows it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files import read_json
+from ..terminal import listed, named, printable, shortened
+from .folder import check_target_config, check_target_size, check_target_weights
+from .gguf import GgufFile, find_gguf, read_gguf, require_gguf
+from .gguf_target import complete_config, quiet_reader
+
+_ADAPTER = "adapter_config.json"
+_JSON_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A target and its tokenizer, as files that transformers loads. Never asks whether code in them may run.
+
+    Methods raise ``ValueError`` for files that are broken or need code that may not run, ``OSError`` if there are none.
+
+    Attributes:
+        name: a folder, a hub id, or a GGUF file as `dflash.loading.gguf.find_gguf` takes it.
+        trust_remote_code: run the Python code that comes with them, with the rights of this process.
+        advice: what to do about code that may not run, for the error.
+        local_files_only: download nothing.
+        pictures: load the vision tower too.
+    """
+
+    name: str | os.PathLike
+    trust_remote_code: bool = False
+    advice: str = "it would have your rights, so read it first, then allow it with --trust-remote-code"
+    local_files_only: bool = False
+    pictures: bool = False
+
+    @functools.cached_property
+    def gguf(self) -> GgufFile | None:
+        """The GGUF file that holds it all, checked; None if there is none."""
+        path = find_gguf(self.name, local_files_only=self.local_files_only)
+        if path is None:
+            return None
+        if (file := read_gguf(path)).is_draft:
+            what = f"is a DFlash drafter ({file.architecture}), not a target: give it as draft"
+            raise ValueError(f"{printable(path)} {what}")
+        if importlib.util.find_spec("accelerate") is None:
+            raise ValueError(f"{printable(path)} needs the accelerate package: pip install '.[gguf]'")
+        return file
+
+    @functools.cached_property
+    def _reader(self) -> Any:
+        # It takes seconds for a vocabulary, and transformers would read it for each part that it loads.
+        return functools.cache(require_gguf().GGUFReader)
+
+    def load_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return self._load(AutoTokenizer)
+
+    def load_processor(self) -> Any:
+        """Load what makes text and pictures to inputs of the model."""
+        from transformers import AutoProcessor
+
+        if importlib.util.find_spec("PIL") is None:
+            raise ValueError("pictures need the pillow package: pip install '.[pictures]'")
+        processor = self._load(AutoProcessor)
+        if not hasattr(processor, "image_processor"):
+            raise ValueError(f"{printable(self.name)} has no processor of pictures: leave --pictures out")
+        return processor
+
+    @property
+    def _model_class(self) -> Any:
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        return AutoModelForImageTextToText if self.pictures else AutoModelForCausalLM
+
+    def load_config(self) -> Any:
+        """Load the config, and refuse one that would have transformers download kernels and run them."""
+        from transformers import AutoConfig
+
+        model = self._base() or self
+        config = model._load(AutoConfig)
+        if model.gguf is not None:
+            complete_config(config, model.gguf)
+        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
+            if isinstance(kernel, str) and "/" in kernel:
+                raise ValueError(
+                    f"{printable(model.name)}: attn_implementation in config.json asks for code from the hub, "
+                    f"{shortened(kernel)}: remove the key, attention does not need it"
+                )
+        return config
+
+    def load_target(self, dtype: Any, device: Any = "cpu") -> Any:
+        """Load the target, in eval mode. Weights that are missing are refused, where transformers draws random ones."""
+        config, folder = self.load_config(), (self._base() or self)._folder()
+        if self.gguf is not None and dtype == "auto":
+            dtype = self.gguf.dtype
+        files = (
+            check_target_weights(folder) if folder is not None else [self.gguf.path] if self.gguf is not None else []
+        )
+        if files:  # before transformers allocates anything
+            is_quantized = self.gguf is not None or getattr(config, "quantization_config", None) is not None
+            check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)
+        target, found = self._load(self._model_class, config=config, dtype=dtype, output_loading_info=True)
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(
+                f"{printable(self.name)} has no weights for {listed(missing)}: its files are incomplete, or "
+                "config.json belongs to another model"
+            )
+        if self.gguf is not None:
+            self.__dict__.pop("_reader", None)  # it has the whole vocabulary
+            if not any(type(part).__name__.startswith("Gguf") for part in target.modules()):  # dense: it can be saved
+                target.hf_quantizer = target.config.quantization_config = None
+                target.is_quantized = False
+        with self._readable_errors():  # the device may be full
+            return target.to(device).eval()
+
+    def load_empty_target(self, config: Any = None) -> Any:
+        """Build the target from its config, on the meta device and without its weights."""
+        config = copy.deepcopy(self.load_config() if config is None else config)
+        with torch.device("meta"), self._readable_errors():
+            return self._model_class.from_config(config, trust_remote_code=self.trust_remote_code)
+
+    def load_stop_token_ids(self, config: Any) -> list[int]:
+        """Return the stop tokens of the generation_config, else of the text ``config``."""
+        from transformers import GenerationConfig
+
+        stops = getattr(config, "eos_token_id", None)
+        with contextlib.suppress(OSError), self._readable_errors():  # there may be no generation_config
+            stops = GenerationConfig.from_pretrained(self.name, local_files_only=self.local_files_only).eos_token_id
+        return [] if stops is None else list(stops) if isinstance(stops, list | tuple) else [stops]
+
+    def _load(self, loader: Any, **options: Any) -> Any:
+        if (folder := self._folder()) is not None:  # check the JSON files first, so that an error names the file
+            check_target_config(folder)
+            for path in filter(Path.is_file, (folder / name for name in _JSON_FILES)):
+                read_json(path)
+        options |= {"trust_remote_code": self.trust_remote_code, "local_files_only": self.local_files_only}
+        with self._readable_errors(), self._quiet():
+            if self.gguf is None:
+                return loader.from_pretrained(self.name, **options)
+            with quiet_reader(self._reader):
+                return loader.from_pretrained(self.gguf.path.parent, gguf_file=self.gguf.path.name, **options)
+
+    def _folder(self) -> Path | None:
+        """Return the local folder, of a hub id its snapshot so far. None for a GGUF file, or if there is none."""
+        if self.gguf is not None:
+            return None
+        if Path(self.name).is_dir():
+            return Path(self.name)
+        from transformers.utils import cached_file
+
+        for name in ("config.json", _ADAPTER):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                return Path(cached_file(self.name, name, local_files_only=self.local_files_only)).parent
+        return None
+
+    def _base(self) -> Pretrained | None:
+        """Return the model that these files adapt if they are those of a PEFT adapter only, else None."""
+        folder = self._folder()
+        if folder is None or (folder / "config.json").is_file() or not (folder / _ADAPTER).is_file():
+            return None
+        name = read_json(folder / _ADAPTER).get("base_model_name_or_path")
+        if not isinstance(name, str):
+            where = printable(folder / _ADAPTER)
+            raise ValueError(f"{where}: base_model_name_or_path must be a name, got {shortened(name)}")
+        if importlib.util.find_spec("peft") is None:
+            raise ValueError(f"{printable(self.name)} is an adapter of {named(name)}: pip install peft")
+        return dataclasses.replace(self, name=name)
+
+    @contextlib.contextmanager
+    def _readable_errors(self) -> Iterator[None]:
+        """Turn what transformers and its libraries raise for these files into errors of the documented types."""
+        from safetensors import SafetensorError
+
+        name = printable(self.name)
+        try:
+            yield
+        except (ValueError, TypeError, OSError) as error:
+            if "trust_remote_code" not in str(error):
+                if isinstance(error, OSError) or str(self.name) in str(error):
+                    raise
+                raise ValueError(f"{name} cannot be loaded: {error}") from error
+            raise ValueError(f"{name} needs Python code of its own, which is not run unasked: {self.advice}") from error
+        except SafetensorError as error:
+            raise ValueError(f"{name}: its weights are truncated or corrupt: {error}") from error
+        except Exception as error:  # of a broken file: tokenizers raises bare Exceptions, transformers KeyErrors
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise ValueError(f"{name} cannot be loaded: {reason}") from error
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Silence transformers' reports on a checkpoint: they print names of its tensors, which may steer a terminal.
+
+        Progress bars are for downloads.
+        """
+        from transformers.utils import logging
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(logging.set_verbosity, logging.get_verbosity())
+            logging.set_verbosity_error()
+            if self.local_files_only and logging.is_progress_bar_enabled():
+                stack.callback(logging.enable_progress_bar)
+                logging.disable_progress_bar()
+            yield

@@ -1,3 +1,0 @@
-"""Serving many requests with one generator."""
-
-from .scheduler import QueueFullError, Scheduler, Ticket

@@ -1,0 +1,46 @@
+"""Memory that a context takes, and that is free for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash.internals import targets
+
+_SLOTS = 64  # of a cache that is looked at
+_OTHERS = 256  # bytes of ids and log probabilities per token
+
+
+def bytes_per_token(target: Any, drafter: Any) -> int:
+    """Return the bytes of a token in the caches of a target and its drafter (None for none), of one row.
+
+    Runs the target on one token. States of recurrent layers, which do not grow, are not counted.
+    """
+    ours, nothing = targets.Target(target), torch.zeros(1, dtype=torch.int64, device=target.device)
+    cache = ours.new_cache(1, _SLOTS, 1)
+    with torch.no_grad():
+        ours.forward(nothing[None], nothing, cache, keep=nothing + 1)
+    size = sum(tensor.nbytes for kept in (cache.keys, cache.values) for tensor in kept.values()) // _SLOTS
+    if drafter is not None:
+        config = drafter.config
+        size += 2 * config.num_hidden_layers * config.num_kv_heads * config.head_dim * drafter.dtype.itemsize
+    return size + _OTHERS
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device; on the CPU, what the machine and the container leave."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = 1024 * _numbers(Path("/proc/meminfo"))["MemAvailable:"]
+    limit, used, parts = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        dropped = _numbers(parts)["inactive_file"]  # files in memory, which give way
+        free = min(free, max(0, int(text) - int(used.read_text()) + dropped))
+    return free
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the first number of each line, by the word before it."""
+    return {words[0]: int(words[1]) for words in map(str.split, path.read_text().splitlines())}

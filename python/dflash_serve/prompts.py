@@ -1,0 +1,423 @@
+"""Parts of a request for the model: its prompts, the tools that it offers, and the grammar of its answers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from dflash import Grammar
+from dflash.internals import check_template, check_text, render_chat, terminal, text_ids, written_calls
+
+from . import protocol
+from .answers import MarkedTokenizer
+from .forms import QUOTES, TOOL_FORMS, CallText, ReasoningForm, Rules, ToolForm, find_reasoning_form, find_tool_form
+from .pictures import PictureReader
+from .protocol import bad_request, refusing
+
+_MAX_WARNING = 200  # characters; they are a header too
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request: those shown to the chat template, and the functions that may be called."""
+
+    shown: Sequence[dict[str, Any]]
+    schemas: dict[str, Grammar]  # of the arguments, by the names of the functions that may be called
+    form: ToolForm
+    is_forced: bool
+    is_single: bool
+
+    def text(self) -> CallText:
+        return CallText(self.form, self._plain, self.is_forced)
+
+    @functools.cached_property
+    def _plain(self) -> dict[str, dict[str, Any]]:
+        return {name: json.loads(schema.text) for name, schema in self.schemas.items()}
+
+    def add_rules(self, rules: Rules, answer: str, unlike: list[str]) -> None:
+        """Add the rule ``body`` of an answer, and those that it needs.
+
+        ``answer`` is what text must match instead of calls; if it is empty, free text may not match ``unlike``.
+        """
+        form, mark = self.form, self.form.mark
+        calls = "" if self.is_single else "next*"
+        section = f"call {calls} {rules.text(form.end)}"
+        if self.is_forced or answer:
+            rules.add("body", section if self.is_forced else f"{answer} | {section}")
+        elif mark:
+            # Free text ends with the first mark, and then a call must follow.
+            rest = f"{rules.until('marked', mark, 'TEXT')} first {calls} {rules.text(form.end)}"
+            rules.add("body", f"TEXT | {rest}" if self.is_single else f"({rest})* TEXT")
+        else:
+            rules.add("body", f"TEXT | {section}")
+            pieces = rules.pieces((form.begin + form.head).lstrip()) or ["''"]
+            begin = json.loads(pieces[0]) if pieces[0].startswith('"') else ""
+            names = f"({'|'.join(map(_escaped, self.schemas))}){_escaped(form.mid)}" if pieces[0] == "''" else ""
+            if begin or names:  # free text has no special token
+                unlike = [*unlike, f"[ \\n]{{0,4}}{_escaped(begin)}{names}(?s:.*)"]
+        if not self.is_forced and not answer:
+            rules.add("TEXT", " & ".join(["/(?s:.*)/", *(f"~/{pattern}/" for pattern in unlike)]))
+        heads = {"call": form.begin + form.head, "next": form.between + form.head}
+        if mark and not self.is_forced and not answer:
+            heads["first"] = heads.pop("call").lstrip().removeprefix(mark)
+        bodies: dict[str, list[str]] = {rule: [] for rule in heads if rule != "next" or not self.is_single}
+        for number, (name, schema) in enumerate(self._plain.items()):
+            if form.values == "json":
+                arguments = rules.add(f"arguments_{number}", self.schemas[name].rule)
+            else:
+                arguments = rules.arguments(f"arguments_{number}", form, schema)
+            for rule, body in bodies.items():
+                body.append(f"{rules.text(heads[rule] + name + form.mid)} {arguments} {rules.text(form.tail)}")
+        for rule, body in bodies.items():
+            rules.add(rule, " | ".join(body))
+
+
+def _escaped(text: str) -> str:
+    """Return a pattern in a Lark grammar that matches a text."""
+    return re.escape(text).replace("/", "\\/").replace("\\ ", " ").replace("\\\n", "\\n")
+
+
+def read_tools(request: protocol.ChatRequest, form: ToolForm, warnings: list[str]) -> Tools | None:
+    """Return the tools of a request; None if none may be called. ``form`` is how the model writes calls.
+
+    What a schema asks for and its grammar does not is added to ``warnings``.
+
+    Raises:
+        ApiError: they contradict each other, or a schema cannot be followed.
+    """
+    functions, choice = [tool.function for tool in request.tools or ()], request.tool_choice
+    named = choice.function.name if isinstance(choice, protocol.NamedChoice) else None
+    names = [function.name for function in functions]
+    if not names and (named or choice == "required"):
+        raise bad_request(f"tool_choice {named or choice!r} needs tools, and there are none", "tool_choice")
+    if len({*names}) < len(names):
+        raise bad_request(f"each function must have a name of its own, got {', '.join(names)}", "tools")
+    if named is not None and named not in names:
+        raise bad_request(f"tool_choice names the function {named!r}, and tools has {', '.join(names)}", "tool_choice")
+    if not names or choice == "none":
+        return None
+    is_forced = named is not None or choice == "required"
+    schemas = {}
+    for number, function in enumerate(functions):
+        where = f"tools.{number}.function.parameters: "
+        with refusing("tools", where):
+            nothing = {"properties": {}, "additionalProperties": False}
+            schema = {"type": "object"} | (nothing if function.parameters is None else function.parameters)
+            if named not in (None, function.name):
+                continue  # it cannot be called
+            try:
+                if schema["type"] != "object":
+                    raise ValueError('"type" must be "object"')
+                schemas[function.name] = _schema(schema, function.strict, where, warnings)
+            except (ValueError, TypeError) as error:
+                if is_forced or function.strict:
+                    raise
+                schemas[function.name] = Grammar.json_schema({"type": "object"})
+                warnings.append(f"{where}not enforced: {str(error)[:_MAX_WARNING]}")
+    shown = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in request.tools or ()]
+    single = named is not None or request.parallel_tool_calls is False
+    return Tools(shown, schemas, form, is_forced, single)
+
+
+def _schema(schema: dict[str, Any], strict: bool | None, where: str, warnings: list[str]) -> Grammar:
+    """Return the grammar of a schema, which without ``strict`` may lack what it cannot express."""
+    if strict:
+        return Grammar.json_schema(schema)
+    grammar, left_out = Grammar.lenient_json_schema(schema)
+    warnings += [f"{where}not enforced: {words[:_MAX_WARNING]}" for words in left_out]
+    return grammar
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as token ids, and as text for ``echo``. ``pictures`` are what its processor made of them.
+
+    ``reasoning`` is ``"begun"`` if the prompt ends with the mark of the model's reasoning, ``"optional"`` if the answer
+    may begin with that.
+    """
+
+    ids: list[int]
+    text: str
+    reasoning: Literal["", "begun", "optional"] = ""
+    pictures: Mapping[str, Tensor] | None = None
+
+
+class PromptReader:
+    """Encodes prompts by a target's tokenizer. Slow for long ones: call it outside of the event loop.
+
+    Args:
+        tokenizer: its chat template tells the forms of tool calls and of reasoning.
+        tool_form: name of a row of `TOOL_FORMS` instead.
+        reasoning_form: name of a row of `REASONING_FORMS` instead, or "none".
+        pictures: reads those of conversations; None to refuse them.
+
+    ``specials`` are the special tokens among the marks of these forms; ``shown`` decodes them as text.
+    """
+
+    def __init__(
+        self, tokenizer: Any, tool_form: str | None = None, reasoning_form: str | None = None,
+        pictures: PictureReader | None = None,
+    ) -> None:  # fmt: skip
+        self.tokenizer, self._tool_form, self._pictures = tokenizer, tool_form, pictures
+        self.has_template = tokenizer.chat_template is not None
+        self.reasoning = None if reasoning_form == "none" else find_reasoning_form(tokenizer, reasoning_form)
+        if self.has_template:
+            check_template(tokenizer, "user", tools=True)
+
+    @functools.cached_property
+    def tool_form(self) -> ToolForm:
+        return find_tool_form(self.tokenizer, self._tool_form)
+
+    @functools.cached_property
+    def specials(self) -> dict[str, int]:
+        """The ids of special tokens in the marks of tool calls and reasoning."""
+        texts = [field for form in CallText(self.tool_form, {}).forms for field in form if isinstance(field, str)]
+        texts.append(QUOTES.get(self.tool_form.values, ""))
+        texts += self.reasoning.marks if self.reasoning else []
+        tokens = [(token.content, number) for number, token in self.tokenizer.added_tokens_decoder.items()]
+        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        return {mark: number for mark, number in tokens if mark in special and any(mark in text for text in texts)}
+
+    @functools.cached_property
+    def shown(self) -> Any:
+        """The tokenizer that decodes answers; the target's own unless marks are special tokens."""
+        return MarkedTokenizer(self.tokenizer, self.specials) if self.specials else self.tokenizer
+
+    @functools.cached_property
+    def _writes_calls(self) -> bool:
+        return bool(written_calls(self.tokenizer))
+
+    def read_chat(
+        self, request: protocol.ChatRequest, tools: Tools | None = None, warnings: list[str] | None = None
+    ) -> EncodedPrompt:
+        """Write a conversation by the chat template, which gets ``tools``.
+
+        Raises:
+            ApiError: there is no template, or it does not take these messages or arguments.
+        """
+        if not self.has_template:
+            raise bad_request("this model has no chat template: use /v1/completions", "messages")
+        warnings = [] if warnings is None else warnings
+        arguments, shown = request.chat_template_kwargs or {}, None if tools is None else tools.shown
+        own = inspect.signature(self.tokenizer.apply_chat_template).parameters  # transformers would take these itself
+        template = self.tokenizer.get_chat_template(tools=shown)
+        for name in arguments:
+            if name in own or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", template):
+                raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
+        arguments = _thinking(request, template, warnings) | arguments | {"tools": shown}
+        messages, pictures = [*map(_message, request.messages)], None
+        if any(isinstance(part, protocol.ImagePart) for said in request.messages for part in said.content or ()):
+            ids, text, pictures = self._with_pictures(request, messages, arguments, tools)
+        else:
+            with refusing("messages"):
+                text = self._written(messages, arguments, tools, warnings)
+            ids = list(self.tokenizer(_unicode(text, "messages"), add_special_tokens=False).input_ids)
+        if (form := self.reasoning) is None or text.rstrip().endswith(form.close.rstrip()):
+            return EncodedPrompt(ids, text, pictures=pictures)
+        begun = "begun" if text.rstrip().endswith(form.open.rstrip()) else "optional"
+        return EncodedPrompt(ids, text, begun, pictures)
+
+    def _with_pictures(
+        self, request: protocol.ChatRequest, messages: list[dict[str, Any]], arguments: dict[str, Any],
+        tools: Tools | None,
+    ) -> tuple[list[int], str, Mapping[str, Tensor]]:  # fmt: skip
+        """Return ids, text and pictures of a conversation, whose template writes placeholders for the processor.
+
+        It must write all the rest by itself too.
+        """
+        if self._pictures is None:
+            raise bad_request("this server takes no pictures: start it with --pictures", "messages")
+        found = self._pictures.read(request.messages)
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
+        except Exception as error:  # templates raise their own
+            raise bad_request(
+                f"the chat template refuses these messages: {terminal.first_line(error)}", "messages"
+            ) from error
+        self._check_shown(messages, tools, text)
+        ids, made = self._pictures.encode(_unicode(text, "messages"), found)
+        return ids, text, made
+
+    def _check_shown(self, messages: Sequence[dict[str, Any]], tools: Tools | None, text: str) -> None:
+        """Refuse a conversation with pictures of which the template loses something."""
+        told = [message for message in messages if message["role"] != "assistant"]  # whose reasoning may be left out
+        said = [part["text"].strip() for message in told for part in message.get("content") or () if "text" in part]
+        lost = "" if all(words in text for words in said) else "text"
+        if tools is not None and not all(tool["function"]["name"] in text for tool in tools.shown):
+            lost = "tools"
+        if not self._writes_calls and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+            lost = "tool calls"
+        if lost:
+            raise bad_request(
+                f"the chat template loses {lost} of a conversation with pictures: leave these out", "messages"
+            )
+
+    def _written(
+        self, messages: list[dict[str, Any]], arguments: dict[str, Any], tools: Tools | None, warnings: list[str]
+    ) -> str:
+        """Write messages by the template, and calls and tools as text where it does not write these."""
+        render = functools.partial(render_chat, self.tokenizer, asks=True, template=arguments)
+        if self._writes_calls:
+            text = render(messages)
+        else:
+            messages = [_call_as_text(message, self.tool_form) for message in messages]
+            try:
+                text = render(messages)
+            except ValueError:
+                if not any(message["role"] == "tool" for message in messages):
+                    raise
+                messages = [{**m, "role": "user"} if m["role"] == "tool" else m for m in messages]
+                text = render(messages)
+        if tools is None or all(tool["function"]["name"] in text for tool in tools.shown):
+            return text
+        told = [{"role": "system", "content": _TOLD.format(_example(self.tool_form), json.dumps(tools.shown))}]
+        if messages[0]["role"] == "system" and isinstance(messages[0].get("content"), list):
+            told[0]["content"] = [*messages[0]["content"], {"type": "text", "text": told[0]["content"]}]
+            messages = messages[1:]
+        try:
+            return render([*told, *messages])
+        except ValueError:
+            warnings.append("tools: the chat template does not show them, and takes no system message that could")
+            return text
+
+    def read_completion(self, request: protocol.CompletionRequest) -> list[EncodedPrompt]:
+        """Return the prompts; raises ApiError if one is empty or not Unicode."""
+        given = request.prompt
+        is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+        prompts = [self._read(prompt, bool(request.echo)) for prompt in ([given] if is_one else given)]
+        if not prompts or not all(prompt.ids for prompt in prompts):
+            raise bad_request("prompt must hold at least one token", "prompt")
+        return prompts
+
+    def _read(self, prompt: str | list[int], needs_text: bool) -> EncodedPrompt:
+        if isinstance(prompt, str):
+            return EncodedPrompt(text_ids(self.tokenizer, _unicode(prompt, "prompt")), prompt)
+        if needs_text and prompt and max(prompt) >= len(self.tokenizer):
+            raise bad_request(f"token ids must lie in 0 .. {len(self.tokenizer) - 1}, got {max(prompt)}", "prompt")
+        return EncodedPrompt(prompt, self.tokenizer.decode(prompt) if needs_text else "")
+
+
+def _message(message: protocol.Message) -> dict[str, Any]:
+    fields = {"content", "reasoning_content", "name", "tool_calls", "tool_call_id"}
+    given = message.model_dump(include=fields, exclude_none=True)
+    parts = given.get("content") or ()
+    if any(part["type"] == "image_url" for part in parts):  # as processors call them
+        given["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in parts]
+    return {**given, "role": "system" if message.role == "developer" else message.role}
+
+
+_TOLD = "You may call functions. To call one, write nothing but\n{}\nThe functions are: {}"
+
+
+def _example(form: ToolForm) -> str:
+    return f"{form.begin}{form.head}NAME{form.mid}{{ARGUMENTS}}{form.tail}{form.end}".replace("$ID", "0")
+
+
+def _call_as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
+    """Return a message with its tool calls as text, as the model writes them."""
+    if not (calls := message.pop("tool_calls", None)):
+        return message
+    form, texts = form if form.values == "json" else TOOL_FORMS["json"], []
+    for number, call in enumerate(calls):
+        name, given = call["function"]["name"], call["function"].get("arguments")
+        given = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+        texts.append(f"{form.head}{name}{form.mid}{given.strip() or '{}'}{form.tail}".replace("$ID", str(number)))
+    text = form.begin + form.between.join(texts) + form.end
+    return {**message, "content": [*(message.get("content") or []), {"type": "text", "text": text}]}
+
+
+def _thinking(request: protocol.ChatRequest, template: str, warnings: list[str]) -> dict[str, Any]:
+    """Return the template's arguments for ``reasoning_effort`` and ``enable_thinking``; warn if it reads neither."""
+    effort, thinks, found = request.reasoning_effort, request.enable_thinking, {}
+    names = ("reasoning_effort", "enable_thinking", "thinking")  # as variables, not as fields of messages
+    reads = [name for name in names if re.search(rf"(?<![.\w'\"]){name}\b", template)]
+    if effort is not None and "reasoning_effort" in reads and effort != "none":
+        found["reasoning_effort"] = effort
+    if thinks is None and effort is not None and not found:
+        thinks = effort != "none"
+    if thinks is not None and (names := [name for name in reads if name != "reasoning_effort"]):
+        found[names[0]] = thinks
+    if (effort, request.enable_thinking) != (None, None) and not found:
+        warnings.append("reasoning_effort, enable_thinking: not applied, the chat template does not read them")
+    return found
+
+
+def _unicode(text: str, field: str) -> str:
+    with refusing(field):
+        return check_text(text, field)
+
+
+_CONTRADICTING = ("ignore_eos", "min_tokens", "no_repeat_ngram_size")  # they may ban all that a grammar allows
+_KINDS: dict[str, Callable[[Any], Grammar]] = {
+    "json": lambda value: Grammar.json_schema(json.loads(value) if isinstance(value, str) else value),
+    "regex": Grammar.regex,
+    "grammar": Grammar.lark,
+}
+
+
+def answer_grammar(
+    request: protocol.GenerationRequest, prompt: EncodedPrompt, tools: Tools | None, warnings: list[str],
+    form: ReasoningForm | None = None, specials: Mapping[str, int] | None = None,
+) -> Grammar | None:  # fmt: skip
+    """Return what an answer must match, its reasoning included; None if its text is free.
+
+    What a schema asks for and its grammar does not is added to ``warnings``. ``form`` is that of reasoning, and
+    ``specials`` are the special tokens among the marks.
+
+    Raises:
+        ApiError: a grammar is invalid, or fields contradict each other.
+    """
+    field, answer = _asked(request, warnings)
+    if tools is not None and answer is not None and field != "response_format":
+        raise bad_request(f"{field} cannot be combined with tools: set tool_choice to none", field)
+    if answer is None and tools is None:
+        return None
+    for name in _CONTRADICTING:
+        if getattr(request, name):
+            raise bad_request(f"{name} cannot be combined with {field or 'tools'}: leave one of them out", name)
+    if tools is not None and not tools.is_forced and answer is None and form is not None and form.reply:
+        return None  # such models write several messages, and only between marks
+    if tools is None and not prompt.reasoning:
+        return answer
+    # The rules of the answer, after those of the reasoning.
+    field, rules, reasoning, unlike = field or "tools", Rules(specials or {}), "", []
+    if answer is not None:
+        rules.add("answer", f"{rules.text(form.reply) if form is not None else ''} {answer.rule}")
+    if prompt.reasoning and form is not None:
+        space = rules.add("SPACE", "/[ \\n]{0,4}/")
+        reasoning = f"{rules.until('thought', form.close)} {rules.text(form.next)} {space}"
+        if prompt.reasoning == "optional":
+            first, *rest = rules.pieces(form.open)
+            is_plain = first.startswith('"')
+            begin = f"[ \\n]{{0,2}}{_escaped(json.loads(first)) if is_plain else ''}"
+            first = rules.add("OPEN", f"/{begin}/") if is_plain else f"{rules.add('OPEN', f'/{begin}/')} {first}"
+            reasoning = f"({' '.join([first, *rest])} {reasoning})?"
+            unlike = [f"{begin}(?s:.*)"] if is_plain else []
+    if tools is not None:
+        tools.add_rules(rules, "answer" if answer is not None else "", unlike)
+    rules.add("start", f"{reasoning} {'answer' if tools is None else 'body'}")
+    with refusing(field):
+        return Grammar.lark("\n".join(rules.lines))
+
+
+def _asked(request: protocol.GenerationRequest, warnings: list[str]) -> tuple[str, Grammar | None]:
+    given = [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in _KINDS]
+    given += [("structured_outputs", kind, value) for kind, value in (request.structured_outputs or {}).items()]
+    if (form := request.response_format) is not None and form.type != "text":
+        schema = form.json_schema.schema_ if form.json_schema is not None else None
+        given.append(("response_format", "json", {"type": "object"} if schema is None else schema))
+    given = [item for item in given if item[2] is not None]
+    if len(given) > 1:
+        raise bad_request(f"give one of {' and '.join(field for field, _, _ in given)}", given[1][0])
+    for field, kind, value in given:
+        with refusing(field, f"{field}: "):
+            if field == "response_format" and form is not None and form.json_schema is not None:
+                return field, _schema(value, form.json_schema.strict, f"{field}: ", warnings)
+            return field, _KINDS[kind](value)
+    return "", None

@@ -1,0 +1,287 @@
+"""A queue of requests for the rows of a generator, served by one thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from torch import Tensor
+
+from dflash import Generator as TokenGenerator
+from dflash import StreamEvent
+from dflash.internals import Call, GenerateArguments, Session
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_LOG = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+Item = StreamEvent | Exception | None
+"""An event, what went wrong, or None for the end."""
+
+
+class QueueFullError(RuntimeError):
+    """Too many requests wait already."""
+
+
+class Ticket:
+    """A request that was submitted: an iterator of its events for one reader, unless it has an ``emit`` of its own.
+
+    Reading slowly holds up nobody: events wait in memory, at most one per token. Errors are raised where it is read.
+    """
+
+    def __init__(self, call: Call, skip_special_tokens: bool, emit: Callable[[Item], None] | None) -> None:
+        self.call, self.skip_special_tokens = call, skip_special_tokens
+        self.is_cancelled = False
+        self._items: SimpleQueue[Item] = SimpleQueue()
+        self.emit = emit or self._items.put
+
+    def cancel(self) -> None:
+        """Ask for the end of the request; its events end soon."""
+        self.is_cancelled = True
+
+    def __iter__(self) -> Iterator[StreamEvent]:
+        return self
+
+    def __next__(self) -> StreamEvent:
+        item = self._items.get()
+        if isinstance(item, StreamEvent):
+            return item
+        self._items.put(None)  # for whoever asks again
+        if item is None:
+            raise StopIteration
+        raise item
+
+
+class Scheduler:
+    """Runs requests on the rows of a generator, first come first served, in a thread of its own.
+
+    Between two steps one chunk of one waiting prompt is run, so a long prompt does not hold up the others. What a
+    request writes does not depend on the others (`dflash.session.Session`).
+
+    Args:
+        generator: used by nobody else until `close`.
+        max_waiting: requests that may wait for a row.
+        cache_bytes: as in `dflash.session.Session`.
+
+    Attributes:
+        session: the rows. Only the scheduler's thread steps it.
+        on_step: called after each step with its seconds, from the scheduler's thread.
+        on_busy: called with True before a row gets a request while no other has one, and with False when none is left.
+
+    Raises:
+        ValueError: the generator is not one for sessions, or ``max_waiting`` is negative.
+    """
+
+    def __init__(self, generator: TokenGenerator, *, max_waiting: int = 64, cache_bytes: int = 2**30) -> None:
+        if max_waiting < 0:
+            raise ValueError(f"max_waiting must be at least 0, got {max_waiting}")
+        self.generator, self.max_waiting, self._cache_bytes = generator, max_waiting, cache_bytes
+        self.on_step: Callable[[float], None] = lambda _: None
+        self.on_busy: Callable[[bool], None] = lambda _: None
+        self.session = Session(generator, cache_bytes=cache_bytes)
+        self._waiting: deque[Ticket] = deque()
+        self._running: dict[int, Ticket] = {}
+        self._works: deque[tuple[Generator[None, None, object], Future[object]]] = deque()
+        self._alone: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._was_busy = False
+        self._is_closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._serve, name="dflash scheduler", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running)
+
+    def resolve(self, ids: Tensor, **arguments: Unpack[GenerateArguments]) -> Call:
+        """Check a request as `dflash.session.Session.resolve` does; nothing is run."""
+        return self.session.resolve(ids, **arguments)
+
+    def submit(
+        self, call: Call, *, skip_special_tokens: bool = False, emit: Callable[[Item], None] | None = None
+    ) -> Ticket:
+        """Queue a request.
+
+        Args:
+            call: from `resolve`.
+            skip_special_tokens: as in ``tokenizer.decode``, for the events' text.
+            emit: called from the scheduler's thread with each event, then with None or an exception; must return at
+                once. By default the ticket collects them.
+
+        Raises:
+            QueueFullError: ``max_waiting`` requests wait already.
+            RuntimeError: the scheduler is closed.
+        """
+        ticket = Ticket(call, skip_special_tokens, emit)
+        with self._changed:
+            self._expect_open()
+            waiting = sum(not other.is_cancelled for other in self._waiting)
+            if waiting + len(self._running) >= self.generator.batch_size + self.max_waiting:
+                raise QueueFullError(f"{self.max_waiting} requests wait already: try again later")
+            self._waiting.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def run_between_steps(self, parts: Generator[None, None, _Result]) -> Future[_Result]:
+        """Do other work in the scheduler's thread: a part between any two steps, one work after another.
+
+        ``parts`` yields after each part. Returns the future result; cancelling it ends the work.
+
+        Raises:
+            QueueFullError: one work is being done and ``max_waiting`` others wait.
+            RuntimeError: the scheduler is closed.
+        """
+        future: Future[_Result] = Future()
+        with self._changed:
+            self._expect_open()
+            if len(self._works) > self.max_waiting:
+                raise QueueFullError(f"{len(self._works)} checks wait already: try again later")
+            self._works.append((parts, cast("Future[object]", future)))
+            self._changed.notify()
+        return future
+
+    def run_alone(self, work: Callable[[], None]) -> Future[None]:
+        """Call ``work`` from the scheduler's thread while no request has a row, then begin a new session.
+
+        Requests that run end first, and those that wait go on waiting.
+
+        Raises:
+            RuntimeError: the scheduler is closed.
+        """
+        future: Future[None] = Future()
+        with self._changed:
+            self._expect_open()
+            self._alone.append((work, future))
+            self._changed.notify()
+        return future
+
+    def _expect_open(self) -> None:
+        if self._is_closing:
+            raise RuntimeError("the scheduler is closed: it takes no more requests")
+
+    def close(self, *, drain: bool = True) -> None:
+        """Take no more requests; finish those submitted, or without ``drain`` end them after the step that runs."""
+        with self._changed:
+            self._is_closing = True
+            if not drain:
+                for ticket in (*self._waiting, *self._running.values()):
+                    ticket.cancel()
+                for _, future in self._works:
+                    future.cancel()
+            self._changed.notify()
+        self._thread.join()
+
+    # ------------------------------------------------------------------------------------------ the thread
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                if not self._fill_rows():
+                    return
+                if self._alone and not self._running:
+                    self._work_alone(*self._alone.popleft())
+                if self._works:
+                    self._work(*self._works[0])
+                if self._running:
+                    self._step()
+                else:
+                    self.session.settle()
+            except Exception as error:  # requests get it, and the next ones new rows
+                self._fail(error)
+
+    def _fill_rows(self) -> bool:
+        """Drop cancelled requests, and give idle rows to waiting ones. False if all is done for good."""
+        with self._changed:
+            if not self._running:
+                self._say_busy(False)
+            while self._is_idle and self.session.is_settled and not self._is_closing:
+                self._changed.wait()
+            for row in [row for row, ticket in self._running.items() if ticket.is_cancelled]:
+                self._end(row, None)
+            for ticket in [ticket for ticket in self._waiting if ticket.is_cancelled]:
+                self._waiting.remove(ticket)
+                ticket.emit(None)
+            while self._waiting and self.session.idle and not self._alone:
+                self._say_busy(True)
+                ticket = self._waiting.popleft()
+                try:
+                    row = self.session.admit(ticket.call, skip_special_tokens=ticket.skip_special_tokens)
+                except Exception as error:  # of this request
+                    ticket.emit(error)
+                else:
+                    self._running[row] = ticket
+            return not (self._is_closing and self._is_idle)
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._waiting or self._running or self._works or self._alone)
+
+    def _say_busy(self, is_busy: bool) -> None:
+        if is_busy != self._was_busy:
+            self._was_busy = is_busy
+            self.on_busy(is_busy)
+
+    def _work_alone(self, work: Callable[[], None], future: Future[None]) -> None:
+        try:
+            work()
+            self.session = Session(self.generator, cache_bytes=self._cache_bytes)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    def _work(self, parts: Generator[None, None, object], future: Future[object]) -> None:
+        try:
+            if not future.cancelled():
+                next(parts)
+                return
+            parts.close()
+        except StopIteration as end:
+            if future.set_running_or_notify_cancel():
+                future.set_result(end.value)
+        except Exception as error:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        self._works.popleft()
+
+    def _step(self) -> None:
+        events = self.session.step()
+        # The step's answers all have its time; one that only began has none yet.
+        times = (event.event.statistics.step_seconds for event in events)
+        if seconds := next(filter(None, times), None):
+            self.on_step(seconds[-1])
+        for event in events:
+            self._running[event.row].emit(event.event)
+            if event.is_last:
+                self._end(event.row, ValueError(event.error) if event.error else None)
+
+    def _end(self, row: int, last: Item) -> None:
+        self.session.retire(row)
+        self._running.pop(row).emit(last)
+
+    def _fail(self, error: Exception) -> None:
+        """End every request that has a row, and begin again; if that fails too, end all and close."""
+        failed, self._running = [*self._running.values()], {}
+        if not failed:  # nobody else is told
+            _LOG.error("the rows and the cache of prompts begin again: %s", error)
+        try:
+            self.session = Session(self.generator, cache_bytes=self._cache_bytes)
+        except Exception as fatal:
+            with self._changed:
+                self._is_closing, error = True, fatal
+                failed += self._waiting
+                self._waiting.clear()
+        for ticket in failed:
+            ticket.emit(error)

@@ -1,0 +1,1 @@
+"""The workshop of dflash: training, learning, diagnosis and measuring, with their commands."""

@@ -1,0 +1,1 @@
+"""The workshop's commands, which ``dflash`` finds by entry points."""

@@ -1,0 +1,111 @@
+"""``dflash learn``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dflash.internals import Store, options, targets, terminal
+
+from ..learn.learning import LearnOptions
+from ..learn.learning import learn as learn_from
+from ..train.data import load_rows
+
+
+@options.command(models=("tree", "weights"))
+def learn(
+    models: options.ModelOptions,
+    words: Annotated[
+        list[str], typer.Argument(metavar="[status|forget] FOLDER", help="The folder of dflash serve --learn.")
+    ],
+    base: Annotated[
+        Path | None, "General answers of the target (dflash regenerate), half of what is learned from."
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes of training, pauses not counted.")] = 30.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; replaces the minutes.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Rank of LoRA; 0: all weights; default: 64 above 200 M weights, else 0.")
+    ] = None,
+    learning_rate: Annotated[float, "Peak learning rate."] = 3e-4,
+    seed: Annotated[int, "Seed of the order, the anchors and the noise."] = 0,
+) -> None:
+    """Make the drafter of a server better with the answers that it has kept, or show them, or delete them.
+
+    dflash learn FOLDER --model M --draft D --base answers.jsonl: trains at idle priority while no request runs, replays
+    the newest answers with the drafter before and after, and has the server adopt it if it is better.
+
+    dflash learn status FOLDER: shows what there is. dflash learn forget FOLDER: deletes all of it.
+    """
+    action, folder = words if len(words) == 2 else ("", words[0])
+    if len(words) > 2 or action not in ("", "status", "forget"):
+        raise ValueError(
+            f"name a folder, or status or forget and a folder, got {' '.join(map(terminal.printable, words))}"
+        )
+    store = Store(folder)
+    if not store.folder.is_dir():
+        raise ValueError(
+            f"there is no folder {terminal.printable(folder)}: start a server with --learn {terminal.printable(folder)}"
+        )
+    if action == "forget":
+        count = store.forget()
+        typer.echo(f"{count} answers and all that was learned from them are deleted")
+    elif action == "status":
+        _show(store)
+    else:
+        if base is None:
+            raise ValueError(
+                "--base needs general answers of the target, so that the drafter forgets nothing: write some with "
+                "dflash regenerate PROMPTS --model MODEL --out answers.jsonl --temperature 0"
+            )
+        models = models.resolve()
+        _yield_the_machine(threads)
+        source = models.source()
+        tokenizer = options.load_tokenizer(source)
+        target, draft, _ = models.load(source)
+        rows = load_rows(base, tokenizer, min(3072, targets.max_positions(target) or 3072))
+        # As dflash serve has them by default.
+        replay = {"draft_weights": models.draft_weights, "prompt_lookup": models.prompt_lookup}
+        replay["prefill_chunk"] = 64 if target.device.type == "cpu" else 128
+        if models.block_size != "auto":
+            replay["block_size"] = models.block_size
+        chosen = LearnOptions(minutes, rank, learning_rate, seed=seed, steps=steps, replay=replay)
+        typer.echo(str(learn_from(store, target, draft, rows, chosen, say=lambda line: print(line, file=sys.stderr))))
+
+
+def _yield_the_machine(threads: int) -> None:
+    """Run at the lowest priority, in few threads."""
+    torch.set_num_threads(threads)
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(19)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _show(store: Store) -> None:
+    """Print how many answers and drafters there are."""
+    files, drafters = store.answers(), store.drafters()
+    size = sum(path.stat().st_size for path in files)
+    days = [time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime)) for path in files[:1] + files[-1:]]
+    span = f", from {' to '.join(days)}" if days else ""
+    served = f"drafter {drafters.adopted}" if drafters.adopted else "the drafter that it was started with"
+    typer.echo(f"{len(files)} answers, {size / 1e6:.1f} MB{span}; a server serves {served}")
+    reports = store.folder / "reports.jsonl"
+    if not reports.exists():
+        return
+    table = Table("drafter", "learned from", "new answers", "general", "")
+    for report in map(json.loads, reports.read_text().splitlines()):
+        state = "adopted" if report["adopted"] else "not adopted"
+        state = "rolled back" if report["drafter"] in drafters.refused else state
+        gains = [f"{report[kind]['gain']:+.1%}" for kind in ("own", "general")]
+        table.add_row(str(report["drafter"]), f"{report['answers']} answers", *gains, state)
+    Console().print(table)

@@ -1,0 +1,143 @@
+"""``dflash demo`` and ``dflash benchmark``: speed and acceptance."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from dflash.internals import PAIR, PairOptions, check_text, checked, options
+
+from ..measure import report as reports
+from ..measure.benchmark import BenchmarkConfig, run_benchmark
+from ..measure.compare import Decoding
+from ..measure.datasets import DATASETS, load_conversations
+from ..measure.demo import run_demo
+
+if TYPE_CHECKING:
+    from dflash import Drafter
+
+
+@options.command()
+def demo(
+    prompt: Annotated[str | None, "Answer this instead of held-out prompts."] = None,
+    prompts: Annotated[int | None, "Answer exactly this many held-out prompts."] = None,
+    seconds: Annotated[float | None, "Start no more prompts after this time; default: 12, without --prompts."] = None,
+    max_new_tokens: options.MaxNewTokens = 256,
+    temperature: Annotated[float, "0 is greedy."] = 0.0,
+    seed: Annotated[int, "The same seed writes the same text."] = 0,
+    tree: options.TreeRows = None,
+    model: options.PairModel = None,
+    draft: Annotated[str | None, "Its DFlash drafter: a folder, a GGUF file or a hub id."] = None,
+    dtype: Annotated[str, "Of --model; default: float32, in which all engines write the same."] = "float32",
+    pair: Annotated[Path | None, typer.Option(hidden=True, help="Folder with target, draft, prompts.jsonl.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Answer held-out prompts with the packaged pair, and measure the speed. Nothing is downloaded.
+
+    With --model and --draft, that pair answers a few questions instead.
+
+    Streams a few answers, with accepted drafts and bonus tokens in different colors. Then compares transformers'
+    generate, one-token decoding and DFlash. The exit code is 1 if any answer differs between them in a token.
+
+    With --tree, draft trees are compared too, and one step's tree is drawn.
+    """
+    options.check_sampling(max_new_tokens, temperature=temperature, seed=seed)
+    if prompt is not None:
+        check_text(prompt, "--prompt")
+    options.check_pair(model, draft, "without both, the pair inside the package answers")
+    if model is None and dtype != "float32":
+        raise ValueError(f"--dtype {dtype} is for another pair, the package's runs in float32: add --model and --draft")
+
+    def load() -> tuple[Any, Drafter, Any]:
+        models = options.ModelOptions(model, draft, dtype, tree=tree).resolve()
+        source = models.source(quiet=as_json)
+        tokenizer = options.load_tokenizer(source)
+        return *models.load(source)[:2], tokenizer
+
+    report = run_demo(
+        Decoding(max_new_tokens, temperature, seed, tree=checked("tree", options.as_number(tree))),
+        folder=PAIR if pair is None else pair,
+        load=None if model is None else load,
+        prompt=prompt,
+        prompts=prompts,
+        seconds=seconds,
+        console=None if as_json else Console(),
+    )
+    if as_json:
+        typer.echo(json.dumps(report))
+    if not report["identical"]:
+        raise typer.Exit(1)
+
+
+@options.command(
+    config=("draft_sharpness", "tree", "thinking", *PairOptions.__annotations__),
+    models=("model", "draft"),
+)
+def benchmark(
+    model: options.Model,
+    draft: options.Draft,
+    dataset: Annotated[list[str], "humaneval, gsm8k, mt-bench, spec-bench or FILE.jsonl; may be repeated."],
+    config: BenchmarkConfig,
+    models: options.ModelOptions,
+    data: Annotated[Path | None, "Folder of the datasets' files; default: from the hub."] = None,
+    limit: Annotated[int | None, "Prompts of each dataset at most."] = None,
+    draft_sharpness: options.Sharpness = 1.0,
+    no_thinking: options.NoThinking = False,
+    out: Annotated[Path | None, "Folder for results: summary.json, and the records of every prompt."] = None,
+    plot: Annotated[Path | None, "Draw a .png."] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure speed and acceptance on datasets of prompts, compared with one-token decoding in the same run.
+
+    With --tree, draft trees are measured next to chains. If the tokenizer has a chat template, a dataset's text becomes
+    a user's message, with no instruction added. Speeds include the forward passes over the prompts.
+    """
+    # 1. Check the options and load the prompts: this is quick, loading the models is not.
+    models = dataclasses.replace(models, model=model, draft=draft).resolve()
+    config = dataclasses.replace(
+        config,
+        draft_sharpness=draft_sharpness,  # with --tree, that of the chains next to them
+        tree=models.tree,
+        thinking=False if no_thinking else None,
+        **models.generator,
+    )
+    numbers = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
+    options.check_sampling(**{name: getattr(config, name) for name in numbers})
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {limit}")
+    if plot is not None:
+        reports.check_plot(plot)
+    if out is not None and out.exists() and not out.is_dir():
+        raise ValueError(f"--out must be a folder, {str(out)!r} is a file")
+    datasets = _load_datasets(dataset, data, limit)
+    source = models.source(quiet=as_json)
+    tokenizer = options.load_tokenizer(source)
+    config.check(tokenizer)
+    # 2. Load the models and run.
+    target, drafter, _ = models.load(source)
+    about = {"model": model, "draft": draft, "command": shlex.join(["dflash", *sys.argv[1:]])}
+    report = run_benchmark(target, drafter, tokenizer, datasets, config, about=about, out=out)
+    # 3. Report.
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        reports.print_benchmark(report, Console())
+    if plot is not None:
+        reports.plot(report, plot)
+
+
+def _load_datasets(given: list[str], data: Path | None, limit: int | None) -> dict[str, list]:
+    datasets = {}
+    for dataset in given:
+        name = dataset if dataset in DATASETS else Path(dataset).name.split(".")[0]
+        if name in datasets:
+            raise ValueError(f"--dataset {dataset!r}: two datasets have the name {name}")
+        datasets[name] = load_conversations(dataset, data, limit)
+    return datasets

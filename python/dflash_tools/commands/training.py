@@ -1,0 +1,455 @@
+"""``dflash train``, ``dflash regenerate`` and ``dflash export``."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+
+from dflash import load_draft
+from dflash.internals import (
+    check_config,
+    check_encoding,
+    drafter_config,
+    files,
+    ops,
+    options,
+    running,
+    targets,
+    terminal,
+)
+
+from ..measure.progress import bars
+from ..train.config import TrainConfig
+from ..train.data import load_prompts, load_rows
+from ..train.export import export as export_draft
+from ..train.features import FeatureCache, cache_features, cache_size
+from ..train.model import (
+    add_dflash2,
+    adopt_head_,
+    adopt_layers_,
+    check_trainable,
+    choose_mask_id,
+    draft_config,
+    new_drafter,
+)
+from ..train.regenerate import LocalWriter, RegenerateConfig, ServerWriter, Summary, Writer, check_out
+from ..train.regenerate import regenerate as write_responses
+from ..train.self_prompts import tell, user_turn, write_prompts
+from ..train.trainer import Trainer, make_accelerator
+
+_DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_SHAPE = (
+    "layers",
+    "block_size",
+    "taps",
+    "mask_token_id",
+    "intermediate_size",
+    "sliding_window",
+    "draft_vocab_size",
+    "markov_rank",
+)
+
+
+def _show_traceback(debug: bool) -> bool:
+    if debug:
+        running.set_debug(True)
+    return debug
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Inputs and outputs of a run, the shape of a new drafter, how rows are encoded, and where the run happens."""
+
+    model: options.Model
+    data: Annotated[str, "Training rows: JSONL of chats, texts or tokens, or a data set's name."]
+    output: Annotated[Path, "Folder for the draft, its checkpoints and metrics.jsonl."]
+    heldout: Annotated[str | None, "Held-out rows; default: some of the data's prompts."] = None
+    init: Annotated[str | None, "Start from this drafter: a folder or a hub id."] = None
+    resume: Annotated[bool, "Continue from the last checkpoint in the folder."] = False
+
+    type: Annotated[str | None, "dflash or dflash2; default: that of --init, or dflash."] = None
+    layers: Annotated[int | None, "Draft layers; default: 5."] = None
+    block_size: Annotated[int | None, "Tokens per block, the anchor included; default: 16."] = None
+    taps: Annotated[str | None, "Tapped target layers, as in 1,9,17; default: evenly spaced."] = None
+    mask_token_id: Annotated[int | None, "Default: the tokenizer's, or an unused row."] = None
+    intermediate_size: Annotated[int | None, "Width of the MLP; default: the target's."] = None
+    sliding_window: Annotated[int | None, "Window of all draft layers but the last; default: none."] = None
+    draft_vocab_size: Annotated[int | None, "Tokens that can be drafted, the most frequent; default: all."] = None
+    markov_rank: Annotated[int | None, "Columns of a Markov head; default: none."] = None
+    conv_kernel_size: Annotated[int | None, "Rows that a DFlash 2 convolution reads; default: 2."] = None
+    conv_group_size: Annotated[int | None, "Channels that share its dynamic kernel; default: 16."] = None
+    selector_rank: Annotated[int | None, "Columns of a DFlash 2 selector's codebooks; default: 256."] = None
+    selector_top_k: Annotated[int | None, "Candidates that it scores; default: 16."] = None
+
+    raw: Annotated[bool, "Prompts have no chat template."] = False
+    bos: Annotated[bool, "Raw prompts start with the tokenizer's BOS token."] = False
+    no_thinking: options.NoThinking = False
+    max_length: Annotated[int, "Tokens per row at most; the target's positions, if fewer."] = 3072
+    skip_long: Annotated[bool, "Leave out rows whose prompt is longer."] = False
+
+    cache_features: Annotated[Path | None, "Keep the target's features in this folder, and read them there."] = None
+    threads: Annotated[int | None, "CPU threads per process."] = None
+    tracker: Annotated[str | None, "tensorboard or trackio."] = None
+    dtype: Annotated[str, "The target's dtype: float32, bfloat16, float16 or auto."] = "auto"
+    device: options.Device = None
+    trust_remote_code: options.TrustRemoteCode = False
+    dry_run: Annotated[bool, "Time a few steps, and print what the run would do."] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the last metrics, or the plan, as JSON.")] = False
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_show_traceback)
+    ] = False
+
+    def given(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@options.command(config=("eval_temperatures",))
+def train(
+    *,
+    run: _Run,
+    config: TrainConfig,
+    eval_temperatures: Annotated[str, "Temperatures of the held-out answers, as in 0,1."] = "0",
+) -> None:
+    """Train a drafter for the target MODEL on rows of DATA, and write it to OUTPUT in the published layout.
+
+    On several devices or machines: accelerate launch -m dflash_tools.train with the same options.
+    """
+    # 1. Check the options before loading a model
+    config = replace(config, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float))
+    device = _check(run)
+
+    # 2. Create the drafter and read the rows, checked against the target without its weights
+    quiet = run.as_json or not _is_first_process()
+    source = options.Source(run.model, run.trust_remote_code, quiet=quiet)
+    tokenizer = options.load_tokenizer(source)
+    empty_target = targets.check_target(source.load_empty_target(), loaded=False)
+    rows, heldout = (_rows(data, source, empty_target, tokenizer, run) for data in (run.data, run.heldout))
+    drafter = _initial_drafter(empty_target, tokenizer, rows, run, config.seed)
+    if drafter.config.dflash2 is None and config.selector_weight != TrainConfig.selector_weight:
+        raise ValueError("--selector-weight is for DFlash 2 drafters, and this one has no selector: leave it out")
+
+    # 3. Load the target's weights
+    tracker = None if run.dry_run else run.tracker
+    accelerator = make_accelerator(config, run.output, cpu=device == "cpu", tracker=tracker)
+    target = options.load_target(source, run.dtype, accelerator.device).requires_grad_(False)
+    if run.init is None:
+        if adopt_layers_(drafter, target) and not quiet:
+            print(f"dflash: the drafter starts as the target's last {len(drafter.layers)} layers", file=sys.stderr)
+        if drafter.config.draft_vocab_size is not None:
+            adopt_head_(drafter, target, rows)
+    others = {"heldout": heldout, "accelerator": accelerator, "tracker": tracker}
+    trainer = Trainer(target, drafter, rows, config, run.output, **others)
+    if run.dry_run:
+        _print_plan(trainer, run)
+        return
+
+    # 4. Train
+    if run.cache_features is not None:
+        trainer.features = _cached_features(trainer, run.cache_features)
+    if run.resume and not trainer.resume() and accelerator.is_main_process:
+        print(f"dflash: no checkpoint under {run.output}: starting from the beginning", file=sys.stderr)
+    last = trainer.train()
+    if run.as_json and accelerator.is_main_process:
+        typer.echo(json.dumps(last))
+
+
+def _is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _check(run: _Run) -> str:
+    if run.type not in (None, "dflash", "dflash2"):
+        raise ValueError(f"--type must be dflash or dflash2, got {run.type!r}")
+    if (sizes := run.given(_DFLASH2_SIZES)) and run.type != "dflash2":
+        raise ValueError(f"{options.option_of(next(iter(sizes)))} is for DFlash 2 drafters: add --type dflash2")
+    if run.dry_run and run.resume:
+        raise ValueError("--dry-run plans a run from its start: leave out --resume")
+    device = options.check_device(run.dtype, run.device)
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {device!r}")
+    if _is_first_process():
+        _check_output(run.output, run.resume)
+    if missing := [name for name in ("accelerate", "datasets") if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"training needs {', '.join(missing)}: pip install '.[train]'")
+    if run.threads is not None:
+        if run.threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {run.threads}")
+        torch.set_num_threads(run.threads)
+    return device
+
+
+def _initial_drafter(target: Any, tokenizer: Any, rows: Any, run: _Run, seed: int) -> Any:
+    init, kind, given, sizes = run.init, run.type, run.given(_SHAPE), run.given(_DFLASH2_SIZES)
+    # 1. A new one, or that of --init, whose shape is fixed.
+    if init is None:
+        mask = choose_mask_id(target, tokenizer, given.pop("mask_token_id", None), rows)
+        if "taps" in given:
+            given["target_layer_ids"] = _numbers("--taps", given.pop("taps"), int)
+        if "layers" in given:
+            given["num_layers"] = given.pop("layers")
+        drafter = new_drafter(draft_config(target, mask_token_id=mask, **given), seed=seed)
+    else:
+        _expect_not_given(given)
+        drafter = load_draft(init, dtype=torch.float32)
+        check_config(target, drafter.config)
+        try:
+            check_trainable(drafter.config)
+        except ValueError as error:
+            raise ValueError(f"--init {init!r}: {error}") from None
+    # 2. Its generation.
+    if drafter.config.dflash2 is None:
+        return add_dflash2(drafter, drafter_config.DFlash2Config(**sizes), seed=seed) if kind == "dflash2" else drafter
+    if kind == "dflash":
+        raise ValueError("--type dflash cannot start from a DFlash 2 drafter: leave it out, or choose another --init")
+    _expect_not_given(sizes)
+    return drafter
+
+
+def _expect_not_given(given: dict[str, Any]) -> None:
+    if given:
+        raise ValueError(f"{options.option_of(next(iter(given)))} is fixed by --init: leave it out")
+
+
+def _rows(data: str | None, source: options.Source, target: Any, tokenizer: Any, run: _Run) -> Any:
+    if data is None:
+        return None
+    config = target.config.get_text_config(decoder=True)
+    return load_rows(
+        data,
+        tokenizer,
+        options.room_of(target, run.max_length),
+        raw=run.raw,
+        bos=run.bos,
+        template={"enable_thinking": False} if run.no_thinking else None,
+        vocab_size=config.vocab_size,
+        stop_token_ids=source.load_stop_token_ids(config),
+        skip_long=run.skip_long,
+    )
+
+
+def _cached_features(trainer: Any, folder: Path) -> Any:
+    """Open the feature cache of the trainer's rows. All processes compute its missing shards together."""
+    accelerator, taps = trainer.accelerator, trainer.drafter.config.target_layer_ids
+
+    def compute(ids: Any) -> Any:
+        with accelerator.autocast():
+            return trainer.online(ids)
+
+    rank, world = accelerator.process_index, accelerator.num_processes
+    with bars(["features"], shown=accelerator.is_main_process) as show:
+
+        def shown(rows: int, total: int, speed: float) -> None:
+            show("features", rows, total, f"{speed:,.0f} tokens/s")
+
+        cache_features(
+            trainer.target, compute, trainer.rows, taps, folder, progress=shown, rank=rank, world=world,
+        )  # fmt: skip
+    accelerator.wait_for_everyone()
+    return FeatureCache(folder)
+
+
+def _print_plan(trainer: Any, run: _Run) -> None:
+    """Print what the run would do. Every process measures, the first prints."""
+    plan = trainer.plan(cached=run.cache_features is not None)
+    if run.cache_features is not None:
+        width = len(trainer.drafter.config.target_layer_ids) * targets.text_config(trainer.target).hidden_size
+        plan["features_bytes"] = cache_size(trainer.rows, width, torch.bfloat16)
+    if trainer.accelerator.is_main_process:
+        typer.echo(json.dumps(plan) if run.as_json else _plan_text(plan))
+
+
+def _plan_text(plan: dict[str, Any]) -> str:
+    def size(count: float) -> str:
+        return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+    total = sum(plan["stage_seconds"].values())
+    lines = {
+        "train": f"{plan['draft_parameters']:,} parameters, for a target of {plan['target_parameters']:,}",
+        "on": f"{plan['device']}, {plan['processes']} process{'es' * (plan['processes'] > 1)}",
+        "data": f"{plan['rows']:,} rows, {plan['row_tokens']:,} tokens; {plan['heldout_prompts']} held-out prompts, "
+        f"{plan['heldout_rows']} rows of theirs left out",
+        "run": f"{plan['steps']:,} steps of about {plan['tokens_per_step']:,} tokens, {plan['tokens']:,} in all, "
+        f"{plan['epochs']:.2f} epochs",
+        "speed": f"{plan['seconds_per_step']:.2f} s per step, {plan['tokens_per_second']:,.0f} tokens/s: the mean of "
+        f"{plan['measured_steps']} steps on this data",
+        "stages": ", ".join(f"{name} {lap / total:.0%}" for name, lap in plan["stage_seconds"].items()),
+        "faster": "; ".join(
+            f"{option}: about {left:.2f} of the time" for option, left in plan["faster_options"].items()
+        ),
+        "time": f"{plan['hours']:.2f} hours at that speed, evaluations and checkpoints not counted",
+        "memory": f"{size(plan['memory_bytes'])} at most in those steps",
+        "disk": f"{plan['checkpoints']} checkpoints of {size(plan['checkpoint_bytes'])}, the draft "
+        f"{size(plan['draft_bytes'])}",
+    }
+    if "features_bytes" in plan:
+        lines["disk"] += f", features {size(plan['features_bytes'])}"
+    return "\n".join(f"{name:<8}{text}" for name, text in lines.items() if text)
+
+
+def _numbers(option: str, text: str, kind: type) -> tuple:
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} must be numbers with commas between them, got {text!r}") from None
+
+
+def _check_output(output: Path, resume: bool) -> None:
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {str(output)!r} is a file")
+    if not resume and output.is_dir() and any(output.iterdir()):
+        raise ValueError(f"--output {str(output)!r} is not empty: name another folder, or --resume the run in it")
+    files.check_writable(output)
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """Models and files of a run, and options for reading and answering the prompts."""
+
+    model: Annotated[str, "The target: a folder or a hub id; with --server, its name there."]
+    out: Annotated[Path, "JSONL of responses; an interrupted run continues."]
+    draft: Annotated[str | None, "A drafter for the target; faster in small batches."] = None
+    server: Annotated[str | None, "Ask an OpenAI-compatible server: http://HOST:PORT/v1."] = None
+    self_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Instead of PROMPTS, let the target write so many, and keep the useful ones."),
+    ] = None
+    beginnings: Annotated[Path | None, "With --self-prompts: a line each, with which they begin in turn."] = None
+    raw: options.Raw = False
+    bos: options.Bos = False
+    no_thinking: options.NoThinking = False
+    skip_long: Annotated[bool, "Leave out prompts that are too long."] = False
+    limit: options.Limit = None
+    split: Annotated[str, "Split of a data set of the hub."] = "train"
+    batch_size: Annotated[int, "Sequences per batch."] = 64
+    concurrency: Annotated[int, "Requests to the server at a time."] = 32
+    token_ids: Annotated[bool, "Ask the server for token ids too (vLLM)."] = False
+    weights: Annotated[ops.WeightStorage, "Multiply by copies of the target's weights in 8 bits (CPU)."] = None
+    dtype: options.Dtype = "auto"
+    device: options.Device = None
+    trust_remote_code: options.TrustRemoteCode = False
+    as_json: options.Json = False
+
+    def writer(self) -> Writer:
+        """Return what answers the prompts: a server, or the target loaded here."""
+        template = {"enable_thinking": False} if self.no_thinking else {}
+        common: Any = {"raw": self.raw, "template": template, "skip_long": self.skip_long}
+        if self.server is not None:
+            local = {"self-prompts": self.self_prompts, "draft": self.draft, "bos": self.bos, "weights": self.weights}
+            local["trust-remote-code"] = self.trust_remote_code
+            if given := [name for name, value in local.items() if value]:
+                why = "it hides its chat template" if self.self_prompts else "the server decides"
+                raise ValueError(f"--{given[0]} does not go with --server: {why}")
+            common |= {"concurrency": self.concurrency, "token_ids": self.token_ids}
+            return ServerWriter(self.server, self.model, api_key=os.environ.get("OPENAI_API_KEY"), **common)
+        models = options.ModelOptions(
+            self.model, self.draft, self.dtype, self.device, self.trust_remote_code, self.weights
+        )
+        models.check_weights()
+        source = models.source(quiet=self.as_json)
+        tokenizer = options.load_tokenizer(source)
+        own = self.self_prompts is not None
+        check_encoding(tokenizer, self.raw, self.bos and own, {"--self-prompts": own})
+        if own:
+            user_turn(tokenizer, template)
+        target, drafter, _ = models.load(source)
+        common |= {"name": self.model, "batch_size": self.batch_size, "bos": self.bos, "weights": self.weights}
+        return LocalWriter(target, tokenizer, drafter, **common)
+
+
+@options.command(config=("temperatures",))
+def regenerate(
+    prompts: Annotated[
+        str | None, typer.Argument(help="JSONL with prompt, messages, question or turns; or a hub name.")
+    ] = None,
+    *,
+    asking: _Asking,
+    temperature: Annotated[list[float] | None, "0 is greedy; may be repeated; default: 0."] = None,
+    config: RegenerateConfig,
+) -> None:
+    """Let the target answer PROMPTS, or prompts of its own, as training data for its drafter.
+
+    An interrupted run continues if it is started again with the same arguments. The server's API key is read from
+    OPENAI_API_KEY.
+    """
+    # 1. Check the output, and read the prompts
+    count = asking.self_prompts
+    if (prompts is None) == (count is None):
+        raise ValueError("give PROMPTS, or --self-prompts N to let the target write them: one of the two")
+    if asking.beginnings is not None and count is None:
+        raise ValueError("--beginnings are those of prompts that the target writes: add --self-prompts N")
+    beginnings = [""] if asking.beginnings is None else asking.beginnings.read_text(encoding="utf-8").splitlines()
+    if not beginnings:
+        raise ValueError(f"{asking.beginnings} is empty: it must have a line per beginning, or an empty line for none")
+    check_out(asking.out)
+    config = replace(config, temperatures=tuple(temperature or [0.0]))
+    rows = [] if prompts is None else load_prompts(prompts, split=asking.split)
+    writer, counts = asking.writer(), None
+    with bars([*["self prompts"] * (count is not None), "responses"]) as show:
+
+        def shown(so_far: Summary, total: int, bar: str = "responses") -> None:
+            rate = f"{so_far.tokens_per_second:.0f} tokens/s"
+            if so_far.acceptance_length:
+                rate += f", acceptance length {so_far.acceptance_length:.2f}"
+            show(bar, so_far.written, total, rate)
+
+        # 2. Let the target write its own
+        if count is not None:
+            out, progress = asking.out.with_suffix(".prompts.jsonl"), functools.partial(shown, bar="self prompts")
+            begun = {"beginnings": beginnings, "seed": config.seed}
+            rows, counts = write_prompts(cast(LocalWriter, writer), count, out, progress=progress, **begun)
+        # 3. Answer them
+        summary = write_responses(rows[: asking.limit], writer, asking.out, config, progress=shown)
+    summary.self_prompts = counts
+    # 4. Report
+    if asking.as_json:
+        typer.echo(json.dumps({**asdict(summary), "tokens_per_second": summary.tokens_per_second}))
+    else:
+        typer.echo(_summary_text(summary), err=True)
+
+
+def _summary_text(summary: Summary) -> str:
+    text = f"self prompts: {tell(summary.self_prompts)}\n" if summary.self_prompts else ""
+    text += f"{summary.written} responses in {summary.seconds:.1f} s, {summary.tokens_per_second:.0f} tokens/s"
+    text += f", {summary.truncated} cut off" if summary.truncated else ""
+    text += f", {summary.skipped} left out, too long" if summary.skipped else ""
+    text += f", acceptance length {summary.acceptance_length:.2f}" if summary.acceptance_length else ""
+    return text + (f"; {summary.found} were there before" if summary.found else "") + f": {summary.out}"
+
+
+@options.command()
+def export(
+    draft: options.Draft,
+    out: Annotated[Path, "Folder to write, missing or empty; with --format gguf a FILE.gguf that does not exist."],
+    layout: Annotated[str, typer.Option("--format", help="published, speculators, transformers or gguf (llama.cpp).")],
+    target: Annotated[str | None, "The target: its name for speculators; for gguf its tokenizer, or GGUF file."] = None,
+    dtype: Annotated[str, "float32, bfloat16, float16 or auto (as it is); with --format gguf also q8_0."] = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+) -> None:
+    """Convert a drafter to the layout given by --format, from the published or the speculators one, or from GGUF."""
+    if dtype != "q8_0":
+        options.check_dtype(dtype)
+    kind: Any = dtype if dtype == "q8_0" else None if dtype == "auto" else getattr(torch, dtype)
+    with warnings.catch_warnings(record=True) as caught:  # printed without their place in the code, before an error too
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
+        try:
+            export_draft(draft, out, layout, target=target, dtype=kind, trust_remote_code=trust_remote_code)
+        finally:
+            for warning in caught:
+                typer.echo(f"dflash: {terminal.printable(warning.message)}", err=True)
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), "format": layout}))
+    else:
+        typer.echo(f"{draft} was written to {out} in the {layout} layout", err=True)

@@ -1,0 +1,430 @@
+"""Trains a drafter on a machine's own answers, and adopts it if replayed answers say that it is better: `learn`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from dflash import Drafter, load_draft
+from dflash.internals import RecordedSettings, Store, StoredAnswer, files, resolve, targets
+
+from ..measure.datasets import import_datasets
+from ..train.batches import Batches
+from ..train.checkpoint import save_draft, save_run
+from ..train.config import TrainConfig
+from ..train.features import FeatureCache, TargetFeatures, cache_features
+from ..train.model import check_trainable
+from ..train.trainer import StepTotals, Trainer
+from .gate import Steps, Verdict, judge
+from .replay import Replayer
+
+LEAST_ANSWERS = 50
+_HELD = 10  # one in so many answers, the newest, is not learned from
+_GENERAL = 48  # general answers that are replayed
+_BASE_ROWS = 2000  # general rows that are learned from, at most
+_SHARES = 1.0, 0.5  # of what was learned that are judged (weight averaging, WiSE-FT, arXiv 2109.01903)
+_LORA_FROM = 2 * 10**8  # weights of a drafter from which on only LoRA is trained
+SAVE_EVERY, _POLL = 60.0, 0.05  # seconds
+
+
+@dataclass(frozen=True)
+class LearnOptions:
+    """How a drafter learns.
+
+    Attributes:
+        minutes: of training, pauses not counted.
+        rank: of LoRA; 0 trains all weights; None: 64 for drafters of more than 200 M weights, else 0.
+        learning_rate: its peak.
+        batch_tokens: of own and as many of general answers per step.
+        seed: of order, anchors and noise.
+        steps: of training, in place of the minutes; the same steps learn the same.
+        replay: options of `Replayer`.
+    """
+
+    minutes: float = 30.0
+    rank: int | None = None
+    learning_rate: float = 3e-4
+    batch_tokens: int = 1024
+    seed: int = 0
+    steps: int | None = None
+    replay: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, low in (("minutes", 0), ("learning_rate", 0), ("batch_tokens", 0)):
+            if getattr(self, name) <= low:
+                raise ValueError(f"{name} must be above {low}, got {getattr(self, name)}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if self.rank is not None and self.rank < 0:
+            raise ValueError(f"rank must be at least 0, got {self.rank}")
+
+
+Say = Callable[[str], None]
+
+
+def learn(
+    store: Store, target: nn.Module, draft: Drafter, base: Any, options: LearnOptions | None = None,
+    *, say: Say = lambda _: None,
+) -> Verdict:  # fmt: skip
+    """Train the drafter that is served on the answers of ``store``, and have it adopted if it is better.
+
+    Half of each step are general answers, so that the drafter forgets nothing. The newest tenth of the own answers, and
+    48 general ones, are not learned from: both drafters are replayed on them (`dflash_tools.learn.gate`). While a
+    server on this machine runs requests, training waits. A run that was stopped continues with the same answers.
+
+    Args:
+        store: of the target's answers.
+        target: the target, in the dtype in which it is served.
+        draft: the drafter that the server was started with, likewise.
+        base: ``datasets.Dataset`` of general answers of the target, ``input_ids`` and ``loss_mask``.
+        options: how it learns.
+        say: gets a line now and then.
+
+    Returns:
+        What the replay found; the store has the drafter if it is adopted.
+
+    Raises:
+        ValueError: there are fewer than 50 answers, they are another target's, another learner is at work, or the
+            drafter cannot be trained.
+    """
+    options = options or LearnOptions()
+    check_trainable(draft.config)
+    store.open_for(target, draft.config.target_layer_ids)
+    with store.used_by("learner"), store.requests() as requests:
+
+        def wait() -> None:
+            while requests.run_elsewhere:
+                time.sleep(_POLL)
+
+        return _learn(store, target, draft, base, options, wait, say)
+
+
+def _learn(
+    store: Store, target: nn.Module, draft: Drafter, base: Any, options: LearnOptions, wait: Callable[[], None],
+    say: Say,
+) -> Verdict:  # fmt: skip
+    # 1. The answers of this run, which stay whatever the server drops meanwhile.
+    run, own = _Run.begin(store, options), []
+    for path in run.files:
+        try:
+            own.append(store.read(path, targets.text_config(target).vocab_size))
+        except ValueError as error:  # a damaged file
+            say(f"left out: {error}")
+    held = max(1, len(own) // _HELD)
+    served = draft
+    if run.served:
+        served = load_draft(store.drafter_folder(run.served), dtype=draft.dtype, device=draft.device)
+    base, rows = _split_base(base, served.config.block_size)
+    general = _general_answers(rows, target, served, wait)
+    # 2. The drafter that is served, on what nobody has learned from.
+    longest = max(answer.prompt_length + answer.settings.max_new_tokens for answer in [*own, *general])
+    fresh = own[-held:], general
+
+    def replay(drafter: Drafter) -> tuple[Steps, Steps]:
+        replayer, found = Replayer(target, drafter, max_length=longest, **options.replay), []
+        for answers in fresh:
+            found.append([])
+            for answer in answers:
+                wait()
+                found[-1].append(replayer(answer))
+        return found[0], found[1]
+
+    # What is forgotten is counted from the first drafter on: many small losses must not add up.
+    before = replay(served)
+    if served is not draft:
+        before = before[0], replay(draft)[1]
+    say(f"{len(own)} answers, the newest {held} are for the test; {len(base)} general ones are learned with them")
+    # 3. Train, on no answer to a prompt of the test, unless there are no others.
+    candidate = Drafter(served.config, dtype=torch.float32, device=served.device)
+    candidate.load_state_dict(served.state_dict())
+    asked = {prompt_of(answer) for answer in own[-held:]}
+    known = [answer for answer in own[:-held] if prompt_of(answer) not in asked] or own[:-held]
+    _train(run, target, candidate, known, base, options, wait, say)
+    # 4. Judge it as it would be served, and its mean with the drafter before, which forgets less.
+    number, learned = store.drafters().last + 1, {name: x.clone() for name, x in candidate.state_dict().items()}
+    folder, found = store.drafter_folder(number), {}
+
+    def write(share: float) -> Drafter:
+        old = served.state_dict()
+        candidate.load_state_dict(
+            {name: torch.lerp(old[name].to(x), x, share) if x.is_floating_point() else x for name, x in learned.items()}
+        )
+        return load_draft(save_draft(candidate, folder), dtype=draft.dtype, device=draft.device)
+
+    for share in _SHARES:
+        found[share] = judge(before, replay(write(share)))
+        say(f"{share:.0%} of what was learned: {found[share].own.gain:+.1%}, general {found[share].general.gain:+.1%}")
+    share, verdict = max(found.items(), key=lambda each: (each[1].is_adopted, each[1].own.gain))
+    write(share)
+    # 5. Adopt it, or forget it.
+    with store.changing_drafters() as drafters:
+        drafters.last = number
+        is_adopted = verdict.is_adopted and drafters.adopted == run.served  # it may have been rolled back meanwhile
+        if is_adopted:
+            drafters.before, drafters.adopted = run.served, number
+        kept = {drafters.before, drafters.adopted}
+    for old in folder.parent.iterdir():
+        if int(old.name) not in kept:
+            shutil.rmtree(old)
+    about = {"drafter": number, "from": run.served, "answers": len(own), "share": share, "adopted": is_adopted}
+    about |= {"own": verdict.own._asdict(), "general": verdict.general._asdict()}
+    reports = store.folder / "reports.jsonl"
+    earlier = reports.read_bytes() if reports.exists() else b""
+    store.write(reports, earlier + json.dumps(about).encode() + b"\n")
+    shutil.rmtree(store.run_folder)
+    return verdict
+
+
+def prompt_of(answer: StoredAnswer) -> tuple[int, ...]:
+    """Return the ids of an answer's prompt."""
+    return tuple(answer.ids[: answer.prompt_length].tolist())
+
+
+# ---------------------------------------------------------------------------------------------- what is learned from
+
+
+@dataclass
+class _Run:
+    """Links to the answers of a run, and the drafter that it began with. It stays until the run has ended."""
+
+    folder: Path
+    served: int
+    options: str
+    steps: int | None = None
+
+    @classmethod
+    def begin(cls, store: Store, options: LearnOptions) -> _Run:
+        """Go on with the run that was stopped, or begin one with all answers that there are."""
+        folder, wanted = store.run_folder, (store.drafters().adopted, repr(options))
+        if (folder / "run.json").exists():
+            run = cls(folder, **files.read_json(folder / "run.json"))
+            if (run.served, run.options) == wanted:
+                return run
+        shutil.rmtree(folder, ignore_errors=True)
+        answers = store.answers()
+        if len(answers) < LEAST_ANSWERS:
+            raise ValueError(f"there must be at least {LEAST_ANSWERS} answers to learn from, there are {len(answers)}")
+        (folder / "answers").mkdir(parents=True)
+        for path in answers:
+            with contextlib.suppress(FileNotFoundError):  # the server has dropped it just now
+                _link(path, folder / "answers" / path.name)
+        run = cls(folder, *wanted)
+        run.write()
+        return run
+
+    def write(self) -> None:
+        """Keep it for whoever goes on."""
+        content = {name: value for name, value in vars(self).items() if name != "folder"}
+        Store.write(self.folder / "run.json", json.dumps(content).encode())
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted((self.folder / "answers").iterdir())
+
+
+def _link(path: Path, to: Path) -> None:
+    try:
+        os.link(path, to)
+    except OSError:  # a file system without links
+        shutil.copy2(path, to)
+
+
+def _split_base(base: Any, least: int) -> tuple[Any, list[dict[str, Any]]]:
+    """Return rows to learn from, and general answers to replay, of other prompts."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for place, (ids, mask) in enumerate(zip(base["input_ids"], base["loss_mask"], strict=True)):
+        if 1 in mask:
+            groups.setdefault(tuple(ids[: mask.index(1)]), []).append(place)
+    chosen = list(groups.values())[:: max(1, len(groups) // _GENERAL)][:_GENERAL]
+    rows = [base[places[0]] for places in chosen]
+    rows = [row for row in rows if _end_of_answer(row) - row["loss_mask"].index(1) > least]
+    if len(groups) < 2 * _GENERAL or not rows:
+        raise ValueError(
+            f"the general answers must be to at least {2 * _GENERAL} prompts, with more than {least} tokens each; got "
+            f"{len(groups)} prompts, and {len(rows)} answers of that length among {len(chosen)}"
+        )
+    apart = {place for places in chosen for place in places}
+    left = [place for place, mask in enumerate(base["loss_mask"]) if place not in apart and sum(mask) > 1]
+    return base.select(left[:_BASE_ROWS]), rows
+
+
+def _end_of_answer(row: Mapping[str, Any]) -> int:
+    """Return where the first answer of a row ends; a conversation has more."""
+    mask, start = row["loss_mask"], row["loss_mask"].index(1)
+    return start + [*mask[start:], 0].index(0)
+
+
+@torch.no_grad()
+def _general_answers(
+    rows: Sequence[Mapping[str, Any]], target: nn.Module, draft: Drafter, wait: Callable[[], None]
+) -> list[StoredAnswer]:
+    """Return general answers as if they had been recorded, greedy, with features of one pass over each."""
+    compute, found = TargetFeatures(target, draft.config.target_layer_ids), []
+    for row in rows:
+        wait()
+        ids, start = torch.tensor(row["input_ids"][: _end_of_answer(row)]), row["loss_mask"].index(1)
+        features = compute(ids[None, :-1].to(draft.device))[0].cpu()
+        values = resolve({"max_new_tokens": len(ids) - start, "stop_token_ids": []}, {}, draft.config.vocab_size)
+        settings = RecordedSettings(**{name: values[name] for name in RecordedSettings.__dataclass_fields__})
+        nothing = torch.empty(0)
+        found.append(StoredAnswer(ids, start, features, nothing, nothing, settings, 0, 1.0, ()))
+    return found
+
+
+class _Features:
+    """Features of a run's rows, own answers and then general ones, as `Trainer` asks a `FeatureCache` for them."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, own: Sequence[StoredAnswer], base: FeatureCache) -> None:
+        self._own, self._base = own, base
+
+    def check(self, lengths: Sequence[int], target_layer_ids: Sequence[int]) -> None:
+        """Raise ValueError unless these are features of such rows."""
+        self._base.check(lengths[len(self._own) :], target_layer_ids)
+
+    def features(self, rows: Sequence[int]) -> Tensor:
+        """Return ``[batch, length, taps * hidden]`` of some rows, padded with 0 on the right."""
+        if rows[0] >= len(self._own):
+            return self._base.features([row - len(self._own) for row in rows])
+        # The last token's are never read: no anchor stands there.
+        found = [self._own[row].features.to(self.dtype) for row in rows]
+        found = [torch.cat([one, one.new_zeros(1, one.shape[1])]) for one in found]
+        return nn.utils.rnn.pad_sequence(found, batch_first=True)
+
+
+class _Halves(Batches):
+    """Steps of two micro-batches: own answers, and as many tokens of general ones."""
+
+    def __init__(self, lengths: Sequence[int], count: int, batch_tokens: int, seed: int) -> None:
+        super().__init__(lengths, batch_tokens, 2, seed)
+        self._parts = Batches(lengths[:count], batch_tokens, 1, seed), Batches(lengths[count:], batch_tokens, 1, seed)
+        self._own = count
+
+    def _draw(self, epoch: int) -> list[list[list[int]]]:
+        own, general = (part.epoch(epoch) for part in self._parts)
+        offset = [[row + self._own for row in rows] for (rows,) in general]
+        return [[rows, offset[place % len(offset)]] for place, (rows,) in enumerate(own)]
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+def _train(
+    run: _Run, target: nn.Module, candidate: Drafter, own: Sequence[StoredAnswer], base: Any,
+    options: LearnOptions, wait: Callable[[], None], say: Say,
+) -> None:  # fmt: skip
+    """Train a drafter in place for the minutes that it may take, while no request runs."""
+    # 1. The rows, own answers first. An answer of one token teaches nothing, and the mask token cannot be drafted.
+    mask = candidate.config.mask_token_id
+    own = [answer for answer in own if len(written := answer.ids[answer.prompt_length :]) > 1 and mask not in written]
+    ids = [answer.ids.tolist() for answer in own]
+    masks = [[0] * answer.prompt_length + [1] * (len(answer.ids) - answer.prompt_length) for answer in own]
+    datasets = import_datasets()
+    rows = datasets.Dataset.from_dict({"input_ids": ids, "loss_mask": masks}, base.features)
+    layers = candidate.config.target_layer_ids
+    say(f"the target runs over {len(base)} general answers, once")
+    compute, device = TargetFeatures(target, layers), candidate.device
+
+    def in_half(ids: Tensor) -> Tensor:
+        wait()
+        with torch.autocast(device.type, torch.bfloat16):
+            return compute(ids)
+
+    digest = hashlib.sha256(repr(base["input_ids"]).encode()).hexdigest()[:8]
+    for other in run.folder.parent.glob("base-*"):
+        if other.name != f"base-{digest}":
+            shutil.rmtree(other)
+    kept = cache_features(target, in_half, base, layers, run.folder.parent / f"base-{digest}")
+    assert kept is not None
+    # 2. The trainer, for as many steps as the minutes allow.
+    count = sum(parameter.numel() for parameter in candidate.parameters())
+    rank = options.rank if options.rank is not None else 64 if count > _LORA_FROM else 0
+    if rank:
+        add_lora_(candidate, rank, options.seed)
+
+    def trainer_of(steps: int) -> Trainer:
+        config = TrainConfig(
+            steps=steps, batch_tokens=options.batch_tokens, accumulate=2, learning_rate=options.learning_rate,
+            slot_weights="dpace", eval_rows=0, seed=options.seed, keep=1, constant=0.5,
+        )  # fmt: skip
+        joined = datasets.concatenate_datasets([rows, base])
+        made = Trainer(target, candidate, joined, config, run.folder, features=_Features(own, kept), quiet=True)
+        made.batches = _Halves([len(row) for row in joined["input_ids"]], len(own), options.batch_tokens, options.seed)
+        return made
+
+    run.steps = run.steps or options.steps
+    if run.steps is None:
+        wait()
+        plan = trainer_of(1).plan()
+        run.steps = max(1, math.floor(60 * options.minutes / plan["seconds_per_step"]))
+        run.write()
+    trainer = trainer_of(run.steps)
+    trainer.resume()
+    going_on = f", from step {trainer.step}" if trainer.step else ""
+    say(f"{run.steps} steps of {2 * options.batch_tokens} tokens{going_on}")
+    saved = shown = time.monotonic()
+    totals = StepTotals()
+    for group in trainer.remaining_steps():
+        wait()
+        began = time.monotonic()
+        trainer.run_step(group, totals, True)
+        trainer.seconds += (now := time.monotonic()) - began
+        if now - saved > SAVE_EVERY:
+            save_run(trainer)
+            saved = now
+        if now - shown > SAVE_EVERY / 2 or trainer.step == trainer.steps:
+            loss, totals, shown = totals.means(trainer.accelerator)["loss"], StepTotals(), now
+            say(f"step {trainer.step} of {trainer.steps}, {trainer.seconds / 60:.1f} min: loss {loss:.3f}")
+        if options.steps is None and trainer.seconds > 66 * options.minutes:  # the machine is slower than it was
+            break
+    if rank:
+        merge_lora_(candidate)
+
+
+class _LowRank(nn.Module):
+    """A weight plus a product of two small matrices (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        outputs, inputs = weight.shape
+        down = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+        self.down, self.up = nn.Parameter(down.to(weight)), nn.Parameter(weight.new_zeros(outputs, rank))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+def _linears(drafter: Drafter) -> Iterator[nn.Linear]:
+    for part in (drafter.fc, drafter.layers):
+        yield from (module for module in part.modules() if isinstance(module, nn.Linear))
+
+
+def add_lora_(drafter: Drafter, rank: int, seed: int = 0) -> None:
+    """Let only matrices of ``rank`` learn, beside every product of the layers and that of the features."""
+    generator = torch.Generator().manual_seed(seed)
+    drafter.requires_grad_(False)
+    for module in list(_linears(drafter)):
+        parametrize.register_parametrization(module, "weight", _LowRank(module.weight, rank, generator))
+
+
+@torch.no_grad()
+def merge_lora_(drafter: Drafter) -> None:
+    """Add what `add_lora_` has learned to the weights, which learn again."""
+    for module in list(_linears(drafter)):
+        parametrize.remove_parametrizations(module, "weight")
+    drafter.requires_grad_(True)

@@ -1,0 +1,217 @@
+"""The server on a port: what OpenAI's own client sees, clients that leave or do not read, and the end of the server."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import openai
+import pytest
+from served import SUM, TRIP, Gate, chat, direct, live, prompt_ids, serve, slow_down, wait_until
+
+from dflash_serve.app import Server
+from dflash_serve.port import Port
+
+QUESTION = [{"role": "user", "content": TRIP}]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with live() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+# ---------------------------------------------------------------------------------------------- OpenAI's client
+
+
+def test_chats_whole_and_streamed(client):
+    call = {"model": "pair", "messages": QUESTION, "seed": 3, "temperature": 1, "extra_body": {"top_k": 50}}
+    done = client.chat.completions.create(**call, n=2, max_completion_tokens=99)
+    settings = {"seed": 3, "temperature": 1.0, "top_k": 50}
+    expected = direct(prompt_ids(TRIP), num_return_sequences=2, max_new_tokens=99, **settings)
+    assert [choice.message.content for choice in done.choices] == expected
+    assert client.models.list().data[0].id == client.models.retrieve("pair").id == "pair"
+    call |= {"max_tokens": 300}
+    found = list(client.chat.completions.create(**call, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in found if chunk.choices)
+    assert text == direct(prompt_ids(TRIP), max_new_tokens=300, **settings)[0]
+    assert found[-1].usage.completion_tokens == client.chat.completions.create(**call).usage.completion_tokens
+    with client.chat.completions.stream(**call) as stream:
+        assert stream.get_final_completion().choices[0].message.content == text
+
+
+def test_texts(client):
+    done = client.completions.create(model="pair", prompt=[SUM, TRIP], max_tokens=9, echo=True, stop=["@"])
+    assert [choice.text.startswith(text) for choice, text in zip(done.choices, (SUM, TRIP), strict=True)] == [True] * 2
+    pieces = [c.choices[0] for c in client.completions.create(model="pair", prompt=SUM, max_tokens=9, stream=True)]
+    assert SUM + "".join(piece.text for piece in pieces) == done.choices[0].text
+
+
+def test_errors_have_their_classes(client, server):
+    with pytest.raises(openai.BadRequestError, match="does not apply it") as caught:
+        client.chat.completions.create(model="pair", messages=QUESTION, verbosity="low")
+    assert (caught.value.param, caught.value.code) == ("verbosity", "unsupported_parameter")
+    with pytest.raises(openai.NotFoundError, match="this server has the model 'pair', not 'other'"):
+        client.chat.completions.create(model="other", messages=QUESTION)
+    with (
+        live(key="secret", rows=1) as locked,
+        openai.OpenAI(base_url=locked.url, api_key="wrong", max_retries=0) as wrong,
+    ):
+        with pytest.raises(openai.AuthenticationError, match="needs its key"):
+            wrong.models.list()
+        assert wrong.with_options(api_key="secret").models.list().data[0].id == "pair"
+
+
+def test_pages_of_other_sites_cannot_take_the_address_of_this_machine(server):
+    address = server.url.removesuffix("/v1")
+    port = address.rpartition(":")[2]
+    for host, status in (("evil.example", 403), ("localhost.evil.example", 403), ("LocalHost", 200), ("[::1]", 200)):
+        for name in (host, f"{host}:{port}"):
+            assert httpx.get(address + "/v1/models", headers={"Host": name}).status_code == status
+    with live(key="secret", rows=1) as locked:
+        headers = {"Host": "proxy.example", "Authorization": "Bearer secret"}
+        assert httpx.get(locked.url + "/models", headers=headers).status_code == 200
+
+
+# ---------------------------------------------------------------------------------------------- clients that leave
+
+
+def cancelled(server) -> int:
+    page = httpx.get(server.url.replace("/v1", "/metrics")).text
+    found = re.search(r'^dflash_requests_total{outcome="cancelled"} (\d+)', page, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def endless(**fields) -> dict:
+    return {"model": "pair", "messages": QUESTION, "max_tokens": 400, "extra_body": {"ignore_eos": True}} | fields
+
+
+def test_a_stream_that_is_closed_frees_its_rows():
+    with live() as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        gate, scheduler = Gate(server.service.scheduler), server.service.scheduler
+        stream = client.chat.completions.create(**endless(stream=True, n=2))
+        assert next(iter(stream)).choices
+        wait_until(lambda: scheduler.running + scheduler.waiting == 2)
+        stream.close()
+        wait_until(lambda: cancelled(server) == 1)
+        gate.open()
+        wait_until(lambda: scheduler.running + scheduler.waiting == 0)
+        assert gate.steps <= 2
+
+
+def test_a_client_that_gives_up_frees_its_row():
+    with live() as server:
+        gate, body = Gate(server.service.scheduler), chat(TRIP, max_tokens=400, ignore_eos=True)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.5))
+        wait_until(lambda: cancelled(server) == 1)
+        gate.open()
+        wait_until(lambda: server.service.scheduler.running == 0)
+        assert gate.steps <= 2
+
+
+def test_the_log_tells_how_fast_all_answers_are_written(monkeypatch, caplog):
+    caplog.set_level("INFO", "dflash_serve")
+    monkeypatch.setattr("dflash_serve.app._LOAD_SECONDS", 0.2)
+    with live() as server:
+        slow_down(server.service, 0.05)
+        with httpx.stream("POST", f"{server.url}/chat/completions", json=chat(TRIP, stream=True), timeout=60):
+            wait_until(lambda: re.search(r"1 running, 0 waiting: [1-9]\d* tokens/s", caplog.text))
+
+
+# ---------------------------------------------------------------------------------------------- the end
+
+
+def test_an_answer_is_finished_before_the_end():
+    with live() as server:
+        gate, body = Gate(server.service.scheduler), chat(TRIP, stream=True)
+        with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=60) as response:
+            gate.reached.wait()
+            server.end()
+            wait_until(lambda: server.service.is_ending)
+            gate.open()
+            lines = [line[6:] for line in response.iter_lines() if line]
+        server.thread.join()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/models")
+    text = "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines[:-1])
+    assert text == direct(prompt_ids(TRIP), max_new_tokens=300)[0]
+    assert lines[-1] == "[DONE]"
+
+
+def test_an_answer_that_takes_longer_than_the_grace_ends_with_an_error():
+    with live(grace=0.2, rows=1) as server:
+        slow_down(server.service, 0.1)
+        body = chat(TRIP, stream=True, max_tokens=400, ignore_eos=True)
+        with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.end()
+            rest = [line[6:] for line in lines if line]
+    assert json.loads(rest[-2])["error"]["code"] == "shutting_down"
+    assert rest[-1] == "[DONE]"
+
+
+# ---------------------------------------------------------------------------------------------- the beginning
+
+
+def test_a_port_refuses_until_it_is_handed_over():
+    port = Port("127.0.0.1", 0, ["http://a"])
+    address = f"http://127.0.0.1:{port.socket.getsockname()[1]}"
+    for call in ({"method": "GET", "url": "/health"}, {"method": "POST", "url": "/v1/completions", "json": {"a": 1}}):
+        found = httpx.request(**{**call, "url": address + call["url"]})
+        assert (found.status_code, found.headers["Retry-After"]) == (503, "1")
+        assert found.json()["status"] == found.json()["error"]["code"] == "loading"
+    assert httpx.head(address).status_code == 503
+    for origin, allowed in (("http://a", "http://a"), ("http://b", None)):  # a page may read that too
+        before, after = (httpx.request(each, address, headers={"Origin": origin}) for each in ("OPTIONS", "GET"))
+        assert (before.status_code == 200) == (allowed is not None)
+        assert after.headers.get("Access-Control-Allow-Origin") == allowed
+    with pytest.raises(OSError, match="Address already in use"):
+        Port("127.0.0.1", int(address.rpartition(":")[2]))
+    server = Server(serve(), grace=0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [port.hand_over()]})
+    thread.start()
+    assert httpx.get(f"{address}/health").json() == {"status": "ok"}  # it waits in the queue of the socket
+    server.should_exit = True
+    thread.join()
+
+
+def test_a_port_in_use_is_refused_before_torch_is_imported():
+    code = (
+        "import sys\nfrom dflash.cli import main\ntry:\n    main()\n"
+        "finally:\n    print({'torch', 'transformers', 'fastapi'} & sys.modules.keys())"
+    )
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [sys.executable, "-c", code, "serve", f"--port={taken.getsockname()[1]}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "set()\n")
+    assert "Address already in use" in done.stderr
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--port", "99999"], "--port"),
+    (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
+    (["--draft", "somewhere"], "--draft needs --model too"),
+    (["here", "--model", "there"], "name one model: MODEL is 'here', --model 'there'"),
+    (["here", "--draft-weights", "int8"], "--draft-weights needs a drafter"),
+    (["--allow-origin", "localhost"], "--allow-origin must be * or as http://HOST:PORT"),
+    (["--block-size", "0"], "block_size must be an integer of at least 1"),
+    (["--grace", "inf"], "--grace"),
+    (["--api-key", "a key"], "--api-key must be visible ASCII"),
+])  # fmt: skip
+def test_wrong_options_are_refused_before_anything_is_loaded(shell, options, message):
+    done = shell("serve", *options)
+    assert done.code == 2
+    assert message in " ".join(done.err.split())

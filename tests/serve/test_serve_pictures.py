@@ -1,0 +1,236 @@
+"""Pictures in requests: read within bounds, made into inputs by the model's own processor, and answered exactly."""
+
+import base64
+import contextlib
+import functools
+import http.server
+import io
+import threading
+import time
+
+import pytest
+import torch
+from families import make_draft
+from pictures import make_picture_target
+from PIL import Image
+from served import ask, chat
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTokenizerFast
+
+import dflash
+from dflash_serve import pictures as bounds
+from dflash_serve.pictures import PictureReader
+from dflash_serve.scheduler import Scheduler
+from dflash_serve.service import ReceiptFolder, Service
+
+TEMPLATE = (
+    "{% for said in messages %}{% for part in said.content %}"
+    "{{ '<start_of_image>' if part.type == 'image' else part.text }} {% endfor %}{% endfor %}"
+)
+
+
+@functools.cache
+def processor():
+    words = {f"w{number}": number for number in range(97)}
+    for word, number in (("<pad>", 0), ("<image_soft_token>", 5), ("<start_of_image>", 7), ("<end_of_image>", 8)):
+        words = {**{name: at for name, at in words.items() if at != number}, word: number}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", chat_template=TEMPLATE,
+        extra_special_tokens={
+            "image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
+        },
+    )  # fmt: skip
+    images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    return Gemma3Processor(images, tokenizer, chat_template=TEMPLATE, image_seq_length=4)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_picture_target("gemma3")
+
+
+@pytest.fixture
+def serve(target):
+    """Return a function that makes a service; all are closed after the test."""
+    made = []
+
+    def make(receipts=None, **options):
+        generator = dflash.Generator(target, make_draft(target), max_length=256, batch_size=2, prefill_chunk=8)
+        scheduler = Scheduler(generator, max_waiting=8)
+        made.append(scheduler)
+        reader = None if options.pop("refuses", False) else PictureReader(processor(), **options)
+        tokenizer = processor().tokenizer
+        folder = None if receipts is None else ReceiptFolder(receipts, target, tokenizer, scheduler)
+        return Service(scheduler, tokenizer, "pair", "0", receipts=folder, pictures=reader)
+
+    yield make
+    for scheduler in made:
+        scheduler.close(drain=False)
+
+
+def picture(seed, size=(20, 14), format="PNG"):
+    pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed))
+    written = io.BytesIO()
+    made = Image.fromarray(pixels.to(torch.uint8).numpy())
+    made.save(written, format)
+    return made, written.getvalue()
+
+
+def url(data, kind="png"):
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def said(*parts):
+    """Return a request; what is no word of the vocabulary is the URL of a picture."""
+    content = [
+        {"type": "text", "text": part} if part.startswith("w") else {"type": "image_url", "image_url": {"url": part}}
+        for part in parts
+    ]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 12, "temperature": 0}
+
+
+def inputs_of(text, images):
+    return processor()(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+
+
+def own(target, text, images):
+    inputs = inputs_of(text, images)
+    ids = target.generate(**inputs, max_new_tokens=12, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    return processor().tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def content(response):
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def test_answers_are_those_of_the_model(serve, target):
+    service = serve()
+    (first, png), (second, webp) = picture(1), picture(2, (31, 40), "WEBP")
+    second = Image.open(io.BytesIO(webp)).convert("RGB")
+    path = "/v1/chat/completions"
+    one = content(ask(service, path, said("w20 w33", url(png), "w41")))
+    assert one == own(target, "w20 w33 <start_of_image> w41 ", [first])
+    two = content(ask(service, path, said(url(png), "w20", url(webp, "webp"), "w60")))
+    assert two == own(target, "<start_of_image> w20 <start_of_image> w60 ", [first, second])
+    assert content(ask(service, path, said("w20 w33", url(webp), "w41"))) != one
+    plain = content(ask(service, path, said("w20 w33 w41")))
+    ids = processor().tokenizer("w20 w33 w41 ", return_tensors="pt").input_ids
+    expected = target.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert plain == processor().tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_receipts_name_the_pictures_which_the_server_does_not_keep(serve, target, tmp_path):
+    service, (made, png) = serve(receipts=tmp_path), picture(1)
+    id = ask(service, "/v1/chat/completions", said("w20", url(png))).json()["id"]
+    receipt = dflash.Receipt.parse(ask(service, f"/v1/receipts/{id}", None).json())
+    inputs = inputs_of("w20 <start_of_image> ", [made])
+    assert dflash.verify(receipt, target, pictures={name: inputs[name] for name in receipt.pictures}).follows
+    answer = ask(service, f"/v1/receipts/{id}/verify", b"")
+    assert answer.status_code == 400
+    assert "pass pictures=" in answer.json()["error"]["message"]
+
+
+def test_urls_are_fetched_only_if_that_is_allowed(serve, target):
+    made, png = picture(3)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(png)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        body = said("w20", f"http://127.0.0.1:{server.server_port}/p.png")
+        try:
+            refused = ask(serve(), "/v1/chat/completions", body)
+            answered = ask(serve(allows_urls=True), "/v1/chat/completions", body)
+        finally:
+            server.shutdown()
+    assert refused.status_code == 400
+    assert "--allow-image-urls" in refused.json()["error"]["message"]
+    assert content(answered) == own(target, "w20 <start_of_image> ", [made])
+
+
+def test_a_photo_is_turned_upright_as_transformers_turns_it(serve, target):
+    made, _ = picture(4, (24, 10))
+    tags = made.getexif()
+    tags[0x0112] = 6  # taken with the camera on its side
+    written = io.BytesIO()
+    made.save(written, "PNG", exif=tags)
+    upright = made.rotate(-90, expand=True)
+    answer = content(ask(serve(), "/v1/chat/completions", said("w20", url(written.getvalue()))))
+    assert answer == own(target, "w20 <start_of_image> ", [upright])
+    assert answer != own(target, "w20 <start_of_image> ", [made])
+
+
+def test_hosts_that_are_slow_or_lead_elsewhere_are_given_up(serve, monkeypatch):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(302 if "away" in self.path else 200)
+            self.send_header("Location", "ftp://127.0.0.1:1/p.png")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(20 if "slow" in self.path else 0):
+                    self.wfile.write(b"x")
+                    time.sleep(0.05)
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setattr(bounds, "_SECONDS", 0.2)
+    service = serve(allows_urls=True)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            for path, words in (
+                ("slow", "more than 0.2 s"),
+                ("away", "unknown url type"),
+                ("a b", "control characters"),
+            ):
+                body = said(f"http://127.0.0.1:{server.server_port}/{path}")
+                response = ask(service, "/v1/chat/completions", body)
+                assert response.status_code == 400
+                assert words in response.json()["error"]["message"]
+        finally:
+            server.shutdown()
+
+
+def test_tools_that_the_template_does_not_write_are_refused_with_pictures(serve):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    body = said("w20", url(picture(1)[1])) | {"tools": [tool]}
+    response = ask(serve(), "/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert "loses tools" in response.json()["error"]["message"]
+
+
+def test_what_is_no_picture_or_too_large_is_refused(serve, monkeypatch):
+    service, png = serve(), picture(1)[1]
+
+    def refused(message, *parts, service=service, **fields):
+        response = ask(service, "/v1/chat/completions", said(*parts) | fields)
+        assert response.status_code == 400
+        assert message in response.json()["error"]["message"]
+
+    refused("start it with --pictures", url(png), service=serve(refuses=True))
+    refused("picture 1 must be a data: URL, got 'file'", "file:///etc/passwd")
+    refused("picture 1 cannot be read", "w20", url(b"GIF89a"))
+    refused("picture 2 cannot be read", url(png), url(png[:40]))
+    refused("picture 1 cannot be read as PNG, JPEG", url(picture(1, format="ICO")[1], "x-icon"))
+    refused("is not in base64", "data:image/png;base64,!!!!")
+    refused("must be a data: URL in base64", "data:image/png,abc")
+    refused("may have 16 pictures, this one has 17", *[url(png)] * 17)
+    monkeypatch.setattr(bounds, "MAX_PIXELS", 20 * 14 - 1)
+    refused("may have 279 pixels together: picture 1 has 20 x 14, and 279 are left", url(png))
+    monkeypatch.setattr(bounds, "MAX_BYTES", 100)
+    refused("may have 100 bytes, it has more", url(png))
+    assistant = {"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": url(png)}}]}
+    response = ask(service, "/v1/chat/completions", chat() | {"messages": [assistant]})
+    assert response.status_code == 400
+    assert "roles user and tool" in response.json()["error"]["message"]

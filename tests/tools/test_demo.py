@@ -1,0 +1,202 @@
+"""Test ``dflash demo``: its claims are true, and a missing pair is reported in one clear line."""
+
+import io
+import json
+
+import pytest
+import torch
+from recipes.demo_pair.evaluate import held_out_examples
+from recipes.demo_pair.pretrain import build_tokenizer
+from recipes.demo_pair.tasks import held_out
+from rich.console import Console
+from tiny_pair import save_pair
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+import dflash
+from dflash.cli import commands
+from dflash_tools.measure import compare, demo, trees
+from dflash_tools.measure.compare import Decoding
+
+PROMPTS = [
+    {"prompt": "w5 w6 w7", "answer": None, "kind": "free"},
+    {"prompt": "w8 w9", "answer": None, "kind": "free"},
+    {"prompt": "w10 w11", "answer": "w1", "kind": "one answer"},
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Return a folder in the layout of the package's pair, with random bfloat16 weights."""
+    folder = save_pair(tmp_path_factory.mktemp("pair"), torch.bfloat16)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return folder
+
+
+def run_json(folder, *arguments, code: int = 0) -> dict:
+    done = CliRunner().invoke(commands.application(), ["demo", "--pair", str(folder), "--json", *map(str, arguments)])
+    assert done.exit_code == code, done.output
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("temperature", "floor", "right"), [(0.0, 10.0, 4), (1.0, 7.0, 3)])
+def test_the_packages_own_pair(temperature, floor, right):
+    done = CliRunner().invoke(
+        commands.application(), ["demo", "--json", "--prompts", "6", "--temperature", str(temperature)]
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["identical"] is True
+    assert found["temperature"] == temperature
+    assert found["acceptance_length"] >= floor
+    assert found["answerable"] == 4
+    assert found["right"] >= right
+    steps = sum(length * count for length, count in enumerate(found["histogram"]))
+    assert steps == found["new_tokens"] - found["prompts"]  # an answer's first token comes from its prompt
+    assert steps / sum(found["histogram"]) == pytest.approx(found["acceptance_length"])
+
+
+def test_the_packages_own_pair_is_of_the_recipe_and_its_prompts_were_held_out():
+    found = [json.loads(line) for line in (demo.PAIR / "prompts.jsonl").read_text().splitlines()]
+    recipe = held_out_examples(48)
+    assert [line["prompt"] for line in found] == [example.prompt for example in recipe], "the pair has another recipe"
+    assert all(held_out(line["prompt"]) for line in found)
+    for line, example in zip(found, recipe, strict=True):
+        assert line["answer"] == (None if example.kind == "letters" else example.answer)
+    assert AutoTokenizer.from_pretrained(demo.PAIR / "target").get_vocab() == build_tokenizer().get_vocab()
+
+
+def test_trees_are_compared_and_one_is_drawn(tiny, shell):
+    found = run_json(tiny, "--tree", 6, "--max-new-tokens", 12, "--prompts", 2)
+    assert found["identical"] is True
+    assert found["tree"] == 6
+    assert found["tree_tokens_per_second"] > 0
+    assert found["tree_acceptance_length"] >= 1
+    assert run_json(tiny, "--max-new-tokens", 4, "--prompts", 1)["tree_acceptance_length"] is None
+    done = shell("demo", "--pair", tiny, "--tree", "6", "--max-new-tokens", "12", "--prompts", "2")
+    assert done.code == 0, done.err
+    assert "one step: a tree of 6 rows" in done.out
+    assert "DFlash, tree=6" in done.out
+
+
+def test_another_pair_answers_questions(tiny):
+    pair = ("--model", str(tiny / "target"), "--draft", str(tiny / "draft"))
+    done = CliRunner().invoke(
+        commands.application(), ["demo", *pair, "--json", "--prompts", "2", "--max-new-tokens", "6"]
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["identical"], found["prompts"], found["available"]) == (True, 2, len(demo.QUESTIONS))
+    asked = CliRunner().invoke(
+        commands.application(), ["demo", *pair, "--json", "--prompt", "w5 w6", "--max-new-tokens", "6"]
+    )
+    assert json.loads(asked.stdout)["prompts"] == 1
+    assert "add --model" in str(CliRunner().invoke(commands.application(), ["demo", "--dtype", "bfloat16"]).exception)
+    assert "--draft needs --model too" in str(CliRunner().invoke(commands.application(), ["demo", *pair[2:]]).exception)
+
+
+#         0 -> w5; its children w10 and w20; w10's w11 and w12; and so on. The last row is missing.
+SOME_TREE = ([5, 10, 20, 11, 12, 21, 13, 30, 14, -1], [-1, 0, 0, 1, 1, 2, 3, 0, 6, -1])
+
+
+@pytest.mark.parametrize(("emitted", "path", "bonus", "leaves", "picture"), [
+    ([20, 21, 99], [0, 2, 5], [99], True, ["w5┬w10┬w11─w13─w14", "  │   └w12", "  ┝w20━w21━w99", "  └w30"]),
+    ([10, 11], [0, 1, 3], [], False, ["w5┯w10┯w11─w13─w14", "  │   └w12", "  ├w20─w21", "  └w30"]),
+    ([10, 7], [0, 1], [7], False, ["w5┯w10┬w11─w13─w14", "  │   ├w12", "  │   ┕w7", "  ├w20─w21", "  └w30"]),
+])  # fmt: skip
+def test_a_drawn_tree_shows_the_accepted_path(emitted, path, bonus, leaves, picture):
+    step = trees.TreeStep(*SOME_TREE, emitted)
+    assert (step.path, step.bonus, step.leaves_spine) == (path, bonus, leaves)
+    lines = trees.draw(step, lambda token: f"w{token}")
+    assert ["".join(text for text, _ in line) for line in lines] == picture
+    kinds = dict(piece for line in lines for piece in line if piece[1] != trees.EDGE)
+    accepted = {f"w{step.ids[row]}" for row in path}
+    assert {token for token, kind in kinds.items() if kind == trees.ACCEPTED} == accepted
+    assert {token for token, kind in kinds.items() if kind == trees.BONUS} == {f"w{token}" for token in bonus}
+
+
+def test_the_watched_steps_write_the_answer_and_the_proposer_is_put_back(tiny):
+    target, draft, tokenizer = dflash.demo_pair(tiny)
+    generator = dflash.Generator(target, draft, max_length=64, tree=9)
+    ids = demo.encode(tokenizer, "w5 w6")
+    events = list(generator.stream(ids, max_new_tokens=20))
+    plain = [event.ids for event in events]
+    watch, proposer = trees.TreeWatch(), generator.engine.proposer
+    watched = list(watch.watch(generator, generator.stream(ids, max_new_tokens=20)))
+    assert [event.ids for event in watched] == plain
+    assert watched[-1].statistics.rows == events[-1].statistics.rows == [9] * (len(plain) - 1)
+    assert generator.engine.proposer is proposer
+    assert watch.best.emitted in [row for (row,) in plain[1:]]
+    assert len(watch.best.ids) == 9
+    assert len(watch.best.path) + len(watch.best.bonus) == len(watch.best.emitted) + 1
+
+
+def test_a_given_prompt_is_asked_as_the_pair_was_trained():
+    for text in ("add 48213 and 90377", "add 48213 and 90377\n=>\n"):
+        file = io.StringIO()
+        demo.run_demo(Decoding(200), prompt=text, console=Console(file=file))
+        assert "The sum of 48213 and 90377 is 138590." in file.getvalue()
+
+
+@pytest.mark.parametrize(("drafted", "temperature"), [(True, 1.0), (True, 0.0), (None, 0.0)])
+def test_a_wrong_answer_is_not_called_identical(tiny, monkeypatch, drafted, temperature):
+    """One-token decoding reveals faults of drafting; greedy ``generate`` also reveals faults that both share."""
+
+    class Wrong(dflash.Generator):
+        def generate(self, ids, **arguments):
+            out = super().generate(ids, **arguments)
+            if drafted is None or (self.draft is not None) == drafted:
+                out.sequences[0, -1] = (out.sequences[0, -1] + 1) % 97
+            return out
+
+    monkeypatch.setattr(compare, "Generator", Wrong)
+    found = run_json(tiny, "--temperature", temperature, "--max-new-tokens", 8, "--prompts", 1, code=1)
+    assert found["identical"] is False
+
+
+def test_the_packages_pair_has_drafters_of_both_generations(tiny):
+    assert dflash.demo_pair()[1].config.dflash2 is not None
+    assert dflash.demo_pair(generation=1)[1].config.dflash2 is None
+    both = [dflash.demo_pair(tiny, generation=generation)[1].config for generation in (None, 1)]
+    assert both[0] == both[1], "a pair with one drafter"
+
+
+class Clock:
+    """A clock that only the test advances."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("seconds", "answered"), [(None, 3), (9, 3), (8, 2), (4, 1), (0.1, 1)])
+def test_no_prompt_is_started_when_the_time_is_spent(tiny, monkeypatch, seconds, answered):
+    target, draft, tokenizer = dflash.demo_pair(tiny)
+    clock, real = Clock(), compare.Comparison.answer
+
+    def answer(self, ids):
+        clock.now += 4
+        return real(self, ids)
+
+    monkeypatch.setattr(compare.Comparison, "answer", answer)
+    budget = demo.Budget(seconds, clock)
+    found = demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny), Decoding(4), budget=budget)
+    assert (found["prompts"], found["available"]) == (answered, 3)
+    assert found["answerable"] == (answered > 1)  # the second prompt is the one with a single right answer
+    assert found["new_tokens"] <= 4 * answered
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--prompt", "w5", "--prompts", "2"], "--prompts counts held-out prompts: it does not go with --prompt"),
+    (["--prompts", "2", "--seconds", "9"], "--prompts answers exactly that many prompts: it does not go with"),
+    (["--seconds", "0"], "--seconds must be above 0, got 0.0"),
+    (["--prompts", "0"], "--prompts must be at least 1, got 0"),
+    (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
+    (["--max-new-tokens", "510"], "4 tokens of a prompt and 510 new ones pass the 512 positions"),
+    (["--pair", "nowhere"], "no pair in nowhere: there is no target"),
+])  # fmt: skip
+def test_a_mistake_is_one_line_and_exit_code_2(tiny, shell, arguments, message):
+    shell("demo", "--pair", tiny, *arguments).assert_refused(message)
