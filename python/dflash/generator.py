@@ -170,8 +170,8 @@ class Generator:
             acceptance only. None never looks. Changes the speed, never the text.
         on_answer: called with each answer that ends, a `dflash.outputs.FinishedAnswer`, before its last tokens are
             returned, but for calls with ``store=False``; `dflash_serve.record.AnswerRecorder` keeps them. Needs a
-            drafter and ``tree=None``. The target's features of all positions are kept for it: ``batch_size * max_length`` times
-            the taps.
+            drafter and ``tree=None``. The target's features of all positions are kept for it: ``batch_size *
+            max_length`` times the taps.
 
     Attributes:
         engine: what runs the steps.
