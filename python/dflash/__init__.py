@@ -39,7 +39,7 @@ class _Moved:
             raise ModuleNotFoundError(f"{name} is now {_MOVED[module]}", name=name)
 
 
-_sys.meta_path.append(_Moved)  # type: ignore[arg-type]
+_sys.meta_path.append(_Moved)
 
 
 def __getattr__(name: str) -> object:

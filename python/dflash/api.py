@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor, nn
 
-from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_stream_arguments, tree_rows
+from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_stream_arguments
+from .drafter import Drafter
 from .generator import CallLock, Generator, locks_held_here
-from .ops import WeightStorage
-from .options import GeneratorOptions
+from .options import OneShotOptions, check_pair, tree_rows
 from .outputs import GenerateOutput, StreamEvent
-from .settings import BlockSize
-from .targets import Fingerprint, check_int8, check_target, forget_trials, max_positions, structural_copy, unwrap
+from .targets import Fingerprint, check_target, forget_trials, max_positions, structural_copy, unwrap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,30 +26,8 @@ if TYPE_CHECKING:
 _CAPACITY_STEP = 256
 
 
-class PairOptions(TypedDict, total=False):
-    """The options of a kept generator, which `OneShotArguments` documents."""
-
-    block_size: BlockSize
-    weights: WeightStorage
-    draft_weights: WeightStorage
-    prompt_lookup: int | None
-
-
-class OneShotArguments(GenerateArguments, PairOptions, total=False):
-    """The keyword arguments of `generate` and `stream`: those of a call, and four of the generator's options.
-
-    Attributes:
-        block_size: rows that a step verifies, 1 to the drafter's own (the default). ``"auto"`` chooses no drafts, or a
-            quarter, half, three quarters or all of these before each step: the width that wrote most tokens per second
-            so far at this context length. A step's time at each width is measured when a call begins at a new length.
-            Cannot be combined with ``tree`` or ``acceptance="rejection"``. Changes the speed, never the text; in bf16
-            as far as the texts of two fixed widths are equal, and the widths then follow the clock.
-        weights: ``"int8"`` for the text of the target with its weights in 8 bits, see `Generator`. The copies are added
-            to what is in memory.
-        draft_weights: ``"int8"`` for the drafter's; changes the speed, never the text.
-        prompt_lookup: draft what followed the last so many tokens where they stood before, see `Generator`; changes the
-            speed, never the text.
-    """
+class OneShotArguments(GenerateArguments, OneShotOptions, total=False):
+    """The keyword arguments of `generate` and `stream`: those of a call, and the options of `OneShotOptions`."""
 
 
 @overload
@@ -106,7 +84,7 @@ def generate(
             pass the target's ``max_position_embeddings``, or the target's logits are NaN.
         TypeError: an argument is unknown or has the wrong type.
     """
-    output = generate_call(*_resolve(target, draft, ids, arguments))
+    output = generate_call(_resolve(target, draft, ids, arguments))
     return output if return_dict_in_generate else output.sequences
 
 
@@ -135,11 +113,10 @@ def stream(
         RuntimeError: the kept generator has started another call.
     """
     check_stream_arguments(arguments)
-    pair = _resolve(target, draft, ids, arguments)
+    one_shot = _resolve(target, draft, ids, arguments)
     with _lock():
-        generator, call = _generator_for(*pair), pair[2]
-        generator.engine.check_pictures(call)
-    return _released_unless_finished(generator, generator.stream_call(call, skip_special_tokens))
+        generator = _generator_for(one_shot)
+    return _released_unless_finished(generator, generator.stream_call(one_shot.call, skip_special_tokens))
 
 
 def release() -> None:
@@ -161,15 +138,12 @@ def _free() -> None:
             finalizer.detach()
 
 
-def generate_call(
-    target: nn.Module, draft: nn.Module | None, call: Call, options: PairOptions, *, prompt_was_put: bool = False
-) -> GenerateOutput:
-    """Run a resolved call on the kept generator, with its ``options``; an interrupt frees it."""
+def generate_call(one_shot: OneShot, prompt_was_put: bool = False) -> GenerateOutput:
+    """Run a resolved one-shot call on the kept generator; an interrupt frees it."""
     with _lock():
-        generator = _generator_for(target, draft, call, options)
-        generator.engine.check_pictures(call)
+        generator = _generator_for(one_shot)
         try:
-            return generator.run_call(call, prompt_was_put)
+            return generator.run_call(one_shot.call, prompt_was_put)
         except BaseException as error:
             if not isinstance(error, Exception):  # KeyboardInterrupt
                 _release_if(generator)
@@ -182,13 +156,15 @@ def generate_call(
 class _CachedGenerator:
     """The generator of the last pair. It holds neither of the user's modules, and is freed with either of them."""
 
-    def __init__(self, target: nn.Module, draft: nn.Module | None, options: PairOptions, generator: Generator) -> None:
+    def __init__(
+        self, target: nn.Module, draft: nn.Module | None, options: OneShotOptions, generator: Generator
+    ) -> None:
         self.generator, self.options = generator, options
         modules = [module for module in (target, draft) if module is not None]
         self.fingerprints = [Fingerprint(module) for module in modules]
         self.finalizers = [weakref.finalize(module, _free) for module in modules]
 
-    def serves(self, target: nn.Module, draft: nn.Module | None, options: PairOptions, call: Call) -> bool:
+    def serves(self, target: nn.Module, draft: nn.Module | None, options: OneShotOptions, call: Call) -> bool:
         """Return True if the generator was made for this pair and has room for the call."""
         modules = (target,) if draft is None else (target, draft)
         return (
@@ -220,33 +196,37 @@ def _lock() -> AbstractContextManager[object]:
     return contextlib.nullcontext() if _is_inside_a_call() else _one_at_a_time.lock
 
 
-def _resolve(
-    target: nn.Module, draft: nn.Module | None, ids: Tensor, arguments: OneShotArguments
-) -> tuple[nn.Module, nn.Module | None, Call, PairOptions]:
-    """Check a one-shot call; return the target without wrappers, the drafter, the call, and the generator's options.
+class OneShot(NamedTuple):
+    """A resolved one-shot call: the target without wrappers, the drafter, the call and the generator's options.
 
-    The kept target is not checked here: `_generator_for` does if it has changed.
+    ``is_checked``: the target has passed `check_target`; that of the kept generator need not, unless it has changed.
     """
+
+    target: nn.Module
+    draft: nn.Module | None
+    call: Call
+    options: OneShotOptions
+    is_checked: bool
+
+
+def _resolve(target: nn.Module, draft: nn.Module | None, ids: Tensor, arguments: OneShotArguments) -> OneShot:
+    """Split the arguments of a one-shot call, and check those of the call."""
     given = cast(dict[str, object], arguments)
-    options = cast(PairOptions, {name: given.pop(name, None) for name in PairOptions.__annotations__})
+    options = cast(OneShotOptions, {name: given.pop(name, None) for name in OneShotOptions.__annotations__})
     cached, target = _cached, unwrap(target)
-    if cached is None or not cached.fingerprints[0].is_of(target):
-        target = check_target(target)
-    call, positions = Call.resolve(TargetDefaults.of(target), ids, arguments), max_positions(target)
-    if positions is not None and call.longest + call.max_new_tokens > positions:
-        raise ValueError(
-            f"a prompt of {call.longest} tokens and {call.max_new_tokens} new tokens pass the target's "
-            f"max_position_embeddings, {positions}"
-        )
-    return target, draft, call, options
+    is_new = cached is None or not cached.fingerprints[0].is_of(target)
+    if is_new:
+        check_target(target)
+    return OneShot(target, draft, Call.resolve(TargetDefaults.of(target), ids, arguments), options, is_new)
 
 
-def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, options: PairOptions) -> Generator:
+def _generator_for(one_shot: OneShot) -> Generator:
     """Return the kept generator if it serves this call, else a new one in its place.
 
     A call from inside a one-shot call gets a generator of its own, which is not kept.
     """
     global _cached
+    target, draft, call, options, is_checked = one_shot
     if draft is not None and not isinstance(draft, nn.Module):
         came = type(draft).__name__
         raise TypeError(f"draft must be a module or None, got {came}: load it once, draft = dflash.load_draft(...)")
@@ -254,23 +234,28 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     cached, is_inside = _cached, _is_inside_a_call()  # another thread may release it meanwhile
     if cached is not None and not is_inside and cached.serves(target, draft, options, call):
         check_drafts(call, target, cached.generator.draft, cached.generator.engine.widths)
+        cached.generator.engine.check_pictures(call)
         return cached.generator
     # 2. Check what a new one needs before the old one is freed.
-    check_target(target)
-    capacity = -(-(call.longest + call.max_new_tokens) // _CAPACITY_STEP) * _CAPACITY_STEP
-    positions = max_positions(target)
-    if positions is not None:
-        capacity = min(capacity, positions)
-    sizes = GeneratorOptions(capacity, len(call.prompts), reuse_prefix=False, tree=call.tree, **options)
-    loaded, _ = sizes.check_pair(target, draft)
-    check_drafts(call, target, loaded, sizes.block_size)
-    if sizes.weights is not None:
-        check_int8(target)
+    if not is_checked:
+        check_target(target)
+    needed, positions = call.longest + call.max_new_tokens, max_positions(target)
+    if positions is not None and needed > positions:
+        raise ValueError(
+            f"a prompt of {call.longest} tokens and {call.max_new_tokens} new tokens pass the target's "
+            f"max_position_embeddings, {positions}"
+        )
+    capacity = min(-(-needed // _CAPACITY_STEP) * _CAPACITY_STEP, positions or sys.maxsize)
+    sizes = {"max_length": capacity, "batch_size": len(call.prompts), "reuse_prefix": False, "tree": call.tree}
+    pair = check_pair(target, draft, {**sizes, **options})
+    check_drafts(call, target, pair.draft, pair.options["block_size"])
     # 3. Make it.
     if not is_inside:
         _free()
-    own = structural_copy(loaded) if loaded is not None and loaded is draft else loaded
-    generator = Generator(target, own, **vars(sizes))
+    if pair.draft is not None and pair.draft is draft:  # the caller's modules are not held
+        pair = pair._replace(draft=cast(Drafter, structural_copy(draft)))
+    generator = Generator.of_pair(pair)
+    generator.engine.check_pictures(call)
     _our_locks.add(generator.lock)
     if not is_inside:
         _cached = _CachedGenerator(target, draft, options, generator)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .ops import MAX_TREE_ROWS
+from .options import check_combination, check_tree, tree_rows
 from .sampling import HostRules, SamplingArguments
 from .settings import (
     MAX_LOGPROBS,
@@ -25,7 +25,7 @@ from .settings import (
     resolve_rules,
 )
 from .streaming import StopFinder, StopMatcher, Streamer, Tokenizer, check_streamer
-from .targets import embedding_table, generation_defaults, has_recurrent_layers
+from .targets import embedding_table, generation_defaults
 
 __all__ = ["Call", "GenerateArguments", "TargetDefaults", "check_stream_arguments"]
 
@@ -310,11 +310,6 @@ def _grammars(values: Mapping[str, Any], prompts: int) -> tuple[Any, ...]:
 # ----------------------------------------------------------------------------------------------- drafts for a call
 
 
-def tree_rows(tree: TreeSize) -> int:
-    """Return the most rows of a tree of this size; 0 for chains."""
-    return 0 if tree is None else MAX_TREE_ROWS if tree == "auto" else tree
-
-
 def check_room(call: Call, batch_size: int, max_length: int, tree: TreeSize) -> None:
     """Raise ValueError unless a generator with these sizes has room for a call."""
     batch, longest = len(call.prompts), call.longest
@@ -339,45 +334,3 @@ def check_drafts(call: Call, target: nn.Module, draft: object, block_size: Block
     check_combination(call.tree, block_size, acceptance=call.acceptance)
     if call.tree is not None:
         check_tree(target, call.tree, draft)
-
-
-def check_combination(
-    tree: TreeSize, block_size: BlockSize = None, denoise_steps: int = 1, acceptance: str = "keyed",
-    draft_sharpness: float = 1.0,
-) -> None:  # fmt: skip
-    """Raise ValueError if the other settings rule out a tree, or a chain whose width is chosen as a call proceeds."""
-    reason = ""
-    # 1. Trees
-    if acceptance == "rejection":
-        reason = 'acceptance="rejection": a tree\'s drafts are not drawn from the drafter, and tokens would be biased'
-    elif denoise_steps > 1:
-        reason = f"denoise_steps={denoise_steps}: a tree grows from one pass of the drafter"
-    elif draft_sharpness != 1:
-        reason = f"draft_sharpness={draft_sharpness!r}: a tree holds the drafter's best tokens, and none is drawn"
-    if tree is not None and reason:
-        raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Pass tree=None, or leave that out")
-    # 2. Widths
-    reason = f"tree={tree!r}, which verifies rows of its own number" if tree is not None else ""
-    if acceptance == "rejection":
-        reason = 'acceptance="rejection": its text depends on where blocks begin, and so would on the time of steps'
-    if block_size == "auto" and reason:
-        raise ValueError(f"block_size={block_size!r} cannot be combined with {reason}. Pass a number, or leave it out")
-
-
-def check_tree(target: nn.Module, tree: TreeSize, draft: object) -> None:
-    """Raise ValueError if trees cannot be drafted, or not be verified.
-
-    ``draft`` is the drafter, or what it will be loaded from; None for none.
-    """
-    if draft is None:
-        raise ValueError(f"tree={tree!r} needs a drafter to grow from, got draft=None or block_size=1: pass tree=None")
-    if getattr(draft, "selector", None) is not None:
-        raise ValueError(
-            f"tree={tree!r} needs a drafter of the first generation, got a DFlash 2 or DSpark drafter: a tree joins "
-            "tokens that are predicted independently, and this one scores each token by the one before. Pass tree=None"
-        )
-    if has_recurrent_layers(target):
-        raise ValueError(
-            f"tree={tree!r} needs a target whose layers are all attention, {type(target).__name__} has recurrent "
-            "layers: these take chains only, pass tree=None"
-        )

@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Literal, NoReturn, ParamSpec, SupportsIndex, T
 import torch
 from torch import Tensor, nn
 
-from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_room, check_stream_arguments, tree_rows
+from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_room, check_stream_arguments
 from .drafter import quantized_draft
 from .engine import Direct, Engine, Replay, step
 from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
 from .engine.run import Answer, Run, event_of, output_of
 from .engine.self_check import self_check
-from .ops import WeightStorage
-from .options import GeneratorOptions, checked_block_size
-from .outputs import FinishedAnswer, GenerateOutput, StreamEvent
-from .settings import checked
+from .options import GeneratorArguments, Pair, check_pair, tree_rows
+from .outputs import GenerateOutput, StreamEvent
 from .state import State
 from .streaming import BatchDecoder
 from .targets import Fingerprint, KnownWeights, Target, check_target, first_hook
@@ -121,6 +119,9 @@ class Generator:
     while a stream of the same generator is not at its end takes over; the stream then raises ``RuntimeError``. A call
     from inside a call of the same generator (by a streamer's ``put``, a processor, a criterion or a hook) is refused.
 
+    ``fused`` and ``reuse_prefix`` round sums in another order than the model's own modules and a new prompt do: in fp32
+    the text stays the same, in bf16 a near-tie may fall the other way.
+
     A generator cannot be pickled or copied. A child process made by ``fork`` may use it, as far as torch works there.
 
     Args:
@@ -129,49 +130,7 @@ class Generator:
         draft: a `Drafter`, or any module that `load_draft` takes. None decodes one token per step through
             the same code, or what ``prompt_lookup`` finds; with ``block_size`` in the same padded shapes, which bf16
             output equals bit for bit.
-        max_length: prompt and new tokens of a row together may not exceed this.
-        batch_size: the most rows of a call.
-        block_size: rows that a step verifies, 1 to the drafter's own block size (the default). Without a drafter any
-            number, by default 1, or 8 with ``prompt_lookup``.
-            ``"auto"`` chooses before each step (see `dflash.generate`, also for what follows in
-            bf16); the attribute is the largest.
-        denoise_steps: passes of the drafter over each block, where a call does not say
-            (`dflash.call.GenerateArguments`).
-        tree: rows of a tree of drafts, or ``"auto"``, where a call does not say
-            (`dflash.call.GenerateArguments`). A call may also take fewer rows, or a chain; with None only chains. The
-            caches are larger by these rows.
-        compile: run the step through ``torch.compile(fullgraph=True)``, one graph per combination of rules, ways to
-            accept and rows of a tree; the first step of each takes long. Hooks added to the drafter later are not seen.
-            On a GPU only the target's part of the step is compiled, inside the CUDA graph.
-        graph: on a GPU, replay the step as one CUDA graph: ``"auto"`` where that is possible (`graph_reason` says
-            why not), True to refuse a call where it is not, False for one kernel at a time. Changes the speed, never
-            the text.
-        fused: run the layers of a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 that is exactly transformers'
-            own, and experts of other families, on this package's ops instead of its modules: ``"auto"`` where the
-            kernels take them (`fused_reason` says why not), True to refuse any other target, False for the modules.
-            Passes of more than 256 rows (batch x block, or a prompt's chunk) use the modules of experts, on a GPU all.
-            Sums are rounded in other places: in fp32 the text stays the same, in bf16 a near-tie may differ.
-        prefill_chunk: prompt tokens per forward pass; an end of at most an eighth of that may join the pass before.
-        reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
-            left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
-            and not in a prompt, which is the same sum in another order: in fp32 the text stays the same, in bf16 a
-            near-tie may fall differently than in a new generator. Weights that were moved, replaced or changed in place
-            are noticed, but for writes that torch does not count (``tensor.data``, NumPy, a fused optimizer): call
-            `reset` after these. It counts none of inference tensors: a target with such weights runs every prompt
-            whole.
-        weights: ``"int8"`` to multiply by copies of the target's weights in 8 bits, with a scale per output channel:
-            those of the decoder and of the head, on CPU, of targets without experts. They are added to what is in
-            memory. The text is then exactly what that quantized target would write on its own, not what the target as
-            it is would.
-        draft_weights: ``"int8"`` for the drafter's layers, its own head and what fuses the target's features, likewise.
-            Changes the speed, never the text.
-        prompt_lookup: draft what followed the last ``prompt_lookup`` tokens where they stood before in prompt or
-            answer, in place of what the drafter says (prompt lookup, `dflash.proposers.lookup`). Of chains by keyed
-            acceptance only. None never looks. Changes the speed, never the text.
-        on_answer: called with each answer that ends, a `dflash.outputs.FinishedAnswer`, before its last tokens are
-            returned, but for calls with ``store=False``; `dflash_serve.record.AnswerRecorder` keeps them. Needs a
-            drafter and ``tree=None``. The target's features of all positions are kept for it: ``batch_size *
-            max_length`` times the taps.
+        options: see `GeneratorArguments`; ``max_length`` must be given.
 
     Attributes:
         engine: what runs the steps.
@@ -183,41 +142,26 @@ class Generator:
         ValueError: target and drafter do not fit, the target is not supported, or a number is out of range.
     """
 
-    @torch.inference_mode(False)  # what is made here is also written outside of inference mode
-    def __init__(  # noqa: PLR0913 - the options are documented above
-        self,
-        target: nn.Module,
-        draft: nn.Module | None = None,
-        *,
-        max_length: int,
-        batch_size: int = 1,
-        block_size: int | Literal["auto"] | None = None,
-        denoise_steps: int = 1,
-        tree: int | Literal["auto"] | None = None,
-        compile: bool = False,
-        graph: bool | Literal["auto"] = "auto",
-        fused: bool | Literal["auto"] = "auto",
-        prefill_chunk: int = 512,
-        reuse_prefix: bool = True,
-        weights: WeightStorage = None,
-        draft_weights: WeightStorage = None,
-        prompt_lookup: int | None = None,
-        on_answer: Callable[[FinishedAnswer], None] | None = None,
+    def __init__(
+        self, target: nn.Module, draft: nn.Module | None = None, **options: Unpack[GeneratorArguments]
     ) -> None:
-        options = GeneratorOptions(
-            *(max_length, batch_size, block_size, denoise_steps, compile, graph, fused, prefill_chunk, reuse_prefix),
-            *(tree, weights, draft_weights, prompt_lookup),
-        )
-        target = check_target(target)
-        # 1. Check everything before anything is made.
-        self._loaded, self.block_size = options.check_pair(target, draft)
-        self.max_length, self.batch_size = int(options.max_length), int(options.batch_size)
-        self.denoise_steps, self.prefill_chunk = int(options.denoise_steps), int(options.prefill_chunk)
-        self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
-        self.weights, self.tree = options.weights, checked("tree", options.tree)
-        # 2. The pair: the target's copy, the drafter, and the engine with its state.
-        if on_answer is not None and (self._loaded is None or self.tree is not None):
-            raise ValueError("on_answer needs a drafter with blocks of at least 2 rows, and tree=None")
+        self._make(check_pair(check_target(target), draft, options))
+
+    @classmethod
+    def of_pair(cls, pair: Pair) -> Generator:
+        """Return the generator of a checked pair."""
+        generator = cls.__new__(cls)
+        generator._make(pair)
+        return generator
+
+    @torch.inference_mode(False)  # what is made here is also written outside of inference mode
+    def _make(self, pair: Pair) -> None:
+        target, self._loaded, self.block_size, options = pair
+        self.max_length, self.batch_size = options["max_length"], options["batch_size"]
+        self.denoise_steps, self.prefill_chunk = options["denoise_steps"], options["prefill_chunk"]
+        self.graph, self.fused, self.reuse_prefix = options["graph"], options["fused"], options["reuse_prefix"]
+        self.weights, self.tree = options["weights"], options["tree"]
+        # 1. The pair: the target's copy, the drafter, and the engine with its state.
         first = next(target.parameters())
         self_check(first.device, first.dtype)
         taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
@@ -227,31 +171,31 @@ class Generator:
                 f"tree={self.tree!r} needs a target that gives a row of a tree the logits of its path, this one takes "
                 f"chains only: pass tree=None ({type(prepared.model).__name__} {prepared.tree_obstacle})"
             )
-        if options.compile and prepared.compile_obstacle:
+        if options["compile"] and prepared.compile_obstacle:
             raise ValueError(f"compile=True cannot be followed: {prepared.compile_obstacle}. Leave it out")
         self._weights, self.fused_reason, self._hook = Fingerprint(target), prepared.fused_reason, first_hook(target)
         self._modules = [module for module in (prepared.model, self._loaded) if module is not None]
-        self.draft = None if self._loaded is None else quantized_draft(options.draft_weights, self._loaded)
-        widths = checked_block_size(options.block_size)
+        self.draft = None if self._loaded is None else quantized_draft(options["draft_weights"], self._loaded)
         self.engine = Engine(
             prepared, self.draft, batch_size=self.batch_size, max_length=self.max_length, block_size=self.block_size,
-            tree_rows=tree_rows(self.tree), widths=widths, prompt_lookup=options.prompt_lookup or 0,
+            tree_rows=tree_rows(self.tree), widths=options["block_size"],
+            prompt_lookup=options["prompt_lookup"] or 0,
         )  # fmt: skip
-        if on_answer is not None:
-            self.engine.hand_out(on_answer)
-        # 3. What launches the steps. The step after the last may still be running when the generator is freed; the
+        if options["on_answer"] is not None:
+            self.engine.hand_out(options["on_answer"])
+        # 2. What launches the steps. The step after the last may still be running when the generator is freed; the
         # memory that it writes must not be another's by then.
         on_gpu = self.engine.target.device.type == "cuda"
         self.runner: Direct | Replay = (Replay if on_gpu else Direct)(self.state.report.tensor)
         weakref.finalize(self, self.runner.drain).atexit = False
         self.step: Callable[[], None] = functools.partial(step, self.engine)
-        self.compiles_step = options.compile and not on_gpu
+        self.compiles_step = options["compile"] and not on_gpu
         self.engine.leaves_out = not self.compiles_step
         if self.compiles_step:
             self.step = compiled_per_kind(self.step, self.engine.kind)
-        elif options.compile:  # only the target's part of the step, inside the CUDA graph
+        elif options["compile"]:  # only the target's part of the step, inside the CUDA graph
             prepared.compiled_forward = compiled_per_shape(prepared.forward)
-        # 4. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.
+        # 3. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.
         self.lock = CallLock(self.engine.target.device)
         self._run: Run | None = None
         self._known = KnownWeights()

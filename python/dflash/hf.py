@@ -1,23 +1,24 @@
-"""The doors from transformers: its ``generate`` running our loop, and our drafter in its assisted generation."""
+"""Entry points for transformers: its ``generate`` running our loop, our drafter in its assisted generation."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 import sys
 import types
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .api import PairOptions, generate_call
+from .api import OneShot, generate_call
 from .call import Call, TargetDefaults
 from .drafter import Drafter, check_draft_weights, load_draft, quantized_draft
 from .ops import WeightStorage
-from .options import check_weights
+from .options import OPTIONS, OneShotOptions
 from .outputs import GenerateOutput
 from .settings import SETTINGS, LogitsProcessor, StoppingCriterion
 from .state import KVCache
@@ -46,6 +47,9 @@ _PREPARED = (
     *("cache", "past_key_values"),  # the second is its name before transformers 5.24
     *("mm_encoder_outputs", "mm_token_type_ids"),  # of models that also take images
 )
+
+# The settings of a call that transformers has no name for.
+_OWN_SETTINGS = ("seed", "draft_sharpness", "acceptance", "denoise_steps", "tree")
 
 
 def _is_theirs(thing: object) -> bool:
@@ -158,15 +162,10 @@ def _not_handed_on() -> dict[str, Any]:
     return {}
 
 
-def custom_generate(  # noqa: PLR0913 - transformers reads the names from this signature
+def custom_generate(
     model: nn.Module, input_ids: Tensor, logits_processor: Sequence[LogitsProcessor] | None = None,
     stopping_criteria: Sequence[StoppingCriterion] | None = None, generation_config: GenerationConfig | None = None,
-    synced_gpus: bool = False, streamer: Streamer | None = None, draft: nn.Module | None = None,
-    seed: int | Sequence[int] | None = None, draft_sharpness: float = 1.0,
-    acceptance: Literal["keyed", "rejection"] = "keyed", denoise_steps: int = 1,
-    block_size: int | Literal["auto"] | None = None, tree: int | Literal["auto"] | None = None,
-    weights: WeightStorage = None, draft_weights: WeightStorage = None, prompt_lookup: int | None = None,
-    **model_kwargs: object,
+    synced_gpus: bool = False, streamer: Streamer | None = None, draft: nn.Module | None = None, **arguments: object,
 ) -> Tensor | GenerateOutput:  # fmt: skip
     """Run our loop from transformers' own ``generate``.
 
@@ -178,8 +177,9 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     slower. Note that transformers samples with ``top_k=50`` where neither the call nor the model says anything.
     Whatever else would change the text is refused by name.
 
-    transformers passes the arguments up to ``streamer`` and ``model_kwargs``. The others are those of `dflash.generate`
-    and `dflash.call.GenerateArguments`, given in the call of ``model.generate``.
+    transformers passes the arguments up to ``streamer``, and what its models take. Others are given in the call of
+    ``model.generate``: ``draft``, ``seed``, ``draft_sharpness``, ``acceptance``, ``denoise_steps`` and ``tree``, as in
+    `dflash.call.GenerateArguments`, and those of `dflash.options.OneShotOptions`.
 
     Returns:
         ``[batch, length + longest answer]`` int64; with ``return_dict_in_generate=True`` a
@@ -200,15 +200,17 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
         raise _refuse("assistant_model: pass the drafter as draft=")
     if synced_gpus:
         raise _refuse("synced_gpus=True")
+    own: Any = {name: arguments.pop(name, None) for name in _OWN_SETTINGS}
+    options: Any = {name: arguments.pop(name, None) for name in OneShotOptions.__annotations__}
     asked: Any = types.SimpleNamespace(generation_config=config, get_input_embeddings=target.get_input_embeddings)
     defaults = TargetDefaults.of(asked)
     for name, value in defaults.settings["unsupported"].items():
         raise _refuse(f"generation_config.{name}={value!r}")
-    _check_model_arguments(model_kwargs, input_ids)
+    _check_model_arguments(arguments, input_ids)
     if streamer is not None:
         check_streamer(streamer, input_ids.shape[0])
     # 2. What transformers made of the settings, as our arguments.
-    mask: Any = model_kwargs.get("attention_mask")
+    mask: Any = arguments.get("attention_mask")
     new, stop, strings, criteria = _criteria(stopping_criteria or (), input_ids)
     rules, processors = _processors(logits_processor or (), config, defaults)
     _check_called([*processors, *criteria], mask, input_ids.shape[0])
@@ -221,18 +223,28 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
         "num_return_sequences": 1,  # the rows have been repeated
         "logits_processor": processors or None,
         "stopping_criteria": criteria or None,
-        **{"seed": seed, "draft_sharpness": draft_sharpness, "acceptance": acceptance, "denoise_steps": denoise_steps},
-        **{"tree": tree, "streamer": streamer},
+        "streamer": streamer,
+        **own,
     }
     call = Call.resolve(dataclasses.replace(defaults, settings=settings), input_ids, given)
     if strings:
         call = dataclasses.replace(call, stops=functools.partial(_StopCriteria, strings))
     # 3. Run it.
-    options = PairOptions(
-        block_size=block_size, weights=weights, draft_weights=draft_weights, prompt_lookup=prompt_lookup
-    )
-    output = generate_call(target, draft, call, options, prompt_was_put=prompt_was_put)
+    output = generate_call(OneShot(target, draft, call, options, is_checked=True), prompt_was_put)
     return output if config.return_dict_in_generate else output.sequences
+
+
+def _with_named(function: Callable[..., Any], names: Iterable[str]) -> inspect.Signature:
+    """Return a signature that names keyword arguments: transformers hands on what it finds there."""
+    signature = inspect.signature(function)
+    *first, rest = signature.parameters.values()
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=object) for name in names]
+    return signature.replace(parameters=[*first, *named, rest])
+
+
+custom_generate.__signature__ = _with_named(  # type: ignore[attr-defined]
+    custom_generate, [*_OWN_SETTINGS, *OneShotOptions.__annotations__]
+)
 
 
 def _check_model_arguments(given: Mapping[str, Any], ids: Tensor) -> None:
@@ -369,7 +381,7 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module, *, draft_weights: We
         )
     if own := loaded.config.own_parts:
         raise ValueError(f"as_assistant uses the target's parts, this drafter has its own {', '.join(own)}. {instead}")
-    check_weights("draft_weights", draft_weights)
+    OPTIONS["draft_weights"].check("draft_weights", draft_weights)
     check_draft_weights(draft_weights, loaded)
     # 2. Refuse versions that do not stop where they should
     version = transformers_version()

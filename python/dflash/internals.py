@@ -1,43 +1,62 @@
 """The names that ``dflash_serve`` and ``dflash_tools`` use of the engine, besides its public ones: imports only."""
 
-# ruff: noqa: F401
-from . import files, ops, targets, terminal
-from .answers import Store, StoredAnswer
-from .api import PairOptions
+# ruff: noqa: F401, I001 - one name per line
+from . import files
+from . import ops
+from . import targets
+from . import terminal
+from .answers import Store
+from .answers import StoredAnswer
 from .call import Call
-from .cli import options, running
-from .drafter import MASK_EMBEDDING_FILE, CandidateSelector, GroupedConv, find_draft, read_draft_config, scale_logits
+from .cli import options
+from .cli import running
+from .drafter import MASK_EMBEDDING_FILE
+from .drafter import CandidateSelector
+from .drafter import GroupedConv
+from .drafter import find_draft
+from .drafter import read_draft_config
+from .drafter import scale_logits
 from .drafter import config as drafter_config
-from .drafter.drafter import MarkovHead, target_ids
+from .drafter.drafter import MarkovHead
+from .drafter.drafter import target_ids
 from .engine import context_bucket
 from .engine.graphs import captured
 from .engine.prefill import Prefill
-from .engine.self_check import OVERLAPPING, check_gpu
-from .loading import (
-    PAIR,
-    WRITTEN,
-    Pretrained,
-    check_encoding,
-    check_template,
-    check_text,
-    gguf,
-    gguf_draft,
-    prompt_ids,
-    render_chat,
-    render_prompt,
-    text_ids,
-    written_calls,
-)
+from .engine.self_check import OVERLAPPING
+from .engine.self_check import check_gpu
+from .loading import PAIR
+from .loading import WRITTEN
+from .loading import Pretrained
+from .loading import check_encoding
+from .loading import check_template
+from .loading import check_text
+from .loading import gguf
+from .loading import gguf_draft
+from .loading import prompt_ids
+from .loading import render_chat
+from .loading import render_prompt
+from .loading import text_ids
+from .loading import written_calls
 from .loading.pair import check_folder
 from .loading.prompts import as_messages
-from .options import check_block_size, check_config
-from .outputs import FinishedAnswer, mean_acceptance
+from .options import OPTIONS
+from .options import check_config
+from .outputs import FinishedAnswer
+from .outputs import mean_acceptance
 from .proposers import ChainProposer
-from .receipts import RecordedSettings, lines_of
-from .receipts.receipt import RecordedAnswer, picture_digests
+from .receipts import RecordedSettings
+from .receipts import lines_of
+from .receipts.receipt import RecordedAnswer
+from .receipts.receipt import picture_digests
 from .receipts.verification import Verifier
-from .sampling import Sampling, fold
+from .sampling import Sampling
+from .sampling import fold
 from .session import Session
-from .settings import SETTINGS, GenerateArguments, checked, resolve
+from .settings import SETTINGS
+from .settings import GenerateArguments
+from .settings import checked
+from .settings import resolve
 from .state import RUNNING
-from .streaming import TextDecoder, Tokenizer, open_suffix
+from .streaming import TextDecoder
+from .streaming import Tokenizer
+from .streaming import open_suffix

@@ -1,107 +1,235 @@
-"""The options of a generator, checked once, and whether drafter and target fit each other. Nothing is run."""
+"""The table of a generator's options, and whether a pair can be run with them. Nothing is run.
 
-from __future__ import annotations
+`OneShotOptions` and `GeneratorArguments` give each option its type, and in the same row its `Option`: how it is
+checked, its default, and the help of its command-line option. `Generator`, `generate`, `custom_generate`, the commands,
+the benchmark, replays and receipts read this table. A new option is a row here and the place that acts on it.
+"""
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple, TypedDict, cast
 
 from torch import nn
 
-from .call import check_combination, check_tree
 from .drafter import DraftConfig, Drafter, check_draft_weights, load_draft
-from .ops import WeightStorage
-from .settings import BlockSize, TreeSize, checked, integer_from
-from .targets import config_values, embedding_table, max_positions, ranks_in, refusal_of_weights, text_config
+from .ops import MAX_TREE_ROWS, WeightStorage
+from .outputs import FinishedAnswer
+from .settings import SETTINGS, BlockSize, TreeSize, checked, integer_from
+from .targets import (
+    check_int8,
+    config_values,
+    embedding_table,
+    has_recurrent_layers,
+    max_positions,
+    ranks_in,
+    refusal_of_weights,
+    text_config,
+)
 
 _LOOKUP_ROWS = 8  # of a step that has no drafter's block size
 
 
 @dataclass(frozen=True)
-class GeneratorOptions:
-    """The options of `Generator`, which documents them."""
+class Option:
+    """One option of a generator.
 
-    max_length: int
-    batch_size: int = 1
-    block_size: BlockSize = None
-    denoise_steps: int = 1
-    compile: bool = False
-    graph: bool | Literal["auto"] = "auto"
-    fused: bool | Literal["auto"] = "auto"
-    prefill_chunk: int = 512
-    reuse_prefix: bool = True
-    tree: TreeSize = None
-    weights: WeightStorage = None
-    draft_weights: WeightStorage = None
-    prompt_lookup: int | None = None
+    Attributes:
+        check: ``(name, value) -> checked value``; raises TypeError or ValueError.
+        default: its value if nobody gives one.
+        of_drafts: it means nothing without drafts.
+        help: of the commands' option; empty if they have none.
+    """
 
-    def check(self, target: nn.Module) -> None:
-        """Raise ValueError or TypeError for a value that is wrong, or that does not suit the target."""
-        lowest = {"max_length": 2, "batch_size": 1, "denoise_steps": 1, "prefill_chunk": 1}
-        for name, low in lowest.items():
-            integer_from(low, name, getattr(self, name))
-        tree = checked("tree", self.tree)
-        check_combination(tree, checked_block_size(self.block_size), self.denoise_steps)
-        check_lookup(self.prompt_lookup, self.block_size, tree)
-        positions = max_positions(target)
-        if positions is not None and self.max_length > positions:
-            raise ValueError(f"max_length {self.max_length} is past the target's max_position_embeddings, {positions}")
-        for name, value in (("graph", self.graph), ("fused", self.fused)):
-            if value not in (True, False, "auto"):
-                raise ValueError(f'{name} must be True, False or "auto", got {value!r}')
-        check_weights("weights", self.weights)
-        check_weights("draft_weights", self.draft_weights)
-        for name in ("graph", "fused", "compile"):
-            if getattr(self, name) is True and (count := ranks_in(target)) > 1:
-                raise ValueError(f"{name}=True needs a target in one process, this one is spread over {count}")
-        device = embedding_table(target).device
-        if self.graph is True and device.type != "cuda":
-            raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
-
-    def check_pair(self, target: nn.Module, draft: nn.Module | None) -> tuple[Drafter | None, int]:
-        """Return the loaded drafter, None if nothing drafts, and the block size; raise unless the pair can run so."""
-        self.check(target)
-        loaded = None if draft is None else load_draft(draft)
-        block_size = check_block_size(target, loaded, self.block_size, looks_up=self.prompt_lookup is not None)
-        if self.prompt_lookup is not None and block_size == 1:
-            raise ValueError(
-                f"prompt_lookup={self.prompt_lookup} needs blocks of at least 2 rows, this drafter's have 1"
-            )
-        loaded = loaded if block_size > 1 else None
-        check_draft_weights(self.draft_weights, loaded)
-        if self.tree is not None:
-            check_tree(target, checked("tree", self.tree), loaded)
-        return loaded, block_size
+    check: Callable[[str, object], object]
+    default: object = None
+    of_drafts: bool = False
+    help: str = ""
 
 
-def check_weights(name: str, weights: object) -> None:
-    """Raise ValueError unless weights can be stored so."""
-    if weights not in ("int8", None):
-        raise ValueError(f'{name} must be "int8" or None, got {weights!r}')
+def _at_least(low: int) -> Callable[[str, object], int]:
+    return functools.partial(integer_from, low)
 
 
-def checked_block_size(block_size: object) -> BlockSize:
-    """Return the argument ``block_size``; raise ValueError or TypeError if it is wrong for every drafter."""
-    if block_size is None:
-        return None
-    if isinstance(block_size, str):
-        if block_size != "auto":
-            raise ValueError(f'block_size must be an integer of at least 1, "auto" or None, got {block_size!r}')
-        return "auto"
-    return integer_from(1, "block_size", block_size)
+def _switch(name: str, value: object) -> object:
+    if value not in (True, False, "auto"):
+        raise ValueError(f'{name} must be True, False or "auto", got {value!r}')
+    return value
 
 
-def check_lookup(prompt_lookup: object, block_size: object, tree: TreeSize) -> None:
-    """Raise ValueError or TypeError unless n-grams of this size can be looked up for blocks like these."""
-    if prompt_lookup is None:
-        return
-    integer_from(1, "prompt_lookup", prompt_lookup)
-    if tree is not None:
-        raise ValueError(f"prompt_lookup={prompt_lookup} drafts chains, got tree={tree!r}: leave one of them out")
-    if block_size == 1:
-        raise ValueError(f"prompt_lookup={prompt_lookup} needs blocks of at least 2 rows, got block_size=1")
+def _weights(name: str, value: object) -> object:
+    if value not in ("int8", None):
+        raise ValueError(f'{name} must be "int8" or None, got {value!r}')
+    return value
 
 
-# ----------------------------------------------------------------------------------------------------------------- fit
+def _rows(name: str, value: object) -> object:
+    if isinstance(value, str) and value != "auto":
+        raise ValueError(f'{name} must be an integer of at least 1, "auto" or None, got {value!r}')
+    return value if value is None or isinstance(value, str) else integer_from(1, name, value)
+
+
+def _lookup(name: str, value: object) -> object:
+    return None if value is None else integer_from(1, name, value)
+
+
+# -------------------------------------------------------------------------------------------------------------- table
+
+
+class OneShotOptions(TypedDict, total=False):
+    """The options that one-shot calls take too.
+
+    Attributes:
+        block_size: rows that a step verifies, 1 to the drafter's own (the default). Without a drafter any number, by
+            default 1, or 8 with ``prompt_lookup``. ``"auto"`` chooses no drafts, or a quarter, half, three quarters or
+            all of these before each step: the width that wrote most tokens per second so far at this context length. A
+            step's time at each width is measured when a call begins at a new length. Cannot be combined with ``tree``
+            or ``acceptance="rejection"``. Speed only. In bf16 two widths can round differently; the width depends on
+            timing, so the text then can too.
+        weights: ``"int8"`` to multiply by copies of the target's weights in 8 bits, with a scale per output channel:
+            those of the decoder and of the head, on CPU, of targets without experts. They are added to what is in
+            memory. The text is exactly what that quantized target would write on its own.
+        draft_weights: ``"int8"`` for the drafter's layers, its own head and what fuses the target's features, likewise.
+            Speed only.
+        prompt_lookup: draft what followed the last ``prompt_lookup`` tokens where they stood before in prompt or
+            answer, in place of the drafter's tokens (prompt lookup, `dflash.proposers.lookup`). For chains with keyed
+            acceptance. None never looks. Speed only.
+    """
+
+    # fmt: off
+    block_size: Annotated[BlockSize, Option(
+        _rows, of_drafts=True,
+        help="Rows that a step verifies, or auto: chosen before each step; default: the drafter's.")]
+    weights: Annotated[WeightStorage, Option(
+        _weights,
+        help="Add copies of the target's in 8 bits and multiply by these (CPU): the text is that target's.")]
+    draft_weights: Annotated[WeightStorage, Option(
+        _weights, of_drafts=True,
+        help="Add copies of the drafter's in 8 bits (CPU): changes the speed, never the text.")]
+    prompt_lookup: Annotated[int | None, Option(
+        _lookup, of_drafts=True,
+        help="Draft what followed the last so many tokens where they stood before, such as 3.")]
+    # fmt: on
+
+
+class GeneratorArguments(OneShotOptions, total=False):
+    """The keyword arguments of `dflash.Generator`; those of `OneShotOptions` too.
+
+    Attributes:
+        max_length: prompt and new tokens of a row together may not exceed this; it must be given.
+        batch_size: the most rows of a call.
+        denoise_steps: passes of the drafter over each block, where a call does not say
+            (`dflash.call.GenerateArguments`).
+        tree: rows of a tree of drafts, or ``"auto"``, where a call does not say (`dflash.call.GenerateArguments`). A
+            call may also take fewer rows, or a chain; with None only chains. The caches are larger by these rows.
+        compile: run the step through ``torch.compile(fullgraph=True)``, one graph per combination of rules, ways to
+            accept and rows of a tree; the first step of each takes long. Hooks added to the drafter later are not seen.
+            On a GPU only the target's part of the step is compiled, inside the CUDA graph.
+        graph: on a GPU, replay the step as one CUDA graph: ``"auto"`` where that is possible
+            (`Generator.graph_reason` says why not), True to refuse a call where it is not, False for one kernel at a
+            time. Speed only.
+        fused: run the layers of a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 that is exactly transformers'
+            own, and experts of other families, on this package's ops instead of its modules: ``"auto"`` where the
+            kernels take them (`Generator.fused_reason` says why not), True to refuse any other target, False for the
+            modules. Passes of more than 256 rows (batch x block, or a prompt's chunk) use the modules of experts, on a
+            GPU all. Sums are rounded in other places.
+        prefill_chunk: prompt tokens per forward pass; an end of at most an eighth of that may join the pass before.
+        reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
+            left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
+            and not in a prompt, which is the same sum in another order. Weights that were moved, replaced or changed in
+            place are noticed, but for writes that torch does not count (``tensor.data``, NumPy, a fused optimizer):
+            call `Generator.reset` after these. It counts none of inference tensors: a target with such weights runs
+            every prompt whole.
+        on_answer: called with each answer that ends, a `dflash.outputs.FinishedAnswer`, before its last tokens are
+            returned, but for calls with ``store=False``; `dflash_serve.record.AnswerRecorder` keeps them. Needs a
+            drafter and ``tree=None``. The target's features of all positions are kept for it: ``batch_size *
+            max_length`` times the taps.
+    """
+
+    max_length: Annotated[int, Option(_at_least(2))]
+    batch_size: Annotated[int, Option(_at_least(1), 1)]
+    denoise_steps: Annotated[int, Option(_at_least(1), 1, of_drafts=True)]
+    tree: Annotated[TreeSize, Option(checked, of_drafts=True, help=SETTINGS["tree"].help)]
+    compile: Annotated[bool, Option(lambda _, value: value, False)]
+    graph: Annotated[bool | Literal["auto"], Option(_switch, "auto")]
+    fused: Annotated[bool | Literal["auto"], Option(_switch, "auto")]
+    prefill_chunk: Annotated[int, Option(_at_least(1), 512)]
+    reuse_prefix: Annotated[bool, Option(lambda _, value: value, True)]
+    on_answer: Annotated[Callable[[FinishedAnswer], None] | None, Option(lambda _, value: value, of_drafts=True)]
+
+
+OPTIONS: dict[str, Option] = {
+    name: annotation.__metadata__[0] for name, annotation in GeneratorArguments.__annotations__.items()
+}
+"""Every option by its name."""
+
+
+def resolve_options(given: Mapping[str, object]) -> GeneratorArguments:
+    """Return every option's checked value: the given one, else the default.
+
+    Raises:
+        ValueError: a value is out of range, or two contradict each other.
+        TypeError: a name is unknown, or a value has the wrong type.
+    """
+    if unknown := given.keys() - OPTIONS.keys():
+        raise TypeError(f"Generator got an unexpected keyword argument {min(unknown)!r}")
+    values = {name: row.check(name, given[name]) if name in given else row.default for name, row in OPTIONS.items()}
+    options = cast(GeneratorArguments, values)
+    check_combination(options["tree"], options["block_size"], options["denoise_steps"])
+    check_lookup(options["prompt_lookup"], options["block_size"], options["tree"])
+    return options
+
+
+# ---------------------------------------------------------------------------------------------------------------- pair
+
+
+class Pair(NamedTuple):
+    """A target and a drafter that can be run together.
+
+    Attributes:
+        target: the user's model, without wrappers.
+        draft: the loaded drafter; None if nothing drafts.
+        block_size: rows of a block, the most if they are chosen as a call proceeds.
+        options: every option, checked.
+    """
+
+    target: nn.Module
+    draft: Drafter | None
+    block_size: int
+    options: GeneratorArguments
+
+
+def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, object]) -> Pair:
+    """Check all that a generator needs before anything is made; ``target`` has passed `check_target`."""
+    if "max_length" not in given:
+        raise TypeError("Generator needs max_length: the most tokens of a prompt and its answer together")
+    options = resolve_options(given)
+    # 1. The target
+    positions, device, count = max_positions(target), embedding_table(target).device, ranks_in(target)
+    if positions is not None and options["max_length"] > positions:
+        length = options["max_length"]
+        raise ValueError(f"max_length {length} is past the target's max_position_embeddings, {positions}")
+    for name, value in (("graph", options["graph"]), ("fused", options["fused"]), ("compile", options["compile"])):
+        if value is True and count > 1:
+            raise ValueError(f"{name}=True needs a target in one process, this one is spread over {count}")
+    if options["graph"] is True and device.type != "cuda":
+        raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
+    # 2. The drafter
+    loaded, lookup = None if draft is None else load_draft(draft), options["prompt_lookup"]
+    if loaded is not None:
+        check_fit(target, loaded)
+    block_size = _block_size_of(loaded, options)
+    if lookup is not None and block_size == 1:
+        raise ValueError(f"prompt_lookup={lookup} needs blocks of at least 2 rows, this drafter's have 1")
+    loaded = loaded if block_size > 1 else None
+    check_draft_weights(options["draft_weights"], loaded)
+    if options["tree"] is not None:
+        check_tree(target, options["tree"], loaded)
+    if options["on_answer"] is not None and (loaded is None or options["tree"] is not None):
+        raise ValueError("on_answer needs a drafter with blocks of at least 2 rows, and tree=None")
+    if options["weights"] is not None:
+        check_int8(target)
+    return Pair(target, loaded, block_size, options)
 
 
 def check_fit(target: nn.Module, draft: Drafter) -> None:
@@ -139,12 +267,10 @@ def _expect(fits: bool, what: str) -> None:
         raise ValueError(f"the drafter does not fit the target: {what}")
 
 
-def check_block_size(target: nn.Module, draft: Drafter | None, block_size: BlockSize, *, looks_up: bool = False) -> int:
-    """Return the block size of a generator for the two, the largest if it is chosen; raise unless they can run."""
-    if draft is not None:
-        check_fit(target, draft)
-    trained, size = None if draft is None else draft.config.block_size, checked_block_size(block_size)
-    own = trained or (_LOOKUP_ROWS if looks_up else 1)
+def _block_size_of(draft: Drafter | None, options: GeneratorArguments) -> int:
+    """Return the block size of a generator with this drafter, the largest if it is chosen."""
+    trained, size = None if draft is None else draft.config.block_size, options["block_size"]
+    own = trained or (1 if options["prompt_lookup"] is None else _LOOKUP_ROWS)
     if size == "auto" and own < 2:
         raise ValueError(
             f"block_size={size!r} needs a drafter of blocks of at least 2 tokens, or prompt_lookup, got "
@@ -155,3 +281,61 @@ def check_block_size(target: nn.Module, draft: Drafter | None, block_size: Block
     if trained is not None and size > trained:
         raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {size}")
     return size
+
+
+# --------------------------------------------------------------------------------------------------------- combinations
+
+
+def check_lookup(prompt_lookup: int | None, block_size: BlockSize, tree: TreeSize) -> None:
+    """Raise ValueError unless n-grams can be looked up for blocks like these."""
+    if prompt_lookup is not None and tree is not None:
+        raise ValueError(f"prompt_lookup={prompt_lookup} drafts chains, got tree={tree!r}: leave one of them out")
+    if prompt_lookup is not None and block_size == 1:
+        raise ValueError(f"prompt_lookup={prompt_lookup} needs blocks of at least 2 rows, got block_size=1")
+
+
+def check_combination(
+    tree: TreeSize, block_size: BlockSize = None, denoise_steps: int = 1, acceptance: str = "keyed",
+    draft_sharpness: float = 1.0,
+) -> None:  # fmt: skip
+    """Raise ValueError if the other settings rule out a tree, or a chain whose width is chosen as a call proceeds."""
+    reason = ""
+    # 1. Trees
+    if acceptance == "rejection":
+        reason = 'acceptance="rejection": a tree\'s drafts are not drawn from the drafter, and tokens would be biased'
+    elif denoise_steps > 1:
+        reason = f"denoise_steps={denoise_steps}: a tree grows from one pass of the drafter"
+    elif draft_sharpness != 1:
+        reason = f"draft_sharpness={draft_sharpness!r}: a tree holds the drafter's best tokens, and none is drawn"
+    if tree is not None and reason:
+        raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Pass tree=None, or leave that out")
+    # 2. Widths
+    reason = f"tree={tree!r}, which verifies rows of its own number" if tree is not None else ""
+    if acceptance == "rejection":
+        reason = 'acceptance="rejection": its text depends on where blocks begin, and so would on the time of steps'
+    if block_size == "auto" and reason:
+        raise ValueError(f"block_size={block_size!r} cannot be combined with {reason}. Pass a number, or leave it out")
+
+
+def check_tree(target: nn.Module, tree: TreeSize, draft: object) -> None:
+    """Raise ValueError if trees cannot be drafted, or not be verified.
+
+    ``draft`` is the drafter, or what it will be loaded from; None for none.
+    """
+    if draft is None:
+        raise ValueError(f"tree={tree!r} needs a drafter to grow from, got draft=None or block_size=1: pass tree=None")
+    if getattr(draft, "selector", None) is not None:
+        raise ValueError(
+            f"tree={tree!r} needs a drafter of the first generation, got a DFlash 2 or DSpark drafter: a tree joins "
+            "tokens that are predicted independently, and this one scores each token by the one before. Pass tree=None"
+        )
+    if has_recurrent_layers(target):
+        raise ValueError(
+            f"tree={tree!r} needs a target whose layers are all attention, {type(target).__name__} has recurrent "
+            "layers: these take chains only, pass tree=None"
+        )
+
+
+def tree_rows(tree: TreeSize) -> int:
+    """Return the most rows of a tree of this size; 0 for chains."""
+    return 0 if tree is None else MAX_TREE_ROWS if tree == "auto" else tree

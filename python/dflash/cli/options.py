@@ -20,16 +20,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..api import PairOptions
-from ..call import check_combination, check_tree
 from ..drafter import load_draft
 from ..files import check_writable, read_json
 from ..grammar import Grammar
 from ..loading.pair import PAIR, draft_folder
 from ..loading.pretrained import Pretrained
 from ..loading.prompts import check_text
-from ..ops import WeightStorage
-from ..options import check_lookup, checked_block_size
+from ..options import OPTIONS, GeneratorArguments, OneShotOptions, check_combination, check_tree, resolve_options
 from ..settings import SETTINGS, GenerateArguments, TreeSize, checked
 from ..targets import is_quantized, max_positions
 from ..terminal import printable
@@ -54,14 +51,7 @@ TrustRemoteCode = Annotated[
     bool, "Run the Python code that comes with the model, with your rights; without this, it is never run."
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
-BlockSize = Annotated[
-    str | None, "Rows that a step verifies, or auto: chosen before each step; default: the drafter's."
-]
-TreeRows = Annotated[str | None, SETTINGS["tree"].help]
-PromptLookup = Annotated[
-    int | None,
-    typer.Option(min=1, help="Draft what followed the last so many tokens where they stood before, such as 3."),
-]
+TreeRows = Annotated[str | None, OPTIONS["tree"].help]
 
 
 def option_of(name: str) -> str:
@@ -158,37 +148,28 @@ def room_of(target: Any, max_length: int) -> int:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """Target and drafter, how their weights are stored and how many rows a step has."""
+class _Models:
+    """Target and drafter; `ModelOptions` adds the options of a generator."""
 
     model: PairModel = None
     draft: Annotated[str | None, "Its DFlash drafter: a folder, a GGUF file or a hub id."] = None
     dtype: Dtype = "auto"
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
-    weights: Annotated[
-        WeightStorage,
-        "Add copies of the target's in 8 bits and multiply by these (CPU): the text is the quantized target's.",
-    ] = None
-    draft_weights: Annotated[
-        WeightStorage, "Add copies of the drafter's in 8 bits (CPU): changes the speed, never the text."
-    ] = None
-    block_size: BlockSize = None
-    tree: TreeRows = None
-    prompt_lookup: PromptLookup = None
 
-    def resolve(self, draft_sharpness: float = 1.0, *, needs_draft: bool = True) -> ModelOptions:
+    def resolve(self, draft_sharpness: float = 1.0, *, needs_draft: bool = True) -> Any:
         """Check the options before anything is loaded, and parse ``block_size`` and ``tree``.
 
         Fills in the packaged pair if none is named, and says so on standard error. ``draft_sharpness`` is that of the
         call, if all of it drafts trees where these are asked for. ``needs_draft``: a target may not come without one.
         """
-        # 1. The rows of a step.
-        tree, block_size = checked("tree", as_number(self.tree)), checked_block_size(as_number(self.block_size))
+        # 1. What the table of options has.
+        given = {name: as_number(getattr(self, name)) for name in (*OneShotOptions.__annotations__, "tree")}
+        options = resolve_options(given)
+        tree, block_size = options["tree"], options["block_size"]
         check_combination(tree, block_size, draft_sharpness=draft_sharpness)
-        check_lookup(self.prompt_lookup, block_size, tree)
         # 2. The weights.
-        self.check_weights()
+        self.check_storage()
         if self.draft_weights is not None and block_size == 1:
             option = f"--draft-weights {self.draft_weights}"
             raise ValueError(f"{option} needs a drafter, and --block-size 1 has none: leave one of them out")
@@ -209,7 +190,7 @@ class ModelOptions:
         draft = draft_folder(PAIR, None if tree is None else 1)  # trees need its drafter of the first generation
         return dataclasses.replace(resolved, model=str(PAIR / "target"), draft=str(draft))
 
-    def check_weights(self) -> None:
+    def check_storage(self) -> None:
         """Raise ValueError if weights are to be stored in 8 bits on another device than the CPU."""
         for name in ("weights", "draft_weights"):
             if (stored := getattr(self, name)) is None:
@@ -241,11 +222,26 @@ class ModelOptions:
     @property
     def generator(self) -> dict[str, Any]:
         """Arguments of a `dflash.Generator`, but for trees."""
-        return {name: getattr(self, name) for name in PairOptions.__annotations__}
+        return {name: getattr(self, name) for name in OneShotOptions.__annotations__}
 
 
-def as_number(value: str | None) -> Any:
-    return int(value) if value is not None and re.fullmatch(r"[+-]?\d{1,9}", value) else value
+def _generator_options() -> Iterator[tuple[str, Any, None]]:
+    """Yield a field for each row of the table of options that has a help text; one that may be "auto" is a text."""
+    for name, annotation in GeneratorArguments.__annotations__.items():
+        if text := OPTIONS[name].help:
+            kind = typing.get_args(annotation)[0]
+            words = {word for part in typing.get_args(kind) for word in typing.get_args(part)}
+            kind = str | None if "auto" in words else kind
+            yield name, Annotated[kind, text], None
+
+
+ModelOptions = dataclasses.make_dataclass("ModelOptions", _generator_options(), bases=(_Models,), frozen=True)
+"""Target and drafter, how their weights are stored and how many rows a step has."""
+
+
+def as_number(value: Any) -> Any:
+    """Return the integer that a text is, anything else as it is."""
+    return int(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,9}", value) else value
 
 
 _SAMPLING = [

@@ -20,7 +20,7 @@ from ..call import Call, GenerateArguments, TargetDefaults
 from ..files import read_json, write_atomically
 from ..grammar import Grammar
 from ..ops import WeightStorage
-from ..options import GeneratorOptions
+from ..options import OPTIONS
 from ..outputs import GenerateOutput, StreamEvent
 from ..settings import SETTINGS, resolve, resolve_rules
 from ..targets import check_target, describe_config, embedding_table, version_of, versions, weights_digest
@@ -436,6 +436,6 @@ class Recorder:
         answers = (RecordedAnswer(tuple(prompt), tuple(ids), seed, str(reason)) for prompt, ids, seed, reason in parts)
         fingerprints = self._fingerprints or Fingerprints.of(self._target, self._tokenizer)
         statistics = cast("StreamEvent | GenerateOutput", self._last).statistics
-        shapes = statistics.block_size, len(self._prompts), GeneratorOptions.prefill_chunk
+        shapes = statistics.block_size, len(self._prompts), cast(int, OPTIONS["prefill_chunk"].default)
         digests = picture_digests(self.arguments.get("pictures"))
         return Receipt(tuple(answers), self._settings, fingerprints, *shapes, statistics.weights, digests)

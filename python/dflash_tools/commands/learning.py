@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dflash.internals import Store, options, targets, terminal
+from dflash.internals import OPTIONS, Store, options, targets, terminal
 
 from ..learn.learning import LearnOptions
 from ..learn.learning import learn as learn_from
@@ -74,11 +74,10 @@ def learn(
         tokenizer = options.load_tokenizer(source)
         target, draft, _ = models.load(source)
         rows = load_rows(base, tokenizer, min(3072, targets.max_positions(target) or 3072))
-        # As dflash serve has them by default.
-        replay = {"draft_weights": models.draft_weights, "prompt_lookup": models.prompt_lookup}
+        # As dflash serve has them by default; the widths that "auto" chooses follow measured times.
+        replay = {name: value for name, value in models.generator.items() if OPTIONS[name].of_drafts}
+        replay["block_size"] = None if models.block_size == "auto" else models.block_size
         replay["prefill_chunk"] = 64 if target.device.type == "cpu" else 128
-        if models.block_size != "auto":
-            replay["block_size"] = models.block_size
         chosen = LearnOptions(minutes, rank, learning_rate, seed=seed, steps=steps, replay=replay)
         typer.echo(str(learn_from(store, target, draft, rows, chosen, say=lambda line: print(line, file=sys.stderr))))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dflash.internals import PAIR, PairOptions, check_text, checked, options
+from dflash.internals import PAIR, check_text, checked, options
 
 from ..measure import report as reports
 from ..measure.benchmark import BenchmarkConfig, run_benchmark
@@ -77,7 +77,7 @@ def demo(
 
 
 @options.command(
-    config=("draft_sharpness", "tree", "thinking", *PairOptions.__annotations__),
+    config=("draft_sharpness", "tree", "thinking", "generator"),
     models=("model", "draft"),
 )
 def benchmark(
@@ -106,7 +106,7 @@ def benchmark(
         draft_sharpness=draft_sharpness,  # with --tree, that of the chains next to them
         tree=models.tree,
         thinking=False if no_thinking else None,
-        **models.generator,
+        generator=models.generator,
     )
     numbers = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
     options.check_sampling(**{name: getattr(config, name) for name in numbers})

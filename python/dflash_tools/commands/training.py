@@ -355,7 +355,7 @@ class _Asking:
         models = options.ModelOptions(
             self.model, self.draft, self.dtype, self.device, self.trust_remote_code, self.weights
         )
-        models.check_weights()
+        models.check_storage()
         source = models.source(quiet=self.as_json)
         tokenizer = options.load_tokenizer(source)
         own = self.self_prompts is not None

@@ -6,21 +6,19 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from torch import nn
 
 from dflash import Drafter, Statistics
 from dflash.internals import (
-    check_block_size,
     check_encoding,
     context_bucket,
     files,
     mean_acceptance,
-    ops,
     prompt_ids,
     targets,
 )
@@ -38,16 +36,13 @@ StepCounts = dict[str, list[float]]  # steps, tokens, rows and seconds, by the f
 class BenchmarkConfig(Decoding):
     """How prompts are asked and answered. The texts are the help of the command's options."""
 
-    block_size: Annotated[int | Literal["auto"] | None, "Rows that a step of a chain verifies."] = None
     padded: Annotated[bool, "One-token decoding at the block's shapes: equal bit for bit in bf16 too."] = False
     raw: Annotated[bool, "Continue the text itself, without a chat template."] = False
     bos: Annotated[bool, "Put the tokenizer's BOS token before a raw prompt."] = False
     thinking: Annotated[bool | None, "The chat template's enable_thinking; None does not pass it."] = None
-    weights: Annotated[ops.WeightStorage, "How the target's weights are stored."] = None
-    draft_weights: Annotated[ops.WeightStorage, "How the drafter's weights are stored."] = None
-    prompt_lookup: Annotated[int | None, "Tokens after which the text so far is drafted again."] = None
     turns: Annotated[str, "first, or all: the whole conversation of a prompt."] = "first"
     compile: Annotated[bool, "Compile the steps; the start takes long."] = False
+    generator: dict[str, Any] = field(default_factory=dict)  # further options of `dflash.Generator`
 
     def check(self, tokenizer: Any) -> None:
         """Raise ``ValueError`` for settings that do not fit the tokenizer. The engine checks the others."""
@@ -256,16 +251,17 @@ def run_benchmark(
     """
     config.check(tokenizer)
     # 1. Find what fits the model, and build the generators
-    block_size = check_block_size(target, draft, config.block_size)
     positions, new = targets.max_positions(target), config.max_new_tokens
     longest = {name: _longest(prompts, tokenizer, config, positions) for name, prompts in datasets.items()}
     for name, tokens in longest.items():
         if not tokens:
             raise ValueError(f"no prompt of {name} and {new} new tokens fit the model's {positions} positions")
     most, settings = max(longest.values()), dataclasses.asdict(config)
-    names = "block_size", "padded", "weights", "draft_weights", "prompt_lookup", "compile"
-    generators = {name: settings[name] for name in names}
-    comparison = Comparison(pair_runners(target, draft, config, max_length=most, **generators))
+    settings |= settings.pop("generator")
+    runners = pair_runners(
+        target, draft, config, max_length=most, padded=config.padded, compile=config.compile, **config.generator
+    )
+    comparison, block_size = Comparison(runners), runners["dflash"].generator.block_size
     # 2. Answer every prompt, dataset by dataset
     folder, summaries = None if out is None else Path(out), {}
     if folder is not None:
@@ -285,7 +281,10 @@ def run_benchmark(
     # 3. Report
     header = {**(about or {}), "finished": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     header |= {**describe(target, draft), **settings, "block_size": block_size}
-    header |= {"auto_width": config.block_size == "auto", "draft_sharpness": str(config.draft_sharpness)}  # may be inf
+    header |= {
+        "auto_width": settings.get("block_size") == "auto",
+        "draft_sharpness": str(config.draft_sharpness),
+    }  # may be inf
     report = {"header": header, "datasets": summaries}
     if folder is not None:
         _write(folder / "summary.json", json.dumps(report, indent=1) + "\n")

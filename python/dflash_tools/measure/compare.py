@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dflash import Drafter, Generator, Statistics, StreamEvent
-from dflash.internals import ops, targets
+from dflash.internals import OPTIONS, ops, targets
 
 WARM_UP_TOKENS = 32
 
@@ -99,22 +99,18 @@ def pair_runners(
     draft: Drafter,
     decoding: Decoding,
     *,
-    block_size: int | Literal["auto"] | None = None,
     padded: bool = False,
-    draft_weights: ops.WeightStorage = None,
-    prompt_lookup: int | None = None,
-    **arguments: Any,
+    **options: Any,
 ) -> dict[str, GeneratorRunner]:
     """Return one-token decoding and DFlash for one pair, as ``"one-token"`` and ``"dflash"``.
 
     The latter drafts chains. If ``decoding`` asks for trees, ``"tree"`` drafts them with the same generator. ``padded``
-    runs one-token decoding at the shapes of a whole block; ``arguments`` are others of `Generator`.
+    runs one-token decoding at the shapes of a whole block; ``options`` are those of `dflash.Generator`.
     """
     chain, device = dataclasses.replace(decoding, tree=None), target.get_input_embeddings().weight.device
-    drafts = {"block_size": block_size, "tree": decoding.tree}
-    drafts |= {"draft_weights": draft_weights, "prompt_lookup": prompt_lookup}
-    drafting = Generator(target, draft, reuse_prefix=False, **drafts, **arguments)
-    plain = Generator(target, None, block_size=drafting.block_size if padded else 1, reuse_prefix=False, **arguments)
+    drafting = Generator(target, draft, reuse_prefix=False, tree=decoding.tree, **options)
+    shared = {name: value for name, value in options.items() if not OPTIONS[name].of_drafts}
+    plain = Generator(target, None, block_size=drafting.block_size if padded else 1, reuse_prefix=False, **shared)
     runners = {"one-token": GeneratorRunner(plain, chain, device), "dflash": GeneratorRunner(drafting, chain, device)}
     if decoding.tree is not None:
         runners["tree"] = GeneratorRunner(drafting, decoding, device)

@@ -170,7 +170,7 @@ def print_benchmark(report: dict[str, Any], console: Console) -> None:
         f"{header['machine']}, {header['threads']} threads, {header['isa']}, {header['dtype']}, "
         f"target of {header['target_parameters'] / 1e6:.1f} M parameters, torch {header['torch']}, "
         f"T = {header['temperature']:g}, block {header['block_size']}{', auto' if header['auto_width'] else ''}"
-        + "".join(f", {header[key]} {name}" for key, name in _STORED.items() if header[key] is not None)
+        + "".join(f", {header[key]} {name}" for key, name in _STORED.items() if header.get(key) is not None)
     )
     _print_results(console, "", _CHAINS, datasets)
     tree = f"tree={header['tree']}"
