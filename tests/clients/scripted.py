@@ -49,7 +49,7 @@ def answer(prompt: str) -> str:
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with ChatML's turns, trained on the documentation."""
     root, marks = Path(__file__).parents[2], ("<|im_start|>", "<|im_end|>")
-    texts = [path.read_text() for path in sorted((root / "docs").glob("*.md"))]
+    texts = [path.read_text() for path in sorted((root / "docs").rglob("*.md"))]
     tokens = Tokenizer(models.BPE())
     tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
