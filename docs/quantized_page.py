@@ -3,25 +3,26 @@
 HEAD = """# Quantized targets
 
 A target that another library has quantized runs as it is: the copy uses the library's own layers on the same memory,
-and the text is the one that the quantized model writes. What is compared:
+and the text is the one that the quantized model writes. The tests compare:
 
 - **Greedy, fp32** (the table): token for token equal to `generate(do_sample=False)` of the same quantized model. The
-  model is the target of the [trained pair](demo-pair.md) inside the package, whose margins are wide. Where activations
-  are rounded to 8 bits, a last-bit difference in attention can move a value by a whole step of the rounding, so a
-  near-tie may fall the other way, as in bf16.
+  model is the target of the [trained pair](demo-pair.md) inside the package, whose margins are wide. If activations are
+  rounded to 8 bits, a last-bit difference in attention can move a value by a whole rounding step, so a near-tie may
+  fall the other way, as in bf16.
 - **bf16**: bit for bit the text of one-token mode at the same shapes (`Generator(target, None, block_size=16)`), with
   all drafts accepted, with some, and with none (`tests/quantized`).
-- **Rows**: an outlier in one row leaves the bits of the other rows as they are, for every method that runs, and
-  changes them for each that is refused (`tests/quantized`).
-- **Memory shared**: "all" means that a generator holds no weights, scales or codes that the model does not hold.
+- **Rows**: an outlier in one row leaves the bits of the other rows unchanged in every method that runs, and changes
+  them in every method that is refused (`tests/quantized`).
+- **Memory shared**: "all" means that a generator adds no weights, scales or codes to those of the model.
 
 Quantize the target only; drafters are loaded in their own dtype. `--model FOLDER` of every command takes a saved
-quantized checkpoint. The fused path is for dense weights, so `fused=True` is refused here.
+quantized checkpoint. `fused=True` is for dense weights and refused here. So is `weights="int8"`, by which this package
+quantizes a target itself ([Weights in 8 bits](int8.md)).
 
 Recurrent targets such as Qwen3.5 run quantized in the same way: `tests/quantized` compares one with torchao, quanto and
 compressed-tensors. On CPUs with AVX512-BF16, bitsandbytes nf4 fails at the first pass of a layer unless its inputs are
-a multiple of 64 and its outputs a multiple of 32. Gated DeltaNets have two layers with one output per head; unless
-the heads are a multiple of 32, load with `llm_int8_skip_modules=["in_proj_a", "in_proj_b", "lm_head"]`.
+a multiple of 64 and its outputs a multiple of 32. Gated DeltaNets have two layers with one output per head; unless the
+heads are a multiple of 32, load with `llm_int8_skip_modules=["in_proj_a", "in_proj_b", "lm_head"]`.
 """
 
 NOTES = {
@@ -75,12 +76,12 @@ On random weights of Qwen3-0.6B's shape with 8 layers in bf16, one thread of an 
 
     python bench/quantized_memory.py METHOD --layers 8
 
-Resident memory is that of a generator and its first answer. For compressed-tensors it includes the decompressed weights
-of the model itself, which transformers' own first pass makes too: no memory is saved there.
+Resident memory counts a generator and its first answer. For compressed-tensors it includes the decompressed weights of
+the model itself, which transformers' own first pass makes too, so no memory is saved.
 
 ## GPTQ
 
-GPTQModel's dependencies ask for a newer torch, so it is installed without them, and tried by hand:
+GPTQModel's dependencies ask for a newer torch. Install it without them to try it by hand:
 
 ```bash
 pip install -r tests/quantized/requirements.txt datasets
@@ -88,8 +89,8 @@ pip install --no-deps gptqmodel==7.7.0 optimum==2.3.0 defuser==0.0.28 pypcre log
 python bench/try_gptq.py
 ```
 
-It quantizes the pair's target to 4 bits (group size 64), loads it and compares as above. Seen: 8 of 8 answers equal
-in fp32 and in bf16 (`TorchCpuAvx512Linear`), all memory shared.
-GPTQModel replaces functions of transformers when it is imported; the ones that change nothing for models without
-code of their own are recognized. AWQ checkpoints are loaded by GPTQModel too and were not tried.
+The script quantizes the pair's target to 4 bits (group size 64), loads it and compares as above. 8 of 8 answers were
+equal in fp32 and in bf16 (`TorchCpuAvx512Linear`), with all memory shared. GPTQModel replaces functions of transformers
+when it is imported. dflash recognizes those that change nothing for models without their own code. GPTQModel also loads
+AWQ checkpoints, which were not tried.
 """
