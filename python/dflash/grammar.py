@@ -80,7 +80,7 @@ class Grammar:
 
     @classmethod
     def lenient_json_schema(cls, schema: Mapping[str, object]) -> tuple[Grammar, list[str]]:
-        """Return the grammar of a schema without what it cannot express, and words for each thing left out.
+        """Return the grammar of a schema without the parts it cannot express, and a description of each of them.
 
         ``oneOf`` counts as ``anyOf``. Patterns that llguidance cannot read are left out; where it refuses the schema
         still, all patterns and ``multipleOf`` are. Raises what `json_schema` does for other faults of the schema.
@@ -132,7 +132,7 @@ class Grammar:
 
     @property
     def rule(self) -> str:
-        """The grammar as what a rule of a larger Lark grammar stands for."""
+        """Body of a rule for this grammar in a larger Lark grammar."""
         if self.kind == "json_schema":
             return f"%json {json.dumps(self._schema)}"
         return f"%lark {{\n{self._lark}\n}}"
@@ -174,7 +174,7 @@ class Grammar:
 
     @property
     def limits(self) -> Any:
-        """What llguidance may use for the grammar, as it takes it."""
+        """Bounds for llguidance, as its own object."""
         has_json = self.kind == "json_schema" or (self.kind == "lark" and "%json" in self.text)
         return _limits(_JSON_FUEL if has_json else _REGEX_FUEL)
 
@@ -186,14 +186,14 @@ class Grammar:
         return self
 
     def _validated(self) -> tuple[bool, list[str]]:
-        """Return whether the grammar is refused, and the reason or llguidance's warnings."""
-        # 1. What must be bounded before llguidance sees it.
+        """Return True if the grammar is refused, and the reason or llguidance's warnings."""
+        # 1. Bounds to check before llguidance sees the grammar.
         if (size := len(self.text.encode())) > _MAX_BYTES:
             raise ValueError(f"a {_NAMES[self.kind]} must have at most {_MAX_BYTES} bytes, got {size}")
         schemas, plain = _split(self.text) if self.kind == "lark" else ([self.text], "")
         if self.kind != "regex" and (reason := _excess(schemas)):
             return True, [reason]
-        # 2. Regexes next to JSON have no more fuel than without it.
+        # 2. Regexes next to JSON have the same fuel as without it.
         if self.kind == "lark" and "%json" in self.text:
             is_refused, reasons = _validated(Grammar("lark", plain).source, _limits(_REGEX_FUEL))
             if is_refused and "lexer of more" in reasons[0]:
@@ -312,14 +312,14 @@ def _drop(schema: dict[str, Any], drops_all: bool) -> list[str]:
 
 
 class _Kept:
-    """Compiled grammars by grammar, made where none is kept; the oldest go when all would take too many bytes."""
+    """Cache of compiled grammars; the oldest go when all would take too many bytes."""
 
     def __init__(self, make: Callable[[Grammar], LLMatcher]) -> None:
         self._make, self._kept = make, dict[Grammar, Any]()
 
     def __call__(self, grammar: Grammar) -> LLMatcher:
         matcher = self._kept.pop(grammar, None)
-        # Copies share what they learn of a grammar, and end once that is all that llguidance's limits allow.
+        # Copies share the states that they visit, and fail once these reach llguidance's limits.
         if matcher is not None:
             (trial := matcher.deep_copy()).compute_bitmask()
         if matcher is None or trial.is_error():
@@ -352,7 +352,7 @@ class _Vocabulary:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         make = functools.partial(_llguidance().LLMatcher, log_level=0, limits=grammar.limits)
         matcher: LLMatcher = _on_large_stack(make, self._tokens, grammar.source)
-        matcher.compute_bitmask()  # finds what only shows with a vocabulary
+        matcher.compute_bitmask()  # finds errors that depend on the vocabulary
         if matcher.is_error():
             kind = _NAMES[grammar.kind]
             raise ValueError(f"no token of this tokenizer can begin a match of this {kind}: {_reason(matcher)}")
@@ -377,7 +377,7 @@ def _vocabulary(tokenizer: Any, stop: int) -> _Vocabulary:
 
 
 def _on_large_stack(function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function of llguidance, which releases Python's lock, in a thread of its own."""
+    """Call a function of llguidance, which releases Python's lock, in a separate thread."""
     with ThreadPoolExecutor(1) as threads:
         with _stack_size:
             before = threading.stack_size(_STACK_BYTES)
@@ -403,7 +403,7 @@ class Matcher:
     """One row's place in its grammar; ``words`` is the size of a mask, 32 tokens in each.
 
     Args:
-        grammar: what is matched; only kept.
+        grammar: kept for callers, not used here.
         state: llguidance's, not in error.
         vocab_size: tokens that it knows.
         eos: the id that it allows where a match may end.
@@ -419,7 +419,7 @@ class Matcher:
         return GrammarMasks(state, rows, self.words)
 
     def copy(self) -> Matcher:
-        """Return another at the same place; what both have learned of the grammar is shared."""
+        """Return another at the same place; both share the visited states of the grammar."""
         return Matcher(self.grammar, self._state.deep_copy(), self._vocab_size, self._eos, self._stop)
 
     def consume(self, ids: Sequence[int]) -> None:
@@ -432,7 +432,7 @@ class Matcher:
 
         Args:
             masks: ``[rows, words]`` int32 on the host, contiguous; bit ``i % 32`` of word ``i // 32`` is for token i.
-                Rows that no match leads to, and those of stop tokens, are left as they are.
+                Rows of banned drafts, of their continuations and of stop tokens are not written.
             ids: of the block's rows; the first is the anchor, which has been consumed; -1 for no proposal.
             parents: of a tree, the row that each row continues, -1 for none; None for a chain.
 
@@ -454,7 +454,7 @@ class Matcher:
         self._visit(self._state.deep_copy(), 0, masks, ids, children)
 
     def _visit(self, state: LLMatcher, row: int, masks: Tensor, ids: Sequence[int], children: list[list[int]]) -> None:
-        """Write the masks of a row and of all that continue it."""
+        """Write the masks of a row and of its descendants."""
         state.unsafe_compute_mask_ptr(masks[row].data_ptr(), 4 * self.words)
         if state.is_error():  # llguidance would allow a stop token
             if row == 0:
@@ -469,7 +469,7 @@ class Matcher:
                 self._visit(ahead, child, masks, ids, children)
 
     def _end_(self, masks: Tensor) -> None:
-        """Allow stop tokens where llguidance allows its ``eos``, and that only if it is one."""
+        """Allow stop tokens where llguidance allows its ``eos``; allow ``eos`` itself only if it is one."""
         if self._stop == {self._eos}:
             return
         may_end = masks[..., self._eos // 32] >> self._eos % 32 & 1
@@ -495,16 +495,16 @@ def _has(mask: Tensor, token: int) -> bool:
 
 
 def _reason(state: LLMatcher) -> str:
-    """Return the first line of an error; the others show llguidance's insides."""
+    """Return the first line of an error; the others are llguidance's internals."""
     return state.get_error().splitlines()[0]
 
 
 class GrammarMasks:
     """Masks for the rows of a batch, made on the host by llguidance.
 
-    Those of a drafted chain are made before the target runs: they also say which drafts to draw again. Those of other
-    blocks are made while the target's pass runs. A step waits for the device once, and once more each time that drafts
-    are drawn again. If a row's grammar goes wrong, that row ends: its masks allow nothing.
+    Masks of a drafted chain are made before the target runs: they also say which drafts to draw again. Masks of other
+    blocks are made during the target's pass. A step waits for the device once, and once more for each redraw. If a
+    row's grammar fails, that row ends: its masks allow nothing.
 
     Args:
         state: of the running batch.
@@ -512,7 +512,7 @@ class GrammarMasks:
         words: of a mask.
 
     Attributes:
-        errors: per row, why its grammar could not go on; empty if nothing went wrong.
+        errors: per row, why its grammar failed; empty otherwise.
     """
 
     def __init__(self, state: State, rows: int, words: int) -> None:
@@ -520,9 +520,9 @@ class GrammarMasks:
         self._state, on_gpu = state, device.type == "cuda"
         self.rows, self.words, self.errors = rows, words, [""] * batch
         self._matchers: list[Matcher | None] = [None] * batch
-        self._consumed = [0] * batch  # tokens of each row, its prompt included, that its matcher knows of
-        self._masked: list[object] = [None] * batch  # the tokens consumed and the drafts that each row's masks are for
-        # All bits are set where nothing is masked.
+        self._consumed = [0] * batch  # tokens of each row, its prompt included, that its matcher has read
+        self._masked: list[object] = [None] * batch  # per row, the consumed tokens and drafts of its masks
+        # All bits are set for rows without a mask.
         self._masks = torch.full((batch, rows, words), -1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._is_masked = torch.zeros(batch, 1, 1, dtype=torch.bool, device=device)
         self._back = torch.arange(rows - 1, -1, -1, device=device)
@@ -530,7 +530,7 @@ class GrammarMasks:
         eight = torch.tensor(bits, dtype=torch.bool, device=device)
         self._banned_by_byte = eight.view(torch.int64)[:, 0]  # eight bools in each
         self._asked: Tensor | None = None
-        self._arrived = torch.cuda.Event() if on_gpu else None  # what was asked is on the host
+        self._arrived = torch.cuda.Event() if on_gpu else None  # the question is on the host
         self._sent = torch.cuda.Event() if on_gpu else None  # the masks have left the host
 
     @property
@@ -540,7 +540,7 @@ class GrammarMasks:
 
     def set_(self, row: int, matcher: Matcher | None, prompt_length: int = 0) -> None:
         """Let a row begin a grammar after its prompt, or have none. On a GPU this waits for the step that runs."""
-        self._asked = None  # a step that failed before it got its answer has left this
+        self._asked = None  # left over from a step that failed
         if matcher is None and self._matchers[row] is None:
             return
         self._is_masked[row] = matcher is not None
@@ -555,7 +555,7 @@ class GrammarMasks:
         """Find the first of each row's ``drafts [batch, drafts]`` that its grammar bans; waits for the device.
 
         Returns:
-            Row, index of the draft, and ``[vocab]`` bool, what is not allowed there.
+            Row, index of the draft, and ``[vocab]`` bool, True for the tokens banned there.
         """
         found = []
         for row, rest in self._advance(self._packed(drafts).tolist()).items():
@@ -566,7 +566,7 @@ class GrammarMasks:
         return found
 
     def ask(self, block: Block) -> None:
-        """Send to the host what the masks of a block depend on, unless they are made; does not wait."""
+        """Send the block to the host, unless its masks are made; does not wait."""
         if block.is_checked:
             return
         asked = self._packed(block.ids if block.tree is None else torch.cat([block.ids, block.tree.parents], 1))
@@ -577,9 +577,9 @@ class GrammarMasks:
         self._asked = asked
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return ``logits [batch, rows, vocab]`` with -inf for what a grammar does not allow, NaN where it leaves none.
+        """Return ``logits [batch, rows, vocab]`` with -inf for banned tokens; NaN where every token is banned.
 
-        Waits for what was asked and makes the masks. Rows that are not running keep theirs.
+        Waits for the block of `ask` and makes its masks. Rows that are not running keep theirs.
         """
         rows = logits.shape[1]
         if self._asked is not None:
@@ -635,6 +635,6 @@ class GrammarMasks:
         self.errors[row] = f"the grammar of row {row} cannot go on at position {self._consumed[row]}: {error}"
 
     def _banned(self, masks: Tensor, vocab_size: int) -> Tensor:
-        """Return what ``masks [..., words]`` ban, ``[..., vocab]`` bool. Ids unknown to the tokenizer are banned."""
+        """Return ``[..., vocab]`` bool, True for ids that ``masks [..., words]`` ban or the tokenizer does not know."""
         banned = self._banned_by_byte[masks.view(torch.uint8).int()].view(torch.bool)
         return torch.nn.functional.pad(banned, (0, vocab_size - banned.shape[-1]), value=True)

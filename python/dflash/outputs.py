@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of probabilities at one position, by the target's own logits in float32.
 
-    They are those before rules, temperature and filters, as vLLM's ``raw_logprobs``.
+    Rules, temperature and filters do not change them, as in vLLM's ``raw_logprobs``.
 
     Attributes:
         logprob: of the token that stands there.
@@ -42,10 +42,9 @@ class Statistics:
         seconds: seconds from the call to the last token; in a running call, to now.
         num_prefilled_tokens: per row, prompt tokens that were run; the others were still in the caches of the call
             before (see `dflash.Generator`).
-        rows: per step, the rows per prompt that the target verified: ``block_size``, those of a tree, or what
-            ``block_size="auto"`` chose.
-        step_seconds: per step, the seconds that it took. On a GPU, where steps are read late, they are right in the
-            mean.
+        rows: per step, the rows per prompt that the target verified: ``block_size``, the tree's, or the choice of
+            ``block_size="auto"``.
+        step_seconds: seconds per step. On a GPU, where steps are read late, only their mean is right.
         weights: how the target's weights were stored, as in `dflash.Generator`.
     """
 
@@ -108,19 +107,19 @@ class GenerateOutput:
 
 
 class FinishedAnswer(NamedTuple):
-    """An answer that has ended, with what the target computed on the way, for ``Generator(on_answer=...)``.
+    """Finished answer with the target's features and logits, for ``Generator(on_answer=...)``.
 
-    The tensors are views of what the next prompt in this row overwrites: copy what is to stay.
+    The tensors are views that the next prompt in this row overwrites: copy them to keep them.
 
     Attributes:
-        call: what was asked; `dflash.call.Call`.
+        call: prompt and settings, a `dflash.call.Call`.
         seed: of the row's noise.
         finish_reason: ``"stop"`` or ``"length"``.
         ids: ``[n]`` int64, the prompt, then the answer.
         prompt_length: tokens of the prompt.
         acceptance_lengths: the tokens that each step emitted.
-        features: ``[n - 1, taps * hidden]`` in the target's dtype: its hidden states at the tapped layers, of all
-            tokens but the last, which no pass has read.
+        features: ``[n - 1, taps * hidden]`` in the target's dtype: its hidden states at the tapped layers, for
+            all tokens except the last, which no pass has read.
         top_ids: ``[n - prompt_length, 16]`` int64, the target's best tokens at each place of the answer.
         top_logits: like ``top_ids``, float32: their logits, before rules, temperature and filters.
     """
@@ -145,7 +144,7 @@ class StreamEvent:
         accepted: per row, how many of them, counted from the first, were drafted and accepted. The one after them, if
             there is one, is the bonus token, which the target chose itself.
         text: per row, the text that became final; None without a tokenizer. It never ends inside a character or inside
-            what may become a stop string. The row's last event completes it: all pieces joined are
+            a text that may become a stop string. The row's last event completes it: all pieces joined are
             ``tokenizer.decode(answer)``.
         finish_reasons: per row, ``"stop"`` or ``"length"`` from the event of its last token on; None while it runs.
         statistics: the call so far.

@@ -74,8 +74,7 @@ class Session:
     With ``block_size="auto"`` the generator chooses one width for all rows before each step, by what requests so
     far have had accepted. It measures costs when the session begins. Where bits would depend on the width, each
     step has the whole block: for a target that runs its own modules or has experts, and if ``batch_size`` blocks have
-    more rows than the kernels take (without ``weights="int8"`` 512 in float32 and 64 in bfloat16 on CPUs with AVX-512,
-    128 in bfloat16 with AVX-512 BF16 but no AMX, 256 on a GPU; `dflash.targets.Target.is_exact_for`).
+    more rows than the kernels take (docs/kernels.md; `dflash.targets.Target.is_exact_for`).
 
     The session ends when its generator starts another call or session, and when a step raises: nobody knows then how
     far its rows have come. Until then the weights must not change.

@@ -12,19 +12,19 @@ from typing import Protocol
 
 from torch import Tensor
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for bytes that are not a character (yet)
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # shown by decoders for bytes that are not a character (yet)
 _BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 _WINDOW = 64  # tokens that every push decodes again; at most twice as many
 _TAIL = 16  # the same where nothing is shown
 _LONG_RUN = 512  # byte tokens in a row above which a window begins among them
 _SETTLED = 8  # characters: the beginning of a shorter text may still change
 _PLAIN = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
-# What tokenizers replace when they clean up spaces: text that may become one of these is not final.
+# Tokenizers replace these when they clean up spaces: text that may become one of them is not final.
 _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class Tokenizer(Protocol):
-    """Methods that are used of transformers' tokenizers."""
+    """Methods of transformers' tokenizers that this package uses."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str:
         """Return the text of token ids."""
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
 
 class Streamer(Protocol):
-    """Methods that are used of transformers' streamers."""
+    """Methods of transformers' streamers that this package uses."""
 
     def put(self, value: Tensor) -> None:
         """Take the prompt, ``[1, length]``, or new ids, ``[n]``."""
@@ -54,7 +54,7 @@ class Streamer(Protocol):
 
 
 class StopFinder(Protocol):
-    """What finds the end of a row by its text."""
+    """Finder of a row's end by its text."""
 
     def push(self, new: list[int]) -> int | None:
         """Add ids; return how many of them a one-token loop would have emitted before it stopped, or None for all."""
@@ -78,7 +78,7 @@ def byte_ids(tokenizer: Tokenizer) -> set[int | None]:
 
 
 def _plain_decode(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
-    """Return ``tokenizer.decode``, or what it calls in the end, at half the cost, where no class overrides it."""
+    """Return ``tokenizer.decode``, or if no class overrides it the backend's, at half the cost."""
     methods = [getattr(getattr(type(tokenizer), name, None), "__module__", "") for name in ("decode", "_decode")]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if methods != _PLAIN or backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
@@ -90,7 +90,7 @@ class TextDecoder:
     """Decodes one row's answer as it grows; text that was returned never changes.
 
     All pieces joined are ``tokenizer.decode(ids, skip_special_tokens=...)`` of all ids. A piece never ends inside a
-    character, nor inside what may still become a stop string.
+    character, nor inside a text that may become a stop string.
 
     Args:
         tokenizer: one of transformers.
@@ -171,8 +171,8 @@ class BatchDecoder:
 class StopMatcher:
     """Finds the token with which a row's text contains a stop string, wherever in a block it stands.
 
-    The text is what prompt and answer decode to, special tokens too. A match ends after what this text shares with the
-    prompt's, where it may begin. A push costs the same however long the row is.
+    The text is that of prompt and answer, special tokens included. A match may begin in the prompt, and ends
+    after it. A push costs the same however long the row is.
 
     Args:
         tokenizer: one of transformers.
@@ -183,10 +183,10 @@ class StopMatcher:
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], prompt: list[int]) -> None:
         self._decode, self._strings, self._bytes = _plain_decode(tokenizer), stop_strings, byte_ids(tokenizer)
         self._longest = max(map(len, stop_strings))
-        # Characters that later tokens may take back: what is not complete yet, and spaces that are cleaned up.
+        # Characters that later tokens may take back: incomplete ones, and spaces that are cleaned up.
         passing = _REPLACEMENT + " " * getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._looks_at_each = any(character in string for string in stop_strings for character in passing)
-        # What is decoded at every push, how many characters of it are wrong since it is cut, and the text before it.
+        # The ids decoded at every push, the characters that are wrong because they are cut, and the text before them.
         start = len(prompt) - max(len(string.encode()) for string in stop_strings) - _TAIL
         self._ids, self._wrong, self._before = prompt[self._run_start(prompt, start) :], 0, ""
         self._prompt = self._text([])
@@ -247,7 +247,7 @@ def _common(text: Iterable[str], other: Iterable[str]) -> int:
 
 
 def check_streamer(streamer: object, rows: int) -> None:
-    """Raise unless ``streamer`` is like those of transformers and the batch has the one row that they want."""
+    """Raise unless ``streamer`` has transformers' methods and the batch has one row."""
     for name in ("put", "end"):
         if not callable(getattr(streamer, name, None)):
             raise TypeError(f"streamer must have put() and end() as transformers' do, got {type(streamer).__name__}")

@@ -39,9 +39,9 @@ class Predictions:
 
 @dataclass
 class LinkedPredictions(Predictions):
-    """Candidates of each position, scored also by the token drawn before: those of a DFlash 2 drafter's selector."""
+    """Candidates of each position, which a DFlash 2 drafter's selector scores by the token drawn before, too."""
 
-    pairs: PairWeights  # what scores a candidate by the token before it
+    pairs: PairWeights  # scores a candidate by the token before it
     anchor: Tensor  # [batch] int64, the token before the first
     top_k: int  # candidates per position
 
@@ -54,8 +54,8 @@ class LinkedPredictions(Predictions):
     def draw(self, positions: Tensor, sampling: Sampling) -> Tensor:
         """Draw a path ``[batch, drafts]``, -1 from a NaN on.
 
-        Candidates are those with the best noisy logits, since the target's choice is made with the same noise: on a
-        trained pair more of them are accepted. A selector that adds nothing draws what `Predictions` draw.
+        The best noisy logits become candidates, since the target's choice is made with the same noise: with a trained
+        pair more of them are accepted. A selector that adds nothing draws what `Predictions` draw.
         """
         return self._walk(positions, sampling, sampling.sharpness, sampling.sharpness, stream=0)[0]
 
@@ -84,7 +84,7 @@ class DraftRows(NamedTuple):
     """The input of one pass of the drafter over a block.
 
     Attributes:
-        embeds: ``[batch, rows, hidden]``, of the anchor, then of what is known of the drafts and masks.
+        embeds: ``[batch, rows, hidden]``, of the anchor, then of known drafts and masks.
         anchor: ``[batch]`` int64.
         positions: ``[batch, drafts]`` int64, of the drafts.
     """
@@ -95,7 +95,7 @@ class DraftRows(NamedTuple):
 
 
 class DraftPass:
-    """Runs a DFlash drafter (arXiv 2602.06036, section 4): what chains and trees of drafts share.
+    """Passes of a DFlash drafter (arXiv 2602.06036, section 4), for chains and trees of drafts.
 
     Args:
         draft: the drafter.
@@ -104,7 +104,7 @@ class DraftPass:
 
     Attributes:
         num_drafts: positions that are drafted.
-        rules: of the call; those that certainly change the target's choice are applied to the drafter's logits too.
+        rules: of the call; bans and other decisive rules are applied to the drafter's logits too.
     """
 
     def __init__(self, draft: Drafter, target: Target, block_size: int) -> None:
@@ -114,12 +114,12 @@ class DraftPass:
         self._multiplier, self._softcap = _scales(target.config) if draft.config.scales_like_target else (1.0, 0.0)
 
     def follow(self, state: State) -> Block:
-        """Return a block of one row, which drafts nothing; the drafter's cache takes up what was emitted."""
+        """Return a block of one row, which drafts nothing, and bring the drafter's cache up to date."""
         self.draft.follow_(state.waiting_features(), state.num_context, state.length, state.draft_cache)
         return Block(state.anchor)
 
     def rest(self, state: State) -> Block:
-        """Return a block of one row, which drafts nothing. If its features may wait, many are taken up at once."""
+        """Return a block of one row, which drafts nothing. Its features go into the cache later if they may wait."""
         return Block(state.anchor, waits=True) if state.can_wait() else self.follow(state)
 
     def rows_for(self, state: State, num_drafts: int, drafts: Tensor | None = None) -> DraftRows:
@@ -138,7 +138,7 @@ class DraftPass:
             else:
                 live = None
         hidden = self.draft(*inputs, cache)
-        # One matrix: for rows that are not dense torch makes a product per sequence, and each reads the whole head.
+        # One matrix: with strided rows torch would make a product per sequence, and each reads the whole head.
         rows = (hidden if self.draft.config.predicts_from_anchor else hidden[:, 1:]).flatten(0, 1)
         logits = self.draft.logits(rows, self.target.draft_head).unflatten(0, (len(hidden), -1))
         logits = scale_logits(logits, self._multiplier, self._softcap)
@@ -170,8 +170,8 @@ def chain_widths(block_size: int) -> tuple[int, ...]:
 class ChainProposer(DraftPass):
     """Drafts the tokens after each row's anchor with a DFlash drafter (arXiv 2602.06036, section 4).
 
-    With several passes, each but the last keeps the tokens that it is most sure of, the others are masked again, and
-    the drafter runs once more. How many stay is fixed in advance, so that no shape and no branch depends on data.
+    With several passes, each but the last keeps the tokens that it is most sure of, masks the others, and runs the
+    drafter once more. The numbers of kept tokens are fixed in advance: no shape and no branch depends on data.
 
     Where a grammar bans a draft, the block is drawn again without it, at most `ROUNDS` times. With the package's pair
     (T = 0, tokens per step) 8 rounds left JSON that it writes anyway at 15.17. They raised keys in another order from
@@ -182,9 +182,9 @@ class ChainProposer(DraftPass):
         draft: the drafter.
         target: whose embeddings and head the drafter shares.
         block_size: the most rows of a block, the anchor included.
-        ngram: where so many of the last tokens have stood before, draft what followed (`look_up`) in place of what the
-            drafter says; 0 for never. Drafts of rejection sampling are always the drafter's. On a CPU the drafter is
-            left out where this holds for every row, unless the step is compiled.
+        ngram: if this many of the last tokens stood in the text before, draft the tokens that followed (`look_up`)
+            instead of the drafter's; 0 for never. Rejection sampling always uses the drafter's. On a CPU the drafter
+            is skipped if every row finds drafts, unless the step is compiled.
 
     Attributes:
         rows: of the next block.
@@ -209,7 +209,7 @@ class ChainProposer(DraftPass):
             rules: the logit rules of all rows.
             passes: of the drafter over each block.
             rejection: remembers the drafter's distribution, from which drafts are drawn; None for keyed noise.
-            masks: what the rows' grammars allow, a `dflash.grammar.GrammarMasks`; None for none.
+            masks: tokens that the rows' grammars allow, a `dflash.grammar.GrammarMasks`; None for none.
         """
         self.rows, self.passes, self.rules = self.block_size, passes, rules
         self._rejection, self._masks = rejection, masks
@@ -236,17 +236,17 @@ class ChainProposer(DraftPass):
         return Block(torch.cat([anchor, drafts], 1, out=state.block if is_whole else None), is_checked=is_checked)
 
     def _draft(self, state: State) -> tuple[Tensor, Tensor, bool]:
-        """Return anchors ``[batch, 1]``, drafts ``[batch, drafts]``, and True if these keep to the grammars."""
+        """Return anchors ``[batch, 1]``, drafts ``[batch, drafts]``, and True if these were checked by the grammars."""
         block, known, drafts = self.rows_for(state, self.rows - 1), None, None
         features = self.draft.fuse(state.waiting_features(), state.num_context)
         schedule = keep_schedule(self.rows - 1, self.passes) if self.passes > 1 else ()
         for keep in (*schedule, None):
-            # 1. One pass over what is known so far and masks.
+            # 1. One pass over known tokens and masks.
             predictions = self.predict(block, features, state)
             linked = predictions if known is None else predictions.fix(known, drafts)
             drawn, is_checked = self._draw(linked, block.positions, state.sampling)
             drafts = drawn if known is None else torch.where(known, drafts, drawn)
-            # 2. Before another pass, keep what the drafter is most sure of; the context is in its cache by now.
+            # 2. Before another pass, keep the surest tokens; the context is in the drafter's cache by now.
             if keep is not None:
                 known = most_confident(predictions.logits, drafts, known, keep)
                 masked = torch.where(known, drafts.clamp(min=0), self.draft.config.mask_token_id)
@@ -255,7 +255,7 @@ class ChainProposer(DraftPass):
         return block.anchor[:, None], drafts, is_checked and known is None
 
     def _draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> tuple[Tensor, bool]:
-        """Return drafts, and True if they were found to keep to the grammars; these wait for the device."""
+        """Return drafts, and True if no grammar bans one. Grammars wait for the device."""
         if self._rejection is not None:
             return predictions.draw_for(self._rejection, positions, sampling), False
         drafts = predictions.draw(positions, sampling)
@@ -270,7 +270,7 @@ class ChainProposer(DraftPass):
 
 
 def _is_all_found(found: Tensor, state: State) -> bool:
-    """Return True if the host may know that no row that runs needs the drafter."""
+    """Return True if no running row needs the drafter. False where the host must not look."""
     if not state.is_readable:
         return False
     running = found[state.done == RUNNING]  # none while costs are measured
@@ -287,9 +287,9 @@ def keep_schedule(drafts: int, passes: int) -> tuple[int, ...]:
 
 
 def most_confident(logits: Tensor, drafts: Tensor, known: Tensor | None, count: int) -> Tensor:
-    """Extend ``known`` to ``count`` tokens per row by those that the drafter finds most probable.
+    """Extend ``known`` to ``count`` tokens per row by the drafter's most probable ones.
 
-    What a selector or a Markov head adds to the logits does not count.
+    A selector's or Markov head's scores do not count.
 
     Args:
         logits: ``[batch, rows, vocab]``, the drafter's, any floating dtype.

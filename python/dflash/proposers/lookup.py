@@ -1,4 +1,4 @@
-"""Drafts that are looked up in the text so far: prompt lookup decoding (LLMA, arXiv 2304.04487)."""
+"""Look drafts up in the text so far: prompt lookup decoding (LLMA, arXiv 2304.04487)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ..state import Block, State
 
 
 def look_up(tokens: Tensor, length: Tensor, ngram: int, count: int) -> Tensor:
-    """Return what followed the last tokens of each text where they stood before.
+    """Find an earlier place where each text's last tokens stood, and return the tokens that followed there.
 
-    Of several places the last one counts. Where fewer than ``count`` tokens followed, those are repeated.
+    The latest place counts. If fewer than ``count`` tokens followed, they are repeated.
 
     Args:
         tokens: ``[batch, capacity]`` int64, the texts.
         length: ``[batch]`` int64, the index of each text's last token.
-        ngram: how many of the last tokens must have stood there, at least 1.
+        ngram: number of last tokens to look for, at least 1.
         count: tokens to return.
 
     Returns:
-        ``[batch, count]`` int64; -1 in a row whose last tokens have not stood together before.
+        ``[batch, count]`` int64; -1 in a row whose last tokens are new.
     """
     if ngram > tokens.shape[1]:
         return tokens.new_full((len(tokens), count), -1)
@@ -39,11 +39,11 @@ def look_up(tokens: Tensor, length: Tensor, ngram: int, count: int) -> Tensor:
 
 
 class LookupProposer:
-    """Drafts without a drafter what followed the last tokens where they stood before.
+    """Drafts without a drafter: the tokens that followed the last ones at an earlier place.
 
     Args:
-        ngram: how many of the last tokens must have stood there, see `look_up`; 0 proposes nothing: one-token decoding,
-            padded to a block's shapes if it has more than one row.
+        ngram: see `look_up`; 0 proposes nothing, which is one-token decoding, padded to a block's shapes if it has more
+            than one row.
         block_size: the most rows of a block, the anchor included.
 
     Attributes:

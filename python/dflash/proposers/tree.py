@@ -22,9 +22,9 @@ _GREEDY_SIBLINGS, _SAMPLED_SIBLINGS = 16, 32
 class TreeProposer(DraftPass):
     """Drafts the best-first tree of prefixes after each row's anchor (DDTree, arXiv 2604.12989).
 
-    A prefix is scored by the sum of the log probabilities that the drafter gives to its tokens, one position at a time
-    (`dflash.ops.tree_candidates`). The tree of n rows is then the one from which the drafter expects most tokens, and
-    the first n rows of every larger one.
+    A prefix's score is the sum of the drafter's log probabilities of its tokens, one position at a time
+    (`dflash.ops.tree_candidates`). Of all trees of n rows, the drafter expects most tokens from this one. It is the
+    first n rows of every larger one.
 
     Args:
         draft: the drafter.
@@ -35,7 +35,7 @@ class TreeProposer(DraftPass):
     Attributes:
         built_rows: rows of the tree that is built.
         rows: the first of them, which the next step verifies.
-        forecasts: fill ``expected``.
+        forecasts: True to fill ``expected``.
         siblings: the most children of a row.
         expected: ``[batch, sizes]`` float32, the tokens that the drafter expects of the last step at each size.
     """
@@ -52,9 +52,9 @@ class TreeProposer(DraftPass):
 
         Args:
             rules: the logit rules of the call.
-            samples: the temperature is positive.
+            samples: True if the temperature is positive.
             rows: of the tree that is built.
-            forecasts: fill ``expected``, by which a step's rows are chosen.
+            forecasts: True to fill ``expected``, by which a step's rows are chosen.
         """
         self.rules, self.rows, self.built_rows, self.forecasts = rules, rows, rows, forecasts
         self.siblings = min(_SAMPLED_SIBLINGS if samples else _GREEDY_SIBLINGS, rows - 1)
@@ -81,7 +81,7 @@ class TreeProposer(DraftPass):
         return _leading_rows(Block(ids, Tree(*tree)), self.rows)
 
     def candidates(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """Return the best tokens per depth, ids and scores ``[batch, drafts, siblings]``, of which a tree is built.
+        """Return ids and scores ``[batch, drafts, siblings]`` of the best tokens per depth.
 
         Args:
             logits: ``[batch, drafts, vocab]``, the drafter's.

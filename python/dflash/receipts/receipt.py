@@ -1,4 +1,4 @@
-"""The receipt of a call: what was asked and answered, and all that decided it. A file of one has an unknown origin."""
+"""The receipt of a call: prompts, answers, and everything that decided them. Its files come from strangers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..terminal import MAX_SHOWN, listed, printable, shortened
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# Bytes of a receipt: ids of a million tokens; its answers, and what else is read of it.
+# Bytes of a receipt, enough for the ids of a million tokens, and its answers.
 MAX_BYTES, MAX_ANSWERS = 2**23, 2**10
 MAX_VOCABULARY, MAX_BLOCK_SIZE, MAX_POSITIONS = 2**24, 2**12, 2**31 - 1
 
@@ -39,7 +39,7 @@ STATED = tuple(name for name, row in SETTINGS.items() if row.receipt == "stated"
 # ---------------------------------------------------------------------------------------------- values of a file
 
 Check = tuple[str, Callable[[Any], bool]]
-"""Words that complete "NAME must ...", and whether a value is so."""
+"""Words that complete "NAME must ...", and the check."""
 
 _INT64 = -(2**63), 2**63 - 1
 _ANY: Check = "", lambda _: True  # checked later
@@ -64,7 +64,7 @@ def _is_list_of(value: object, holds: Callable[[Any], bool]) -> bool:
 
 
 def parse_object(content: object, checks: Mapping[str, Check], what: str) -> dict[str, Any]:
-    """Return a JSON object of unknown origin as a dict. Raise unless it has exactly these names, and their values."""
+    """Return a stranger's JSON object as a dict. Raise unless it has exactly these names, with allowed values."""
     if not isinstance(content, Mapping):
         raise TypeError(f"{what} must be an object, got {shortened(content)}")
     if missing := [name for name in checks if name not in content]:
@@ -136,7 +136,7 @@ class RecordedSettings(dataclasses.make_dataclass("_Stated", [(name, Any) for na
         return cast("GenerateArguments", {**given, "logit_bias": dict(self.logit_bias)})
 
     def to_json(self) -> dict[str, object]:
-        """Return what `parse` takes; a bias of -inf, which JSON has no number for, is "-inf"."""
+        """Return the settings for `parse`. A bias of -inf, for which JSON has no number, is "-inf"."""
         content = dataclasses.asdict(self)
         biases = [[ids, "-inf" if bias == -math.inf else bias] for ids, bias in self.logit_bias]
         return {**content, "logit_bias": biases, "grammar": content["grammar"] or {}}
@@ -174,7 +174,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Fingerprints of all that a text was computed with.
+    """Fingerprints of everything that computed a text.
 
     Attributes:
         weights: SHA-256 of the target's ``state_dict()``: names, dtypes, shapes and values.
@@ -202,7 +202,7 @@ class Fingerprints:
 
     @classmethod
     def of(cls, target: nn.Module, tokenizer: object = None) -> Fingerprints:
-        """Compute them for a target. Reads all weights, which takes up to a second per GB and core.
+        """Compute the fingerprints of a target. Reads all weights, at up to a second per GB and core.
 
         Every process of a target that is spread over several must call. Raises ValueError for an unsupported target.
         """
@@ -231,7 +231,7 @@ class Fingerprints:
         return cls(**parse_object(content, checks, "fingerprints"))
 
     def differences(self, other: Fingerprints) -> dict[str, tuple[object, object]]:
-        """Return, by name, what differs: the value here and that of ``other``."""
+        """Return the differences by name: the value here and in ``other``."""
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         return {name: (value, theirs[name]) for name, value in mine.items() if value != theirs[name]}
 
@@ -246,7 +246,7 @@ def _describe_tokenizer(tokenizer: Any) -> str:
     if backend is None:
         return json.dumps(sorted(tokenizer.get_vocab().items()))
     definition: Mapping[str, Any] = json.loads(backend.to_str())
-    # How the last batch was padded or cut is not part of it.
+    # Leave out how the last batch was padded or cut.
     return json.dumps({key: value for key, value in definition.items() if key not in ("padding", "truncation")})
 
 
@@ -272,7 +272,7 @@ class RecordedAnswer:
     Attributes:
         prompt: its token ids, without padding.
         ids: the answer's token ids, the stop token included.
-        seed: of the row's keyed noise (`dflash.sampling.fold`); means nothing at temperature 0.
+        seed: of the row's keyed noise (`dflash.sampling.fold`); unused at temperature 0.
         finish_reason: ``"stop"`` or ``"length"``.
     """
 
@@ -295,16 +295,16 @@ class RecordedAnswer:
 class Receipt:
     """Record from which `dflash.verify` derives every token of a call's answers again.
 
-    It is made by a `Recorder`. It says nothing of the drafter, and needs none.
+    A `Recorder` makes it. It does not mention the drafter, and checking needs none.
 
     Attributes:
         answers: one per row of the call.
         settings: temperature, filters, stop lists, logit rules and grammar.
         fingerprints: of the target and the tokenizer.
         block_size: rows per answer of a step. In bf16 the same bits come from the same shapes.
-        batch_size: answers that a step had room for, those of other calls included.
+        batch_size: answers that a step had room for, including other calls'.
         prefill_chunk: prompt tokens per pass.
-        weights: how the target's were stored: "int8", or None for the weights themselves.
+        weights: how the target's weights were stored: "int8", or None for unchanged.
         pictures: digests of the tensors of the prompts' pictures, by name (`picture_digests`).
     """
 
@@ -377,10 +377,11 @@ class Recorder:
         target: the target of the call.
         ids: ``[batch, length]`` int64 or int32 prompts.
         fingerprints: of the target and its tokenizer, if they are known already; else `receipt` computes them.
-        arguments: of the call, see `dflash.call.GenerateArguments`. With ``tokenizer`` its fingerprints are stated too.
+        arguments: of the call, see `dflash.call.GenerateArguments`. With ``tokenizer`` the receipt states its
+            fingerprints too.
 
     Attributes:
-        arguments: what to pass to the call: the same, with a seed for every row.
+        arguments: to pass to the call: the given ones, with a seed for every row.
 
     Raises:
         ValueError: the answer could not be checked: ``acceptance="rejection"``, Python processors or criteria, several
@@ -421,7 +422,7 @@ class Recorder:
         self._last = event
 
     def receipt(self, output: GenerateOutput | None = None) -> Receipt:
-        """Return the receipt; ``output`` is that of `dflash.generate`, None if the events of a stream were added.
+        """Return the receipt. ``output`` comes from `dflash.generate`; None if the events of a stream were added.
 
         Raises:
             ValueError: the call has not ended, or ``output`` has another number of rows.

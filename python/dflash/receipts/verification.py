@@ -26,7 +26,7 @@ from ..terminal import listed, printable
 from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings, picture_digests
 
 # Two ways to sum the same numbers differ by about this share of the logits: two units in the last place of the 16-bit
-# types, and in float32, where only sums are rounded, what a few layers make of them.
+# types. In float32, where only sums are rounded, the errors of a few layers.
 _ROUNDING = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-16}
 _LARGEST_MARGIN, _HALVINGS = 1024.0, 40
 _AT_ONCE = 16  # tokens in which stop strings are looked for
@@ -43,8 +43,8 @@ class Mismatch:
         index: of the token in the answer, from 0.
         token: the recorded id.
         chosen: the id that seed and weights choose there.
-        margin: how much one logit would have to change for the recorded token to be chosen: its own upward, or that of
-            the chosen one downward. Infinite if a rule forbids the token.
+        margin: how far the recorded token's logit would have to rise, or the chosen token's fall, for the recorded
+            token to be chosen. Infinite if a rule forbids it.
         rounding: margins up to this may come from rounding.
     """
 
@@ -89,7 +89,7 @@ class Verification:
     Attributes:
         answers: in the receipt's order.
         differences: fingerprints by name where the receipt and this process differ: the receipt's, and the one here.
-        seconds: that the target's passes took.
+        seconds: of the target's passes.
     """
 
     answers: tuple[CheckedAnswer, ...]
@@ -137,14 +137,14 @@ def verify(
     Args:
         receipt: from `Receipt.read` or a `Recorder`.
         target: a causal language model of transformers; never modified.
-        tokenizer: its own; needed if the receipt has stop strings or a grammar.
+        tokenizer: the target's; needed if the receipt has stop strings or a grammar.
         fingerprints: of the target and the tokenizer, if they are known already.
         pictures: the tensors of the call's pictures, if it had any.
 
     Raises:
         ValueError: the receipt cannot be checked with this target: other weights, dtype or pictures, another tokenizer
-            where stop strings or a grammar need the receipt's own, int8 weights where the target's cannot be stored so,
-            too few positions, or logits that are NaN.
+            although stop strings or a grammar need the receipt's, int8 weights that this target cannot have, too few
+            positions, or logits that are NaN.
     """
     passes = Verifier(target, tokenizer, fingerprints=fingerprints).passes(receipt, pictures)
     while True:
@@ -161,7 +161,7 @@ class Verifier:
         target: see `verify`.
         tokenizer: see `verify`.
         fingerprints: see `verify`.
-        prepared: the target as a `Generator` runs it, so that no second copy of its weights is made.
+        prepared: the target as a `Generator` runs it, to avoid a second copy of its weights.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Verifier:
 
     @property
     def fingerprints(self) -> Fingerprints:
-        """Those of the target and the tokenizer. The first use reads all weights."""
+        """Fingerprints of the target and the tokenizer. The first use reads all weights."""
         if self._fingerprints is None:
             self._fingerprints = Fingerprints.of(self._model, self._tokenizer)
         return self._fingerprints
@@ -185,7 +185,7 @@ class Verifier:
     def passes(
         self, receipt: Receipt, pictures: Mapping[str, Tensor] | None = None
     ) -> Generator[None, None, Verification]:
-        """Do what `verify` does, a pass of the target at a time; yields after each."""
+        """Verify like `verify`, but yield after each pass of the target."""
         if receipt.pictures != picture_digests(pictures):
             raise ValueError(
                 f"the receipt names pictures, {listed([*receipt.pictures]) or 'none'}, and those here are others: pass "
@@ -195,7 +195,7 @@ class Verifier:
         work, device = self._answers(receipt, pictures), embedding_table(self._model).device
         while True:
             began = time.perf_counter()
-            with plain_settings(device), torch.no_grad():  # left before the caller goes on
+            with plain_settings(device), torch.no_grad():  # left before the caller continues
                 answers = next(work)
             seconds += time.perf_counter() - began
             if answers is not None:
@@ -205,12 +205,12 @@ class Verifier:
     def _answers(
         self, receipt: Receipt, pictures: Mapping[str, Tensor] | None = None
     ) -> Iterator[tuple[CheckedAnswer, ...] | None]:
-        """Derive the tokens again: yields None after each pass of the target, and then what was found."""
+        """Derive the tokens again: yields None after each pass of the target, and finally the checked answers."""
         if receipt.weights not in self._targets:
             self._targets[receipt.weights] = Target(self._model, weights=receipt.weights)
         target, answers, found = self._targets[receipt.weights], receipt.answers, []
-        # 1. All answers in one batch, unless that would cost memory.
-        fits = len(answers) * _capacity(answers) <= _TOKENS_AT_ONCE or bool(pictures)  # which are of all
+        # 1. All answers in one batch, unless that takes too much memory.
+        fits = len(answers) * _capacity(answers) <= _TOKENS_AT_ONCE or bool(pictures)  # pictures belong to all answers
         for batch in [answers] if fits else [[answer] for answer in answers]:
             call, mismatches = _call_of(batch, receipt, target.device, self._tokenizer, pictures), []
             for size, rows in _shapes(receipt, batch):
@@ -219,7 +219,7 @@ class Verifier:
                 if not any(mismatches):
                     break
             found += mismatches
-        # 2. Does each end where it must?
+        # 2. Check that each answer ends where it must.
         checked = []
         for answer, mismatches in zip(answers, found, strict=True):
             first = next((mismatch for mismatch in mismatches if not mismatch.is_near_tie), None)
@@ -229,8 +229,8 @@ class Verifier:
         yield tuple(checked)
 
     def _compare(self, receipt: Receipt) -> dict[str, tuple[object, object]]:
-        """Return which fingerprints differ; raise ValueError if the receipt cannot be checked for it."""
-        # 1. What needs no weights.
+        """Return the fingerprints that differ; raise ValueError if they make a check impossible."""
+        # 1. Checks that need no weights.
         longest = max(len(answer.prompt) + len(answer.ids) for answer in receipt.answers)
         positions = max_positions(self._model)
         if positions is not None and longest > positions:
@@ -252,7 +252,7 @@ class Verifier:
                 "the receipt has stop strings or a grammar, so its own tokenizer is needed to check its answers: "
                 + ("pass tokenizer=" if self._tokenizer is None else "this is another")
             )
-        # 3. What cannot matter here.
+        # 3. Leave out differences that cannot matter.
         ignored = {"llguidance"} if receipt.settings.grammar is None else set()
         if self._tokenizer is None or theirs.tokenizer is None:
             ignored |= {"tokenizer", "chat_template"}
@@ -265,7 +265,7 @@ def _expect_equal(name: str, theirs: object, here: object) -> None:
 
 
 def _shapes(receipt: Receipt, answers: Sequence[RecordedAnswer]) -> list[tuple[int, int]]:
-    """Return batch and rows of the passes to try: many rows, then the shapes of the call if there is room for them."""
+    """Return batch and rows of the passes to try: many rows, then the shapes of the call if they fit."""
     own, has_room = min(receipt.block_size, _ROWS), receipt.batch_size * _capacity(answers) <= _TOKENS_AT_ONCE
     many = len(answers), max(own, _ROWS // len(answers))
     return list(dict.fromkeys([many, (receipt.batch_size if has_room else len(answers), own)]))
@@ -284,7 +284,7 @@ def _call_of(
     answers: Sequence[RecordedAnswer], receipt: Receipt, device: torch.device, tokenizer: object = None,
     pictures: Mapping[str, Tensor] | None = None,
 ) -> Call:  # fmt: skip
-    """Return the call that asks for some answers of a receipt, without its stop strings; ``tokenizer`` is its own."""
+    """Return the call behind some answers of a receipt, without stop strings; ``tokenizer`` must be the receipt's."""
     prompts = [torch.tensor(answer.prompt, dtype=torch.int64, device="cpu") for answer in answers]
     left = {"batch_first": True, "padding_side": "left"}  # as prompts with pictures must be
     ids, mask = (pad_sequence(rows, **left) for rows in (prompts, [*map(torch.ones_like, prompts)]))
@@ -300,7 +300,7 @@ def _call_of(
 
 
 def _least(is_enough: Callable[[float], bool]) -> float:
-    """Return the least change that is enough, by bisection; infinity if none is."""
+    """Return the smallest sufficient change, by bisection; infinity if there is none."""
     if not is_enough(_LARGEST_MARGIN):
         return math.inf
     parts = range(1, 2**_HALVINGS)
@@ -340,7 +340,7 @@ def _mismatches_of(
     Every choice is made after the recorded tokens before it. Yields after each pass of the target. ``chunk`` is the
     number of prompt tokens per pass.
     """
-    # 1. The prompts, whose last row chooses the first token.
+    # 1. Run the prompts; their last row chooses the first token.
     engine.agrees_to_reuse(call, chunk, False)
     engine.refresh()
     engine.configure(call)
@@ -355,7 +355,7 @@ def _mismatches_of(
     prompt = state.at_prompt_end
     search = _Search(engine, answers, call.stop_token_ids)
     search.compare(Block(prompt.anchor), prompts.ends, prompt, 0)
-    # 2. The answers, a block of recorded tokens at a time: row j chooses the token after its own.
+    # 2. Run the answers, a block of recorded tokens at a time; row j chooses the token after its own.
     longest = max(len(answer.ids) for answer in answers)
     ids = torch.full((engine.batch_size, longest + rows), _NOTHING, dtype=torch.int64, device=engine.target.device)
     for row, answer in enumerate(answers):
@@ -377,7 +377,7 @@ def _mismatches_of(
 
 
 class _Search:
-    """The mismatches found so far, per answer; an answer is done with its first that is not a near-tie.
+    """Mismatches found so far, per answer. An answer is done at its first that is not a near-tie.
 
     Nothing is compared after a stop token, since a grammar allows nothing there; `_wrong_end` reports such an answer.
     """
@@ -413,7 +413,7 @@ class _Search:
     def _measure(
         self, raw: Tensor, logits: Tensor, position: Tensor, sampling: Sampling, token: int, chosen: int
     ) -> tuple[float, float]:
-        """Return the margin by which ``token`` lost against ``chosen``, and what of it rounding may explain.
+        """Return the margin by which ``token`` lost against ``chosen``, and the largest that rounding may explain.
 
         ``raw`` and ``logits`` are ``[vocab]``: the target's own, and with rules applied.
         """
@@ -427,7 +427,7 @@ class _Search:
             return int(sampling.select(changed[None, None], position.reshape(1, 1), one)) == token
 
         margin = min(_least(lambda change: wins(token, change)), _least(lambda change: wins(chosen, -change)))
-        # A bias is added to what was rounded, however large it is.
+        # A bias, however large, is added after the rounding.
         largest = float(torch.minimum(raw.float().abs(), logits.abs())[[token, chosen]].nan_to_num(posinf=0.0).max())
         return margin, self._rounding * max(1.0, largest)
 
@@ -436,7 +436,7 @@ class _Search:
 
 
 def lines_of(found: Verification, dtype: str, tokenizer: Any) -> list[str]:
-    """Say what was found with a target of this dtype and tokenizer: a line per near-tie and one per answer."""
+    """Describe a verification by a target of this dtype and tokenizer: a line per near-tie and one per answer."""
     lines = []
     for number, answer in enumerate(found.answers, 1):
         where = f"answer {number}: " if len(found.answers) > 1 else ""

@@ -1,10 +1,9 @@
 """Classic speculative sampling, ``acceptance="rejection"``, at fixed shapes.
 
-A draft x from q is accepted with
-probability min(1, p(x) / q(x)). The first rejected draft is replaced by a draw from max(p - q, 0); a fully accepted
-block is followed by a draw from p. Each token then has the target's distribution p given the tokens before it:
-Leviathan et al., "Fast inference from transformers via speculative decoding" (2023); Chen et al., "Accelerating large
-language model decoding with speculative sampling" (2023).
+A draft x from q is accepted with probability min(1, p(x) / q(x)). The first rejected draft is replaced by a draw from
+max(p - q, 0); a fully accepted block is followed by a draw from p. Each token then has the target's distribution p
+given the tokens before it: Leviathan et al., "Fast inference from transformers via speculative decoding" (2023); Chen
+et al., "Accelerating large language model decoding with speculative sampling" (2023).
 
 The draft, the coin and the residual take their noise from three streams of one Philox generator. Sharing a stream
 between two of them is wrong. So are drafts from several denoising passes: they are not draws from q, because which of
@@ -40,7 +39,7 @@ class RejectionAcceptance:
 
     Attributes:
         STREAM: of the noise that proposals are drawn with.
-        draft_probabilities: ``[batch, drafts, vocab]`` float32, what the drafts were drawn from.
+        draft_probabilities: ``[batch, drafts, vocab]`` float32, the distribution of the drafts.
     """
 
     STREAM = DRAFT
@@ -54,7 +53,7 @@ class RejectionAcceptance:
         return propose(self.draft_probabilities, positions, sampling.seeds)
 
     def remember_(self, drafts: Tensor, ids: Tensor, scores: Tensor) -> None:
-        """Keep what `ops.walk_candidates` drew proposals from with the noise of `STREAM`; see `walk_probabilities`."""
+        """Keep the distribution of `ops.walk_candidates`' proposals, drawn with the noise of `STREAM`."""
         vocab = self.draft_probabilities.shape[-1]
         self.draft_probabilities.copy_(walk_probabilities(drafts, ids, scores, vocab))
 
@@ -95,20 +94,20 @@ def propose(q: Tensor, positions: Tensor, seeds: Tensor) -> Tensor:
 
 
 def walk_probabilities(path: Tensor, ids: Tensor, scores: Tensor, vocab_size: int) -> Tensor:
-    """Return what the tokens of a path were drawn from by `dflash.ops.walk_candidates`, with noise of stream `DRAFT`.
+    """Return the distributions from which `dflash.ops.walk_candidates` drew a path, with noise of stream `DRAFT`.
 
-    The candidates must not depend on the noise by which the path was drawn, and each slot's distribution is that after
-    the token drafted before it: tests/test_rejection_walk.py plants both mistakes, and a search for the best path.
+    The candidates must not depend on the noise of the path, and each slot's distribution must follow the token drafted
+    before it. tests/test_rejection_walk.py plants both mistakes, and a search for the best path.
 
     ``path`` is ``[batch, slots]``, ``ids`` of the candidates and the walk's ``scores`` are ``[batch, slots, count]``;
-    the result ``[batch, slots, vocab_size]`` is all 0 where there is no draft.
+    the result ``[batch, slots, vocab_size]`` is all 0 for a missing draft.
     """
     best = scores.amax(-1, keepdim=True)
     # An infinite score, or no finite one, leaves no choice.
     spread = torch.where(torch.isinf(best), (ids == path[..., None]).to(scores.dtype), torch.softmax(scores, -1))
     spread = torch.where((scores > -torch.inf) | torch.isinf(best), spread, 0.0)
     spread = torch.where((ids >= 0) & (path >= 0)[..., None], spread, 0.0)
-    # A slot holds no token twice: all that is added to one place but one is 0.
+    # A slot has no token twice, so at most one number added to a place is not 0.
     q = scores.new_zeros(*path.shape, vocab_size)
     return q.scatter_add_(-1, ids.clamp(0, vocab_size - 1), spread)
 
@@ -119,14 +118,14 @@ def verify(drafts: Tensor, q: Tensor, p: Tensor, positions: Tensor, seeds: Tenso
     Args:
         drafts: ``[batch, rows]`` int64, from `propose`.
         q: ``[batch, rows, vocab]`` float32, the distributions that the drafts were drawn from.
-        p: ``[batch, rows + 1, vocab]`` float32, `probabilities` of the target's logits. Row j is for the position of
-            draft j, the last for the position after the block.
+        p: ``[batch, rows + 1, vocab]`` float32, `probabilities` of the target's logits. Row j belongs to the
+            position of draft j, the last to the position after the block.
         positions: ``[batch, rows + 1]`` int64, positions of the tokens that are chosen.
         seeds: ``[batch]`` int64.
 
     Returns:
         ``[batch, rows + 1]`` int64: draft j if its coin accepts it, else a draw from max(p - q, 0); after the block a
-        draw from p; -1 where p is NaN. Choices after the first that differs from its draft have no meaning.
+        draw from p; -1 where p is NaN. Ignore the choices after the first that differs from its draft.
     """
     known = drafts >= 0  # a drafter that gave NaN proposes nothing
     q = torch.where(known[..., None], q, 0.0)

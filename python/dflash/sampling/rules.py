@@ -1,11 +1,11 @@
 """Logit rules: one small class per rule.
 
-Row ``j`` of a block chooses the token at position ``length + 1 + j``. Its prefix is ``tokens[: length + 1]`` followed
-by the drafted ids ``1 .. j`` of the block; in a tree the position follows the row's depth, and the drafted ids are
-those on its path. Counts, n-grams and bad words thus see what one-token decoding would have seen; a row whose drafts
-were wrong is dropped, whatever its rules made of it. Meaning and order are those of transformers' processors
-(``_get_logits_processor``), before temperature and filters, in float32. Each row of a batch has its own rules, sees
-only its own tokens and writes what it writes as a single prompt; padding is never counted.
+Row ``j`` of a block chooses the token at position ``length + 1 + j``. Its prefix is ``tokens[: length + 1]``, then the
+drafted ids ``1 .. j`` of the block; in a tree the position follows the row's depth, and the drafted ids are its path's.
+So counts, n-grams and bad words see the same tokens as in one-token decoding. Rows after a wrong draft are dropped,
+whatever their logits. Meaning and order follow transformers' processors (``_get_logits_processor``), before temperature
+and filters, in float32. Each row of a batch has its own rules, sees only its own tokens and writes the same text as a
+single prompt; padding is never counted.
 
 To add a rule, add its row to `dflash.settings.GenerateArguments`, and a class here to `RULES`; see CONTRIBUTING.md.
 """
@@ -41,7 +41,7 @@ _ENDLESS = 2**62  # a length past every text, in int64
 
 
 class ChainTokens:
-    """The tokens before ``positions [batch, rows]`` as the rows of a chain see them, in one tensor for all rows.
+    """Tokens before ``positions [batch, rows]`` as the rows of a chain see them, in one tensor for all rows.
 
     Args:
         tokens: ``[batch, capacity]`` int64, the emitted ones.
@@ -53,7 +53,7 @@ class ChainTokens:
         self._tokens, self._positions = tokens.scatter(1, positions - 1, ids)[:, None], positions
 
     def at(self, places: Tensor) -> Tensor:
-        """Return the tokens at ``places [batch, rows, n]``, 0 or more; places that a row does not see mean nothing."""
+        """Return the tokens at ``places [batch, rows, n]``, 0 or more. Ignore places that a row does not see."""
         return self._tokens.expand(-1, places.shape[1], -1).gather(2, places)
 
     def windows(self, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -74,7 +74,7 @@ class TreeTokens:
 
     def __init__(self, tokens: Tensor, ids: Tensor, length: Tensor, tree: Tree) -> None:
         rows = ids.shape[1]
-        # Rows that a row does not see are written to one more column, which is cut off again.
+        # Invisible rows are written to one more column, which is cut off again.
         columns = torch.where(tree.visible, tree.depth[:, None], rows)
         path = ids.new_zeros(len(ids), rows, rows + 1).scatter(2, columns, ids[:, None].expand(-1, rows, -1))
         self._path = path[..., :rows]  # [batch, rows, depth]
@@ -129,13 +129,13 @@ class Rows(NamedTuple):
 class Rule:
     """One rule. Its values lie in tensors that keep their addresses, ``[batch, ...]`` per name in `values`.
 
-    A row without the rule holds neutral values, so that its logits keep every bit.
+    A row without the rule has neutral values, which change no bit of its logits.
 
     Attributes:
         for_drafts: True if the drafter's logits get the rule too, because it certainly changes the target's choice.
         reads_sequence: True if `apply` reads ``rows.sequence``.
-        neutral: by name of a value, what it is for a row without the rule and at the end of a table that is shorter
-            than another row's.
+        neutral: by name, the value for a row without the rule, and for the end of a table that is shorter than
+            another row's.
     """
 
     for_drafts = False
@@ -152,7 +152,7 @@ class Rule:
 
     @classmethod
     def constants(cls, settings: Settings) -> dict[str, Hashable]:
-        """Return values of Python that the step branches on, by attribute."""
+        """Return the Python values that the step branches on, by attribute."""
         return {}
 
     def __init__(self, rows: Sequence[Settings | None], vocab_size: int, device: torch.device) -> None:
@@ -178,7 +178,7 @@ class Rule:
 
     @classmethod
     def layout(cls, rows: Sequence[Settings | None]) -> tuple:
-        """Return what a captured step depends on: the constants and the shapes."""
+        """Return the constants and shapes, on which a captured step depends."""
         constants = next(cls.constants(row) for row in rows if row is not None)
         shapes = ((name, *tensor.shape) for name, tensor in cls.stacked(rows, 0).items())
         return cls.__name__, *constants.items(), *shapes
@@ -210,7 +210,7 @@ def _upper_bound(ids: Iterable[int], vocab_size: int) -> Tensor:
 
 
 def _slots(count: int) -> int:
-    """Return the slots of a table with ``count`` entries: a power of two, so that few shapes are ever compiled."""
+    """Return the slots of a table with ``count`` entries: a power of two, to compile few shapes."""
     return 1 << max(count - 1, 0).bit_length()
 
 
@@ -276,7 +276,7 @@ class SequenceBias(LogitBias):
         bias = torch.nn.functional.pad(self.bias, (0, 1))  # one more column, for ends of -1
         ends = self.biased_ends % bias.shape[1]
         total = bias.gather(1, ends)[:, None]
-        for slot in range(matches.shape[-1]):  # one sequence after the other, so that sums have an order
+        for slot in range(matches.shape[-1]):  # in a fixed order, since sums depend on it
             total = total + torch.where(matches[..., slot], self.prefix_biases[:, None, :, slot], 0.0)
         bias = bias[:, None].expand(-1, total.shape[1], -1).scatter(2, ends[:, None].expand_as(total), total)
         return logits + bias[..., : logits.shape[-1]]
@@ -295,8 +295,8 @@ def _token_biases(biases: Biases, vocab_size: int) -> dict[str, Tensor]:
 
 
 def _sequence_tables(biases: Biases) -> dict[str, Tensor]:
-    """Return the tables of `SequenceBias`; those of one last token in the order in which they are added."""
-    groups = list(dict.fromkeys(len(ids) for ids, _ in biases))  # transformers adds those of one length together
+    """Return the tables of `SequenceBias`. Sequences with the same last token keep the order of addition."""
+    groups = list(dict.fromkeys(len(ids) for ids, _ in biases))  # transformers adds biases of one length together
     ends: dict[int, list[tuple[tuple[int, ...], float]]] = {}
     for ids, bias in sorted(biases, key=lambda pair: groups.index(len(pair[0]))):
         ends.setdefault(ids[-1], []).append((ids, bias))
@@ -350,8 +350,8 @@ def _counts(rows: Rows, first: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]
     """Count the ids in each row's prefix, from position ``first [batch, 1]`` on.
 
     Returns:
-        ``[batch, rows, n]`` int64 below ``vocab_size``, every id of the prefix and others, some of them twice; and
-        their counts ``[batch, rows, n]`` float32, exact below 2^24. An id has the same count wherever it stands.
+        ``[batch, rows, n]`` int64 below ``vocab_size``, every id of the prefix and others, some repeated; and their
+        counts ``[batch, rows, n]`` float32, exact below 2^24. Repeated ids have equal counts.
     """
     tokens, length, drafts = rows.state.tokens, rows.state.length, rows.block[:, 1:]
     place = torch.arange(tokens.shape[1], device=tokens.device)
@@ -368,7 +368,7 @@ def _counts(rows: Rows, first: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]
 
 
 class NoRepeatNgram(Rule):
-    """no_repeat_ngram_size of the rows where ``applies [batch]``; the size is a number of passes, hence a constant."""
+    """no_repeat_ngram_size of the rows where ``applies [batch]``; a constant, because it is a number of passes."""
 
     reads_sequence = True
     neutral: ClassVar = {"applies": False}
@@ -384,7 +384,7 @@ class NoRepeatNgram(Rule):
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         """Ban whatever would complete an n-gram that a row has seen.
 
-        A window bans its last token if its others equal the last ``size - 1`` tokens that the row sees.
+        A window bans its last token if its other tokens equal the last ``size - 1`` that the row sees.
         """
         if self.size > rows.state.tokens.shape[1]:  # no row has room for one; a request may name any size
             return logits
@@ -424,7 +424,7 @@ class BadWords(Rule):
 
 
 class SuppressTokens(Rule):
-    """suppress_tokens, which also hold for forced tokens: ``bound [batch, vocab]`` float32, -inf for them."""
+    """suppress_tokens, which ban forced tokens too: ``bound [batch, vocab]`` float32, -inf for them."""
 
     for_drafts = True
     neutral: ClassVar = {"bound": math.inf}

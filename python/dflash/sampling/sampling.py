@@ -41,7 +41,7 @@ def _mix(x: int) -> int:
 def fold(seed: int, row: int) -> int:
     """Return the seed of a row in a batch: ``seed`` itself for row 0, else a hash (splitmix64) of both.
 
-    Row r of a batch writes what a single prompt with seed ``fold(seed, r)`` writes.
+    Row r of a batch writes the same text as a single prompt with seed ``fold(seed, r)``.
 
     Args:
         seed: an int64 value.
@@ -122,7 +122,7 @@ class Sampling:
         """Write ``rows`` in place.
 
         Raises:
-            ValueError: the number of seeds is not that of the rows.
+            ValueError: there are more or fewer seeds than rows.
         """
         sharpness, is_greedy = arguments.draft_sharpness, arguments.is_greedy
         seeds = arguments.seeds(len(self.seeds[rows]))
@@ -178,7 +178,7 @@ class LogitRules:
 
     @staticmethod
     def layout(settings: Sequence[Settings]) -> tuple:
-        """Return what a captured step depends on; equal layouts may share a LogitRules. Empty without a rule."""
+        """Return the key of a captured step; equal layouts may share a LogitRules. Empty without a rule."""
         return tuple(rule.layout(rows) for rule, rows in _rows_with_rules(settings))
 
     def set_(self, settings: Sequence[Settings]) -> None:
@@ -189,8 +189,7 @@ class LogitRules:
     def apply(self, logits: Tensor, block: Block, state: State) -> Tensor:
         """Apply every rule to the logits of a block's rows.
 
-        Pure, of fixed shapes and without host synchronization. After a row's first wrong draft the result means
-        nothing, and is not needed.
+        Pure, of fixed shapes and without host synchronization. Ignore the result after a row's first wrong draft.
 
         Args:
             logits: ``[batch, rows, vocab]``, float32 or bfloat16; row j is for position ``length + 1 + j``, in a tree
@@ -199,7 +198,7 @@ class LogitRules:
             state: the state before the step.
 
         Returns:
-            ``[batch, rows, vocab]`` float32; ``logits`` unchanged where there is no rule.
+            ``[batch, rows, vocab]`` float32; ``logits`` itself without any rule.
         """
         if not self.rules:
             return logits
@@ -218,9 +217,9 @@ class LogitRules:
     def apply_to_drafts(self, logits: Tensor, state: State) -> Tensor:
         """Apply to the drafter's ``logits [batch, rows, vocab]`` the rules that certainly change the target's choice.
 
-        Those are bans, forced tokens, and biases of at least 10 in size. Penalties and small biases are left out: the
-        target's logits are further apart than a drafter's, and few of its choices fall to them. Drafts change the
-        speed, never the text.
+        These are bans, forced tokens, and biases of at least 10 in size. Penalties and small biases are left out: the
+        target's logits are further apart than a drafter's, so they change few of its choices. Drafts change the speed,
+        never the text.
         """
         if not self.rules:
             return logits
@@ -236,7 +235,7 @@ def _rows(state: State, ahead: Tensor) -> Rows:
 
 
 def _rows_with_rules(settings: Sequence[Settings]) -> Iterator[tuple[type[Rule], list[Settings | None]]]:
-    """Yield each rule that a row has, once per value of its constants, and each row's settings; None without it."""
+    """Yield each rule in use, once per value of its constants, with each row's settings (None for other rows)."""
     unique = {id(row): row for row in settings if row}
     if not unique:
         return
