@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from .api import OneShot, generate_call
 from .call import Call, TargetDefaults
-from .drafter import Drafter, check_draft_weights, load_draft, quantized_draft
+from .drafter import Drafter, check_draft_weights, quantized_draft
+from .loading.drafters import load_draft
 from .ops import WeightStorage
 from .options import OPTIONS, OneShotOptions
 from .outputs import GenerateOutput

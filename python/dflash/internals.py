@@ -10,11 +10,11 @@ from .answers import StoredAnswer
 from .call import Call
 from .cli import options
 from .cli import running
-from .drafter import MASK_EMBEDDING_FILE
+from .loading import MASK_EMBEDDING_FILE
 from .drafter import CandidateSelector
 from .drafter import GroupedConv
-from .drafter import find_draft
-from .drafter import read_draft_config
+from .loading import find_draft
+from .loading import read_draft_config
 from .drafter import scale_logits
 from .drafter import config as drafter_config
 from .drafter.drafter import MarkovHead

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple, TypedDict, cast
 
 from torch import nn
 
-from .drafter import DraftConfig, Drafter, check_draft_weights, load_draft
+from .drafter import DraftConfig, Drafter, check_draft_weights
 from .ops import MAX_TREE_ROWS, WeightStorage
 from .outputs import FinishedAnswer
 from .settings import SETTINGS, BlockSize, TreeSize, checked, integer_from
@@ -215,6 +215,8 @@ def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, o
     if options["graph"] is True and device.type != "cuda":
         raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
     # 2. The drafter
+    from .loading import load_draft  # the core's one door to the readers of files; it takes modules too
+
     loaded, lookup = None if draft is None else load_draft(draft), options["prompt_lookup"]
     if loaded is not None:
         check_fit(target, loaded)

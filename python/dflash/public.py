@@ -1,10 +1,11 @@
 """The public names of the package, in one place; ``dflash`` imports this when it is first asked for one."""
 
 from .api import generate, release, stream
-from .drafter import DraftConfig, Drafter, load_draft
+from .drafter import DraftConfig, Drafter
 from .generator import Generator
 from .grammar import Grammar
 from .hf import as_assistant, custom_generate
+from .loading.drafters import load_draft
 from .loading.pair import demo_pair
 from .outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from .receipts import Receipt, Recorder, Verification, verify

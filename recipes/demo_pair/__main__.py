@@ -22,7 +22,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dflash.drafter import DFlash2Config, load_draft
+from dflash import load_draft
+from dflash.drafter import DFlash2Config
 from dflash.files import write_atomically
 from dflash.loading import FIRST_GENERATION, load_target
 from dflash_tools.measure.progress import bars

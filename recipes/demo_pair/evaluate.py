@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from dflash.drafter import load_draft
+from dflash import load_draft
 from dflash.generator import Generator
 from dflash.loading import load_target
 from dflash_tools.measure import encode

@@ -20,9 +20,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..drafter import load_draft
 from ..files import check_writable, read_json
 from ..grammar import Grammar
+from ..loading.drafters import load_draft
 from ..loading.pair import PAIR, draft_folder
 from ..loading.pretrained import Pretrained
 from ..loading.prompts import check_text

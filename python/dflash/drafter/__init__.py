@@ -1,6 +1,5 @@
-"""The DFlash drafter: its config, its forward pass and its checkpoints."""
+"""The DFlash drafter: its config and its forward pass."""
 
-from .checkpoint import MASK_EMBEDDING_FILE, find_draft, load_draft, read_draft_config
 from .config import DFlash2Config, DraftConfig
 from .drafter import (
     CandidateSelector,

@@ -1,6 +1,7 @@
-"""What a call needs first: targets and tokenizers, GGUF files, chat templates, prompts, the package's own pair."""
+"""What a call needs first: targets, drafters, tokenizers, GGUF files, chat templates, prompts, the package's pair."""
 
 from .chat import WRITTEN, check_template, render_chat, written_calls
+from .drafters import MASK_EMBEDDING_FILE, find_draft, load_draft, read_draft_config
 from .pair import FIRST_GENERATION, PAIR, demo_pair, draft_folder, load_target
 from .pretrained import Pretrained
 from .prompts import check_encoding, check_text, prompt_ids, render_prompt, text_ids

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..drafter.config import DFLASH2_KEYS, DSPARK_ARCHITECTURE, FULL, KEYS, SLIDING, layers_from
 from ..terminal import listed, named, printable, shortened
-from .gguf import GgufFile, find_gguf, read_gguf  # noqa: F401 - the hook of `load_draft` finds all readers here
+from .gguf import GgufFile
 
 LLAMA_CPP = "dflash"
 MASK, TOKENS = "tokenizer.ggml.mask_token_id", "tokenizer.ggml.tokens"

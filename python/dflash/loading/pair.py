@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ..drafter import Drafter, load_draft
+from ..drafter import Drafter
+from .drafters import load_draft
 from .pretrained import Pretrained
 
 if TYPE_CHECKING:

@@ -7,16 +7,17 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..drafter.config import DFLASH2_KEYS, DraftConfig
+from ..drafter.drafter import Drafter, target_ids
 from ..files import find_shards, open_tensors, read_json, read_torch_file
 from ..terminal import listed, named, printable, shortened
-from .config import DFLASH2_KEYS, DraftConfig
-from .drafter import Drafter, target_ids
+from .gguf import find_gguf, read_gguf
+from .gguf_draft import gguf_config, gguf_tensors
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -90,7 +91,7 @@ def find_draft(draft: str | os.PathLike, revision: str | None = None) -> Path:
     if revision is not None and path.exists():
         kind = "folder" if path.is_dir() else "file"
         raise ValueError(f"revision {revision!r} is for a hub repository, but {name!r} is a {kind}")
-    if (file := _gguf().find_gguf(name, is_draft=True, revision=revision)) is not None or path.is_dir():
+    if (file := find_gguf(name, is_draft=True, revision=revision)) is not None or path.is_dir():
         return file or path
     import huggingface_hub
 
@@ -102,13 +103,6 @@ def find_draft(draft: str | os.PathLike, revision: str | None = None) -> Path:
         reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
         what = f"draft {name!r} is neither a folder nor a reachable hub repository{at}: {reason}"
         raise FileNotFoundError(what) from error
-
-
-def _gguf() -> ModuleType:
-    """Return the readers of GGUF files, the core's one door to `dflash.loading`."""
-    from ..loading import gguf_draft
-
-    return gguf_draft
 
 
 def _from_module(module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
@@ -127,7 +121,7 @@ def _from_module(module: nn.Module, dtype: torch.dtype | None, device: torch.dev
 def read_draft_config(path: Path) -> dict[str, Any]:
     """Return the parsed ``config.json`` of a checkpoint's folder, or what would be that of a GGUF file."""
     if path.is_file():
-        return _gguf().gguf_config(_gguf().read_gguf(path))
+        return gguf_config(read_gguf(path))
     if not (path / "config.json").is_file():
         advice = "config.json is missing (a GGUF file on the hub is owner/name:FILE.gguf)"
         raise FileNotFoundError(f"{printable(path)} is not a drafter's folder: {advice}")
@@ -136,9 +130,9 @@ def read_draft_config(path: Path) -> dict[str, Any]:
 
 def _from_path(path: Path, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
     if path.is_file():
-        file = _gguf().read_gguf(path)
-        config = DraftConfig.from_config(_gguf().gguf_config(file), str(path))
-        return _load(config, printable(path), _gguf().gguf_tensors(file, config.num_hidden_layers), dtype, device)
+        file = read_gguf(path)
+        config = DraftConfig.from_config(gguf_config(file), str(path))
+        return _load(config, printable(path), gguf_tensors(file, config.num_hidden_layers), dtype, device)
     config = DraftConfig.from_config(read_draft_config(path), str(path / "config.json"))
     stored: dict[str, Tensor] = {}
     for shard in find_shards(path):
