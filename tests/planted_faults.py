@@ -43,7 +43,8 @@ RECURRENT = "test_recurrent.py::test_every_kind_of_call_equals_one_token_decodin
 LAYERS = "test_target.py::test_logits_and_taps_equal_the_model_in_two_chunks"
 TREE_ROWS, DRAFTER, PARTS, SAMPLING = (f"test_{n}.py" for n in ("tree_target", "drafter", "own_parts", "sampling"))
 SERVE, TEXT, CALLS = "serve/test_serve.py", "serve/test_serve_text.py", "serve/test_serve_structured.py"
-RUN, STEP, PREFILL, STATE = "engine/run.py", "engine/step.py", "engine/prefill.py", "state.py"
+RUN, STEP, PREFILL = "engine/run.py", "engine/step.py", "engine/prefill.py"
+STATE, CACHE = "state.py", "cache.py"
 RULES, CHOICE, ATTENTION = "sampling/rules.py", "sampling/sampling.py", "targets/copies.py"
 CHAIN, MODEL, GGUF = "proposers/chain.py", "drafter/drafter.py", "loading/gguf_draft.py"
 SERVICE, WRITER = "../dflash_serve/service.py", "../dflash_tools/train/gguf.py"
@@ -160,12 +161,12 @@ FAULTS = [
     Fault("a tree's positions are its row numbers", STATE, "return (self.length + 1)[:, None] + block.tree.depth",
           "return (self.length + 1)[:, None] + torch.arange(block.ids.shape[1], device=self.length.device)",
           [f"{TREES}::test_sampled_text_equals_the_baseline_whatever_the_tree_holds"]),
-    Fault("recurrent states keep rejected rows", STATE,
+    Fault("recurrent states keep rejected rows", CACHE,
           "self.keep = self._keeps_none if keep is None else self._keeps_rows.copy_(keep)",
           "self.keep = self._keeps_rows.fill_(1) if keep is None else self._keeps_rows.copy_(keep)", [RECURRENT]),
-    Fault("recurrent states never catch up", STATE, "out=self.pending).clamp_(0, self.block_size)",
+    Fault("recurrent states never catch up", CACHE, "out=self.pending).clamp_(0, self.block_size)",
           "out=self.pending).clamp_(0, 0)", [RECURRENT]),
-    Fault("a snapshot is used after other tokens passed it", STATE,
+    Fault("a snapshot is used after other tokens passed it", CACHE,
           "self._snapshot_at[rows].masked_fill_(at < self._snapshot_at[rows], 0)", "pass",
           ["test_recurrent_conversations.py"]),
     # Ops

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash.state import RecurrentCache
+from dflash.cache import RecurrentCache
 from dflash.targets import Target
 
 BLOCK = 16

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dflash import ops
-from dflash.state import KVCache, RecurrentCache
+from dflash.cache import KVCache, RecurrentCache
 
 pytestmark = pytest.mark.op
 

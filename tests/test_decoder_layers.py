@@ -10,9 +10,10 @@ from torch import Tensor
 from trees import random_shapes
 
 from dflash import decoder, ops
+from dflash.cache import RecurrentCache, RecurrentLayer
 from dflash.decoder import BlockConv, DecoderLayer, DecoderStack, DeltaNetLayer
 from dflash.ops import Int8Weight, PackedLayers
-from dflash.state import RecurrentCache, RecurrentLayer, Tree
+from dflash.state import Tree
 
 pytestmark = pytest.mark.op
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS, CAPACITY = 40, 52, 4, 2, 24, 3, 90

@@ -11,7 +11,7 @@ from recorded import no_host_reads, record
 
 import dflash
 from dflash import decoder, ops
-from dflash.state import KVCache, RecurrentCache
+from dflash.cache import KVCache, RecurrentCache
 from dflash.targets import Target, UnsupportedTargetError, structural_copy
 from dflash.targets import target as targets
 from dflash.targets.fused import kernel_obstacle

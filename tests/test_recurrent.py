@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dflash
 from dflash import ops
-from dflash.state import RecurrentCache
+from dflash.cache import RecurrentCache
 from dflash.targets import Target, UnsupportedTargetError, refusal
 
 NEW = 24

@@ -9,7 +9,7 @@ from test_recurrent import cheat
 from tiny_tokenizers import byte_level
 
 import dflash
-from dflash.state import RecurrentLayer
+from dflash.cache import RecurrentLayer
 
 NEW = 24
 

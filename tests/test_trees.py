@@ -14,10 +14,11 @@ from tiny_tokenizers import byte_level
 from torch import Tensor
 
 import dflash
+from dflash.cache import KVCache
 from dflash.engine.budget import TreeBudget
 from dflash.proposers import TreeProposer
 from dflash.sampling import fold
-from dflash.state import TREE_SIZES, KVCache, RowReport
+from dflash.state import TREE_SIZES, RowReport
 
 NEW = 24
 NAN = float("nan")

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .cache import KVCache, RecurrentCache
 from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers, Weight, reference, split_weights
-from .state import KVCache, RecurrentCache, Tree
+from .state import Tree
 
 
 class AttentionInputs(NamedTuple):

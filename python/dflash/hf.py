@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .api import OneShot, generate_call
+from .cache import KVCache
 from .call import Call, TargetDefaults
 from .drafter import Drafter, check_draft_weights, quantized_draft
 from .loading.drafters import load_draft
@@ -22,7 +23,6 @@ from .ops import WeightStorage
 from .options import OPTIONS, OneShotOptions
 from .outputs import GenerateOutput
 from .settings import SETTINGS, LogitsProcessor, StoppingCriterion
-from .state import KVCache
 from .streaming import Streamer, check_streamer
 from .targets import check_target, transformers_version
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..cache import KVCache
 from ..decoder import BlockConv, DecoderLayer, DecoderStack, rotation
 from ..ops import Int8Weight, NotFiniteError, WeightStorage, int8_layer, reference
-from ..state import KVCache
 from ..targets import not_finite
 from ..targets.model import modules_of, tensors_of
 from .config import DFlash2Config, DraftConfig

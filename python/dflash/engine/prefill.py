@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..cache import KVCache
 from ..call import Call
-from ..state import FULL, INVALID, RUNNING, STOPPED, Block, KVCache
+from ..state import FULL, INVALID, RUNNING, STOPPED, Block
 from ..terminal import first_line
 from .prefix import PrefixCache
 from .step import Engine, walk

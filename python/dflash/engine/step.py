@@ -14,11 +14,12 @@ from torch import Tensor
 from .. import ops
 from ..call import Call, tree_rows
 from ..drafter import Drafter
+from ..history import History
 from ..outputs import FinishedAnswer
 from ..proposers import ChainProposer, LookupProposer, TreeProposer, chain_widths
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance
 from ..settings import MAX_LOGPROBS, BlockSize
-from ..state import FULL, RUNNING, STOPPED, Block, History, Logprobs, State
+from ..state import FULL, RUNNING, STOPPED, Block, Logprobs, State
 from ..targets import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
 

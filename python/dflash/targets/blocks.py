@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..state import KVCache
+from ..cache import KVCache
 from .copies import CacheView
 from .model import text_config
 from .recurrent import has_modules_that_use

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedConfig
 
 from .. import ops
-from ..state import KVCache
+from ..cache import KVCache
 from .model import UnsupportedTargetError, library, modules_of, tensors_of, text_config
 from .parallel import forward_of_copy, meshes
 from .recurrent import is_stateful

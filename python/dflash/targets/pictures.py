@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from .. import ops
-from ..state import KVCache, RecurrentCache
+from ..cache import KVCache, RecurrentCache
 from .copies import structural_copy
 from .model import cache_argument, tap_, text_config
 

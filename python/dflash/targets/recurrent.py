@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from .. import ops
-from ..state import KVCache, RecurrentCache, RecurrentLayer
+from ..cache import KVCache, RecurrentCache, RecurrentLayer
 from .model import modules_of
 
 _OURS = {  # functions of transformers, and the method of `_LayerFunctions` in place of each

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..cache import KVCache, RecurrentCache
 from ..decoder import DecoderStack, rotation
 from ..ops import WeightStorage, split_weights
-from ..state import KVCache, RecurrentCache, Tree
+from ..state import Tree
 from . import blocks, compressed, indexed, pooled
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from ..state import KVCache, Tree
+from ..cache import KVCache
+from ..state import Tree
 from .copies import structural_copy, use_attention, window_of
 from .fingerprint import Fingerprint
 from .model import UnsupportedTargetError, cache_argument, config_values, first_hook, max_positions, text_config
