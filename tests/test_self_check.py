@@ -11,8 +11,7 @@ import torch
 from op_checks import Emulated
 
 from dflash import ops
-from dflash.engine import self_check as check
-from dflash.ops import reference, registry
+from dflash.ops import check, reference, registry
 from dflash.ops.examples import calls
 
 

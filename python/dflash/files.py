@@ -1,9 +1,10 @@
-"""Read JSON, safetensors and torch files that others wrote; write files atomically."""
+"""Read JSON, safetensors and torch files that others wrote, and packages' versions; write files atomically."""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib.metadata
 import json
 import os
 import pickle
@@ -226,3 +227,14 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
         yield where, number, row
+
+
+# ---------------------------------------------------------------------------------------------- packages
+
+
+def version_of(distribution: str) -> str:
+    """Return the version of an installed package, else "not installed"."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -22,8 +22,8 @@ from .drafter.drafter import target_ids
 from .engine import context_bucket
 from .engine.graphs import captured
 from .engine.prefill import Prefill
-from .engine.self_check import OVERLAPPING
-from .engine.self_check import check_gpu
+from .ops.check import OVERLAPPING
+from .ops.check import check_gpu
 from .loading import PAIR
 from .loading import WRITTEN
 from .loading import Pretrained

@@ -10,8 +10,7 @@ import torch
 from op_checks import Emulated, relative_error
 from test_self_check import EmulatedGpu
 
-from dflash.engine import self_check as check
-from dflash.ops import reference
+from dflash.ops import check, reference
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "cuda_emulation"))
 import ptx

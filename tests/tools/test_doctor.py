@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dflash import cli, ops
-from dflash.engine.self_check import OVERLAPPING, Finding
 from dflash.ops import switches
+from dflash.ops.check import OVERLAPPING, Finding
 from dflash_tools.commands import doctor
 
 

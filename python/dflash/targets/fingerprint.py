@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import operator
 import os
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..files import version_of
 from .model import PLAIN_TENSORS, modules_of, shard_of, tensors_of, text_config
 from .parallel import ranks_in
 
@@ -193,14 +193,6 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": version_of("transformers"),
     }
-
-
-def version_of(distribution: str) -> str:
-    """Return the version of an installed package, else "not installed"."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def machine_name(device: torch.device) -> str:

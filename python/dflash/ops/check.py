@@ -23,14 +23,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import ops
-from ..files import write_atomically
-from ..ops import reference
-from ..ops.examples import Call, Sizes, calls
-from ..ops.registry import CudaLauncher
-from ..ops.switches import OVERLAP, PREFETCH, SELF_CHECK
-from ..targets import version_of
+from ..engine.graphs import captured
+from ..files import version_of, write_atomically
 from ..terminal import first_line
-from .graphs import captured
+from . import reference
+from .examples import Call, Sizes, calls
+from .registry import CudaLauncher
+from .switches import OVERLAP, PREFETCH, SELF_CHECK
 
 # Sizes at which rows end within tiles; and those of a layer, whose products and keys are divided between blocks.
 SIZES = (
