@@ -12,10 +12,8 @@ from recorded import no_host_reads, record
 import dflash
 from dflash import decoder, ops
 from dflash.cache import KVCache, RecurrentCache
-from dflash.targets import Target, UnsupportedTargetError, structural_copy
-from dflash.targets import target as targets
-from dflash.targets.fused import kernel_obstacle
-from dflash.targets.target import FusedTarget, fuse
+from dflash.targets import Target, UnsupportedTargetError, fused, structural_copy
+from dflash.targets.fused import FusedTarget, fuse, kernel_obstacle
 
 TAPS = (1, 0)  # the last layer's tap is read after the norm
 FAMILIES = ["llama", "mistral (windowed)", "qwen2", "qwen3 (windowed)"]
@@ -29,7 +27,7 @@ def on_ops(model, capacity: int, batch: int = 1) -> tuple[FusedTarget, KVCache]:
 
 
 def run_op_by_op(monkeypatch, kernels) -> None:
-    monkeypatch.setattr(targets, "ops", kernels)
+    monkeypatch.setattr(fused, "ops", kernels)
     monkeypatch.setattr(decoder, "ops", OpByOp(kernels))
 
 
@@ -241,7 +239,7 @@ class TestArgument:
     ])  # fmt: skip
     def test_auto_on_a_gpu_means_the_ops_where_their_kernels_run(self, status, options, reason, monkeypatch):
         gpu = torch.device("cuda", 0)
-        monkeypatch.setattr(targets, "kernel_obstacle", lambda device, *rest: kernel_obstacle(gpu, *rest))
+        monkeypatch.setattr(fused, "kernel_obstacle", lambda device, *rest: kernel_obstacle(gpu, *rest))
         monkeypatch.setattr(ops, "cuda_status", lambda _: status)
         model = make_target("qwen3", **{"dtype": torch.bfloat16, "num_hidden_layers": 2, **options})
         auto = Target(model)

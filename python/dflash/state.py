@@ -325,3 +325,8 @@ class Logprobs:
             ids = [int(token) for token in top[self._most :][:count] if token >= 0]
             found.append(TokenLogprobs(chosen, ids, top[: len(ids)]))
         return found
+
+
+def scatter_rows(values: Tensor, live: Tensor, batch: int, other: float) -> Tensor:
+    """Return ``[batch, ...]`` with ``values [n, ...]`` in the rows ``live [n]``, and ``other`` in those left out."""
+    return values.new_full((batch, *values.shape[1:]), other).index_copy_(0, live, values)

@@ -13,8 +13,8 @@ from torch import Tensor
 from .. import ops
 from ..drafter import Drafter, PairWeights, scale_logits
 from ..sampling import LogitRules, RejectionAcceptance, Sampling
-from ..state import RUNNING, Block, State
-from ..targets import Target, spread
+from ..state import RUNNING, Block, State, scatter_rows
+from ..targets import Target
 from .lookup import look_up
 
 
@@ -143,13 +143,13 @@ class DraftPass:
         logits = self.draft.logits(rows, self.target.draft_head).unflatten(0, (len(hidden), -1))
         logits = scale_logits(logits, self._multiplier, self._softcap)
         if live is not None:
-            logits = spread(logits, live, len(block.embeds), -torch.inf)
+            logits = scatter_rows(logits, live, len(block.embeds), -torch.inf)
         logits = logits if self.rules is None else self.rules.apply_to_drafts(logits, state)
         if (selector := self.draft.selector) is None:
             return Predictions(logits)
         pairs = selector.pair_weights(rows.unflatten(0, (len(hidden), -1)))
         if live is not None:
-            pairs = pairs._replace(queries=spread(pairs.queries, live, len(block.embeds), 0.0))
+            pairs = pairs._replace(queries=scatter_rows(pairs.queries, live, len(block.embeds), 0.0))
         return LinkedPredictions(logits, pairs, block.anchor, selector.top_k)
 
 

@@ -30,5 +30,5 @@ from .model import (
 from .parallel import ranks_in
 from .recurrent import has_recurrent_layers
 from .support import check_target, is_quantized, refusal, refusal_of_weights
-from .target import Target, spread
+from .target import Target
 from .trial import forget_trials

@@ -7,7 +7,7 @@ hook keeps its own forward, and so does every family that is not listed. `dflash
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,12 @@ from transformers.activations import GELUTanh, SiLUActivation
 from transformers.integrations import moe
 
 from .. import ops
-from ..decoder import DecoderLayer, DeltaNetLayer
-from ..ops import Weight, separate_int8
-from .int8 import weight_of
-from .model import KERNEL_DTYPES, PLAIN_TENSORS, config_values
+from ..cache import KVCache
+from ..decoder import DecoderLayer, DecoderStack, DeltaNetLayer, rotation
+from ..ops import Weight, separate_int8, split_weights
+from ..state import Tree
+from .int8 import Int8Linear, weight_of
+from .model import KERNEL_DTYPES, PLAIN_TENSORS, config_values, has_global_hooks
 
 _LAYER_KERNELS = {"linear", "block_attention", "qkv_norm_rope_append", "rms_norm"}
 _MAX_ROWS = 256  # of one pass of experts: a block for each row of a batch, but not a chunk of a long prompt
@@ -180,6 +182,133 @@ def recognize(model: nn.Module) -> Family | None:
 def layers_of(decoder: nn.Module) -> nn.ModuleList:
     """Return the layers that run: transformers runs the first ones if the config asks for fewer."""
     return decoder.layers[: decoder.config.num_hidden_layers]
+
+
+# ---------------------------------------------------------------------------------------------- running on the ops
+
+
+_MAX_CUDA_ROWS = 256  # of one pass: a block for each row of a batch, but not a chunk of a long prompt
+
+
+class FusedTarget:
+    """Embedding, decoder stack and head of a recognized model.
+
+    Args:
+        model: a copy of the user's model. Its parameters are used where they are.
+        family: its own.
+        target_layer_ids: the tapped layers.
+    """
+
+    def __init__(self, model: nn.Module, family: Family, target_layer_ids: tuple[int, ...]) -> None:
+        decoder = family.decoder(model)
+        layers, norm = layers_of(decoder), decoder.norm
+        attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
+        self.embedding, self.head = decoder.embed_tokens.weight, model.get_output_embeddings()
+        self.num_kv_heads, self.head_dim = attention.k_proj.weight.shape[0] // attention.head_dim, attention.head_dim
+        self._family, self._layers = family, layers
+        self.stack = DecoderStack(
+            list(map(family.layer, layers)), norm.weight, eps=norm.eps if family.gated else norm.variance_epsilon,
+            scale=float(attention.scaling), taps=target_layer_ids, zero_centered=family.gated,
+        )  # fmt: skip
+        self._rotary = decoder.rotary_emb
+        self._inv_freq = self._rotary.inv_freq.detach().clone()  # what the tables were made of
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def obstacle(self) -> str:
+        """Why our kernels cannot multiply by these weights; empty if they can."""
+        weights = [w for layer in self.stack.layers for w in layer if isinstance(w, Tensor) and w.dim() == 2]
+        weights.append(self.head.weight)
+        return kernel_obstacle(self.embedding.device, weights, {weight.shape[1] for weight in weights})
+
+    def read_layers(self) -> None:
+        """Use what the linear layers multiply by now."""
+        self.stack.replace(list(map(self._family.layer, self._layers)), self.stack.norm)
+
+    def refresh(self, cache: KVCache) -> None:
+        """Notice changed weights and frequencies, and fit a cache that another target has made."""
+        self.stack.refresh()
+        if not torch.equal(self._inv_freq, self._rotary.inv_freq):
+            self._inv_freq = self._rotary.inv_freq.detach().clone()
+            for positions, tables in self._tables.items():  # in place: compiled and captured steps hold their addresses
+                for table, new in zip(tables, self._table(positions), strict=True):
+                    table.copy_(new)
+        self.prepare_(cache)
+
+    def prepare_(self, cache: KVCache) -> None:
+        """Give a cache its rotary table and the buffers of all layers."""
+        positions = cache.capacity
+        if positions not in self._tables:
+            self._tables[positions] = self._table(positions)
+        cache.rotary = self._tables[positions]
+        like = self.embedding.detach()
+        heads = like.new_empty(1, self.num_kv_heads, 0, self.head_dim)
+        for i, layer in enumerate(self.stack.layers):
+            if not layer.is_recurrent:
+                cache.layer(i, heads, heads)
+                continue
+            key_heads, num_heads, key_dim, value_dim, width = layer.sizes
+            wide, buffers = like.new_empty(1, 0, 1, 1, dtype=torch.float32), cache.recurrent_layer(i)
+            buffers.convolution(like.new_empty(1, 0, layer.conv.shape[0]), width)
+            buffers.recurrence(
+                wide.expand(1, 0, key_heads, key_dim), wide.expand(1, 0, num_heads, value_dim),
+                wide[..., 0].expand(1, 0, num_heads),
+            )  # fmt: skip
+
+    def _table(self, positions: int) -> tuple[Tensor, Tensor]:
+        every = torch.arange(positions, device=self._inv_freq.device)
+        return rotation(every, self._inv_freq, self._rotary.attention_scaling)
+
+    def handles(self, rows: int) -> bool:
+        """Return True if a pass over so many rows runs here. torch's matrix products are faster for more rows."""
+        if isinstance(self.head, Int8Linear):
+            return True  # the bits of its products are the same for any number of rows
+        if self.embedding.device.type == "cpu":
+            return ops.skinny(rows, self.embedding.dtype)
+        return rows <= _MAX_CUDA_ROWS
+
+    def forward(
+        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, tree: Tree | None = None,
+        tapped: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Run as `dflash.targets.Target.forward`, with all taps in one tensor, ``tapped`` if it is given."""
+        table = self.embedding.detach()[None]
+        embeds = table.new_empty(1, ids.numel(), table.shape[2])
+        ops.gather_rows_(table, ids.reshape(1, -1), embeds)  # an id of -1 counts as 0
+        hidden, tapped = self.stack(embeds.view(*ids.shape, -1), lengths, cache, tree=tree, tapped=tapped)
+        if isinstance(logits_to_keep, Tensor):
+            hidden = hidden.index_select(1, logits_to_keep)
+        elif logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
+        return self.logits(hidden), tapped
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the head's logits of any rows ``[..., hidden]``."""
+        (weight,), scales = split_weights(weight_of(self.head))
+        return ops.linear(hidden, weight, self.head.bias, prefetch=True, scales=scales)
+
+
+NOT_FUSED = (
+    "fused=True needs exactly a Llama, Mistral, Qwen2, Qwen3 (with experts or without), Qwen3-Next or Qwen3.5 of "
+    "transformers, with no function replaced and no hooks, with dense weights of one dtype that the kernels take and "
+    'each layer tapped at most once, got {model}: pass fused=False or "auto"'
+)
+
+
+def fuse(
+    model: nn.Module, target_layer_ids: tuple[int, ...], fused: bool | Literal["auto"] = True, replaced: str = ""
+) -> tuple[FusedTarget | None, str]:
+    """Return a copy's fused form, or None and why there is none; ``replaced`` is a replaced function's name."""
+    if fused is False:
+        return None, "fused=False was asked for"
+    if foreign := replaced or ("a hook on every module" if has_global_hooks() else ""):
+        return None, f"{foreign} is not transformers' own"
+    family = recognize(model)
+    if family is None or len(set(target_layer_ids)) < len(target_layer_ids):
+        return None, f"{type(model).__name__} is not one of the models that are recognized, or it was changed"
+    found = FusedTarget(model, family, target_layer_ids)
+    reason = "" if fused is True else found.obstacle
+    return (None if reason else found), reason
 
 
 # ---------------------------------------------------------------------------------------------- experts

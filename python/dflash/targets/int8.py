@@ -16,7 +16,7 @@ from .parallel import ranks_in
 from .support import is_quantized, replaced_function
 
 if TYPE_CHECKING:
-    from .target import FusedTarget
+    from .fused import FusedTarget
 
 
 class Int8Linear(nn.Linear):
