@@ -146,7 +146,7 @@ def prompt_logits(model: nn.Module, weights: str | None = None) -> Callable[[Ten
 def time_parts(generator: dflash.Generator) -> dict[str, list[float]]:
     """Return lists to which every pass adds the seconds that the head takes, and the choice of tokens."""
     target, found = generator.engine.target, {"head": [], "choice": []}
-    head = (target.draft_head.__self__, "logits") if target.is_fused else (target.head, "forward")
+    head = (target.draft_head.__self__, "logits") if not target.fused_reason else (target.head, "forward")
     for seconds, (owner, name) in zip(found.values(), (head, (generator.engine.keyed, "choose")), strict=True):
         setattr(owner, name, _timed(getattr(owner, name), seconds))
     return found

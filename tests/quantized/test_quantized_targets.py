@@ -168,7 +168,7 @@ def test_a_scale_or_a_choice_of_columns_for_all_rows_is_refused_before_anything_
 def test_a_weight_that_is_a_tensor_subclass_is_not_taken_for_a_dense_one(name):
     model = methods.load(name)
     assert type(layer(model)) is nn.Linear
-    assert not dflash.Generator(model, max_length=64).engine.target.is_fused
+    assert dflash.Generator(model, max_length=64).fused_reason
     with pytest.raises(UnsupportedTargetError, match=r"fused=True needs exactly .* with dense weights"):
         dflash.Generator(model, max_length=64, fused=True)
     with pytest.raises(UnsupportedTargetError, match="its weights are quantized already"):

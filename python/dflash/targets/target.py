@@ -150,11 +150,6 @@ class Target:
         return self.embedding_weight.device
 
     @property
-    def is_fused(self) -> bool:
-        """True if passes of few rows run on `dflash.ops`."""
-        return self._fused is not None
-
-    @property
     def makes_masks(self) -> bool:
         """True if what a row sees is a mask that is made here, and not a window that modules apply."""
         return self._masked is not None
