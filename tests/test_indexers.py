@@ -7,7 +7,7 @@ from families import cheat, make_draft, make_target
 from op_checks import Emulated
 
 import dflash
-from dflash.targets import indexed, masked
+from dflash.targets import deepseek_v32, masked_attention
 
 FAMILIES = ["deepseek_v32", "glm_moe_dsa"]  # half of the latter's layers have an indexer, the others share
 NEW = 24
@@ -56,7 +56,7 @@ def test_equal_scores_are_chosen_as_the_model_chooses(family, options):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["modules", "compiled"])
 def test_the_indexers_of_the_model_run_over_the_whole_cache_on_a_gpu(family, compiled, monkeypatch):
-    monkeypatch.setattr(indexed, "take_over_indexers", lambda *_: None)  # which is for ties on a CPU
+    monkeypatch.setattr(deepseek_v32, "take_over_indexers", lambda *_: None)  # which is for ties on a CPU
     target = make_target(family)
     check(target, [prompt(length) for length in (1, 9, 40)], block_size=7, compile=compiled)
 
@@ -77,9 +77,9 @@ def test_visible_slots_are_those_before_and_the_path():
         torch.tensor([[-1, 0, 0, 2]]), torch.tensor([[0, 1, 1, 2]]), torch.tensor([[1, 3, 5, 13]])[..., None]
     )
     lengths = torch.tensor([2])
-    chain = masked.visible(lengths, 4, 7, None)[0, 0].long()
+    chain = masked_attention.visible(lengths, 4, 7, None)[0, 0].long()
     assert chain.tolist() == [[1] * (3 + row) + [0] * (4 - row) for row in range(4)]
-    path = masked.visible(lengths, 4, 7, tree)[0, 0, 3].long()
+    path = masked_attention.visible(lengths, 4, 7, tree)[0, 0, 3].long()
     assert path.tolist() == [1, 1, 1, 0, 1, 1, 0]
 
 

@@ -21,11 +21,11 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
-from .blocks import LAYER_TYPES as BLOCK_LAYER_TYPES
-from .blocks import has_block_indexers
-from .compressed import LAYER_TYPES as COMPRESSED_LAYER_TYPES
-from .compressed import has_compressors
-from .indexed import LAYER_TYPE, has_indexers
+from .deepseek_v4 import LAYER_TYPES as COMPRESSED_LAYER_TYPES
+from .deepseek_v4 import has_compressors
+from .deepseek_v32 import LAYER_TYPE, has_indexers
+from .glm5_next import LAYER_TYPES as POOLED_LAYER_TYPES
+from .glm5_next import has_pooled_indexers
 from .model import (
     UnsupportedTargetError,
     config_values,
@@ -38,8 +38,8 @@ from .model import (
     unwrap,
 )
 from .parallel import ranks_in, refusal_of_ranks, shards
-from .pooled import LAYER_TYPES as POOLED_LAYER_TYPES
-from .pooled import has_pooled_indexers
+from .qwen4_exp import LAYER_TYPES as BLOCK_LAYER_TYPES
+from .qwen4_exp import has_block_indexers
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
 
 # Families whose states are known to need more than is kept here.

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ..cache import KVCache, RecurrentCache
 from ..ops import WeightStorage
 from ..state import Tree, scatter_rows
-from . import blocks, compressed, indexed, pooled
+from . import deepseek_v4, deepseek_v32, glm5_next, qwen4_exp
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest
 from .fused import NOT_FUSED, fuse, use_experts_op
 from .int8 import Int8Linear, Int8Weights, check_int8
-from .masked import ATTENTION, visible
+from .masked_attention import ATTENTION, visible
 from .model import (
     UnsupportedTargetError,
     cache_argument,
@@ -110,19 +110,19 @@ class Target:
         self._masked: tuple[str, int] | None = None
         self._view: Callable[[KVCache, Tensor], CacheView] = CacheView
         self.compile_obstacle = ""
-        if blocks.has_block_indexers(self.model):
-            self._masked = blocks.LAYER_TYPE, 0
-            self._view = functools.partial(blocks.BlockView, self.model)
+        if qwen4_exp.has_block_indexers(self.model):
+            self._masked = qwen4_exp.LAYER_TYPE, 0
+            self._view = functools.partial(qwen4_exp.BlockView, self.model)
             self.compile_obstacle = "the indexers of its model loop over rows in Python"
-        elif pooled.has_pooled_indexers(self.model):
+        elif glm5_next.has_pooled_indexers(self.model):
             self._masked = "", 0  # the modules make them
-            pooled.take_over_pooled_indexers(self.model, self._pass)
-        elif indexed.has_indexers(self.model):
-            self._masked = indexed.LAYER_TYPE, 0
-            indexed.take_over_indexers(self.model, self._pass)
-        elif compressed.has_compressors(self.model):
-            self._masked = compressed.LAYER_TYPE, compressed.window_of_keys(self.model)
-            compressed.take_over_compressors(self.model, self._pass)
+            glm5_next.take_over_pooled_indexers(self.model, self._pass)
+        elif deepseek_v32.has_indexers(self.model):
+            self._masked = deepseek_v32.LAYER_TYPE, 0
+            deepseek_v32.take_over_indexers(self.model, self._pass)
+        elif deepseek_v4.has_compressors(self.model):
+            self._masked = deepseek_v4.LAYER_TYPE, deepseek_v4.window_of_keys(self.model)
+            deepseek_v4.take_over_compressors(self.model, self._pass)
         if self._masked is not None:
             use_attention(self.model, ATTENTION)
         may_run_ops = fused is not False and not replaced and not has_global_hooks()

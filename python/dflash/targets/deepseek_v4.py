@@ -132,7 +132,7 @@ def best_entries(scores: Tensor, seen: Tensor, most: int, rate: int, running: Pa
         best = scores.topk(min(most, scores.shape[-1])).indices
         return torch.zeros_like(seen).scatter(-1, best, True) & seen
     chosen = torch.zeros_like(seen)
-    for row in seen.flatten(0, 1).any(-1).nonzero()[:, 0].tolist():  # ties as the model breaks them, see `indexed`
+    for row in seen.flatten(0, 1).any(-1).nonzero()[:, 0].tolist():  # ties as the model breaks them, see `deepseek_v32`
         b, i = divmod(row, seen.shape[1])
         count = int(seen[b, i].sum()) if running.ends is None else int(running.ends[b]) // rate
         best = scores[b, i, :count].topk(min(most, count)).indices

@@ -1,6 +1,6 @@
 """Pooled indexers: GLM-5.3, whose layers attend to pools of positions that an indexer selects by one key per pool.
 
-The pools' keys are made and kept as the entries of `dflash.targets.compressed`. Beside whole pools a row sees those
+The pools' keys are made and kept as the entries of `dflash.targets.deepseek_v4`. Beside whole pools a row sees those
 positions of its own pool that are not whole yet.
 """
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .compressed import best_entries, pooled
 from .copies import CacheView
+from .deepseek_v4 import best_entries, pooled
 from .recurrent import Pass, has_modules_that_use, replace_forwards
 
 LAYER_TYPES = {"indexed_attention", "linear_attention"}

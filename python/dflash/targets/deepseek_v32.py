@@ -2,7 +2,7 @@
 
 An indexer scores the positions that a row sees by keys of its own and passes on the best (DeepSeek-V3.2-Exp report,
 section 2.1). Here its keys are in the cache as those of a layer of their own, so counters trim them with the rest, and
-the model's own modules score, with `dflash.targets.masked`.
+the model's own modules score, with `dflash.targets.masked_attention`.
 """
 
 from __future__ import annotations
