@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 _ALL_ROWS = slice(None)
 
 
+def further_index(layer: int, number: int) -> int:
+    """Return the index in a `KVCache` of another buffer of a layer: 0 for an indexer's keys, 1 .. 7 for a family's."""
+    return ~(8 * layer + number)
+
+
 class KVCache:
     """Keys and values of every layer, ``[batch_size, num_kv_heads, capacity, head_dim]`` each, at fixed addresses.
 
@@ -24,7 +29,7 @@ class KVCache:
     slots at or past the length are stale and never read.
 
     Attributes:
-        keys, values: layer index -> buffer. A layer that shares another's keys and values has none.
+        keys, values: layer index, or `further_index` -> buffer. A layer that shares another's keys and values has none.
         rotary: ``(cos, sin)``, each ``[capacity, rotary / 2]`` float32, for layers on `dflash.ops`; else None.
         sequences: ``[batch]`` int64, those of the buffers that a pass runs (see `only`); None for all.
 

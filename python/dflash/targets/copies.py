@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedConfig
 
 from .. import ops
-from ..cache import KVCache
+from ..cache import KVCache, further_index
 from .model import UnsupportedTargetError, library, modules_of, tensors_of, text_config
 from .parallel import forward_of_copy, meshes
 from .recurrent import is_stateful
@@ -156,12 +156,13 @@ class CacheView:
     Args:
         cache: written to.
         slots: ``[batch, rows]`` int64, of the rows of this pass.
+        config: of the language model.
     """
 
     is_compileable = True
 
-    def __init__(self, cache: KVCache, slots: Tensor) -> None:
-        self.cache, self.slots = cache, slots
+    def __init__(self, cache: KVCache, slots: Tensor, config: Any) -> None:
+        self.cache, self.slots, self.config = cache, slots, config
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append ``key`` and ``value [batch, kv_heads, rows, head_dim]`` and return the layer's buffers."""
@@ -171,11 +172,11 @@ class CacheView:
 
     def index_keys(self, key: Tensor, layer_idx: int) -> Tensor:
         """Return the buffer ``[batch, 1, capacity, dim]`` of an indexer's keys ``[batch, rows, dim]``."""
-        return self.cache.layer(~layer_idx, key[:, None], key[:, None, :, :0])[0]
+        return self.cache.layer(further_index(layer_idx, 0), key[:, None], key[:, None, :, :0])[0]
 
     def update_indexer(self, key: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any) -> Tensor:
         """Append an indexer's keys ``[batch, rows, dim]`` and return its buffer ``[batch, capacity, dim]``."""
-        return self.update(key[:, None], key[:, None, :, :0], ~layer_idx)[0][:, 0]
+        return self.update(key[:, None], key[:, None, :, :0], further_index(layer_idx, 0))[0][:, 0]
 
     def get_seq_length(self, *_args: Any) -> int:
         return 0

@@ -16,17 +16,16 @@ from transformers import PreTrainedModel
 from .copies import CacheView
 from .recurrent import Pass, forward_names, has_modules_that_use, replace_forwards
 
-LAYER_TYPE = "indexed_attention"  # as configs and dicts of masks call it
 _NAMES = {"update_indexer", "topk"}  # that an indexer's forward uses
 
 
-def has_indexers(model: PreTrainedModel) -> bool:
+def recognize(model: PreTrainedModel) -> bool:
     """Return True if modules are indexers that keep their keys in the cache and read what is seen from a mask."""
-    is_named = LAYER_TYPE in forward_names(type(model.get_decoder()))
-    return is_named and has_modules_that_use(model, _NAMES)
+    takes_mask = "indexed_attention" in forward_names(type(model.get_decoder()))
+    return takes_mask and has_modules_that_use(model, _NAMES)
 
 
-def take_over_indexers(copied: nn.Module, running: Pass) -> None:
+def bind_to_cache(copied: nn.Module, running: Pass) -> None:
     """Let the indexers of a copy break ties on a CPU as the model does.
 
     ``torch.topk`` takes the first of equal scores on CUDA, however many follow. On a CPU that depends on their number,

@@ -19,26 +19,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import ops
+from ..cache import further_index
 from .copies import CacheView
-from .model import text_config
 from .recurrent import Pass, has_modules_that_use, replace_forwards
 
-LAYER_TYPE = "sliding_attention"  # of the mask; all layers have the same
-LAYER_TYPES = {LAYER_TYPE, "compressed_sparse_attention", "heavily_compressed_attention"}
 _NAMES = {"store_compression_weights", "update_compressor_states"}  # that a compressor's forward uses
 
 
-def has_compressors(model: PreTrainedModel) -> bool:
+def recognize(model: PreTrainedModel) -> bool:
     """Return True if modules pool keys as those of DeepSeek-V4 do."""
     return has_modules_that_use(model, _NAMES)
 
 
-def window_of_keys(model: PreTrainedModel) -> int:
-    """Return how many of the last positions rows see as they are."""
-    return int(text_config(model).sliding_window)
-
-
-def take_over_compressors(copied: nn.Module, running: Pass) -> None:
+def bind_to_cache(copied: nn.Module, running: Pass) -> None:
     """Give the compressors of a copy a forward that keeps what they need in the cache of the pass."""
     replace_forwards(copied, _NAMES, _entries_and_mask, running)
 
@@ -94,22 +87,17 @@ def pooled(
     """
     slots, capacity = cache.slots, cache.cache.capacity
     # 1. What goes in, of each position.
-    kv, gate = (x[:, 0] for x in cache.update(kv[:, None], gate[:, None], _index(layer, number)))
+    kv, gate = (x[:, 0] for x in cache.update(kv[:, None], gate[:, None], further_index(layer, number)))
     # 2. The windows that may end in this pass.
     windows = slots[:, :1] // rate + torch.arange((slots.shape[1] - 1) // rate + 2, device=kv.device)
     places = ((windows + 1 - count) * rate)[..., None] + torch.arange(count * rate, device=kv.device)
     found = places.clamp(0, capacity - 1).flatten(1)[..., None].expand(-1, -1, kv.shape[-1])
     made = pool(*(x.gather(1, found).view(*places.shape, -1) for x in (kv, gate)), windows)[:, None]
     # 3. Their entries, at the slots of their last positions.
-    buffer, nothing = cache.cache.layer(_index(layer, number + 1), made, made[..., :0])
+    buffer, nothing = cache.cache.layer(further_index(layer, number + 1), made, made[..., :0])
     ends = (windows + 1) * rate - 1
     ops.append_kv_(made.contiguous(), made[..., :0], torch.where(ends < capacity, ends, -1), buffer, nothing)
     return buffer[:, 0, rate - 1 :: rate]
-
-
-def _index(layer: int, number: int) -> int:
-    """Return under which number the cache keeps further buffers of a layer."""
-    return ~(8 * layer + number)
 
 
 def _selected(

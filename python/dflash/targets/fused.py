@@ -336,7 +336,7 @@ def use_experts_op(copied: nn.Module) -> bool:
     found = [(module, form) for module in copied.modules() if (form := _form_of(module)) is not None]
     for module, form in found:
         kind = type(module)
-        # A class of the module's own, as in `recurrent.take_over`.
+        # A class of the module's own, as in `recurrent.bind_to_cache`.
         space = {"forward": _experts_forward(kind.forward, form), "__module__": kind.__module__}
         module.__class__ = type(kind.__name__, (kind,), space)
     return bool(found)

@@ -15,16 +15,15 @@ from .copies import CacheView
 from .deepseek_v4 import best_entries, pooled
 from .recurrent import Pass, has_modules_that_use, replace_forwards
 
-LAYER_TYPES = {"indexed_attention", "linear_attention"}
 _NAMES = {"get_pooled_states", "get_visible_tokens"}  # that an indexer's forward uses
 
 
-def has_pooled_indexers(model: PreTrainedModel) -> bool:
+def recognize(model: PreTrainedModel) -> bool:
     """Return True if modules are indexers that select pools as those of GLM-5.3 do."""
     return has_modules_that_use(model, _NAMES)
 
 
-def take_over_pooled_indexers(copied: nn.Module, running: Pass) -> None:
+def bind_to_cache(copied: nn.Module, running: Pass) -> None:
     """Give the indexers of a copy a forward that keeps what they pool in the cache of the pass."""
     replace_forwards(copied, _NAMES, _select, running)
 

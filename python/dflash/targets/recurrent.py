@@ -109,10 +109,10 @@ def inner_function(function: Any) -> Any:
         function = inside[0]
 
 
-# ---------------------------------------------------------------------------------------------- taking over
+# ------------------------------------------------------------------------------------ binding modules to the cache
 
 
-def take_over(copied: nn.Module) -> Pass:
+def bind_to_cache(copied: nn.Module) -> Pass:
     """Give every stateful module of a copy a forward that keeps its states in the cache of the pass.
 
     Returns what says which pass runs; to be set before each.

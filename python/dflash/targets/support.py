@@ -21,11 +21,6 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
-from .deepseek_v4 import LAYER_TYPES as COMPRESSED_LAYER_TYPES
-from .deepseek_v4 import has_compressors
-from .deepseek_v32 import LAYER_TYPE, has_indexers
-from .glm5_next import LAYER_TYPES as POOLED_LAYER_TYPES
-from .glm5_next import has_pooled_indexers
 from .model import (
     UnsupportedTargetError,
     config_values,
@@ -38,9 +33,8 @@ from .model import (
     unwrap,
 )
 from .parallel import ranks_in, refusal_of_ranks, shards
-from .qwen4_exp import LAYER_TYPES as BLOCK_LAYER_TYPES
-from .qwen4_exp import has_block_indexers
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
+from .sparse import sparse_family
 
 # Families whose states are known to need more than is kept here.
 _UNSERVED = {
@@ -53,7 +47,6 @@ _UNSERVED = {
     "zaya": "attends to keys that were convolved with earlier ones and to delayed values, by functions of its own",
     "inkling": "has four convolutions in a layer, with a state each",
 }
-_POOLING = (5, 24)  # of transformers: a trial of few tokens would not see that other modules pool otherwise
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What models with recurrent layers call these, and their other ones.
 _RECURRENT_LAYER_TYPES = _LAYER_TYPES | {"linear_attention", "mamba", "conv", "hybrid", "attention", "mlp", "moe"}
@@ -262,25 +255,19 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
     if is_recurrent and (reason := refusal_of_recurrence(model)):
         return f"{family} has stateful layers: {reason}"
     may_have_attention_only = getattr(type(model), "_is_stateful", False) and layer_types
-    is_known = is_recurrent or has_compressors(model)
+    sparse = sparse_family(model)
+    is_known = is_recurrent or sparse is not None
     if is_stateful and not is_known and not (may_have_attention_only and layer_types <= _LAYER_TYPES):
         return f"{family} has stateful layers that dflash does not know, and cannot roll back"
     # 2. Attention
     known = _RECURRENT_LAYER_TYPES if is_recurrent else _LAYER_TYPES
-    pools = has_block_indexers(model) or has_pooled_indexers(model) or has_compressors(model)
-    if pools and transformers_version() < _POOLING:
-        least = ".".join(map(str, _POOLING))
-        return f"{family} pools keys, by modules that were tried with transformers >= {least} only"
-    if has_block_indexers(model):
-        known = BLOCK_LAYER_TYPES
-    elif has_pooled_indexers(model):
-        known = POOLED_LAYER_TYPES
-    elif has_compressors(model):
-        known = COMPRESSED_LAYER_TYPES
+    if sparse is not None:
+        if transformers_version() < sparse.tried:
+            least = ".".join(map(str, sparse.tried))
+            return f"{family} pools keys, by modules that were tried with transformers >= {least} only"
+        known = sparse.layer_types
     elif config_values(config, "index_topk"):
-        known = {LAYER_TYPE}
-        if not has_indexers(model):
-            return f"{family} selects keys with an indexer: those of transformers >= 5.18 run"
+        return f"{family} selects keys with an indexer: those of transformers >= 5.18 run"
     if unknown := layer_types - known:
         return f"{family} has layers of type {', '.join(sorted(unknown))}"
     if dynamic := _rope_types(config) & {"dynamic", "longrope"}:

@@ -6,7 +6,6 @@ hooks, attention implementation.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from ..cache import KVCache, RecurrentCache
 from ..ops import WeightStorage
 from ..state import Tree, scatter_rows
-from . import deepseek_v4, deepseek_v32, glm5_next, qwen4_exp
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest
 from .fused import NOT_FUSED, fuse, use_experts_op
@@ -33,7 +31,8 @@ from .model import (
 )
 from .parallel import Ranks, mesh_of
 from .pictures import PicturePrompts, picture_arguments, takes_pictures
-from .recurrent import clamps_prompts, has_recurrent_layers, take_over
+from .recurrent import bind_to_cache, clamps_prompts, has_recurrent_layers
+from .sparse import sparse_family
 from .support import replaced_function
 from .trial import run_trial
 
@@ -105,25 +104,11 @@ class Target:
             raise UnsupportedTargetError(NOT_FUSED.format(model=type(model).__name__))
         self._cache_argument = cache_argument(self.model)
         self.is_recurrent = has_recurrent_layers(self.model)
-        self._pass = take_over(self.model)
-        # Of families with masks of their own: the layer type that these have, and the window of keys; 0 for none.
-        self._masked: tuple[str, int] | None = None
-        self._view: Callable[[KVCache, Tensor], CacheView] = CacheView
-        self.compile_obstacle = ""
-        if qwen4_exp.has_block_indexers(self.model):
-            self._masked = qwen4_exp.LAYER_TYPE, 0
-            self._view = functools.partial(qwen4_exp.BlockView, self.model)
-            self.compile_obstacle = "the indexers of its model loop over rows in Python"
-        elif glm5_next.has_pooled_indexers(self.model):
-            self._masked = "", 0  # the modules make them
-            glm5_next.take_over_pooled_indexers(self.model, self._pass)
-        elif deepseek_v32.has_indexers(self.model):
-            self._masked = deepseek_v32.LAYER_TYPE, 0
-            deepseek_v32.take_over_indexers(self.model, self._pass)
-        elif deepseek_v4.has_compressors(self.model):
-            self._masked = deepseek_v4.LAYER_TYPE, deepseek_v4.window_of_keys(self.model)
-            deepseek_v4.take_over_compressors(self.model, self._pass)
-        if self._masked is not None:
+        self._pass, self._sparse, self.compile_obstacle = bind_to_cache(self.model), sparse_family(self.model), ""
+        if self._sparse is not None:
+            self.compile_obstacle = self._sparse.compile_obstacle
+            if self._sparse.bind_to_cache is not None:
+                self._sparse.bind_to_cache(self.model, self._pass)
             use_attention(self.model, ATTENTION)
         may_run_ops = fused is not False and not replaced and not has_global_hooks()
         self.runs_ops = (may_run_ops and use_experts_op(self.model)) or self._fused is not None
@@ -152,7 +137,7 @@ class Target:
     @property
     def makes_masks(self) -> bool:
         """True if what a row sees is a mask that is made here, and not a window that modules apply."""
-        return self._masked is not None
+        return self._sparse is not None
 
     @property
     def fused_windows(self) -> dict[int, int]:
@@ -244,12 +229,14 @@ class Target:
         # Rows past the end of a request are computed and dropped. They must not index past a learned table.
         if (limit := max_positions(self.model)) is not None:
             positions = positions.clamp(max=limit - 1)
-        options: dict[str, Any] = {self._cache_argument: self._view(cache, slots), "block_lengths": lengths}
-        if self._masked and self._masked[0]:
-            layer_type, window = self._masked
+        view, sparse = CacheView if self._sparse is None else self._sparse.view, self._sparse
+        options: dict[str, Any] = {self._cache_argument: view(cache, slots, self.config), "block_lengths": lengths}
+        if sparse is not None and sparse.mask_type is not None:
+            window = getattr(self.config, sparse.window) if sparse.window else 0
             if window and tree is not None:
                 raise UnsupportedTargetError(f"{type(self.model).__name__} pools rows of one path: verify chains")
-            options["attention_mask"] = {layer_type: visible(lengths, ids.shape[1], cache.capacity, tree, window)}
+            mask = visible(lengths, ids.shape[1], cache.capacity, tree, window)
+            options["attention_mask"] = {sparse.mask_type: mask}
         elif tree is not None:
             options["block_ancestors"] = tree.ancestors
         running = self._pass
