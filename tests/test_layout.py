@@ -1,6 +1,7 @@
 """The project's rules for imports and sizes, read from the sources."""
 
 import ast
+import collections
 import importlib
 import re
 import subprocess
@@ -29,6 +30,7 @@ AROUND = {
     "internals": {"grammar", "receipts", "answers", "loading", "cli"},
 }
 DOOR = "options.py"  # of the core, to loading
+NAMED_TWICE = {"Block", "Sampling"}  # of classes; the server has its own
 USES_TRANSFORMERS = {"targets", "drafter", "hf", "loading", "cli"}
 
 
@@ -109,6 +111,16 @@ def test_a_module_that_moved_is_named():
 def test_a_file_is_one_subject():
     longer = {path.name: lines for path in MODULES if (lines := path.read_text().count("\n")) > FILE_LINES}
     assert longer.keys() <= {"reference.py"}, longer
+
+
+def test_one_class_name_is_one_class():
+    classes = collections.Counter(
+        node.name
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in classes.items() if count > 1} <= NAMED_TWICE
 
 
 def test_csrc_includes_no_torch():

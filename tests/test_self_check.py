@@ -197,7 +197,7 @@ def test_an_error_counts_in_its_process_only_and_a_full_gpu_is_not_checked(machi
     def turned_off(raised):
         registry._OFF.clear()
         check._CHECKED.clear()
-        monkeypatch.setattr(check, "check_kernels", lambda *_: [check.Finding("linear", 1, 0.1, 0, "x", raised)])
+        monkeypatch.setattr(check, "check_kernels", lambda *_: [check.KernelResult("linear", 1, 0.1, 0, "x", raised)])
         check.self_check(torch.device("cuda", 0))
         return [*ops.kernels_off()]
 
@@ -219,7 +219,7 @@ def test_a_fault_is_remembered_and_what_torch_raises_is_not(machine, monkeypatch
     monkeypatch.setattr(check, "check_kernels", full)
     check.self_check(torch.device("cuda", 0))
     check._CHECKED.clear()
-    monkeypatch.setattr(check, "check_kernels", lambda *_: [check.Finding("linear", 1.0, 0.1, 0, "it differs")])
+    monkeypatch.setattr(check, "check_kernels", lambda *_: [check.KernelResult("linear", 1.0, 0.1, 0, "it differs")])
     with pytest.warns(UserWarning, match=r"turns off CUDA kernels on a GPU.* linear: it differs") as warned:
         check.self_check(torch.device("cuda", 0))
     assert len(warned) == 1
@@ -237,8 +237,8 @@ def test_a_kernel_that_breaks_the_gpu_is_off_in_the_next_process_and_the_others_
 
     def check_kernels(*_):
         off.append([*ops.kernels_off()])
-        found = [check.Finding("linear", math.inf, 0.1, 0, "illegal", raised=True, broke=True)]
-        return [check.Finding("silu_mul", 1, 0.1, 0, "it differs")] if "linear" in ops.kernels_off() else found
+        found = [check.KernelResult("linear", math.inf, 0.1, 0, "illegal", raised=True, broke=True)]
+        return [check.KernelResult("silu_mul", 1, 0.1, 0, "it differs")] if "linear" in ops.kernels_off() else found
 
     monkeypatch.setattr(check, "check_kernels", check_kernels)
     with pytest.raises(RuntimeError, match=r"the CUDA kernel linear failed \(illegal\).* Start it again"):

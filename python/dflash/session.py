@@ -47,7 +47,7 @@ class RowEvent(NamedTuple):
 
 
 @dataclass
-class _Request:
+class _RunningRequest:
     """A request in its row."""
 
     answer: Answer
@@ -95,7 +95,7 @@ class Session:
         if (count := generator.engine.target.ranks.count) > 1:
             raise ValueError(f"a session needs a target in one process, this one is spread over {count}")
         self.generator = generator
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _RunningRequest] = {}
         self._idle = deque(range(generator.batch_size))  # longest first
         self._prefilled = 0  # tokens of prompts since the last step
         self._steps = 0
@@ -188,7 +188,7 @@ class Session:
             self._run.retire(row)
             raise
         self._idle.popleft()
-        self._requests[row] = _Request(answer, text, ids, began)
+        self._requests[row] = _RunningRequest(answer, text, ids, began)
         return row
 
     def step(self) -> list[RowEvent]:

@@ -182,7 +182,7 @@ def test_no_prompt_is_started_when_the_time_is_spent(tiny, monkeypatch, seconds,
         return real(self, ids)
 
     monkeypatch.setattr(compare.Comparison, "answer", answer)
-    budget = demo.Budget(seconds, clock)
+    budget = demo.TimeLimit(seconds, clock)
     found = demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny), Decoding(4), budget=budget)
     assert (found["prompts"], found["available"]) == (answered, 3)
     assert found["answerable"] == (answered > 1)  # the second prompt is the one with a single right answer

@@ -10,7 +10,7 @@ import torch
 
 from dflash import cli, ops
 from dflash.ops import switches
-from dflash.ops.check import OVERLAPPING, Finding
+from dflash.ops.check import OVERLAPPING, KernelResult
 from dflash_tools.commands import doctor
 
 
@@ -61,9 +61,9 @@ STATES = [
     ("CUDA kernels", {"cuda_status": "out of memory"}, "warning", "free the GPU"),
     ("CUDA kernels", {}, "ok", "running"),
     ("- linear", {}, "ok", "error 6.0e-03, at most 3.1e-02; 19 us"),
-    ("- linear", {"findings": [Finding("linear", math.inf, 0.03, 0, "it differs")]}, "error", "please report"),
+    ("- linear", {"findings": [KernelResult("linear", math.inf, 0.03, 0, "it differs")]}, "error", "please report"),
     ("- linear", {"kernels_off": {"linear": "DFLASH_KERNELS turns it off"}}, "warning", "unset DFLASH_KERNELS"),
-    ("- overlapping launches", {"findings": [Finding(OVERLAPPING, 0, 0, 0, "")]}, "ok", "same bits"),
+    ("- overlapping launches", {"findings": [KernelResult(OVERLAPPING, 0, 0, 0, "")]}, "ok", "same bits"),
     ("- kernels", {"findings": RuntimeError("no room")}, "warning", "not compared: RuntimeError: no room"),
     ("CUDA graphs", NONE, "ok", "no GPU"),
     ("CUDA graphs", {}, "ok", "used"),
@@ -80,7 +80,7 @@ STATES = [
 def test_the_state_of_the_gpu_and_its_kernels_is_reported(monkeypatch, name, machine, status, words):
     of = {"seen": True, "present": True, "cuda": "13.0", "capability": (9, 0), "off": ()}
     of |= {"has_cuda_kernels": True, "cuda_status": "", "overlaps": True, "graph_error": "", "kernels_off": {}}
-    of |= {"findings": [Finding("linear", 0.006, 0.031, 19, "")]} | machine
+    of |= {"findings": [KernelResult("linear", 0.006, 0.031, 19, "")]} | machine
     monkeypatch.setattr(torch.cuda, "is_available", lambda: of["seen"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

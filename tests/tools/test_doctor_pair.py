@@ -29,7 +29,7 @@ from tokenizers import processors
 from dflash import Generator, load_draft
 from dflash.loading import PAIR
 from dflash_tools.doctor import Pair, Prompts, Wiring, diagnose, find_prompts
-from dflash_tools.doctor.diagnosis import Answered, Replay, answer, record
+from dflash_tools.doctor.diagnosis import Answered, DraftReplay, answer, record
 from dflash_tools.doctor.wiring import Facts, variants
 
 # These take more places to tell from chance.
@@ -157,7 +157,7 @@ def decode(pair: Pair, ids: list[int]):
     out = generator.generate(torch.tensor([ids]), max_new_tokens=60, temperature=0.0, return_dict_in_generate=True)
     wiring = Wiring.read(pair.keys)
     recordings = record(pair.target, [Answered(out.sequences[0].tolist(), len(ids))], wiring.config.target_layer_ids)
-    replay = Replay(recordings, generator.engine.target, pair.drafter, 1000)
+    replay = DraftReplay(recordings, generator.engine.target, pair.drafter, 1000)
     return out.statistics.acceptance_lengths[0], replay.score(wiring).tokens.long().tolist()
 
 

@@ -24,7 +24,7 @@ from dflash.session import Session
 from dflash_serve.adopt import Adopter
 from dflash_serve.record import AnswerRecorder
 from dflash_serve.scheduler import Scheduler
-from dflash_tools.learn import Gain, LearnOptions, Replayer, Verdict, learn
+from dflash_tools.learn import CandidateGains, Gain, LearnOptions, Replayer, learn
 from dflash_tools.learn.learning import add_lora_, merge_lora_
 from dflash_tools.train import TargetFeatures, save_draft
 
@@ -149,13 +149,13 @@ def test_a_gain_is_adopted_if_it_is_sure_and_nothing_is_lost():
     assert gain.gain == pytest.approx(1 / 3)
     assert gain.low < gain.gain < gain.high
     assert (gain.before, gain.after) == (2, 8 / 3)
-    assert Verdict(gain, same).is_adopted
-    assert not Verdict(same, same).is_adopted
-    assert not Verdict(gain, Gain.of(fast, mixed)).is_adopted
+    assert CandidateGains(gain, same).is_adopted
+    assert not CandidateGains(same, same).is_adopted
+    assert not CandidateGains(gain, Gain.of(fast, mixed)).is_adopted
     unsure = Gain.of([[2, 2, 2, 2]] * 2, [[8], [1] * 8])  # one answer is four times as fast, the other half as fast
     assert unsure.low < 0 < unsure.high
-    assert not Verdict(unsure, same).is_adopted
-    first = str(Verdict(gain, same)).splitlines()[0]
+    assert not CandidateGains(unsure, same).is_adopted
+    first = str(CandidateGains(gain, same)).splitlines()[0]
     assert first == "Adopted: +33.3% tokens per step on new answers, +0.0% on general ones."
 
 
@@ -272,7 +272,7 @@ def test_few_answers_and_few_general_ones_are_refused(tmp_path, pair):
 
 def test_lora_changes_matrices_by_its_rank_and_nothing_else(tmp_path, monkeypatch):
     store, target, draft, base = lesson(tmp_path, 50, new=20)
-    monkeypatch.setattr(Verdict, "is_adopted", True)  # to look at it
+    monkeypatch.setattr(CandidateGains, "is_adopted", True)  # to look at it
     learn(store, target, draft, base, LearnOptions(steps=15, rank=2, learning_rate=1e-3))
     before, after = draft.state_dict(), dflash.load_draft(store.drafter_folder(1), dtype=torch.bfloat16).state_dict()
     changed = 0

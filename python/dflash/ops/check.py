@@ -47,7 +47,7 @@ _CHECKED: set[tuple[torch.device, torch.dtype]] = set()
 _ONE_AT_A_TIME = threading.Lock()
 
 
-class Finding(NamedTuple):
+class KernelResult(NamedTuple):
     """What a check of one kernel found.
 
     Attributes:
@@ -119,7 +119,7 @@ class Gpu:
             yield results
 
 
-def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 10) -> list[Finding]:
+def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 10) -> list[KernelResult]:
     """Compare every kernel with its twin in plain torch, and overlapping launches with those one by one.
 
     A kernel that breaks the GPU for this process is the last. Kernels have variants that are not asked for: other
@@ -133,7 +133,7 @@ def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 1
     Raises:
         Exception: whatever plain torch raises, which says nothing of the kernels.
     """
-    found: dict[str, Finding] = {}
+    found: dict[str, KernelResult] = {}
     current = torch.cuda.device(gpu.device) if gpu.device.type == "cuda" else contextlib.nullcontext()
     plain = torch.inference_mode(False), torch.no_grad(), torch.autocast(gpu.device.type, enabled=False)
     with contextlib.ExitStack() as settings:  # not the caller's
@@ -163,7 +163,7 @@ def _calls(sizes: Sizes) -> Iterator[tuple[str, Call]]:
             yield name, make() | {"ancestors": star.expand(sizes.batch, -1)[..., None].contiguous()}
 
 
-def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> Finding:
+def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> KernelResult:
     op = getattr(ops, name).op
     stored = {spec.name for spec in op.contract.tensors if spec.dtype is None or spec.dtype.startswith("T|")}
     for argument, value in call.items():
@@ -180,14 +180,14 @@ def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> Finding:
         except torch.OutOfMemoryError:
             raise
         except Exception as failure:
-            return Finding(op.kernel, math.inf, bound, 0.0, first_line(failure), True, _breaks(gpu, failure))
+            return KernelResult(op.kernel, math.inf, bound, 0.0, first_line(failure), True, _breaks(gpu, failure))
         seconds = time.perf_counter() - begin
     ours = _results(name, copy, out)
     if all(x.is_floating_point() for x in ours):
         call = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, call)
     error = max(map(_difference, ours, _results(name, call, getattr(reference, name)(**call))))
     fault = "" if error <= bound else f"it differs from plain torch (error {error:.2g} > {bound:.2g})"
-    return Finding(op.kernel, error, bound, seconds * 1e6, fault)
+    return KernelResult(op.kernel, error, bound, seconds * 1e6, fault)
 
 
 def _breaks(gpu: Gpu, failure: Exception) -> bool:
@@ -223,7 +223,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)) if theirs.numel() else 0.0
 
 
-def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> Finding:
+def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> KernelResult:
     """Run the four kernels of attention again and again: each reads what the one ahead of it writes."""
     launcher, g = gpu.launcher, torch.Generator().manual_seed(0)
     batch, rows, _, heads, kv_heads, dim, _, capacity, _ = SIZES[1]
@@ -266,7 +266,7 @@ def _compare_overlapping(gpu: Gpu, dtype: torch.dtype, layers: int) -> Finding:
         raise
     except Exception as failure:
         raised, broke, fault = True, _breaks(gpu, failure), first_line(failure)
-    return Finding(OVERLAPPING, math.inf if fault else 0.0, 0.0, 0.0, fault, raised, broke)
+    return KernelResult(OVERLAPPING, math.inf if fault else 0.0, 0.0, 0.0, fault, raised, broke)
 
 
 # ---------------------------------------------------------------------------------------------- once per machine
@@ -327,7 +327,7 @@ def _check(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def check_gpu(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[Finding]:
+def check_gpu(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[KernelResult]:
     """Check the kernels of a GPU, but not again those that broke it in another process: these are off.
 
     A kernel that breaks it now is the last, and is remembered.
@@ -338,7 +338,7 @@ def check_gpu(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list
     for each in found.values():
         if each.broke:
             _remember(machine, broke | {each.kernel: each.fault})
-    remembered = {name: Finding(name, math.inf, 0.0, 0.0, fault, True) for name, fault in broke.items()}
+    remembered = {name: KernelResult(name, math.inf, 0.0, 0.0, fault, True) for name, fault in broke.items()}
     return [*(found | remembered).values()]
 
 

@@ -51,7 +51,7 @@ def _select(
         for part in [slice(0, rows)] if running.is_prompt else [slice(row, row + 1) for row in range(rows)]:
             seen, one = mask[sequence, part], slice(sequence, sequence + 1)
             slots = seen.any(0).nonzero()[:, 0] if end is None else torch.arange(min(end, capacity))
-            options[name] = _Part(view, sequence, part, slots)
+            options[name] = _IndexerRows(view, sequence, part, slots)
             at = hidden[one, part], q_resid[one, part], tuple(x[one, part] for x in angles)
             found = slots[forward(self, *at, seen[None, :, slots], *rest, **options)[0].long()]
             chosen[sequence, part] = found[:, :1]  # stands in for those that there are too few of
@@ -59,7 +59,7 @@ def _select(
     return chosen
 
 
-class _Part:
+class _IndexerRows:
     """The cache of an indexer for some rows of one sequence."""
 
     def __init__(self, view: CacheView, sequence: int, rows: slice, slots: Tensor) -> None:

@@ -68,7 +68,7 @@ def _show_traceback(debug: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _TrainOptions:
     """Inputs and outputs of a run, the shape of a new drafter, how rows are encoded, and where the run happens."""
 
     model: options.Model
@@ -117,7 +117,7 @@ class _Run:
 @options.command(config=("eval_temperatures",))
 def train(
     *,
-    run: _Run,
+    run: _TrainOptions,
     config: TrainConfig,
     eval_temperatures: Annotated[str, "Temperatures of the held-out answers, as in 0,1."] = "0",
 ) -> None:
@@ -168,7 +168,7 @@ def _is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _check(run: _Run) -> str:
+def _check(run: _TrainOptions) -> str:
     if run.type not in (None, "dflash", "dflash2"):
         raise ValueError(f"--type must be dflash or dflash2, got {run.type!r}")
     if (sizes := run.given(_DFLASH2_SIZES)) and run.type != "dflash2":
@@ -189,7 +189,7 @@ def _check(run: _Run) -> str:
     return device
 
 
-def _initial_drafter(target: Any, tokenizer: Any, rows: Any, run: _Run, seed: int) -> Any:
+def _initial_drafter(target: Any, tokenizer: Any, rows: Any, run: _TrainOptions, seed: int) -> Any:
     init, kind, given, sizes = run.init, run.type, run.given(_SHAPE), run.given(_DFLASH2_SIZES)
     # 1. A new one, or that of --init, whose shape is fixed.
     if init is None:
@@ -221,7 +221,7 @@ def _expect_not_given(given: dict[str, Any]) -> None:
         raise ValueError(f"{options.option_of(next(iter(given)))} is fixed by --init: leave it out")
 
 
-def _rows(data: str | None, source: options.Source, target: Any, tokenizer: Any, run: _Run) -> Any:
+def _rows(data: str | None, source: options.Source, target: Any, tokenizer: Any, run: _TrainOptions) -> Any:
     if data is None:
         return None
     config = target.config.get_text_config(decoder=True)
@@ -259,7 +259,7 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
     return FeatureCache(folder)
 
 
-def _print_plan(trainer: Any, run: _Run) -> None:
+def _print_plan(trainer: Any, run: _TrainOptions) -> None:
     """Print what the run would do. Every process measures, the first prints."""
     plan = trainer.plan(cached=run.cache_features is not None)
     if run.cache_features is not None:

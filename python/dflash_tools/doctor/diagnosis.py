@@ -207,7 +207,7 @@ class Score(NamedTuple):
         return self.tokens.mean().item()
 
 
-class Replay:
+class DraftReplay:
     """Drafts at the same places of the same answers for every wiring, as a step does: one pass of the proposer each.
 
     Args:
@@ -417,7 +417,7 @@ def diagnose(
     out = Diagnosis(answers.acceptance_length, shares, block_size, *counts, prompts.origin)
     wiring = Wiring.read(pair.keys)
     longest = max(len(one.ids) for one in answers.sequences)
-    out.findings += check_weights(pair.drafter)
+    out.findings += check_finite_weights(pair.drafter)
     out.findings += check_positions(pair.keys, max(one.prompt_length for one in answers.sequences), longest)
     if pair.file is not None:
         out.findings += check_file(pair.file, targets.text_config(pair.target), prompts.tokenizer)
@@ -426,7 +426,7 @@ def diagnose(
     layers = range(target.num_hidden_layers)
     taps = sorted({tap + i for tap in wiring.config.target_layer_ids for i in reach if tap + i in layers})
     recordings = record(pair.target, answers.sequences, taps)
-    replay = Replay(recordings, answers.generator.engine.target, pair.drafter, places)
+    replay = DraftReplay(recordings, answers.generator.engine.target, pair.drafter, places)
     out.findings += check_features(replay, wiring)
     out.places = len(replay.anchors)
     # 3. Undo one fault after another, as long as a variant accepts more
@@ -454,7 +454,7 @@ def diagnose(
 # ---------------------------------------------------------------------------------------------- wirings
 
 
-def _search(out: Diagnosis, replay: Replay, wiring: Wiring, facts: Facts, show: Show) -> None:
+def _search(out: Diagnosis, replay: DraftReplay, wiring: Wiring, facts: Facts, show: Show) -> None:
     """Replace the wiring by the variant that accepts most, until none accepts more."""
     score = replay.score(wiring)
     out.replayed = score.mean
@@ -473,7 +473,7 @@ def _search(out: Diagnosis, replay: Replay, wiring: Wiring, facts: Facts, show: 
         out.findings.append(Finding("overflow", found, advice, score.mean))
 
 
-def _best(out: Diagnosis, replay: Replay, wiring: Wiring, facts: Facts, show: Show) -> tuple[Variant, Score]:
+def _best(out: Diagnosis, replay: DraftReplay, wiring: Wiring, facts: Facts, show: Show) -> tuple[Variant, Score]:
     """Return the variant that accepts most; ``out`` gets the trials of the first round."""
     recorded = replay.recordings[0].states
     every = [variant for variant in variants(wiring, facts) if recorded.keys() >= {*replay.layers(variant.wiring)}]
@@ -553,7 +553,7 @@ def _explain_low_acceptance(out: Diagnosis) -> None:
 # ---------------------------------------------------------------------------------------------- checks
 
 
-def check_weights(drafter: Drafter) -> Iterator[Finding]:
+def check_finite_weights(drafter: Drafter) -> Iterator[Finding]:
     """Find weights that are NaN or infinite."""
     broken = [name for name, weight in drafter.named_parameters() if not weight.isfinite().all()]
     if broken:
@@ -562,7 +562,7 @@ def check_weights(drafter: Drafter) -> Iterator[Finding]:
 
 
 @torch.no_grad()
-def check_features(replay: Replay, wiring: Wiring) -> Iterator[Finding]:
+def check_features(replay: DraftReplay, wiring: Wiring) -> Iterator[Finding]:
     """Find taps and fused features that are not finite or near zero."""
     layers, every = replay.layers(wiring), [recording.states for recording in replay.recordings]
     # 1. The target's states

@@ -53,7 +53,7 @@ class Gain(NamedTuple):
         return f"{self.before:.2f} to {self.after:.2f} tokens per step, {change}, {self.answers} answers"
 
 
-class Verdict(NamedTuple):
+class CandidateGains(NamedTuple):
     """What was found of a candidate.
 
     Attributes:
@@ -82,6 +82,6 @@ class Verdict(NamedTuple):
         )
 
 
-def judge(before: tuple[Steps, Steps], after: tuple[Steps, Steps]) -> Verdict:
+def judge(before: tuple[Steps, Steps], after: tuple[Steps, Steps]) -> CandidateGains:
     """Compare a candidate with the drafter before it; each is the steps of own answers and of general ones."""
-    return Verdict(Gain.of(before[0], after[0]), Gain.of(before[1], after[1]))
+    return CandidateGains(Gain.of(before[0], after[0]), Gain.of(before[1], after[1]))

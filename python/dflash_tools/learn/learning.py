@@ -29,7 +29,7 @@ from ..train.config import TrainConfig
 from ..train.features import FeatureCache, TargetFeatures, cache_features
 from ..train.model import check_trainable
 from ..train.trainer import StepTotals, Trainer
-from .gate import Steps, Verdict, judge
+from .gate import CandidateGains, Steps, judge
 from .replay import Replayer
 
 LEAST_ANSWERS = 50
@@ -79,7 +79,7 @@ Say = Callable[[str], None]
 def learn(
     store: Store, target: nn.Module, draft: Drafter, base: Any, options: LearnOptions | None = None,
     *, say: Say = lambda _: None,
-) -> Verdict:  # fmt: skip
+) -> CandidateGains:  # fmt: skip
     """Train the drafter that is served on the answers of ``store``, and have it adopted if it is better.
 
     Half of each step are general answers, so that the drafter forgets nothing. The newest tenth of the own answers, and
@@ -116,7 +116,7 @@ def learn(
 def _learn(
     store: Store, target: nn.Module, draft: Drafter, base: Any, options: LearnOptions, wait: Callable[[], None],
     say: Say,
-) -> Verdict:  # fmt: skip
+) -> CandidateGains:  # fmt: skip
     # 1. The answers of this run, which stay whatever the server drops meanwhile.
     run, own = _Run.begin(store, options), []
     for path in run.files:

@@ -23,7 +23,7 @@ from dflash.internals import (
     targets,
 )
 
-from .compare import Answer, Comparison, Decoding, describe, pair_runners
+from .compare import Comparison, Decoding, TimedAnswer, describe, pair_runners
 from .datasets import Conversation
 from .progress import bars
 
@@ -75,7 +75,7 @@ def distinct_ngrams(answer: Sequence[int], size: int = _NGRAM) -> tuple[int, int
     return len(set(grams)), len(grams)
 
 
-def count_steps(prompt_tokens: int, answer: Answer) -> StepCounts:
+def count_steps(prompt_tokens: int, answer: TimedAnswer) -> StepCounts:
     """Count the steps of an answer, each in the bucket of the position that it starts from."""
     starts = itertools.accumulate(answer.steps, initial=prompt_tokens)  # the first token comes from the prompt
     steps = zip(starts, answer.steps, answer.rows, answer.step_seconds, strict=False)  # no step starts at the end
@@ -89,10 +89,10 @@ def _total(counts: Iterable[tuple[str, Sequence[float]]]) -> StepCounts:
     return total
 
 
-def _record(prompt: Sequence[int], answers: Mapping[str, Answer]) -> Record:
+def _record(prompt: Sequence[int], answers: Mapping[str, TimedAnswer]) -> Record:
     expected, chain = answers["one-token"], answers["dflash"]
 
-    def drafted(answer: Answer) -> Record:
+    def drafted(answer: TimedAnswer) -> Record:
         return {
             "new_tokens": len(answer.ids),
             "seconds": answer.seconds,

@@ -32,7 +32,7 @@ class Decoding:
     tree: Annotated[int | Literal["auto"] | None, "Rows of draft trees, measured next to chains."] = None
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """One answer: its tokens, the tokens of each step, all its seconds, and the rows and seconds of each step."""
 
     ids: list[int]
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
     step_seconds: Sequence[float] = ()
 
 
-Runner = Callable[..., Answer]  # runner(prompt ids, max_new_tokens=None)
+Runner = Callable[..., TimedAnswer]  # runner(prompt ids, max_new_tokens=None)
 
 
 class GeneratorRunner:
@@ -51,12 +51,12 @@ class GeneratorRunner:
     def __init__(self, generator: Generator, decoding: Decoding, device: torch.device | str = "cpu") -> None:
         self.generator, self.decoding, self.device = generator, decoding, device
 
-    def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
+    def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> TimedAnswer:
         began = time.perf_counter()
         out = self.generator.generate(**self._arguments(ids, max_new_tokens), return_dict_in_generate=True)
         new = out.sequences[0, len(ids) :].tolist()  # also waits for the device
         seconds, found = time.perf_counter() - began, out.statistics
-        return Answer(new, found.acceptance_lengths[0], seconds, found.rows, found.step_seconds)
+        return TimedAnswer(new, found.acceptance_lengths[0], seconds, found.rows, found.step_seconds)
 
     def stream(self, ids: Sequence[int]) -> Iterator[StreamEvent]:
         """Answer one prompt, event by event."""
@@ -83,7 +83,7 @@ class TransformersRunner:
         if decoding.temperature > 0:  # without top_k=0, transformers would keep the 50 best
             self._arguments |= {"temperature": decoding.temperature, "top_k": 0}
 
-    def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
+    def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> TimedAnswer:
         new = min(max_new_tokens or self.max_new_tokens, self.max_new_tokens)
         began = time.perf_counter()
         prompt = torch.tensor([ids], dtype=torch.int64, device=self.target.get_input_embeddings().weight.device)
@@ -91,7 +91,7 @@ class TransformersRunner:
             torch.manual_seed(self.seed)
             mask = torch.ones_like(prompt)
             out = self.target.generate(prompt, attention_mask=mask, max_new_tokens=new, **self._arguments)
-        return Answer(out[0, len(ids) :].tolist(), [], time.perf_counter() - began)
+        return TimedAnswer(out[0, len(ids) :].tolist(), [], time.perf_counter() - began)
 
 
 def pair_runners(
@@ -130,7 +130,7 @@ class Comparison:
             runner(ids, WARM_UP_TOKENS)
         self.is_warm = True
 
-    def answer(self, ids: Sequence[int]) -> dict[str, Answer]:
+    def answer(self, ids: Sequence[int]) -> dict[str, TimedAnswer]:
         """Return the answers to one prompt, by runner."""
         names = list(self.runners)
         first = self._answered % len(names)
@@ -138,7 +138,7 @@ class Comparison:
         return {name: self.runners[name](ids) for name in names[first:] + names[:first]}
 
 
-def add_up(answers: Sequence[Answer], block_size: int = 1) -> Statistics:
+def add_up(answers: Sequence[TimedAnswer], block_size: int = 1) -> Statistics:
     """Return the statistics of one call that wrote all answers."""
     steps, tokens = [answer.steps for answer in answers], [len(answer.ids) for answer in answers]
     return Statistics(steps, block_size, tokens, 0.0, sum(answer.seconds for answer in answers))

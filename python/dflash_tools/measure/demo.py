@@ -60,7 +60,7 @@ def encode(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor([text_ids(tokenizer, text, bos=True)], dtype=torch.int64, device="cpu")
 
 
-class Budget:
+class TimeLimit:
     """Seconds to spend, from now on; None is no limit. ``clock`` gives seconds from any start."""
 
     def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -79,7 +79,7 @@ def measure(
     decoding: Decoding,
     *,
     encode: Callable[[Any, str], Tensor] = encode,
-    budget: Budget | None = None,
+    budget: TimeLimit | None = None,
     show: Show | None = None,
 ) -> dict[str, Any]:
     """Answer prompts with transformers' ``generate``, one token per step, DFlash and, if asked for, DFlash with trees.
@@ -103,7 +103,7 @@ def measure(
     Raises:
         ValueError: an argument is out of range, or a prompt and its answer may pass the model's positions.
     """
-    budget = budget or Budget()
+    budget = budget or TimeLimit()
     # 1. Encode all prompts, and build what answers them.
     ids = [encode(tokenizer, prompt.text)[0].tolist() for prompt in prompts]
     shortest, longest = min(ids, key=len), max(ids, key=len)
@@ -192,7 +192,7 @@ def run_demo(
         raise ValueError(f"--seconds must be above 0, got {seconds}")
     if 0 < decoding.temperature < _LEAST_TEMPERATURE:
         raise ValueError(f"temperature must be 0 or at least {_LEAST_TEMPERATURE} here, got {decoding.temperature}")
-    budget = Budget(None if prompts is not None else SECONDS if seconds is None else seconds)
+    budget = TimeLimit(None if prompts is not None else SECONDS if seconds is None else seconds)
     known = demo_prompts(folder) if load is None else list(map(Prompt, QUESTIONS))
     if prompt is not None and not prompt.endswith(ARROW) and all(other.text.endswith(ARROW) for other in known):
         prompt += ARROW

@@ -95,7 +95,7 @@ def default_gamma(block_size: int) -> float:
     return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
 
 
-class Blocks(NamedTuple):
+class BatchBlocks(NamedTuple):
     """The blocks of a batch. Sequences with fewer anchors are padded with blocks of weight 0.
 
     Attributes:
@@ -148,7 +148,7 @@ def sample_anchors(
 
 def make_blocks(
     input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, valid: Tensor, block_size: int, mask_id: int, gamma: float
-) -> Blocks:
+) -> BatchBlocks:
     """Build the blocks ``[batch, anchors, block]`` at ``anchors`` and ``valid``, both from `sample_anchors`.
 
     Args:
@@ -168,4 +168,4 @@ def make_blocks(
     counted = supervised.long().cumprod(-1).bool() & valid[..., None]
     weights = torch.exp(-(slot - 1).float() / gamma) * counted * (slot > 0)
     ids = torch.where(slot == 0, labels, mask_id)
-    return Blocks(anchors, ids, torch.where(inside, labels, 0), weights)
+    return BatchBlocks(anchors, ids, torch.where(inside, labels, 0), weights)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from dflash import DraftConfig, Drafter
 from dflash.internals import CandidateSelector, GroupedConv, MarkovHead, drafter_config, targets
 
-from .batches import Blocks
+from .batches import BatchBlocks
 
 
 def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int | None = None, rows: Any = None) -> int:
@@ -571,7 +571,7 @@ class _SlotLosses(NamedTuple):
 
 def block_loss(
     hidden: Tensor,
-    blocks: Blocks,
+    blocks: BatchBlocks,
     logits: Callable[[Tensor], Tensor],
     *,
     draft_ids: Tensor | None = None,
@@ -677,7 +677,7 @@ def _candidates(scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def _count(out: BlockLoss, blocks: Blocks, rows: Tensor, right: Tensor) -> None:
+def _count(out: BlockLoss, blocks: BatchBlocks, rows: Tensor, right: Tensor) -> None:
     counted = blocks.weights > 0
     correct = torch.zeros_like(counted)
     correct.view(-1)[rows] = right

@@ -26,7 +26,7 @@ from dflash.internals import check_config, files, scale_logits, target_ids, targ
 
 from ..measure.compare import Decoding, GeneratorRunner
 from ..measure.progress import bars
-from .batches import Batches, Blocks, add_noise, default_gamma, make_blocks, mix_seed, pad, sample_anchors
+from .batches import BatchBlocks, Batches, add_noise, default_gamma, make_blocks, mix_seed, pad, sample_anchors
 from .checkpoint import CheckpointError, resume_run, save_draft, save_run
 from .config import TrainConfig
 from .data import MeasuredRows, hold_out
@@ -377,7 +377,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(key)
         anchors, valid = sample_anchors(loss_mask, config.anchors, generator)
         blocks = make_blocks(ids, loss_mask, anchors, valid, draft.block_size, draft.mask_token_id, self.gamma)
-        blocks = Blocks(*(tensor.to(self.device) for tensor in blocks))
+        blocks = BatchBlocks(*(tensor.to(self.device) for tensor in blocks))
         # 2. Read the target's features and the embeddings of the blocks
         with self.accelerator.autocast():
             self._lap("data")
