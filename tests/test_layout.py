@@ -34,11 +34,13 @@ NAMED_TWICE = {"Block", "Sampling"}  # of classes; the server has its own
 USES_TRANSFORMERS = {"targets", "drafter", "hf", "loading", "cli"}
 
 
-def imports(path: Path) -> dict[str, set[str]]:
-    """Absolute names of the modules that a file imports, with the names taken from each."""
+def imports(path: Path, typing: bool = True) -> dict[str, set[str]]:
+    """Absolute names of the modules that a file imports, with the names taken from each; or not those for types."""
     found: dict[str, set[str]] = {}
-    package = path.relative_to(PYTHON).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
+    package, tree = path.relative_to(PYTHON).parent.parts, ast.parse(path.read_text())
+    if not typing:
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found.setdefault(alias.name, set())
@@ -50,9 +52,9 @@ def imports(path: Path) -> dict[str, set[str]]:
 
 
 def rooms(path: Path) -> set[str]:
-    """Folders and modules of the engine that a file of the engine imports."""
+    """Folders and modules of the engine that a file of the engine imports when it runs."""
     names = set()
-    for module, taken in imports(path).items():
+    for module, taken in imports(path, typing=False).items():
         if module.split(".")[0] == "dflash":
             names |= {module.split(".")[1]} if "." in module else taken
     return names

@@ -184,7 +184,7 @@ class Generator:
             prompt_lookup=options["prompt_lookup"] or 0,
         )  # fmt: skip
         if options["on_answer"] is not None:
-            self.engine.hand_out(options["on_answer"])
+            self.engine.record_answers(options["on_answer"])
         # 2. What launches the steps. The step after the last may still be running when the generator is freed; the
         # memory that it writes must not be another's by then.
         on_gpu = self.engine.target.device.type == "cuda"
@@ -348,7 +348,11 @@ class Generator:
         reuse = self.reuse_prefix and last is not None and last.consistent and self._known.filled(self._modules)
         if call.pictures is not None or (last is not None and last.has_pictures):  # ids do not tell pictures apart
             reuse = False
-        reuse = self.engine.agrees_to_reuse(call, self.prefill_chunk, reuse)
+        if call.prompt_logprobs:  # a prompt that is cached has no logits
+            reuse = False
+        if self.engine.target.ranks.count > 1:
+            self.engine.check_ranks_agree(call, self.prefill_chunk)
+            reuse = self.engine.target.ranks.all(reuse)
         run = self.begin_run(call, reads_ids=reads_ids)
         # 2. Set up the engine, with the prompts in its first rows.
         self.engine.configure(call)

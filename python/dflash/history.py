@@ -9,7 +9,7 @@ from . import ops
 from .cache import KVCache
 
 
-class History(KVCache):
+class FeatureHistory(KVCache):
     """What the target has computed of all positions: features, as the keys of a layer, and its best tokens.
 
     Attributes:

@@ -24,7 +24,7 @@ from .sampling import Sampling
 
 if TYPE_CHECKING:
     from .drafter import Drafter
-    from .history import History
+    from .history import FeatureHistory
     from .targets import Target
 
 RUNNING, STOPPED, FULL, INVALID = ops.ROW_STATES
@@ -187,7 +187,7 @@ class State:
         self.report = Report(batch, block_size, len(TREE_SIZES) if tree_rows else 0, device)
         # [n] int64, the rows that the next step continues, where it may leave out the others; None for all.
         self.live: Tensor | None = None
-        self.history: History | None = None  # the target's features at all positions, where somebody records them
+        self.history: FeatureHistory | None = None  # of all positions, if answers are recorded
         self.is_readable = False  # True while the host may look at these tensors: no device has to be waited for
 
     @property

@@ -19,7 +19,7 @@ from ..streaming import BatchDecoder, StopFinder
 from .graphs import Replay
 from .prefill import PicturesError, Prefill
 from .prefix import PrefixCache
-from .step import Engine, host_step, step
+from .step import GRAMMAR_OBSTACLE, Engine, host_step, step
 
 _FINISH_REASONS = {STOPPED: "stop", FULL: "length"}
 
@@ -172,6 +172,7 @@ class Run:
         self.engine, self.runner, self.reads_ids = engine, runner, reads_ids
         self.answers: list[Answer | None] = [None] * engine.batch_size
         self.consistent = self.failed = self.ended = self.has_pictures = False
+        self._leaves_out = engine.leaves_out and not runner.ahead  # True if steps leave out the rows that are done
         self._device_step, self._obstacle, self._must_capture = device_step, obstacle, must_capture
         self.prompts: deque[tuple[Prefill, float]] = deque()
         self._costs: dict[int, dict[int, float]] = {}  # by the number of rows that run
@@ -212,15 +213,6 @@ class Run:
         """The answers that the next step continues."""
         return [answer for answer in self.answers if answer is not None and answer.done == RUNNING]
 
-    @property
-    def _is_masked(self) -> bool:
-        return self.engine.grammar_masks is not None
-
-    @property
-    def _obstacle_now(self) -> str:
-        """Why the next step must not be captured; empty if it may."""
-        return self._obstacle or ("a grammar's masks are made on the host" if self._is_masked else "")
-
     def run_chunk(self) -> list[Answer]:
         """Run one chunk of the prompt that waited longest for one; return the answers that begin with it."""
         self.require_open()
@@ -238,13 +230,14 @@ class Run:
             self.prompts.append((prefill, began))
             return []
         prefill.choose_first()
-        state, rows = self.engine.state, prefill.rows
+        engine, state, rows = self.engine, self.engine.state, prefill.rows
         columns = state.length[rows].tolist(), state.done[rows].tolist(), state.anchor[rows, 0].tolist()
         for answer, length, done, token in zip(answers, *columns, strict=True):
             answer.num_prefilled_tokens -= prefill.num_loaded
             answer.follow(length, done, [token], length, state)
             self._read_details(answer, is_first=True)
-            self._tell_end(answer)
+            if engine.on_answer is not None:
+                self._record(answer)
         seconds = time.perf_counter() - began
         for answer in answers:
             answer.time_to_first_token = seconds
@@ -261,8 +254,9 @@ class Run:
         self.require_open()
         # 1. Choose the step. With Python rules it is read at once: they must not see tokens that will not count.
         engine, runner, began, running = self.engine, self.runner, time.perf_counter(), self.running
-        waits, obstacle = engine.host_rules is not None, self._obstacle_now
-        launched = functools.partial(host_step, engine) if waits or self._is_masked else self._device_step
+        waits, is_masked = engine.host_rules is not None, engine.grammar_masks is not None
+        launched = functools.partial(host_step, engine) if waits or is_masked else self._device_step
+        obstacle = self._obstacle or (GRAMMAR_OBSTACLE if is_masked else "")
         for answer in filter(None, self.answers):
             answer.new_ids, answer.accepted, answer.logprobs, answer.prompt_logprobs = [], 0, [], None
         # 2. Launch.
@@ -272,7 +266,7 @@ class Run:
             engine.budget.costs = self._costs_of(len(running))
         leaves_out = self._leaves_out and len(running) < engine.batch_size
         rows = [answer.row for answer in running]
-        live = torch.tensor(rows, device=engine.target.device) if leaves_out else None
+        live = torch.tensor(rows, device=engine.state.tokens.device) if leaves_out else None
         self.consistent = False
         with self._shapes_follow(live):
             while len(self._launched) <= (0 if waits else runner.ahead):
@@ -287,16 +281,11 @@ class Run:
         self.consistent = not self.failed
         return continued
 
-    @property
-    def _leaves_out(self) -> bool:
-        """True if steps leave out the rows that are done."""
-        return self.engine.leaves_out and not self.runner.ahead
-
     @contextlib.contextmanager
     def _shapes_follow(self, live: Tensor | None) -> Iterator[None]:
         """Let steps continue only the rows ``live [n]`` int64, None for all, and follow counters if that is allowed."""
         state = self.engine.state
-        state.live, state.is_readable = live, self._leaves_out and self.engine.target.device.type == "cpu"
+        state.live, state.is_readable = live, self._leaves_out and state.tokens.is_cpu
         try:
             yield
         finally:
@@ -305,9 +294,9 @@ class Run:
     def learn_costs(self) -> None:
         """Tell the engine's budget what steps of each size cost, of one row and of all. Measured once per kind."""
         engine, runner, waits = self.engine, self.runner, self.engine.host_rules is not None
-        obstacle, timed = self._obstacle_now, self._device_step
-        if waits or self._is_masked:
-            timed = functools.partial(step, engine)
+        is_masked = engine.grammar_masks is not None
+        obstacle = self._obstacle or (GRAMMAR_OBSTACLE if is_masked else "")
+        timed = functools.partial(step, engine) if waits or is_masked else self._device_step
 
         def time_step() -> float:
             start = runner.clock()
@@ -347,7 +336,8 @@ class Run:
             self._read_details(answer)
             answer.rows.append(rows)
             continued.append(answer)
-            self._tell_end(answer)
+            if engine.on_answer is not None:
+                self._record(answer)
         seconds = time.perf_counter() - began
         for answer in continued:
             answer.step_seconds.append(seconds)
@@ -368,12 +358,11 @@ class Run:
         if is_first:
             answer.prompt_logprobs = answer.read_prompt_logprobs(engine.logprobs)
 
-    def _tell_end(self, answer: Answer) -> None:
-        """Hand out an answer that has ended."""
-        engine, state, row = self.engine, self.engine.state, answer.row
-        if engine.on_answer is None or answer.done not in _FINISH_REASONS or not answer.call.store:
+    def _record(self, answer: Answer) -> None:
+        """Pass an answer on if it has ended."""
+        engine, state, row, end = self.engine, self.engine.state, answer.row, answer.length + 1
+        if answer.done not in _FINISH_REASONS or not answer.call.store:
             return
-        end = answer.length + 1
         engine.on_answer(FinishedAnswer(
             answer.call, int(state.sampling.seeds[row]), _FINISH_REASONS[answer.done], state.tokens[row, :end],
             answer.prompt_length, answer.acceptance_lengths, *state.history.of(row, answer.prompt_length, end),

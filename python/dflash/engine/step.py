@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import ops
 from ..call import Call, tree_rows
 from ..drafter import Drafter
-from ..history import History
+from ..history import FeatureHistory
 from ..outputs import FinishedAnswer
 from ..proposers import ChainProposer, LookupProposer, TreeProposer, chain_widths
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance
@@ -23,6 +23,10 @@ from ..state import FULL, RUNNING, STOPPED, Block, Logprobs, State
 from ..targets import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
 
+if TYPE_CHECKING:
+    from ..grammar import GrammarMasks
+
+GRAMMAR_OBSTACLE = "a grammar's masks are made on the host"  # why steps must not be captured
 _MAX_RULES = 16  # of different layouts; each holds up to six tensors over the vocabulary
 
 
@@ -40,7 +44,7 @@ def step(engine: Engine) -> None:
     raw = engine.target.verify(block, state)  # also writes the drafter's next input
     logits = engine.rules.apply(raw, block, state)
     choices = engine.acceptance.choose(logits, block, state)
-    engine.keep_(raw, choices)
+    engine.store_logits_(raw, choices)
     engine.commit_(block, choices)
 
 
@@ -62,7 +66,7 @@ def host_step(engine: Engine) -> None:
         chosen = (engine.acceptance.choose(logits, block, state),)
     else:
         chosen = walk(engine, block, logits, state, state.done.tolist())
-    engine.keep_(raw, chosen[0])
+    engine.store_logits_(raw, chosen[0])
     engine.commit_(block, *chosen)
 
 
@@ -193,14 +197,14 @@ class Engine:
         # Made at first use, and kept: graphs hold their addresses.
         self._rejection: RejectionAcceptance | None = None
         self._logprobs: Logprobs | None = None
-        self._masks: Any = None
+        self._masks: GrammarMasks | None = None
         self._rules: OrderedDict[tuple, LogitRules] = OrderedDict()
         self._apply_settings()
 
-    def hand_out(self, on_answer: Callable[[FinishedAnswer], None]) -> None:
+    def record_answers(self, on_answer: Callable[[FinishedAnswer], None]) -> None:
         """Call ``on_answer`` with every answer that ends, and keep the target's features of all positions for it."""
         self.on_answer = on_answer
-        self.state.history = History(self.state.context, self.state.tokens.shape[1])
+        self.state.history = FeatureHistory(self.state.context, self.state.tokens.shape[1])
 
     def refresh(self) -> None:
         """Notice weights whose storage was replaced; called once per call, outside of the step."""
@@ -216,20 +220,12 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ rows and calls
 
-    def agrees_to_reuse(self, call: Call, chunk: int, reuse: bool) -> bool:
-        """Return True if every process of the target wants ``reuse``, and the call can.
-
-        Raises:
-            ValueError: they begin different calls, or ask for log probabilities, which only one process gives.
-        """
+    def check_ranks_agree(self, call: Call, chunk: int) -> None:
+        """Raise ValueError if the target's processes begin different calls, or cannot run this one together."""
         ranks = self.target.ranks
-        if call.logprobs is not None and ranks.count > 1:
+        if call.logprobs is not None:
             raise ValueError(f"logprobs need a target in one process, this one is spread over {ranks.count}")
-        reuse = reuse and not call.prompt_logprobs  # a prompt that is cached has no logits
-        if ranks.count == 1:
-            return reuse
         ranks.compare("its prompts or arguments", lambda: (call.decisive(), chunk, self.block_size, self.widths))
-        return ranks.all(reuse)
 
     def check_pictures(self, call: Call) -> None:
         """Raise ValueError if a call's prompts have pictures that the target cannot run."""
@@ -317,8 +313,8 @@ class Engine:
             masks.set_(row, matcher, len(prompt))
 
     @property
-    def grammar_masks(self) -> Any:
-        """Tokens that the grammars of calls allow, a `dflash.grammar.GrammarMasks`; None if no row has one."""
+    def grammar_masks(self) -> GrammarMasks | None:
+        """Tokens that the grammars of calls allow; None if no row has one."""
         return self._masks if self._masks is not None and self._masks.are_used else None
 
     def _apply_settings(self) -> None:
@@ -358,7 +354,7 @@ class Engine:
         if call is not None and call.host_rules is not None:
             return "logits_processor and stopping_criteria run on the host"
         if call is not None and call.grammars:
-            return "a grammar's masks are made on the host"
+            return GRAMMAR_OBSTACLE
         if hook:
             return f"a graph would not call the target's hook on {hook}"
         if self.draft is not None and (hook := first_hook(self.draft)):
@@ -426,8 +422,8 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ the end of a step
 
-    def keep_(self, logits: Tensor, choices: Tensor) -> None:
-        """Keep what is asked for of a chain's logits and choices. Call it before `commit_`."""
+    def store_logits_(self, logits: Tensor, choices: Tensor) -> None:
+        """Store the log probabilities and best tokens that are asked for, of a chain. Call it before `commit_`."""
         if self.logprobs is not None:
             self.logprobs.write_(slice(None), logits, choices, self.state.positions(choices.shape[1]))
         if self.state.history is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from ..sampling import LogitRules, RejectionAcceptance, Sampling
 from ..state import RUNNING, Block, State, scatter_rows
 from ..targets import Target
 from .lookup import look_up
+
+if TYPE_CHECKING:
+    from ..grammar import GrammarMasks
 
 
 @dataclass
@@ -113,14 +116,14 @@ class DraftPass:
         draft.share_(target.embedding_weight, target.head)
         self._multiplier, self._softcap = _scales(target.config) if draft.config.scales_like_target else (1.0, 0.0)
 
-    def follow(self, state: State) -> Block:
-        """Return a block of one row, which drafts nothing, and bring the drafter's cache up to date."""
+    def advance(self, state: State) -> Block:
+        """Return a block of one row, which drafts nothing; the drafter's cache takes up what was emitted."""
         self.draft.follow_(state.waiting_features(), state.num_context, state.length, state.draft_cache)
         return Block(state.anchor)
 
-    def rest(self, state: State) -> Block:
-        """Return a block of one row, which drafts nothing. Its features go into the cache later if they may wait."""
-        return Block(state.anchor, waits=True) if state.can_wait() else self.follow(state)
+    def wait_or_advance(self, state: State) -> Block:
+        """Return a block of one row, which drafts nothing. If its features may wait, many are taken up at once."""
+        return Block(state.anchor, waits=True) if state.can_wait() else self.advance(state)
 
     def rows_for(self, state: State, num_drafts: int, drafts: Tensor | None = None) -> DraftRows:
         """Embed a block after each row's last token, with ``drafts [batch, num_drafts]`` int64 or masks."""
@@ -201,7 +204,7 @@ class ChainProposer(DraftPass):
 
     def configure(
         self, rules: LogitRules, passes: int, rejection: RejectionAcceptance | None = None,
-        masks: Any = None,
+        masks: GrammarMasks | None = None,
     ) -> None:  # fmt: skip
         """Choose how to draft from now on.
 
@@ -209,7 +212,7 @@ class ChainProposer(DraftPass):
             rules: the logit rules of all rows.
             passes: of the drafter over each block.
             rejection: remembers the drafter's distribution, from which drafts are drawn; None for keyed noise.
-            masks: tokens that the rows' grammars allow, a `dflash.grammar.GrammarMasks`; None for none.
+            masks: what the rows' grammars allow; None for none.
         """
         self.rows, self.passes, self.rules = self.block_size, passes, rules
         self._rejection, self._masks = rejection, masks
@@ -222,12 +225,12 @@ class ChainProposer(DraftPass):
     def propose(self, state: State) -> Block:
         """Return a drafted block for every row."""
         if self.rows == 1:
-            return self.rest(state)
+            return self.wait_or_advance(state)
         found = None
         if self._ngram and self._rejection is None:
             found = look_up(state.tokens, state.length, self._ngram, self.rows - 1)
         if found is not None and _is_all_found(found, state):
-            anchor, drafts, is_checked = self.follow(state).ids, found, False
+            anchor, drafts, is_checked = self.advance(state).ids, found, False
         else:
             anchor, drafts, is_checked = self._draft(state)
             if found is not None:

@@ -67,7 +67,7 @@ class TreeProposer(DraftPass):
     def propose(self, state: State) -> Block:
         """Return a drafted tree for every row."""
         if self.rows == 1:
-            return self.rest(state)
+            return self.wait_or_advance(state)
         # 1. One pass of the drafter over masks.
         block = self.rows_for(state, self.num_drafts)
         features = self.draft.fuse(state.waiting_features(), state.num_context)

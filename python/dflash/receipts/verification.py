@@ -341,7 +341,8 @@ def _mismatches_of(
     number of prompt tokens per pass.
     """
     # 1. Run the prompts; their last row chooses the first token.
-    engine.agrees_to_reuse(call, chunk, False)
+    if engine.target.ranks.count > 1:
+        engine.check_ranks_agree(call, chunk)
     engine.refresh()
     engine.configure(call)
     nothing = [0] * len(answers)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..cache import KVCache, RecurrentCache
 from ..ops import WeightStorage
-from ..state import Tree, scatter_rows
+from ..state import Block, State, Tree, scatter_rows
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest
 from .fused import NOT_FUSED, fuse, use_experts_op
@@ -176,10 +176,8 @@ class Target:
 
         It does not with experts, whose routers are transformers' modules.
         """
-        return self._runs_fused(rows) and all(layer.experts is None for layer in self._fused.stack.layers)
-
-    def _runs_fused(self, rows: int) -> bool:
-        return self._fused is not None and self._fused.handles(rows)
+        fused = self._fused
+        return fused is not None and fused.handles(rows) and all(layer.experts is None for layer in fused.stack.layers)
 
     def forward(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor = 0,
@@ -211,7 +209,7 @@ class Target:
                 f"{type(self.model).__name__}: verify chains"
             )
         cache.begin_pass_(lengths, keep)
-        if self._runs_fused(ids.numel()):
+        if self._fused is not None and self._fused.handles(ids.numel()):
             logits, tapped = self._fused.forward(ids, lengths, cache, logits_to_keep, tree, features)
             taps = [tapped] if features is None else []
         else:
@@ -281,7 +279,7 @@ class Target:
         strange = [given for given in pictures if given not in known]
         return f"{name} takes {', '.join(known)}, and no {', '.join(strange)}" if strange else ""
 
-    def verify(self, block: Any, state: Any) -> Tensor:
+    def verify(self, block: Block, state: State) -> Tensor:
         """Run a block, and write its features into ``state.features(block)`` for the drafter's next pass.
 
         Returns its logits ``[batch, rows, vocab]``. The rows are at positions ``state.length[b] + i``, those of a tree
@@ -303,7 +301,7 @@ class Target:
             features.copy_(torch.cat(taps, -1))
         return logits
 
-    def _can_leave_out(self, block: Any, live: Tensor) -> bool:
+    def _can_leave_out(self, block: Block, live: Tensor) -> bool:
         """Return True if a pass over a block can leave out sequences. The others' bits do not depend on it."""
         if self._fused is None or self.is_recurrent:
             return False
@@ -312,7 +310,7 @@ class Target:
         )  # with more rows other products are torch's
         return self._fused.stack.is_one_op(len(sequences) * block.ids.shape[1], self.embedding_weight)
 
-    def _verify_live(self, block: Any, state: Any) -> Tensor:
+    def _verify_live(self, block: Block, state: State) -> Tensor:
         """Run `verify` for the sequences in ``state.live``."""
         live, cache = state.live, state.target_cache.only(state.live)
         tree = None if block.tree is None else Tree(*(part[live] for part in block.tree))
