@@ -160,7 +160,7 @@ class Call:
         }
         return cls(**kept | own)
 
-    def stated(self) -> dict[str, Any]:
+    def recorded(self) -> dict[str, Any]:
         """Return the settings that a receipt states, by name: those that decide the text, without the seed."""
         own = {**vars(self), **self.sampling._asdict(), "min_new_tokens": 0, **self.rules}
         own["stop_token_ids"] = tuple(self.stop_token_ids)
@@ -171,10 +171,10 @@ class Call:
         """Return this call as it is kept once its prompts are run: pictures are large, and nothing needs them then."""
         return self if self.pictures is None else dataclasses.replace(self, pictures={})
 
-    def decisive(self) -> tuple[object, ...]:
+    def changes_text(self) -> tuple[object, ...]:
         """Return what decides the text and the shapes of a step, with one ``repr`` in every process."""
         return (
-            *([prompt.tolist() for prompt in self.prompts], self.stated(), self.sampling, self.acceptance, self.tree),
+            *([prompt.tolist() for prompt in self.prompts], self.recorded(), self.sampling, self.acceptance, self.tree),
             *(self.host_rules is None, self.stops is None),
         )
 

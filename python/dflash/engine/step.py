@@ -225,7 +225,7 @@ class Engine:
         ranks = self.target.ranks
         if call.logprobs is not None:
             raise ValueError(f"logprobs need a target in one process, this one is spread over {ranks.count}")
-        ranks.compare("its prompts or arguments", lambda: (call.decisive(), chunk, self.block_size, self.widths))
+        ranks.compare("its prompts or arguments", lambda: (call.changes_text(), chunk, self.block_size, self.widths))
 
     def check_pictures(self, call: Call) -> None:
         """Raise ValueError if a call's prompts have pictures that the target cannot run."""

@@ -111,7 +111,7 @@ class RecordedSettings(dataclasses.make_dataclass("_Stated", [(name, Any) for na
     @classmethod
     def of(cls, call: Call) -> RecordedSettings:
         """Return the settings of a call. Raises ValueError if grammars differ."""
-        stated = call.stated()
+        stated = call.recorded()
         if len(grammars := set(stated.pop("grammar"))) > 1:
             raise ValueError(f"a receipt states one grammar for all answers, got {len(grammars)}: make several calls")
         return cls(**stated, grammar=next(iter(grammars), None))
