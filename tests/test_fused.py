@@ -22,7 +22,7 @@ DENSE = {"mlp_only_layers": [0, 1, 2, 3]}
 
 def on_ops(model, capacity: int, batch: int = 1) -> tuple[FusedTarget, KVCache]:
     layers, cache = fuse(structural_copy(model), TAPS)[0], KVCache(batch, capacity)
-    layers.prepare_(cache)
+    layers.refresh(cache)
     return layers, cache
 
 
@@ -101,7 +101,7 @@ def run_recurrent(layers: FusedTarget, ids: torch.Tensor) -> tuple[torch.Tensor,
     """
     batch, prompts, accepted = len(ids), torch.tensor([20, 13])[: len(ids)], torch.tensor([[1, 16, 5], [9, 2, 16]])
     cache = RecurrentCache(batch, ids.shape[1] + 16, 16, device="cpu")
-    layers.prepare_(cache)
+    layers.refresh(cache)
     got, where = [], []
 
     def run(rows: torch.Tensor, lengths: torch.Tensor, right: torch.Tensor, keep: torch.Tensor | None) -> None:

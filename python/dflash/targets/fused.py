@@ -233,10 +233,7 @@ class FusedTarget:
             for positions, tables in self._tables.items():  # in place: compiled and captured steps hold their addresses
                 for table, new in zip(tables, self._table(positions), strict=True):
                     table.copy_(new)
-        self.prepare_(cache)
-
-    def prepare_(self, cache: KVCache) -> None:
-        """Give a cache its rotary table and the buffers of all layers."""
+        # The rotary table and the buffers of all layers
         positions = cache.capacity
         if positions not in self._tables:
             self._tables[positions] = self._table(positions)

@@ -104,11 +104,13 @@ class Target:
             raise UnsupportedTargetError(NOT_FUSED.format(model=type(model).__name__))
         self._cache_argument = cache_argument(self.model)
         self.is_recurrent = has_recurrent_layers(self.model)
-        self._pass, self._sparse, self.compile_obstacle = bind_to_cache(self.model), sparse_family(self.model), ""
-        if self._sparse is not None:
-            self.compile_obstacle = self._sparse.compile_obstacle
-            if self._sparse.bind_to_cache is not None:
-                self._sparse.bind_to_cache(self.model, self._pass)
+        self._pass, self._window, self.compile_obstacle = bind_to_cache(self.model), 0, ""
+        self._sparse = sparse = sparse_family(self.model)
+        if sparse is not None:
+            self.compile_obstacle = sparse.compile_obstacle
+            self._window = getattr(self.config, sparse.window) if sparse.window else 0
+            if sparse.bind_to_cache is not None:
+                sparse.bind_to_cache(self.model, self._pass)
             use_attention(self.model, ATTENTION)
         may_run_ops = fused is not False and not replaced and not has_global_hooks()
         self.runs_ops = (may_run_ops and use_experts_op(self.model)) or self._fused is not None
@@ -230,10 +232,9 @@ class Target:
         view, sparse = CacheView if self._sparse is None else self._sparse.view, self._sparse
         options: dict[str, Any] = {self._cache_argument: view(cache, slots, self.config), "block_lengths": lengths}
         if sparse is not None and sparse.mask_type is not None:
-            window = getattr(self.config, sparse.window) if sparse.window else 0
-            if window and tree is not None:
+            if self._window and tree is not None:
                 raise UnsupportedTargetError(f"{type(self.model).__name__} pools rows of one path: verify chains")
-            mask = visible(lengths, ids.shape[1], cache.capacity, tree, window)
+            mask = visible(lengths, ids.shape[1], cache.capacity, tree, self._window)
             options["attention_mask"] = {sparse.mask_type: mask}
         elif tree is not None:
             options["block_ancestors"] = tree.ancestors
