@@ -178,7 +178,7 @@ FAULTS = [
           "consecutive = ndim(positions) == 2", ["test_select_tokens.py"]),
     Fault("packed products share the first bias", "ops/linear.py", "[torch.cat(biases)]",
           "[biases[0].repeat(len(weights))]", ["test_linear.py"]),
-    Fault("8 bits stand for the mean magnitude", "ops/weights.py", "wide.abs().amax(1)", "wide.abs().mean(1)",
+    Fault("8 bits stand for the mean magnitude", "ops/formats.py", "wide.abs().amax(1)", "wide.abs().mean(1)",
           ["test_int8.py"]),
     Fault("modules multiply by the weights as they are", "targets/int8.py",
           'getattr(linear, "int8", None) or linear.weight', "linear.weight", ["test_int8_weights.py"]),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash import ops
-from dflash.ops import Int8Weight, NotFiniteError, reference
+from dflash.ops import Int8Weight, NotFiniteError, formats, reference
 
 pytestmark = pytest.mark.op
 
@@ -36,14 +36,14 @@ def test_weights_of_any_size_are_stored_in_8_bits(shape):
 @pytest.mark.parametrize("shape", [(16, 64), (48, 12), (37, 66), (5, 3), (16, 1), (0, 8), (8, 0)], ids=str)
 def test_packed_values_are_read_back(shape):
     values = torch.arange(shape[0] * shape[1]).remainder(256).sub(128).to(torch.int8).view(shape)
-    packed = reference.pack_int8(values)
+    packed = formats.pack_int8(values)
     assert packed.shape == shape
-    assert torch.equal(reference.unpack_int8(packed), values)
+    assert torch.equal(formats.unpack_int8(packed), values)
 
 
 def test_a_tile_has_four_elements_of_each_channel_in_turn():
     values = torch.arange(-128, 128).to(torch.int8).view(16, 16)
-    in_memory = reference.pack_int8(values).flatten()
+    in_memory = formats.pack_int8(values).flatten()
     assert in_memory[:12].tolist() == [0, 1, 2, 3, 16, 17, 18, 19, 32, 33, 34, 35]
     assert in_memory[64:68].tolist() == [4, 5, 6, 7]
 
@@ -124,7 +124,7 @@ def test_weights_may_be_minus_128(width, rows, dtype):
     values = weight.values()
     values[::2, ::3] = -128
     values[3] = -128
-    weight = weight._replace(packed=reference.pack_int8(values))
+    weight = weight._replace(packed=formats.pack_int8(values))
     x[0] = x[0].abs().max()  # whole groups of 127
     got = ops.linear(x, weight.packed, bias, scales=weight.scales)
     assert torch.equal(got, reference.linear(x, weight.packed, bias, scales=weight.scales))

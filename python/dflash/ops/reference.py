@@ -1,18 +1,18 @@
 """The ops of `dflash.ops` in plain torch: the oracle of the tests, and what runs on devices without a kernel.
 
 Same names, same arguments, any floating dtype; sums in at least fp32. Nothing here depends on data: each twin runs
-under ``FakeTensorMode`` and inside a CUDA graph. Imports torch only, and a size from the kernels.
+under ``FakeTensorMode`` and inside a CUDA graph. Imports torch, the formats of weights and a size of the kernels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from .. import _C
+from .formats import rows_at_once, unpack_int8
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -617,8 +617,6 @@ def gather_rows_(x: Tensor, path: Tensor, out: Tensor) -> None:
 
 _AMX_INNER = 32
 _GROUP = _C.QUANT_GROUP
-_TILE = _C.QUANT_TILE
-_WIDENED = 2**22  # int8 values that are widened at a time
 
 
 def gated_recurrence_(
@@ -724,42 +722,6 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     inverse = torch.where(is_finite & divides, torch.full_like(top, 127) / top, 0)
     integers = (torch.where(is_finite[..., None], wide, 0) * inverse[..., None]).round()
     return integers, torch.where(is_finite, torch.where(divides, top / 127, 0), torch.nan)
-
-
-def rows_at_once(width: int) -> int:
-    """Return how many rows of an int8 weight are widened at a time: whole tiles."""
-    return _TILE * max(1, _WIDENED // (_TILE * max(1, width)))
-
-
-def pack_int8(values: Tensor) -> Tensor:
-    """Return int8 values ``[out, in]`` as the kernels read them: uint8, of the same shape, 128 added to each.
-
-    Of a tile of 16 rows, memory holds four elements of each row, then the next four. The last tile may have fewer rows,
-    and the last elements may be fewer than four.
-    """
-    packed = torch.empty_like(values, dtype=torch.uint8, memory_format=torch.contiguous_format)
-    for tiles, rows, columns in _tiles(packed):
-        tiles.copy_((values[rows, columns].short() + 128).reshape(tiles.shape))
-    return packed
-
-
-def unpack_int8(packed: Tensor) -> Tensor:
-    """Return the int8 values ``[out, in]`` that `pack_int8` was given."""
-    values = torch.empty_like(packed, dtype=torch.int8)
-    for tiles, rows, columns in _tiles(packed):
-        to = values[rows, columns]
-        to.copy_(tiles.reshape(to.shape).short() - 128)
-    return values
-
-
-def _tiles(packed: Tensor) -> Iterator[tuple[Tensor, slice, slice]]:
-    """Yield views ``[tiles, rows, words, elements]`` of a packed weight, and which rows and columns each has."""
-    (out, width), whole = packed.shape, packed.shape[1] // 4 * 4
-    for rows, size in ((slice(0, out // _TILE * _TILE), _TILE), (slice(out // _TILE * _TILE, out), out % _TILE)):
-        for columns, each in ((slice(0, whole), 4), (slice(whole, width), width % 4)):
-            if rows.start < rows.stop and columns.start < columns.stop:
-                tiles = packed[rows].view(-1, size * width)[:, size * columns.start : size * columns.stop]
-                yield tiles.unflatten(1, (-1, size, each)).transpose(1, 2), rows, columns
 
 
 def linear(

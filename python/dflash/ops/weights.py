@@ -4,98 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import reference
 from .contract import Contract, expect_memory, expect_strided
+from .formats import Int8Weight, Weight
 
 _OP = "decoder_layers"
-WeightStorage = Literal["int8"] | None
-"""How the weights of products are stored: "int8" for copies in 8 bits, None for the weights as they are."""
-
-
-class NotFiniteError(ValueError):
-    """A weight that is to be stored as int8 has an infinite or NaN value.
-
-    Attributes:
-        weight: the weight.
-        value: what it has, "NaN" or "infinity".
-    """
-
-    def __init__(self, weight: Tensor, value: str) -> None:
-        super().__init__(f"a weight that is stored as int8 must be finite, got {value}: use the weight as it is")
-        self.weight, self.value = weight, value
-
-
-class Int8Weight(NamedTuple):
-    """A weight in 8 bits with a scale per output channel: it stands for ``values() * scales[:, None]``.
-
-    Products round the activations too (`dflash.ops.reference.round_rows`): sums of integers are exact, so their bits
-    are the same with every instruction set and any number of rows.
-    """
-
-    packed: Tensor  # [out, in] uint8, in the order in which kernels read it (`dflash.ops.reference.pack_int8`)
-    scales: Tensor  # [out] float32
-
-    @classmethod
-    @torch.inference_mode(False)  # the tensors outlive a call
-    @torch.no_grad()
-    def of(cls, weight: Tensor) -> Int8Weight:
-        """Return the nearest weight in 8 bits: each channel's largest magnitude becomes 127.
-
-        Raises:
-            NotFiniteError: a value is infinite or NaN.
-        """
-        packed = torch.empty_like(weight, dtype=torch.uint8, memory_format=torch.contiguous_format)
-        scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
-        rows = reference.rows_at_once(weight.shape[1])
-        for piece, to, scale in zip(*(x.split(rows) for x in (weight, packed, scales)), strict=True):
-            wide = piece.float()
-            torch.div(wide.abs().amax(1) if weight.shape[1] else torch.zeros_like(scale), 127, out=scale)
-            if not scale.isfinite().all():
-                raise NotFiniteError(weight, "NaN" if scale.isnan().any() else "infinity")
-            values = (wide / torch.where(scale > 0, scale, 1)[:, None]).round_().clamp_(-127, 127)
-            to.copy_(reference.pack_int8(values.to(torch.int8)))
-        return cls(packed, scales)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def select(self, channels: Tensor) -> Int8Weight:
-        """Return the weight of some output channels, in new memory."""
-        return Int8Weight(reference.pack_int8(self.values()[channels]), self.scales[channels])
-
-    @property
-    def shape(self) -> torch.Size:
-        """``[out, in]``."""
-        return self.packed.shape
-
-    def values(self) -> Tensor:
-        """Return the integers ``[out, in]`` int8, -127 .. 127."""
-        return reference.unpack_int8(self.packed)
-
-    def wide(self) -> Tensor:
-        """Return the values that this stands for, ``[out, in]`` float32, each rounded."""
-        return self.values().float() * self.scales[:, None]
-
-
-Weight = Tensor | Int8Weight
-"""A weight ``[out, in]`` of a product."""
-
-
-def split_weights(*weights: Weight) -> tuple[list[Tensor], Tensor | None]:
-    """Return what `linears` takes as ``weights`` and ``scales``. All must be in 8 bits, or none."""
-    quantized = [weight for weight in weights if isinstance(weight, Int8Weight)]
-    if not quantized:
-        return list(weights), None
-    if len(quantized) < len(weights):
-        raise TypeError("weights of one product must all be in 8 bits or none, got some that are")
-    packed, scales = zip(*quantized, strict=True)
-    return list(packed), scales[0] if len(scales) == 1 else torch.cat(scales)
-
-
 # In place of gate, up and down, which are None then: takes and returns [batch, rows, hidden].
 Experts = Callable[[Tensor], Tensor]
 
