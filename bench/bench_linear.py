@@ -34,11 +34,11 @@ def product(o, rows, width, out):
 def int8_product(o, rows, width, out):
     def operands():
         x, weight = product(o, rows, width, out)[0]()
-        return x, weight, *ops.Int8Weight.of(weight)
+        return x, weight, *ops.split_weights(ops.PackedWeight.of(weight, "w8a8"))
 
     return (
         operands,
-        lambda x, _, packed, scales: ops.linear(x, packed, scales=scales),
+        lambda x, _, packed, *stored: ops.linear(x, *packed, None, False, *stored),
         {"F.linear": lambda x, weight, *_: F.linear(x, weight)},
         out * width + rows * (width + out) * o.size,
     )

@@ -37,8 +37,8 @@ def calls_of(generator: dflash.Generator, rows: int, context: int) -> dict[str, 
         return torch.randn(1, rows, *shape).to(keys[0].dtype)
 
     def product(*weights: object) -> Callable[[], Tensor]:
-        (given, scales), x = split_weights(*weights), normal(weights[0].shape[1])
-        return lambda: ops.linears(x, given, (), False, scales)
+        (given, *stored), x = split_weights(*weights), normal(weights[0].shape[1])
+        return lambda: ops.linears(x, given, (), False, *stored)
 
     x, both, logits, qkv = normal(size), normal(2 * width), normal(head.shape[0]), normal((heads + 2 * kv_heads) * dim)
     query, lengths, caches = normal(heads, dim), torch.tensor([context]), list(zip(keys, values, strict=True))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash.ops import reference
+from dflash.ops import Weight, reference, split_weights
 
 
-def _product(x: Tensor, weight: Tensor | tuple[Tensor, Tensor], bias: Tensor | None = None) -> Tensor:
-    """``linear`` with a weight, or with an ``Int8Weight`` of int8.py."""
-    values, scales = weight if isinstance(weight, tuple) else (weight, None)
-    return reference.linear(x, values, bias, False, scales)
+def _product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """``linear`` with a weight in any format."""
+    (values,), *stored = split_weights(weight)
+    return reference.linear(x, values, bias, False, *stored)
 
 
 def decoder_layers(

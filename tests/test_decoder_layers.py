@@ -12,7 +12,7 @@ from trees import random_shapes
 from dflash import decoder, ops
 from dflash.cache import RecurrentCache, RecurrentLayer
 from dflash.decoder import BlockConv, DecoderLayer, DecoderStack, DeltaNetLayer
-from dflash.ops import Int8Weight, PackedLayers
+from dflash.ops import PackedLayers, PackedWeight
 from dflash.state import Tree
 
 pytestmark = pytest.mark.op
@@ -229,7 +229,7 @@ def changed(call, change):
     """A copy of a call with ``change`` applied to each of its tensors."""
 
     def one(value):
-        if isinstance(value, (BlockConv, DecoderLayer, DeltaNetLayer, Int8Weight, Tree)):
+        if isinstance(value, (BlockConv, DecoderLayer, DeltaNetLayer, PackedWeight, Tree)):
             return type(value)(*map(one, value))
         if isinstance(value, list):
             return [one(x) for x in value]
@@ -262,7 +262,7 @@ def test_bits_do_not_depend_on_the_threads(options, dtype, weights, monkeypatch,
     call = make_call(dtype, **options)
     call = replace(call, layers=[call.layers[0], call.layers[1]._replace(window=20)], taps=(1, 0))
     if weights == "int8":
-        call = replace(call, layers=[ops.int8_layer(layer) for layer in call.layers])
+        call = replace(call, layers=[ops.packed_layer(layer, "w8a8") for layer in call.layers])
 
     def everything(count):
         set_threads(count)
@@ -332,7 +332,7 @@ def test_what_attention_may_read_early_is_not_what_the_kernel_ahead_appends(opti
 @pytest.mark.parametrize("options", OPTIONS)
 def test_weights_in_8_bits_are_as_exact_as_in_plain_torch(options, dtype):
     call = make_call(dtype, **options)
-    call = replace(call, layers=[ops.int8_layer(layer) for layer in call.layers])
+    call = replace(call, layers=[ops.packed_layer(layer, "w8a8") for layer in call.layers])
     ours, twin = changed(call, torch.clone), changed(call, torch.clone)
     exact = changed(call, widened)
     for a, b, c in zip(ours.run(), twin.run_twin(), exact.run_twin(), strict=True):
@@ -347,7 +347,7 @@ def test_weights_in_8_bits_are_as_exact_as_in_plain_torch(options, dtype):
 )  # fmt: skip
 def test_weights_in_8_bits_give_one_op_the_bits_of_op_by_op(options, monkeypatch):
     call = make_call(torch.bfloat16, **({"batch": 1, "rows": 10, "context_rows": 0} | options))
-    check_op_by_op(replace(call, layers=[ops.int8_layer(layer) for layer in call.layers]), monkeypatch)
+    check_op_by_op(replace(call, layers=[ops.packed_layer(layer, "w8a8") for layer in call.layers]), monkeypatch)
 
 
 def check_op_by_op(call, monkeypatch):
@@ -470,11 +470,11 @@ def test_a_bad_layer_is_named(change, message):
         call.run()
 
 
-def test_joined_projections_in_8_bits_are_refused():
+def test_packed_joined_projections_are_refused():
     call = make_call(torch.float32, delta="together", context_rows=0)
-    joined = {name: Int8Weight.of(getattr(call.layers[0], name)) for name in ("qkv", "b")}
+    joined = {name: PackedWeight.of(getattr(call.layers[0], name), "w8a8") for name in ("qkv", "b")}
     call.layers[0] = call.layers[0]._replace(**joined)
-    with pytest.raises(TypeError, match=r"layers\[0\]\.qkv and z, b and a must be separate where they are in 8 bits"):
+    with pytest.raises(TypeError, match=r"layers\[0\]\.qkv and z, b and a must be separate where they are packed"):
         call.run()
 
 

@@ -21,16 +21,18 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def products(dtype: torch.dtype) -> list[tuple[str, list]]:
     """Return calls of the ops with products, with and without biases and scales."""
     x, weight, bias = random(2, ROWS, WIDTH, dtype=dtype), random(OUT, WIDTH, dtype=dtype), random(OUT, dtype=dtype)
-    first, second = (ops.Int8Weight.of(random(OUT, WIDTH)[:, order]) for order in (range(WIDTH), range(WIDTH)[::-1]))
+    first, second = (
+        ops.PackedWeight.of(random(OUT, WIDTH)[:, order], "w8a8") for order in (range(WIDTH), range(WIDTH)[::-1])
+    )
     values, scales = [first.packed, second.packed], torch.cat([first.scales, second.scales])
     return [
-        ("linear", [x, weight, bias, False, None]),
-        ("linear", [x, first.packed, bias, False, first.scales]),
-        ("linears", [x, [weight, weight[:7]], [bias, bias[:7]], False, None]),
-        ("linears", [x, (weight,), (), False, None]),
-        ("linears", [x, values, [], False, scales]),
-        ("swiglu", [x, weight, weight.flip(0), False, None]),
-        ("swiglu", [x, *values, False, scales]),
+        ("linear", [x, weight, bias, False, None, "dense"]),
+        ("linear", [x, first.packed, bias, False, first.scales, "w8a8"]),
+        ("linears", [x, [weight, weight[:7]], [bias, bias[:7]], False, None, "dense"]),
+        ("linears", [x, (weight,), (), False, None, "dense"]),
+        ("linears", [x, values, [], False, scales, "w8a8"]),
+        ("swiglu", [x, weight, weight.flip(0), False, None, "dense"]),
+        ("swiglu", [x, *values, False, scales, "w8a8"]),
     ]
 
 
@@ -56,7 +58,7 @@ def test_weights_live_as_long_as_the_call():
             return function(*args, **(kwargs or {}))
 
     with Emptying():
-        assert torch.equal(directly("linears", [x, weights, [], False, None]), expected)
+        assert torch.equal(directly("linears", [x, weights, [], False, None, "dense"]), expected)
     assert not weights
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash import ops
-from dflash.ops import Int8Weight, NotFiniteError, formats, reference
+from dflash.ops import FORMATS, NotFiniteError, PackedWeight, reference
 
 pytestmark = pytest.mark.op
 
@@ -14,43 +14,50 @@ DTYPES = [torch.float32, torch.bfloat16]
 def operands(rows, out, width, dtype, bias=True):
     g = torch.Generator().manual_seed(rows * 1000 + out)
     x, weight, offset = (torch.randn(shape, generator=g).to(dtype) for shape in ((rows, width), (out, width), (out,)))
-    return x, Int8Weight.of(weight), offset if bias else None
+    return x, PackedWeight.of(weight, "w8a8"), offset if bias else None
+
+
+def multiply(place, x, weight, bias=None):
+    """Return the product with a packed weight, by the ops or by their twins."""
+    return place.linear(x, weight.packed, bias, scales=weight.scales, format=weight.format)
 
 
 def test_each_channels_largest_magnitude_becomes_127():
     weight = torch.tensor([[0.5, -2.0, 1.0], [0.0, 0.0, 0.0], [3e-3, 1e-3, -1.5e-3]])
-    got = Int8Weight.of(weight)
+    got = PackedWeight.of(weight, "w8a8")
     assert got.values().tolist() == [[32, -127, 64], [0, 0, 0], [127, 42, -64]]
     torch.testing.assert_close(got.scales, torch.tensor([2.0, 0.0, 3e-3]) / 127)
-    assert (got.wide() - weight).abs().max() <= got.scales.max() / 2
+    assert (got.dense() - weight).abs().max() <= got.scales.max() / 2
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 4), (5, 2**22 + 1)], ids=str)
 def test_weights_of_any_size_are_stored_in_8_bits(shape):
     weight = torch.ones(shape, dtype=torch.bfloat16)
-    got = Int8Weight.of(weight)
+    got = PackedWeight.of(weight, "w8a8")
     assert got.shape == shape
     assert (got.values() == 127).all()
 
 
+@pytest.mark.parametrize("name", [name for name, row in FORMATS.items() if row.order])
 @pytest.mark.parametrize("shape", [(16, 64), (48, 12), (37, 66), (5, 3), (16, 1), (0, 8), (8, 0)], ids=str)
-def test_packed_values_are_read_back(shape):
+def test_packed_values_are_read_back(shape, name):
+    made = FORMATS[name]
     values = torch.arange(shape[0] * shape[1]).remainder(256).sub(128).to(torch.int8).view(shape)
-    packed = formats.pack_int8(values)
-    assert packed.shape == shape
-    assert torch.equal(formats.unpack_int8(packed), values)
+    packed = made.order.pack(values, made.size(shape[1]))
+    assert packed.shape == (shape[0], -(-shape[1] // 64) * 64)
+    assert torch.equal(made.order.unpack(packed)[:, : shape[1]], values)
 
 
 def test_a_tile_has_four_elements_of_each_channel_in_turn():
     values = torch.arange(-128, 128).to(torch.int8).view(16, 16)
-    in_memory = formats.pack_int8(values).flatten()
+    in_memory = FORMATS["w8a8"].order.pack(values, 64).flatten()
     assert in_memory[:12].tolist() == [0, 1, 2, 3, 16, 17, 18, 19, 32, 33, 34, 35]
     assert in_memory[64:68].tolist() == [4, 5, 6, 7]
 
 
 def test_selected_channels_keep_their_values_and_scales():
-    weight, channels = Int8Weight.of(torch.randn(40, 70)), torch.tensor([3, 39, 0, 17])
-    assert torch.equal(weight.select(channels).wide(), weight.wide()[channels])
+    weight, channels = PackedWeight.of(torch.randn(40, 70), "w8a8"), torch.tensor([3, 39, 0, 17])
+    assert torch.equal(weight.select(channels).dense(), weight.dense()[channels])
 
 
 @pytest.mark.parametrize(("value", "name"), [(float("-inf"), "infinity"), (float("nan"), "NaN")])
@@ -58,7 +65,7 @@ def test_a_weight_that_is_not_finite_is_refused(value, name):
     weight = torch.ones(4, 6)
     weight[2, 3] = value
     with pytest.raises(NotFiniteError, match=f"must be finite, got {name}: use the weight as it is") as raised:
-        Int8Weight.of(weight)
+        PackedWeight.of(weight, "w8a8")
     assert raised.value.weight is weight
 
 
@@ -83,8 +90,8 @@ def test_rows_are_rounded_with_scales_of_their_own():
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16, 17, 33, 49, 64, 65, 70, 300])
 def test_every_instruction_set_has_the_bits_of_plain_torch(rows, out, width, bias, dtype):
     x, weight, offset = operands(rows, out, width, dtype, bias)
-    got = ops.linear(x, weight.packed, offset, scales=weight.scales)
-    assert torch.equal(got, reference.linear(x, weight.packed, offset, scales=weight.scales))
+    got = multiply(ops, x, weight, offset)
+    assert torch.equal(got, multiply(reference, x, weight, offset))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,8 +99,8 @@ def test_magnitudes_far_apart_keep_the_bits_of_plain_torch(dtype):
     x, weight, offset = operands(20, 30, 900, dtype)
     x *= torch.logspace(-38, 38, 900, dtype=torch.float64).to(dtype)
     x[3], x[4, ::7] = 0, 1e-31
-    got = ops.linear(x, weight.packed, offset, scales=weight.scales)
-    want = reference.linear(x, weight.packed, offset, scales=weight.scales)
+    got = multiply(ops, x, weight, offset)
+    want = multiply(reference, x, weight, offset)
     assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
 
 
@@ -107,13 +114,13 @@ def test_groups_too_small_to_divide_by_count_as_zero(rows, dtype):
     x[0] = 1e-31
     x[1, 256:512] = 1e-31
     x[2], x[3], x[4] = threshold, above, 1e-40
-    got = ops.linear(x, weight.packed, scales=weight.scales)
-    assert torch.equal(got, reference.linear(x, weight.packed, scales=weight.scales))
+    got = multiply(ops, x, weight)
+    assert torch.equal(got, multiply(reference, x, weight))
     assert got[[0, 2, 4]].eq(0).all()
     assert got[3].ne(0).any()
     without = x.clone()
     without[1, 256:512] = 0
-    assert torch.equal(got, ops.linear(without, weight.packed, scales=weight.scales))
+    assert torch.equal(got, multiply(ops, without, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,10 +131,10 @@ def test_weights_may_be_minus_128(width, rows, dtype):
     values = weight.values()
     values[::2, ::3] = -128
     values[3] = -128
-    weight = weight._replace(packed=formats.pack_int8(values))
+    weight = weight._replace(packed=FORMATS["w8a8"].order.pack(values, weight.packed.shape[1]))
     x[0] = x[0].abs().max()  # whole groups of 127
-    got = ops.linear(x, weight.packed, bias, scales=weight.scales)
-    assert torch.equal(got, reference.linear(x, weight.packed, bias, scales=weight.scales))
+    got = multiply(ops, x, weight, bias)
+    assert torch.equal(got, multiply(reference, x, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,7 +143,7 @@ def test_the_reference_is_the_product_of_what_weights_and_rows_stand_for(dtype):
     integers, scales = reference.round_rows(x)
     rounded = (integers.double() * scales.double()[..., None]).flatten(1)[:, :600]
     exact = rounded @ (weight.values().double() * weight.scales.double()[:, None]).T + offset.double()
-    got = reference.linear(x, weight.packed, offset, scales=weight.scales)
+    got = multiply(reference, x, weight, offset)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(got.double(), exact, atol=1e-4, rtol=tolerance)
     original = x.double() @ (weight.values().double() * weight.scales.double()[:, None]).T + offset.double()
@@ -148,11 +155,11 @@ def test_the_reference_is_the_product_of_what_weights_and_rows_stand_for(dtype):
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_rows_bits_depend_neither_on_its_place_nor_on_the_others(out, width, bias, dtype):
     x, weight, offset = operands(150, out, width, dtype, bias)
-    whole = ops.linear(x, weight.packed, offset, scales=weight.scales)
+    whole = multiply(ops, x, weight, offset)
     x[1::2] = float("nan")
     for rows in (1, 2, 3, 4, 7, 8, 9, 16, 17, 24, 25, 40, 64, 65, 150):
-        assert torch.equal(ops.linear(x[:rows], weight.packed, offset, scales=weight.scales)[::2], whole[:rows:2])
-    assert torch.equal(ops.linear(x[62:63], weight.packed, offset, scales=weight.scales), whole[62:63])
+        assert torch.equal(multiply(ops, x[:rows], weight, offset)[::2], whole[:rows:2])
+    assert torch.equal(multiply(ops, x[62:63], weight, offset), whole[62:63])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,9 +168,9 @@ def test_several_weights_side_by_side(rows, dtype):
     parts = [operands(rows, out, 1040, dtype) for out in (130, 0, 128, 24)]
     x, packed = parts[0][0], [weight.packed for _, weight, _ in parts]
     biases, scales = [bias for *_, bias in parts], torch.cat([weight.scales for _, weight, _ in parts])
-    apart = [ops.linear(x, weight.packed, bias, scales=weight.scales) for _, weight, bias in parts]
-    assert torch.equal(ops.linears(x, packed, biases, scales=scales), torch.cat(apart, -1))
+    apart = [multiply(ops, x, weight, bias) for _, weight, bias in parts]
+    assert torch.equal(ops.linears(x, packed, biases, scales=scales, format="w8a8"), torch.cat(apart, -1))
     gate, up = parts[2][1], parts[2][1].select(torch.arange(128).flip(0))
     scales = torch.cat([gate.scales, up.scales])
-    both = ops.linears(x, [gate.packed, up.packed], scales=scales)
-    assert torch.equal(ops.swiglu(x, gate.packed, up.packed, scales=scales), ops.silu_mul(both))
+    both = ops.linears(x, [gate.packed, up.packed], scales=scales, format="w8a8")
+    assert torch.equal(ops.swiglu(x, gate.packed, up.packed, scales=scales, format="w8a8"), ops.silu_mul(both))

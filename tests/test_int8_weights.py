@@ -14,7 +14,7 @@ from test_dspark import save as save_dspark
 
 import dflash
 from dflash.drafter import check_draft_weights
-from dflash.ops import Int8Weight, reference
+from dflash.ops import PackedWeight, reference
 from dflash.targets import Target, UnsupportedTargetError, check_int8
 
 FAMILIES = {
@@ -47,7 +47,7 @@ def standing_for(target):
     head.weight = torch.nn.Parameter(head.weight.clone())  # not the embedding's any more
     for module in wide.modules():
         if isinstance(module, torch.nn.Linear):
-            module.weight.copy_(Int8Weight.of(module.weight).wide())
+            module.weight.copy_(PackedWeight.of(module.weight, "w8a8").dense())
             module.register_forward_pre_hook(round_input)
     return wide
 

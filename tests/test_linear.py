@@ -88,7 +88,7 @@ def test_nothing_past_the_end_of_an_operand_is_read():
         import ctypes, mmap
         import torch
         from dflash import ops
-        from dflash.ops import Int8Weight
+        from dflash.ops import PackedWeight
 
         PAGE, ROOM = mmap.PAGESIZE, 2**20
         libc = ctypes.CDLL(None, use_errno=True)
@@ -104,13 +104,13 @@ def test_nothing_past_the_end_of_an_operand_is_read():
         for out, width in ((1, 1), (7, 33), (17, 63), (25, 257), (70, 601), (64, 1024)):
             for dtype in (torch.float32, torch.bfloat16):
                 weight, bias = torch.randn(out, width).to(dtype), guarded(torch.randn(out).to(dtype))
-                eight = Int8Weight.of(weight)
+                eight = PackedWeight.of(weight, "w8a8")
                 weight, values, scales = guarded(weight), guarded(eight.packed), guarded(eight.scales)
                 for rows in (1, 5, 16, 21, 40, 64):
                     x = torch.randn(rows, width).to(dtype)
-                    for operands, named in (((weight, bias), {}), ((values, bias), {"scales": scales})):
-                        want = ops.linear(x, *operands, **named)
-                        assert torch.equal(ops.linear(guarded(x), *operands, **named), want)
+                    for operands in ((weight, bias), (values, bias, False, scales, "w8a8")):
+                        want = ops.linear(x, *operands)
+                        assert torch.equal(ops.linear(guarded(x), *operands), want)
         print("done")
     """)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

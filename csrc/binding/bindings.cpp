@@ -25,10 +25,10 @@ bool read_products(const Call& call, const Seen* weights, int count, const Seen*
   const DLTensor& x = call.seen[0].t;
   p.x = x.data, p.in = x.shape[x.ndim - 1], p.dtype = call.dtype(), p.rows = 1;
   for (int i = 0; i + 1 < x.ndim; ++i) p.rows *= x.shape[i];
-  if (p.in == 0 || (!scales && p.rows > skinny_rows(p.dtype))) return false;
+  p.format = call.format;
+  if (p.in == 0 || (p.format == Format::kDense && p.rows > skinny_rows(p.dtype))) return false;
   for (int i = 0; i < count; ++i) {
     const DLTensor& weight = weights[i].t;
-    if ((weight.dtype() == kDLUInt8) != (scales != nullptr)) return false;
     if (biases && biases[i].t.shape[0] != weight.shape[0]) return false;
     p.weights[i] = weight.data, p.features[i] = weight.shape[0];
     p.biases[i] = biases ? biases[i].t.data : nullptr;
@@ -39,7 +39,7 @@ bool read_products(const Call& call, const Seen* weights, int count, const Seen*
   return true;
 }
 
-// linear(x, weight, bias, scales) and linears(x, weights, biases, scales)
+// linear(x, weight, bias, scales) and linears(x, weights, biases, scales), and the weights' format
 bool run_linears(const Call& call, void* const* outputs) {
   LinearParams p{};
   p.out = outputs[0];
@@ -185,12 +185,14 @@ PYBIND11_MODULE(_C, m) {
                               "float16"_a = int(DType::kFloat16));
   m.attr("GATES") = py::dict("silu"_a = int(Gate::kSilu), "gelu_tanh"_a = int(Gate::kGeluTanh),
                              "clamped_silu"_a = int(Gate::kClampedSilu));
+  m.attr("FORMATS") =
+      py::dict("dense"_a = int(Format::kDense), "w8a8"_a = int(Format::kW8A8), "w8a16"_a = int(Format::kW8A16));
+  m.def("row_size", [](int format, int64_t in) { return row_size(Format(format), in); });
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
   m.attr("MAX_LINEAR_ROWS") = kMaxLinearRows;
   m.attr("SKINNY_ROWS") =
       py::dict("float32"_a = skinny_rows(DType::kFloat32), "bfloat16"_a = skinny_rows(DType::kBFloat16));
   m.attr("QUANT_GROUP") = kQuantGroup;
-  m.attr("QUANT_TILE") = kQuantTile;
   m.attr("MAX_RECURRENT_KEYS") = kMaxRecurrentKeys;
   m.attr("MAX_TREE_ROWS") = kMaxTreeRows;
   m.attr("MAX_CANDIDATES") = kMaxCandidates;

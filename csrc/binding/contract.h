@@ -69,7 +69,6 @@ constexpr int64_t (*kTensorOperations[])(const DLTensor& t, int64_t dim) = {
     [](const DLTensor& t, int64_t) -> int64_t { return row_stride(t, false); },
     [](const DLTensor& t, int64_t) -> int64_t { return t.element_size(); },
     [](const DLTensor& t, int64_t) -> int64_t { return t.dtype() == kDLFloat32; },
-    [](const DLTensor& t, int64_t) -> int64_t { return t.dtype() == kDLUInt8; },
 };
 using Wide = __int128;  // shows what does not fit
 constexpr int kOfNumbers = kOfTensor + std::size(kTensorOperations);
@@ -87,6 +86,7 @@ constexpr Wide (*kNumberOperations[])(int64_t a, int64_t b) = {
     [](int64_t a, int64_t b) { return Wide(a <= b); },
     [](int64_t a, int64_t b) { return Wide(a && b); },
     [](int64_t a, int64_t b) { return Wide(a || b); },
+    [](int64_t a, int64_t b) { return Wide(row_size(Format(a), b)); },
 };
 
 // A tensor of a call.
@@ -129,6 +129,7 @@ struct Call {
   int64_t slots[kMaxSlots], bytes = 0;         // of all tensors
   uint64_t bound = 0;
   bool overflowed = false, is_on_cpu = false;      // the latter: all tensors must be
+  Format format = Format::kDense;                  // of the weights
   int storage = 0, leading = -1, num_leading = 0;  // the storage type; a tensor in `seen`, and its leading dimensions
 };
 
@@ -139,11 +140,12 @@ using Body = bool (*)(const Call& call, void* const* outputs);
 class Contract {
  public:
   // `spec` is what ops/contract.py made of the text; without a body the kernel that it names runs.
-  Contract(const pybind11::dict& spec, Body body) : choices_(spec["choices"]), body_(body) {
+  Contract(const pybind11::dict& spec, Body body) : body_(body) {
     const auto get = [&spec](const char* name, auto& field) {
       field = spec[name].cast<std::decay_t<decltype(field)>>();
     };
-    get("arguments", arguments_), get("rules", rules_), get("derived", derived_);
+    get("arguments", arguments_), get("rules", rules_), get("derived", derived_), get("choices", choices_);
+    get("format", format_);
     for (pybind11::handle entry : spec["tensors"]) tensors_.emplace_back(entry);
     for (pybind11::handle entry : spec["outputs"]) outputs_.emplace_back(entry);
     for (const auto& [key, names] : {std::pair("parameters", &parameters_), std::pair("names", &names_)})
@@ -183,7 +185,7 @@ class Contract {
     const Torch::ModesOff guard(torch);
     Call call(arguments, names_.size(), tensors_.size());
     call.is_on_cpu = true;
-    if (!fits(call)) return nullptr;
+    if (!fits(call) || !cpu_reads(call.format)) return nullptr;
     pybind11::object made[kMaxOutputs];
     void* addresses[kMaxOutputs] = {};
     for (size_t i = 0; i < outputs_.size(); ++i) {
@@ -213,7 +215,7 @@ class Contract {
   static constexpr size_t kMaxOutputs = 8;
   // Layouts: dense; evenly spaced rows; else so many of the last dimensions are dense.
   static constexpr int kDense = 0, kEvenRows = -1;
-  static constexpr int kStorage = 0, kAny = -1;  // dtypes beside those of DLPack
+  static constexpr int kStorage = 0, kAny = -1, kOfFormat = -2;  // dtypes beside those of DLPack
 
   struct TensorRule {
     explicit TensorRule(pybind11::handle entry) {
@@ -246,6 +248,7 @@ class Contract {
   bool fits(Call& call) const {
     for (size_t i = 0; i < arguments_.size(); ++i)
       if (!read_argument(call, i)) return false;
+    if (format_ >= 0) call.format = Format(call.slots[format_]);
     for (size_t i = 0; i < tensors_.size(); ++i)
       if (!read_tensors(call, i)) return false;
     for (const auto& [slot, program] : derived_) call.slots[slot] = evaluate(call, program);
@@ -277,7 +280,7 @@ class Contract {
         PyFloat_AsDouble(object);  // too large a number sets an error
         return !PyErr_Occurred();
       case 'c': {
-        PyObject* code = PyUnicode_CheckExact(object) ? PyDict_GetItem(choices_.ptr(), object) : nullptr;
+        PyObject* code = PyUnicode_CheckExact(object) ? PyDict_GetItem(choices_[i].ptr(), object) : nullptr;
         if (code) call.slots[slot] = PyLong_AsLongLong(code);
         return code != nullptr;
       }
@@ -340,7 +343,8 @@ class Contract {
 
   bool has_dtype(Call& call, const TensorRule& rule, const DLTensor& t) const {
     const int dtype = t.dtype();
-    if (rule.dtype != kStorage) return rule.dtype == kAny || rule.dtype == dtype;
+    if (rule.dtype == kOfFormat && call.format != Format::kDense) return dtype == kDLUInt8;
+    if (rule.dtype != kStorage && rule.dtype != kOfFormat) return rule.dtype == kAny || rule.dtype == dtype;
     if (call.storage) return dtype == call.storage || dtype == rule.or_dtype;
     call.storage = dtype;
     return !has_dtype_ || dtype == kDLFloat32 || dtype == kDLBFloat16 ||
@@ -447,7 +451,8 @@ class Contract {
   std::vector<std::pair<int, Program>> derived_;
   std::vector<Output> outputs_;
   std::vector<PyObject*> parameters_, names_;  // of the arguments and of the slots
-  pybind11::dict choices_;
+  std::vector<pybind11::object> choices_;      // of each argument: the codes of its strings by name, or None
+  int format_;                                 // the slot of the weights' format, or -1
   Body body_;
   const CpuKernel* kernel_ = nullptr;
   bool has_dtype_ = true;  // false for kernels that only move bytes, of any dtype

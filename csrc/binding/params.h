@@ -502,16 +502,24 @@ struct GatedRmsNormParams {
 
 constexpr int kMaxLinearWeights = 4;
 constexpr int64_t kMaxLinearRows = 256;  // of the CUDA kernel
-constexpr int64_t kQuantGroup = 64;      // elements of a row that share a step where weights are int8
-constexpr int kQuantTile = 16;           // features whose int8 weights alternate in memory (linear_int8.h)
+constexpr int64_t kQuantGroup = 64;      // elements of a row that share a step where they are rounded to 8 bits
 
-// A weight of a product as the CPU reads it. One with scales is in 8 bits, ordered as linear_int8.h says, and stands
-// for its values times scales[n].
+// How a weight [out, in] lies in memory. What each format stands for, and whose kernels read it, is in the table
+// FORMATS of ops/formats.py. All but kDense have bytes for values, and stand for these times scales[n].
+enum class Format : int32_t { kDense = 0, kW8A8 = 1, kW8A16 = 2 };
+
+// Of a row of a weight: elements if dense, else bytes, in whole groups of 64 columns.
+DFLASH_ANYWHERE constexpr int64_t row_size(Format format, int64_t in) {
+  return format == Format::kDense ? in : (in + 63) / 64 * 64;
+}
+constexpr bool cpu_reads(Format format) { return format == Format::kDense || format == Format::kW8A8; }
+
 struct LinearWeight {
-  const void* values;   // [out, in]
-  const float* scales;  // [out] or null: the values are of the storage type
+  const void* values;   // [out, row_size]
+  const float* scales;  // [out]; null if dense
+  Format format;
 
-  DFLASH_FIELDS(values, scales)
+  DFLASH_FIELDS(values, scales, format)
 };
 
 // out = x weight^T + bias for a few rows, of several weights side by side. If gated, the weights are gate and
@@ -519,16 +527,17 @@ struct LinearWeight {
 struct LinearParams {
   const void* x;  // [rows, in]
   int num_weights;
-  const void* weights[kMaxLinearWeights];  // [features[i], in]
-  const float* scales[kMaxLinearWeights];  // as in LinearWeight; CPU only
+  const void* weights[kMaxLinearWeights];  // [features[i], row_size], all of one format
+  const float* scales[kMaxLinearWeights];  // [features[i]]; null if dense
   const void* biases[kMaxLinearWeights];   // [features[i]] or null
   int64_t features[kMaxLinearWeights];
   void* out;  // [rows, out_features]
   int64_t rows, in;
   int64_t out_features;  // the sum of features, or of one of them if gated
   DType dtype;
+  Format format;
   DFLASH_PARAMS(x, num_weights, weights, scales, biases, features, out, rows, in, out_features, workspace, counters,
-                splits, prefetch, gated, dtype)
+                splits, prefetch, gated, dtype, format)
   // CUDA only; linear_workspace() answers for the first three.
   float* workspace;    // [tiles, blocks, what a block sums] if splits > 1; a block of over 16 rows takes two slices
   unsigned* counters;  // [tiles], zero before and after

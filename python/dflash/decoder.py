@@ -133,7 +133,7 @@ class DecoderStack:
             if layer.is_recurrent:
                 delta = self._delta_net(i, hidden, inputs.cache)
             else:
-                delta = _product(self._attention(i, hidden, inputs), layer.o, layer.o_bias)
+                delta = product(self._attention(i, hidden, inputs), layer.o, layer.o_bias)
             hidden, residual = self._add_norm(layer.attention_conv, delta, kernels, residual, layer.post_norm)
             # 2. MLP, whose residual sum is also the tap
             hidden, kernels = _prepare(layer.mlp_conv, hidden)
@@ -168,9 +168,9 @@ class DecoderStack:
         layer, keys, values = self.layers[index], inputs.cache.keys[index], inputs.cache.values[index]
         context_rows, head_dim = 0 if inputs.context is None else inputs.context.shape[1], keys.shape[3]
         rows = rows_in.shape[1] - context_rows
-        weights, scales = split_weights(layer.q, layer.k, layer.v)
+        weights, *stored = split_weights(layer.q, layer.k, layer.v)
         biases = () if layer.q_bias is None else (layer.q_bias, layer.k_bias, layer.v_bias)
-        qkv = ops.linears(rows_in, weights, biases, True, scales)
+        qkv = ops.linears(rows_in, weights, biases, True, *stored)
         query = qkv.new_empty(qkv.shape[0], rows, layer.o.shape[1] // head_dim, head_dim)
         norms = (layer.q_norm, layer.k_norm, self.eps)
         ops.qkv_norm_rope_append_(
@@ -189,12 +189,12 @@ class DecoderStack:
     def _delta_net(self, index: int, hidden: Tensor, cache: RecurrentCache) -> Tensor:
         layer, held, counts = self.layers[index], cache.recurrent[index], (cache.pending, cache.keep)
         key_heads, _, key_dim, _, _ = layer.sizes
-        weights, scales = split_weights(*layer.projections)
-        qkv, z, b, a = layer.split(ops.linears(hidden, weights, prefetch=True, scales=scales))
+        weights, *stored = split_weights(*layer.projections)
+        qkv, z, b, a = layer.split(ops.linears(hidden, weights, (), True, *stored))
         qkv = ops.causal_conv_(qkv, layer.conv[:, 0], None, True, held.window, *counts)
         inputs = ops.delta_net_inputs(qkv, b, a, layer.a_log, layer.dt_bias, key_heads, key_dim)
         out = ops.gated_recurrence_(*inputs, held.state, held.saved_k, held.saved_d, held.saved_a, *counts)
-        return _product(ops.gated_rms_norm(out, z, layer.norm, self.eps), layer.out)
+        return product(ops.gated_rms_norm(out, z, layer.norm, self.eps), layer.out)
 
 
 def _prepare(conv: BlockConv | None, hidden: Tensor, front: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -211,10 +211,11 @@ def _prepare(conv: BlockConv | None, hidden: Tensor, front: Tensor | None = None
 def _mlp(layer: DecoderLayer | DeltaNetLayer, hidden: Tensor) -> Tensor:
     if layer.experts is not None:
         return layer.experts(hidden)
-    (gate, up), scales = split_weights(layer.gate, layer.up)
-    return _product(ops.swiglu(hidden, gate, up, prefetch=True, scales=scales), layer.down)
+    (gate, up), *stored = split_weights(layer.gate, layer.up)
+    return product(ops.swiglu(hidden, gate, up, True, *stored), layer.down)
 
 
-def _product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    (values,), scales = split_weights(weight)
-    return ops.linear(x, values, bias, prefetch=True, scales=scales)
+def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """Return `ops.linear` of a weight in any format, which no kernel writes."""
+    (values,), *stored = split_weights(weight)
+    return ops.linear(x, values, bias, True, *stored)

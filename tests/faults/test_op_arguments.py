@@ -125,7 +125,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
         lambda x: x.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1).mul(8).round().div(8),
     ),
 }
-LEFT_OUT = {"ancestors", "scales", "prefetch", "fresh", "gated", "front_rows"}  # these keep their defaults
+LEFT_OUT = {"ancestors", "scales", "format", "prefetch", "fresh", "gated", "front_rows"}  # these keep their defaults
 OPS = [
     *("rms_norm", "add_rms_norm", "dynamic_conv", "conv_add_rms_norm", "silu_mul", "fuse_features", "linear", "swiglu"),
     *("draft_rows", "block_attention", "append_kv_", "qkv_norm_rope_append_", "append_context_kv_", "select_tokens"),

@@ -160,7 +160,7 @@ RULES = [
     ("draft_rows", {"rows": ROWS + 2}, "0 <= rows <= num_drafts . 1 must hold, got rows = 5, num_drafts = 3"),
     ("draft_rows", {"mask_embedding": None, "mask_id": 70}, "mask_id < vocab must hold"),
     ("silu_mul", {"gate_up": torch.ones(2, 7)}, "columns % 2 == 0 must hold, got columns = 7"),
-    ("linear", {"x": torch.ones(ROWS, HIDDEN + 1)}, r"weight must be \[out_features, in\] = \[24, 17\]"),
+    ("linear", {"x": torch.ones(ROWS, HIDDEN + 1)}, r"weight must be \[out_features, columns\] = \[24, 17\]"),
     ("linears", {"weights": [], "biases": []}, "1 <= count <= 4 must hold, got count = 0"),
     ("linears", {"biases": [torch.ones(24), torch.ones(6)]}, r"biases\[1\] must be \[out\] = \[5\], got \[6\]"),
     ("experts", {"gate": "relu"}, "gate must be one of silu, gelu_tanh, clamped_silu, got 'relu'"),
@@ -187,15 +187,22 @@ def test_a_call_that_breaks_a_rule_is_told_what_must_hold(name, change, message)
         run(name, CALLS[name]() | change)
 
 
-def test_weights_in_8_bits_need_scales_and_others_must_have_none():
-    x, values, scales = torch.ones(2, 8), torch.ones(4, 8, dtype=torch.uint8), torch.ones(4)
-    for weight, given in ((values, None), (torch.ones(4, 8), scales)):
-        with pytest.raises(TypeError, match=r"weight must be torch\.uint8 exactly where scales are given"):
-            ops.linear(x, weight, scales=given)
-        with pytest.raises(TypeError, match=r"weights\[0\] must be torch\.uint8 exactly where scales are given"):
-            ops.linears(x, [weight], scales=given)
+def test_packed_weights_need_scales_and_dense_ones_must_have_none():
+    x, values, scales = torch.ones(2, 8), torch.ones(4, 64, dtype=torch.uint8), torch.ones(4)
+    for weight, given, name in ((values, None, "w8a8"), (torch.ones(4, 8), scales, "dense")):
+        with pytest.raises(ValueError, match=r"only packed weights have scales"):
+            ops.linear(x, weight, scales=given, format=name)
+    for weight, given, name in ((values, None, "dense"), (torch.ones(4, 64), scales, "w8a8")):
+        with pytest.raises((TypeError, ValueError), match=r"weight must be (torch\.uint8|\[out_features, columns\])"):
+            ops.linear(x, weight, scales=given, format=name)
+    with pytest.raises(TypeError, match=r"weights\[0\] must be torch\.float32, got torch\.uint8"):
+        ops.linears(x, [values[:, :8]])
+    with pytest.raises(ValueError, match=r"weights\[1\] must be \[\*, columns\] = \[\*, 64\], got \[4, 8\]"):
+        ops.linears(x, [values, values[:, :8]], scales=torch.ones(8), format="w8a8")
     with pytest.raises(ValueError, match=r"scales must be \[total_rows\(weights\)\] = \[8\], got \[4\]"):
-        ops.linears(x, [values, values], scales=scales)
+        ops.linears(x, [values, values], scales=scales, format="w8a8")
+    with pytest.raises(ValueError, match="format must be one of dense, w8a8, w8a16, got 'int4'"):
+        ops.linear(x, values, scales=scales, format="int4")
 
 
 def test_a_storage_type_without_kernels_is_named():

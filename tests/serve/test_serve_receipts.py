@@ -8,7 +8,7 @@ import torch
 from served import SUM, TRIP, Gate, ask, chat, chunks, pair, prompt_ids, serving
 
 import dflash
-from dflash.ops import Int8Weight
+from dflash.ops import PackedWeight
 from dflash.sampling import fold
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -78,7 +78,7 @@ def test_a_receipt_states_what_was_asked(service, folder):
 
 def test_receipts_state_int8_weights_and_are_checked_with_the_servers_own(tmp_path, monkeypatch):
     with serving(receipts=tmp_path, weights="int8") as service:
-        monkeypatch.setattr(Int8Weight, "of", lambda _weight: pytest.fail("a weight was quantized again"))
+        monkeypatch.setattr(PackedWeight, "of", lambda *_: pytest.fail("a weight was quantized again"))
         name, _ = completion(ask(service, CHAT, chat(TRIP, temperature=1, seed=3, max_tokens=60)))
         assert ask(service, f"/v1/receipts/{name}", None).json()["weights"] == "int8"
         assert ask(service, f"/v1/receipts/{name}/verify", b"").json()["is_exact"]

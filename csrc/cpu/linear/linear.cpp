@@ -56,11 +56,14 @@ static uint64_t next_product() {
   return __atomic_add_fetch(&last, 1, __ATOMIC_RELAXED);
 }
 
-// Rows of x as the kernels of weights of their dtype read them.
+// Rows of x as the kernels of a format of weights read them.
+template <typename T, Format>
+class Rows;
+
 template <typename T>
-class Rows : public Split {
+class Rows<T, Format::kDense> : public Split {
  public:
-  static constexpr bool kIsInt8 = false;
+  static constexpr Format kFormat = Format::kDense;
   static constexpr bool kTakesFew = kWidth >= 8 && !kOnTiles<T>, kInGroups = !kOnTiles<T>;
   static constexpr int64_t kMostFew = kTakesFew ? 2 * kWidth - 1 : 0;
   using ThreadState = std::conditional_t<kOnTiles<T>, TileState, NoTiles>;
@@ -107,10 +110,10 @@ class Rows : public Split {
   Word<T>*packed_, *few_rows_;  // groups of [words, lanes]; [few, stride]
 };
 
-// Rows of x as the kernels of int8 weights read them.
 template <typename T>
-struct Int8Rows : QuantizedRows {
-  static constexpr bool kIsInt8 = true, kTakesFew = false, kInGroups = true;
+struct Rows<T, Format::kW8A8> : QuantizedRows {
+  static constexpr Format kFormat = Format::kW8A8;
+  static constexpr bool kTakesFew = false, kInGroups = true;
   static constexpr int64_t kMostFew = 0;
   using ThreadState = TileState;
   template <int>
@@ -120,7 +123,7 @@ struct Int8Rows : QuantizedRows {
     return QuantizedRows(rows, in).size() * int64_t(sizeof(uint32_t));
   }
 
-  Int8Rows(const T* x, int64_t rows, int64_t in, uint64_t product) : QuantizedRows(rows, in) {
+  Rows(const T* x, int64_t rows, int64_t in, uint64_t product) : QuantizedRows(rows, in) {
     static thread_local PackedRows mine;
     place(mine.buffer.reserve(size()));
     if (mine.begins(product)) round(x, in);
@@ -130,10 +133,10 @@ struct Int8Rows : QuantizedRows {
 // The cost of one output feature for `rows` rows, in multiply-adds.
 static inline int64_t products_of(int64_t rows, int64_t in) { return in * least(rows < 4 ? 4 : rows, kMostRows); }
 
-// Features of a part; none where its weight is not of the kind that R is for.
+// Features of a part; none where its weight is not of the format that R is for.
 template <typename R>
 static inline int64_t features_of(const LinearPart& part) {
-  return bool(part.weight.scales) == R::kIsInt8 ? part.out_features : 0;
+  return part.weight.format == R::kFormat ? part.out_features : 0;
 }
 
 // Calls fn(state, part, first, live) for every tile of `size` features of the parts that R is for; each feature costs
@@ -166,9 +169,9 @@ static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t si
 
 // One tile of a part: `live` features from `first`, for all rows.
 template <int NV, typename T>
-static void one_tile(const Rows<T>& rows, int64_t first_row, const LinearPart& part, int64_t in, int64_t first,
-                     int64_t live) {
-  using R = Rows<T>;
+static void one_tile(const Rows<T, Format::kDense>& rows, int64_t first_row, const LinearPart& part, int64_t in,
+                     int64_t first, int64_t live) {
+  using R = Rows<T, Format::kDense>;
   // 1. Skip the rows that the part does not compute
   const int64_t skip = part.first_row > first_row ? part.first_row - first_row : 0;
   if (skip >= rows.count) return;
@@ -217,14 +220,14 @@ static void one_tile(const Rows<T>& rows, int64_t first_row, const LinearPart& p
 }
 
 template <int, typename T>
-static void one_tile(const Int8Rows<T>& rows, int64_t first_row, const LinearPart& part, int64_t in, int64_t first,
-                     int64_t live) {
+static void one_tile(const Rows<T, Format::kW8A8>& rows, int64_t first_row, const LinearPart& part, int64_t in,
+                     int64_t first, int64_t live) {
   // 1. The tile, padded if it is not whole, and what finishes its features
-  const auto* weight = static_cast<const uint8_t*>(part.weight.values) + first * in;
-  if (live < kQuantTile || in % kQuantGroup) {
+  const auto* weight = static_cast<const uint8_t*>(part.weight.values) + first * row_size(Format::kW8A8, in);
+  if (live < kQuantTile) {
     static thread_local Buffer<uint8_t> buffer;
     uint8_t* padded = buffer.reserve(rows.groups * kInt8Group);
-    copy_int8_tile(weight, in, live, padded);
+    copy_int8_tile(weight, rows.groups, live, padded);
     weight = padded;
   }
   alignas(64) float scales[kQuantTile] = {}, bias[kQuantTile] = {};
@@ -271,8 +274,9 @@ static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* 
   const int64_t groups = R::kInGroups ? most(1, kOwnRows / R::packed_bytes(kMostRows, in)) : 1;
   for (int64_t first = 0, n; first < count; first += n) {
     n = least(kMostRows * groups, count - first);
-    const int64_t vecs = R::kIsInt8 ? 0 : Split(n, R::kMostFew).lanes / kWidth;
-    constexpr int kMost = R::kIsInt8 ? 0 : kMaxVecs;
+    constexpr bool kInLanes = R::kFormat == Format::kDense;
+    const int64_t vecs = kInLanes ? Split(n, R::kMostFew).lanes / kWidth : 0;
+    constexpr int kMost = kInLanes ? kMaxVecs : 0;
     const auto run = vecs == 0   ? run_tiles<T, 0, R>
                      : vecs == 1 ? run_tiles<T, least(1, kMost), R>
                      : vecs == 2 ? run_tiles<T, least(2, kMost), R>
@@ -288,8 +292,8 @@ void dflash::DFLASH_ISA::linear_parts(const void* x, int64_t rows, int64_t in, c
                                       DType dtype, int threads) {
   const auto run = [&](auto type) {
     using T = decltype(type);
-    linear_all<T, Rows<T>>(static_cast<const T*>(x), rows, in, parts, num_parts, threads);
-    linear_all<T, Int8Rows<T>>(static_cast<const T*>(x), rows, in, parts, num_parts, threads);
+    linear_all<T, Rows<T, Format::kDense>>(static_cast<const T*>(x), rows, in, parts, num_parts, threads);
+    linear_all<T, Rows<T, Format::kW8A8>>(static_cast<const T*>(x), rows, in, parts, num_parts, threads);
   };
   dtype == DType::kFloat32 ? run(float()) : run(bf16());
 }
@@ -303,6 +307,6 @@ void dflash::DFLASH_ISA::linear(const LinearParams& p) {
   LinearPart parts[kMaxLinearWeights];
   char* out = static_cast<char*>(p.out);
   for (int i = 0; i < p.num_weights; out += p.features[i++] * size)
-    parts[i] = {{p.weights[i], p.scales[i]}, p.biases[i], out, p.features[i], p.out_features, 0};
+    parts[i] = {{p.weights[i], p.scales[i], p.format}, p.biases[i], out, p.features[i], p.out_features, 0};
   linear_parts(p.x, p.rows, p.in, parts, p.num_weights, p.dtype, p.threads);
 }

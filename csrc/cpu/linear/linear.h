@@ -5,7 +5,7 @@
 namespace dflash::DFLASH_ISA {
 
 struct LinearPart {
-  LinearWeight weight;  // [out_features, in]
+  LinearWeight weight;  // [out_features, row_size]
   const void* bias;     // [out_features] or null
   void* out;            // [rows - first_row, out_features], rows out_stride apart
   int64_t out_features;

@@ -1,24 +1,26 @@
-// The products of linear.cpp with int8 weights: rows of x in 8 bits too, so that the sums are of integers.
+// The format kW8A8 of linear.cpp, int8 weights on CPUs: rows of x in 8 bits too, so that the sums are of integers.
 //
 // Of a row, kQuantGroup elements at a time share a scale, the 127th part of their largest magnitude, and are rounded to
 // whole multiples of it. The sum of such a group is exact, whatever the instructions and their order; it is multiplied
 // by the scale, rounded, and added to those of the groups before it. So the bits of a result are the same with every
 // instruction set, and depend on the row and the weights alone.
 //
-// Weights are copies of our own (Int8Weight), in one order for all instruction sets: of a tile of 16 features the words
-// of four elements alternate, and 128 is added to each. So vectors hold features, one word of a row is broadcast to
-// all, and a tile is read from its first byte to its last. vpdpbusd and AMX multiply a word at once, its weights
+// Weights are copies of our own (PackedWeight), in one order for all instruction sets: of a tile of 16 features the
+// words of four elements alternate, and 128 is added to each. So vectors hold features, one word of a row is broadcast
+// to all, and a tile is read from its first byte to its last. vpdpbusd and AMX multiply a word at once, its weights
 // without a sign; elsewhere its even and its odd elements are pairs of 16-bit integers. Sums start at what 128 adds.
 #pragma once
 #include "cpu/linear/linear_amx.h"
 
 DFLASH_NAMESPACE_BEGIN
 
-constexpr int kInt8Vecs = kQuantTile / kWidth;            // of a tile
+constexpr int kQuantTile = 16;                            // features of a tile
+constexpr int kInt8Vecs = kQuantTile / kWidth;            // its vectors
 constexpr int kInt8Words = kQuantGroup / 4;               // of a group
 constexpr int64_t kInt8Group = kQuantGroup * kQuantTile;  // bytes of a tile's group
 constexpr int64_t kInt8Ahead = 8192, kInt8Soon = 1024;    // bytes: weights are in the L2 and L1 cache so early
 constexpr int kShift = 128;
+static_assert(row_size(Format::kW8A8, 1) == kQuantGroup, "rows of weights are whole groups");
 #if DFLASH_TILES || defined(__AVX512VNNI__)
 constexpr int kWordParts = 1;
 #else
@@ -133,11 +135,11 @@ struct QuantizedRows {
   }
 };
 
-// to [groups of kInt8Group] = a tile of `live` features and `in` elements, padded with zeros
-static inline void copy_int8_tile(const uint8_t* tile, int64_t in, int64_t live, uint8_t* to) {
-  std::memset(to, 0, ceil_div(in, kQuantGroup) * kInt8Group);
-  for (int64_t k = 0; k < in; k += 4, to += 4 * kQuantTile)
-    for (int64_t f = 0, each = least(4, in - k); f < live; ++f, tile += each) std::memcpy(to + 4 * f, tile, each);
+// to [groups of kInt8Group] = a tile of `live` features, padded with others of zeros
+static inline void copy_int8_tile(const uint8_t* tile, int64_t groups, int64_t live, uint8_t* to) {
+  std::memset(to, 0, groups * kInt8Group);
+  for (int64_t word = 0; word < groups * kInt8Words; ++word, tile += 4 * live, to += 4 * kQuantTile)
+    std::memcpy(to, tile, 4 * live);
 }
 
 static inline Vec add_group(Vec total, IVec sum, float scale) {

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..cache import KVCache
-from ..decoder import BlockConv, DecoderLayer, DecoderStack, rotation
-from ..ops import Int8Weight, NotFiniteError, WeightStorage, int8_layer, reference
+from ..decoder import BlockConv, DecoderLayer, DecoderStack, product, rotation
+from ..ops import NotFiniteError, PackedWeight, WeightStorage, format_of, packed_layer, reference
 from ..targets import not_finite
 from ..targets.model import modules_of, tensors_of
 from .config import DFlash2Config, DraftConfig
@@ -562,26 +562,27 @@ class Int8Drafter(Drafter):
     A selector's weights run as they are, and so do those of prompts' K/V.
     """
 
-    _fc: Int8Weight
-    _lm_head: Int8Weight
+    _fc: PackedWeight
+    _lm_head: PackedWeight
 
     def fuse(self, context: Tensor, num_context: Tensor) -> Tensor:
         """See `Drafter.fuse`."""
-        fused = ops.linear(context, self._fc.packed, scales=self._fc.scales)
+        fused = product(context, self._fc)
         return ops.rms_norm(fused, self.hidden_norm.weight, self.config.rms_norm_eps, num_context)
 
     def _own_head(self, hidden: Tensor) -> Tensor:
-        return ops.linear(hidden, self._lm_head.packed, scales=self._lm_head.scales)
+        return product(hidden, self._lm_head)
 
     def _runs_copies(self) -> bool:
         return True
 
     def _stack_layers(self) -> list[DecoderLayer]:
         """Return the layers in 8 bits, and copy the weights around them: all as they are now."""
+        name = format_of("int8", self.device.type)
         try:
-            self._fc = Int8Weight.of(self.fc.weight)
+            self._fc = PackedWeight.of(self.fc.weight, name)
             if "lm_head" in self.config.own_parts:
-                self._lm_head = Int8Weight.of(self.lm_head.weight)
-            return list(map(int8_layer, super()._stack_layers()))
+                self._lm_head = PackedWeight.of(self.lm_head.weight, name)
+            return [packed_layer(layer, name) for layer in super()._stack_layers()]
         except NotFiniteError as error:
             raise ValueError(not_finite("draft_weights", self, error)) from error

@@ -7,7 +7,8 @@ must come out; ``*`` is any size. ``batch..`` stands for any number of leading d
 ``key_dim?`` for a last dimension that may be missing, ``caches{layers}`` for a list. After the brackets:
 
     :i64, :f32, :u8   the dtype. Without one it is the op's storage type, which the first such tensor decides.
-    :T|f32, :T|u8     the storage type or another; :any is any dtype, :float a floating one that becomes float32.
+    :T|f32            the storage type or another; :any is any dtype, :float a floating one that becomes float32.
+    :W                that of the values of the call's ``format`` of weights: the storage type or bytes.
     !                 the op writes it: it must be contiguous and share no memory with another argument.
     ~ or ~2           only the last dimension or two must be dense; without it, what is read is made contiguous.
     =                 only its rows must be dense and evenly spaced.
@@ -32,11 +33,11 @@ from .. import _C
 
 _TENSOR = re.compile(r"(\w+)(?:\{(\w+)\})?\[([^\]]*)\](?::([\w|]+))?([!~=\d]*)")
 _DTYPES = {"i64": torch.int64, "f32": torch.float32, "float": torch.float32, "u8": torch.uint8}
-_CODES = {"any": -1, "": 0, "T": 0, "i64": 0x040, "f32": 0x220, "float": 0x220, "u8": 0x108}  # as in contract.h
+_CODES = {"W": -2, "any": -1, "": 0, "T": 0, "i64": 0x040, "f32": 0x220, "float": 0x220, "u8": 0x108}  # of contract.h
 _OPERATIONS = (  # as in contract.h
     "constant", "slot", "has", "total_rows", "at_least", "at_most", "Not",
-    "ndim", "size", "stride", "row_stride", "itemsize", "is_float32", "is_uint8",
-    "Add", "Sub", "Mult", "FloorDiv", "Mod", "min", "max", "Eq", "NotEq", "Lt", "LtE", "And", "Or",
+    "ndim", "size", "stride", "row_stride", "itemsize", "is_float32",
+    "Add", "Sub", "Mult", "FloorDiv", "Mod", "min", "max", "Eq", "NotEq", "Lt", "LtE", "And", "Or", "row_size",
 )  # fmt: skip
 _LETTERS = {float: "f", int: "i", bool: "b", str: "o"}  # as in contract.h; all others are tensors, "t"
 
@@ -82,12 +83,12 @@ class Contract:
         where: conditions, ``;`` between them, each with the words of its error after ``:``, or its own.
         derived: ``name = expression``, ``;`` between them: fields of the kernel's params.
         kernel: the kernel to run, whose fields have the names of the contract.
-        choices: the integer that a string argument stands for.
+        choices: the integers that strings stand for, of each argument that has some.
     """
 
     def __init__(
         self, op: str, parameters: Sequence[inspect.Parameter], tensors: str, returns: str = "", where: str = "",
-        derived: str = "", kernel: str = "", choices: dict[str, int] | None = None,
+        derived: str = "", kernel: str = "", choices: dict[str, dict[str, int]] | None = None,
     ) -> None:  # fmt: skip
         # 1. Parse
         self.op, self.kernel, self.choices = op, kernel, choices or {}
@@ -104,8 +105,7 @@ class Contract:
         self.expressions = {dim: _code(dim) for dim in sizes if not _plain(dim)}
         self.writes = [spec.name for spec in self.tensors if spec.is_written]
         # 2. Give each name that has a number a slot
-        numbers = (int, bool, str) if self.choices else (int, bool)
-        names = [name for name, p in self.parameters.items() if p.annotation in numbers]
+        names = [name for name, p in self.parameters.items() if p.annotation in (int, bool) or name in self.choices]
         for spec in self.tensors:
             names += [name for name in (spec.leading, spec.count) if name]
             names += [dim.rstrip("?") for dim in spec.sizes if _plain(dim) and dim != "*"]
@@ -118,7 +118,7 @@ class Contract:
         names = [*self.parameters]
         arguments = []
         for name, p in self.parameters.items():
-            letter = "c" if p.annotation is str and self.choices else _LETTERS.get(p.annotation, "t")
+            letter = "c" if name in self.choices else _LETTERS.get(p.annotation, "t")
             arguments.append((letter, self.slots[name] if letter in "ibc" else -1))
         sources = {spec.name: ("t", i) for i, spec in enumerate(self.tensors)}
         sources |= {name: ("f", i) for i, name in enumerate(names) if arguments[i][0] == "f"}
@@ -141,7 +141,7 @@ class Contract:
                 for spec in self.outputs
             ],
             "parameters": names, "names": [*self.slots], "kernel": self.kernel, "sources": sources,
-            "choices": self.choices,
+            "choices": [self.choices.get(name) for name in names], "format": self.slots.get("format", -1),
         }  # fmt: skip
 
     def _shape(self, spec: Spec) -> tuple[list[int], list[tuple[int, list]]]:
@@ -184,7 +184,7 @@ class Contract:
                     pairs = zip(names, sides, sides[1:], strict=False)
                     tests = [apply("L" + n[1:], b, a) if n[0] == "G" else apply(n, a, b) for n, a, b in pairs]
                     return apply("And", *tests)
-                case ast.Call(func=ast.Name(id=("min" | "max") as name)):
+                case ast.Call(func=ast.Name(id=("min" | "max" | "row_size") as name)):
                     return apply(name, *map(emit, node.args))
                 case ast.Call(func=ast.Name(id=("at_least" | "at_most") as name), args=[ast.Name(id=number), bound]):
                     return emit(bound) + step(name, [*self.parameters].index(number))
@@ -210,10 +210,10 @@ class Contract:
             if tensor.device != (device := found[0][2].device):  # a kernel would read another device's addresses
                 came = f"{list(tensor.shape)} on {tensor.device}"
                 raise ValueError(f"{self.op}: all tensors must be on {device} as the first is, got {came}")
-        for name in (name for name, p in self.parameters.items() if p.annotation is str and self.choices):
-            if given[name] not in self.choices:
-                raise ValueError(f"{self.op}: {name} must be one of {', '.join(self.choices)}, got {given[name]!r}")
-            env[name] = self.choices[given[name]]
+        for name, codes in self.choices.items():
+            if given[name] not in codes:
+                raise ValueError(f"{self.op}: {name} must be one of {', '.join(codes)}, got {given[name]!r}")
+            env[name] = codes[given[name]]
         # 2. Dimensions, and the sizes that names stand for
         bound = {name for name, p in self.parameters.items() if p.annotation in (int, bool)}
         for spec in self.tensors:
@@ -240,6 +240,7 @@ class Contract:
         self._derive(env)  # sizes may be among the derived
         # 3. All sizes, and dtypes
         storage = next((tensor.dtype for spec, _, tensor in found if spec.dtype is None), None)
+        dtypes = _DTYPES | {"T": storage, "W": torch.uint8 if env.get("format") else storage}
         for spec, name, tensor in found:
             wanted = [*(leading if spec.leading else ()), *(self._size(dim, env) for dim in spec.sizes)]
             wanted = wanted[: tensor.dim() if spec.last_may_miss else None]
@@ -247,7 +248,7 @@ class Contract:
             if tensor.dim() != len(wanted) or any(differ):
                 sizes = ", ".join("*" if size is None else str(size) for size in wanted)
                 raise ValueError(f"{self.op}: {name} must be [{spec.words}] = [{sizes}], got {list(tensor.shape)}")
-            self._check_dtype(spec, name, tensor, storage)
+            self._check_dtype(spec, name, tensor, dtypes)
         # 4. Conditions and layouts
         self._check_rules(env, at)
         for spec, name, tensor in found:
@@ -268,20 +269,19 @@ class Contract:
                 terms = dict.fromkeys(re.findall(r"\w+\(\w+\)|\w+", text))
                 came = {term: eval(term, env) for term in terms if term in self.slots or "(" in term}
                 came |= {term: env[term] for term in terms if isinstance(env.get(term), float)}
-                kind = TypeError if "is_uint8" in text else ValueError
                 at_layer = f"{at[:-1]}: " if at else ""
                 found = ", ".join(f"{term} = {value}" for term, value in came.items())
-                raise kind(f"{self.op}: {at_layer}{words}, got {found}")
+                raise ValueError(f"{self.op}: {at_layer}{words}, got {found}")
 
     def _derive(self, env: dict[str, object]) -> None:
         for name, (_, code) in self.derived.items():
             env[name] = eval(code, env)
 
-    def _check_dtype(self, spec: Spec, name: str, tensor: Tensor, storage: torch.dtype | None) -> None:
+    def _check_dtype(self, spec: Spec, name: str, tensor: Tensor, dtypes: dict[str, torch.dtype | None]) -> None:
         if spec.dtype == "any" or (spec.dtype == "float" and tensor.is_floating_point()):
             return
         want, _, other = (spec.dtype or "T").partition("|")
-        want = _DTYPES.get(want, storage)
+        want = dtypes[want]
         if tensor.dtype not in (want, _DTYPES.get(other)):
             also = f" or {_DTYPES[other]}" if other else ""
             raise TypeError(f"{self.op}: {name} must be {want}{also}, got {tensor.dtype}")
@@ -414,7 +414,7 @@ _FUNCTIONS = {
     "row_stride": row_stride,
     "itemsize": lambda tensor: 0 if tensor is None else tensor.element_size(),
     "is_float32": lambda tensor: tensor is not None and tensor.dtype == torch.float32,
-    "is_uint8": lambda tensor: tensor is not None and tensor.dtype == torch.uint8,
+    "row_size": _C.row_size,
     "at_least": lambda number, bound: number >= bound,
     "at_most": lambda number, bound: number <= bound,
 }

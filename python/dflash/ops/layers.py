@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .. import _C
 from .contract import Scope
+from .formats import PackedWeight
 from .registry import Launcher, op
-from .weights import DecoderLayer, DeltaNetLayer, check_layers, check_memory, named_tensors
+from .weights import BlockConv, DecoderLayer, DeltaNetLayer, check_layers, check_memory, named_tensors
 
 _OP = "decoder_layers"
 
@@ -95,9 +96,7 @@ class PackedLayers:
                 self._copies += [] if wide.dtype == layer.sinks.dtype else [(wide, layer.sinks)]
                 layer = layer._replace(sinks=wide)
             record = layer._asdict() | {"tap": self.taps.index(i) if i in self.taps else -1}
-            for name in ("attention_conv", "mlp_conv"):
-                if conv := getattr(layer, name):
-                    record[name] = conv.record()
+            record |= {name: x.record() for name, x in record.items() if isinstance(x, (BlockConv, PackedWeight))}
             record["delta_net" if layer.is_recurrent else "attention"] = dict(record)  # by name, as in params.h
             records.append(record)
         self._records = _C.DecoderLayers(records, [tensor for _, tensor in named_tensors(self.layers, self.norm)])

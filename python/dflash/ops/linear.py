@@ -10,7 +10,12 @@ from torch import Tensor
 from .. import _C
 from . import reference, switches
 from .contract import Scope
+from .formats import DENSE, FORMATS
 from .registry import Launcher, op, skinny
+
+# Of the products below: `in` is the kernel's name for the width, and rows of packed weights are padded.
+_SIZES = "in = width; columns = row_size(format, width)"
+_WHERE = "ndim(x) >= 2: x must be [..., rows, width]; has(scales) == (format > 0): only packed weights have scales"
 
 
 def _plan_linear(launch: Launcher, s: Scope) -> bool:
@@ -19,8 +24,6 @@ def _plan_linear(launch: Launcher, s: Scope) -> bool:
 
 def _plan_linears(launch: Launcher, s: Scope) -> bool:
     for i, weight in enumerate(s.weights):
-        if (weight.dtype == torch.uint8) != (s.scales is not None):
-            raise TypeError(f"linears: weights[{i}] must be torch.uint8 exactly where scales are given")
         if s.biases and s.biases[i].shape[0] != len(weight):
             raise ValueError(f"linears: biases[{i}] must be [out] = [{len(weight)}], got {list(s.biases[i].shape)}")
     return _plan(launch, s, s.weights, s.biases or [None] * len(s.weights))
@@ -30,21 +33,21 @@ def _swiglu(launch: Launcher, s: Scope) -> Tensor:
     if not launch.is_cpu and _plan(launch, s, [s.gate, s.up], [None, None], gated=True):
         launch("linear", s)
         return s.out
-    both = linears.op.call(launch, s.x, [s.gate, s.up], (), s.prefetch, s.scales)
+    both = linears.op.call(launch, s.x, [s.gate, s.up], (), s.prefetch, s.scales, s.arguments[-1])
     return silu_mul.op.call(launch, both)
 
 
 def _plan(
     launch: Launcher, s: Scope, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gated: bool = False
 ) -> bool:
-    """Set the fields of the kernel `linear`; return False if it does not take the call. Only the CPU's takes scales."""
+    """Set the fields of the kernel `linear`; return False if it does not take the call."""
     features, width = [len(weight) for weight in weights], s.x.shape[-1]
-    if launch.is_cpu:
-        s.splits, s.workspace = int(s.scales is not None or skinny(s.rows, s.x.dtype)), None
-    elif s.scales is not None:
+    if not _reads(launch, s):
         return False
+    if launch.is_cpu:
+        s.splits, s.workspace = int(s.format > 0 or skinny(s.rows, s.x.dtype)), None
     else:
-        shapes = (s.dtype, s.rows, width, weights, features, gated)
+        shapes = (s.dtype, s.rows, width, weights, features, gated, s.format)
         s.splits, s.workspace = launch.workspace("linear", s.x.device, *shapes)
     if s.splits == 0 or width == 0:
         return False
@@ -55,14 +58,20 @@ def _plan(
     return True
 
 
+def _reads(launch: Launcher, s: Scope) -> bool:
+    """Return True if the launcher's kernels read weights in the format of the call."""
+    device = FORMATS[s.arguments[-1]].device
+    return device is None or device == ("cpu" if launch.is_cpu else "cuda")
+
+
 def _linears_in_torch(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], prefetch: bool, scales: Tensor | None
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], prefetch: bool, scales: Tensor | None, format: str
 ) -> Tensor:
     """Compute `linears`; weights that lie one after another in one storage take one product."""
-    if scales is None and len(weights) > 1 and all(map(_follows, weights, weights[1:])):
+    if format == DENSE.name and len(weights) > 1 and all(map(_follows, weights, weights[1:])):
         shape = (sum(map(len, weights)), weights[0].shape[1])
         weights, biases = [weights[0].as_strided(shape, weights[0].stride())], [torch.cat(biases)] if biases else ()
-    return reference.linears(x, weights, biases, scales=scales)
+    return reference.linears(x, weights, biases, False, scales, format)
 
 
 def _follows(first: Tensor, second: Tensor) -> bool:
@@ -73,15 +82,17 @@ def _follows(first: Tensor, second: Tensor) -> bool:
 
 
 @op(
-    "x[rows.., in] weight[out_features, in]:T|u8 bias[out_features] scales[out_features]:f32",
+    "x[rows.., width] weight[out_features, columns]:W bias[out_features] scales[out_features]:f32",
     "out[rows.., out_features]",
-    where="ndim(x) >= 2: x must be [..., rows, in]; "
-    "is_uint8(weight) == has(scales): weight must be torch.uint8 exactly where scales are given",
+    where=_WHERE,
+    derived=_SIZES,
+    choices={"format": _C.FORMATS},
     prepare=_plan_linear,
 )
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False, scales: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False, scales: Tensor | None = None,
+    format: str = DENSE.name,
+) -> Tensor:  # fmt: skip
     """Compute ``x @ weight.T + bias`` for a few rows, sums in fp32, rounded once.
 
     A row's bits depend neither on its place nor on how many rows there are: on CPU up to 512 rows in float32 and 64 in
@@ -90,12 +101,12 @@ def linear(
 
     Args:
         x: ``[..., rows, in]``.
-        weight: ``[out, in]``, the dtype of ``x``, or with ``scales`` what an `Int8Weight` has packed; ``bias`` is
-            ``[out]``.
+        weight: ``[out, in]``, the dtype of ``x``, or what a `PackedWeight` has packed; ``bias`` is ``[out]``.
         prefetch: for CUDA: ``weight`` may be read before what is queued ahead has ended, so nothing under way may write
             it.
-        scales: ``[out]`` float32, those of the `Int8Weight`. The rows are rounded to 8 bits too
-            (`round_rows`). On CPU any number of rows has the same bits with every instruction set.
+        scales: ``[out]`` float32, those of the `PackedWeight`; None if dense.
+        format: that of the weight, of `FORMATS`. "w8a8" rounds the rows to 8 bits too: on CPU any number of rows has
+            the same bits with every instruction set.
 
     Returns:
         ``[..., rows, out]``, the dtype of ``x``.
@@ -103,18 +114,18 @@ def linear(
 
 
 @op(
-    "x[rows.., in] weights{count}[*, in]:T|u8 biases{biases_given}[*] scales[total_rows(weights)]:f32",
+    "x[rows.., width] weights{count}[*, columns]:W biases{biases_given}[*] scales[total_rows(weights)]:f32",
     "out[rows.., total_rows(weights)]",
-    where="ndim(x) >= 2: x must be [..., rows, in]; "
-    f"1 <= count <= {_C.MAX_LINEAR_WEIGHTS}; biases_given == 0 or biases_given == count",
-    derived="out_features = total_rows(weights)",
+    where=f"{_WHERE}; 1 <= count <= {_C.MAX_LINEAR_WEIGHTS}; biases_given == 0 or biases_given == count",
+    derived=f"{_SIZES}; out_features = total_rows(weights)",
+    choices={"format": _C.FORMATS},
     kernel="linear",
     prepare=_plan_linears,
     twin=_linears_in_torch,
 )
 def linears(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), prefetch: bool = False,
-    scales: Tensor | None = None,
+    scales: Tensor | None = None, format: str = DENSE.name,
 ) -> Tensor:  # fmt: skip
     """Compute `linear` of the same rows with several weights, the results side by side, in one kernel.
 
@@ -122,7 +133,7 @@ def linears(
         x: ``[..., rows, in]``; ``prefetch`` is as in `linear`.
         weights: one to four of ``[out, in]``, each with an ``out`` of its own.
         biases: ``[out]`` for each weight, or none at all.
-        scales: ``[sum of out]`` float32, those of all weights, which are int8 then.
+        scales: ``[sum of out]`` float32, those of all weights; they and ``format`` are as in `linear`.
 
     Returns:
         ``[..., rows, sum of out]``, the dtype of ``x``.
@@ -130,21 +141,25 @@ def linears(
 
 
 @op(
-    "x[rows.., in] gate[out_features, in]:T|u8 up[out_features, in]:T|u8 scales[2 * out_features]:f32",
+    "x[rows.., width] gate[out_features, columns]:W up[out_features, columns]:W scales[2 * out_features]:f32",
     "out[rows.., out_features]",
-    where="ndim(x) >= 2: x must be [..., rows, in]; "
-    "is_uint8(gate) == is_uint8(up) == has(scales): gate and up must be torch.uint8 exactly where scales are given",
+    where=_WHERE,
+    derived=_SIZES,
+    choices={"format": _C.FORMATS},
     kernel="linear",
     body=_swiglu,
 )
-def swiglu(x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: Tensor | None = None) -> Tensor:
+def swiglu(
+    x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: Tensor | None = None,
+    format: str = DENSE.name,
+) -> Tensor:  # fmt: skip
     """Compute ``silu(x @ gate.T) * (x @ up.T)``: the bits of `silu_mul` of `linears`.
 
     On CUDA it is one kernel up to 256 rows.
 
     Args:
         x: ``[..., rows, in]``; ``prefetch`` is as in `linear`.
-        gate, up: ``[out, in]``; ``scales [2 * out]`` are as in `linears`.
+        gate, up: ``[out, in]``; ``scales [2 * out]`` and ``format`` are as in `linears`.
 
     Returns:
         ``[..., rows, out]``, the dtype of ``x``.
@@ -188,7 +203,7 @@ def _has_expert_kernel(launch: Launcher, s: Scope) -> bool:
     "out[rows, hidden]",
     where="num_experts >= 1 and hidden >= 1 and width >= 1",
     derived="width = size(down, 1) if transposed else size(down, 2); float_scores = is_float32(scores)",
-    choices=_C.GATES,
+    choices={"gate": _C.GATES},
     prepare=_has_expert_kernel,
 )
 def experts(

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from . import reference
 from .contract import Scope
+from .formats import DENSE
 from .linear import linear
 from .registry import Launcher, op, skinny
 
@@ -119,7 +120,7 @@ def _fuse(launch: Launcher, s: Scope) -> Tensor:
     context = s.context
     if launch.is_cpu and not skinny(context.shape[:-1].numel(), context.dtype):
         context = reference.live_rows(context, s.num_context)  # torch's product may let rows meet: see reference.linear
-    fused = linear.op.call(launch, context, s.fc_weight, None, False, None)
+    fused = linear.op.call(launch, context, s.fc_weight, None, False, None, DENSE.name)
     return rms_norm.op.call(launch, fused, s.norm_weight, s.eps, s.num_context, False, None)
 
 

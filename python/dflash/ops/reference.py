@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .formats import rows_at_once, unpack_int8
+from .formats import DENSE, FORMATS, PackedWeight
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -725,40 +725,46 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False, scales: Tensor | None = None
-) -> Tensor:
-    """Compute ``x @ weight.T + bias``; a row of NaN spoils no other. An int8 weight is never widened whole."""
-    if scales is None:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False, scales: Tensor | None = None,
+    format: str = DENSE.name,
+) -> Tensor:  # fmt: skip
+    """Compute ``x @ weight.T + bias``; a row of NaN spoils no other."""
+    if format == DENSE.name:
         return torch.nn.functional.linear(*separate_rows(x, weight), bias)
-    out, step = x.new_empty(*x.shape[:-1], weight.shape[0]), rows_at_once(weight.shape[1])
+    scaled = _packed_product(x, weight, scales, format)
+    return (scaled if bias is None else scaled + bias).to(x.dtype)
+
+
+def _packed_product(x: Tensor, packed: Tensor, scales: Tensor, format: str) -> Tensor:
+    """``x @ values.T``, times the scale of each channel, not rounded."""
+    values = PackedWeight(packed, scales, format, x.shape[-1]).values()
+    if not FORMATS[format].rounds_rows:
+        return x.to(_compute_dtype(x)) @ values.to(_compute_dtype(x)).T * scales
     integers, group_scales = round_rows(x)
-    for first in range(0, weight.shape[0], step):
-        at = slice(first, first + step)
-        total, values = torch.zeros_like(out[..., at], dtype=group_scales.dtype), unpack_int8(weight[at])
-        for group in range(group_scales.shape[-1]):  # sums below 2**24, which float32 holds
-            some = values[:, group * _GROUP : (group + 1) * _GROUP].to(group_scales.dtype)
-            total += integers[..., group, : some.shape[1]] @ some.T * group_scales[..., group, None]
-        scaled = total * scales[at]
-        out[..., at] = scaled if bias is None else scaled + bias[at]
-    return out
+    total = group_scales.new_zeros(*x.shape[:-1], len(values))
+    for group in range(group_scales.shape[-1]):  # sums below 2**24, which float32 holds
+        some = values[:, group * _GROUP : (group + 1) * _GROUP].to(group_scales.dtype)
+        total += integers[..., group, : some.shape[1]] @ some.T * group_scales[..., group, None]
+    return total * scales
 
 
 def linears(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None] | tuple = (), prefetch: bool = False,
-    scales: Tensor | None = None,
+    scales: Tensor | None = None, format: str = DENSE.name,
 ) -> Tensor:  # fmt: skip
     """``x @ weight.T + bias`` of each, side by side."""
     split = [None] * len(weights) if scales is None else scales.split([weight.shape[0] for weight in weights])
     biases = biases or [None] * len(weights)
-    out = [linear(x, weight, bias, False, s) for weight, bias, s in zip(weights, biases, split, strict=True)]
+    out = [linear(x, weight, bias, False, s, format) for weight, bias, s in zip(weights, biases, split, strict=True)]
     return out[0] if len(out) == 1 else torch.cat(out, -1)
 
 
 def swiglu(
     x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: Tensor | None = None,
+    format: str = DENSE.name,
 ) -> Tensor:  # fmt: skip
     """``silu(x @ gate.T) * (x @ up.T)``, both products rounded first."""
-    return silu_mul(linears(x, [gate, up], (), False, scales))
+    return silu_mul(linears(x, [gate, up], (), False, scales, format))
 
 
 def experts(

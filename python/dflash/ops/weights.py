@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .contract import Contract, expect_memory, expect_strided
-from .formats import Int8Weight, Weight
+from .formats import PackedWeight, Weight
 
 _OP = "decoder_layers"
 # In place of gate, up and down, which are None then: takes and returns [batch, rows, hidden].
@@ -175,11 +175,11 @@ def check_layers(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor, t
 def _check_weights(at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv, norm: Tensor) -> dict[str, int]:
     """Check one record of weights; return the sizes that all of its kind have in common."""
     for name, weight in weights._asdict().items():
-        if isinstance(weight, Tensor) and weight.dtype == torch.uint8:
-            raise TypeError(f"{_OP}: {at}{name} must be {norm.dtype} or an Int8Weight, got {weight.dtype}")
-    if isinstance(weights, DeltaNetLayer) and isinstance(weights.qkv, Int8Weight) and weights.z is None:
-        raise TypeError(f"{_OP}: {at}qkv and z, b and a must be separate where they are in 8 bits: use int8_layer")
-    plain = [x.packed if isinstance(x, Int8Weight) else x for x in weights]
+        if name in _PROJECTIONS and isinstance(weight, Tensor) and weight.dtype != norm.dtype:
+            raise TypeError(f"{_OP}: {at}{name} must be {norm.dtype} or a PackedWeight, got {weight.dtype}")
+    if isinstance(weights, DeltaNetLayer) and isinstance(weights.qkv, PackedWeight) and weights.z is None:
+        raise TypeError(f"{_OP}: {at}qkv and z, b and a must be separate where they are packed: use packed_layer")
+    plain = [x.packed[:, : x.columns] if isinstance(x, PackedWeight) else x for x in weights]
     scope = vars(_CONTRACTS[type(weights)].check([norm, *plain], at))
     return {name: scope[name] for name in _SHARED if name in scope}
 
@@ -187,24 +187,23 @@ def _check_weights(at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv, n
 _PROJECTIONS = ("q", "k", "v", "o", "qkv", "z", "b", "a", "out", "gate", "up", "down")
 
 
-def int8_layer(layer: DecoderLayer | DeltaNetLayer) -> DecoderLayer | DeltaNetLayer:
-    """Return the layer with the weights of its projections in 8 bits, in new memory. Convolutions stay as they are.
+def packed_layer(layer: DecoderLayer | DeltaNetLayer, format: str) -> DecoderLayer | DeltaNetLayer:
+    """Return the layer with the weights of its projections packed, in new memory. Convolutions stay as they are.
 
     Raises:
         NotFiniteError: a value is infinite or NaN.
     """
     weights = ((name, getattr(layer, name, None)) for name in _PROJECTIONS)
-    return separate_int8(
-        layer._replace(**{name: Int8Weight.of(weight) for name, weight in weights if weight is not None})
-    )
+    packed = {name: PackedWeight.of(weight, format) for name, weight in weights if weight is not None}
+    return separate_packed(layer._replace(**packed))
 
 
-def separate_int8(layer: DecoderLayer | DeltaNetLayer) -> DecoderLayer | DeltaNetLayer:
-    """Return the layer with ``qkv`` and ``z``, ``b`` and ``a`` of a Gated DeltaNet apart if they are in 8 bits.
+def separate_packed(layer: DecoderLayer | DeltaNetLayer) -> DecoderLayer | DeltaNetLayer:
+    """Return the layer with ``qkv`` and ``z``, ``b`` and ``a`` of a Gated DeltaNet apart if they are packed.
 
     Each then begins with a tile of its own (`DeltaNetLayer.split`). Other layers are returned as they are.
     """
-    if not layer.is_recurrent or layer.z is not None or not isinstance(layer.qkv, Int8Weight):
+    if not layer.is_recurrent or layer.z is not None or not isinstance(layer.qkv, PackedWeight):
         return layer
     rows = layer.qkv.shape[0]
     qkv, z, b, a = (x.flatten() for x in layer.split(torch.arange(rows + layer.b.shape[0])[None, None]))
@@ -221,10 +220,10 @@ def named_tensors(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) 
 
 
 def _tensors_of(
-    at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv | Int8Weight
+    at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv | PackedWeight
 ) -> Iterator[tuple[str, Tensor]]:
     for name, value in weights._asdict().items():
-        if isinstance(value, (BlockConv, Int8Weight)):
+        if isinstance(value, (BlockConv, PackedWeight)):
             yield from _tensors_of(f"{at}.{name}", value)
         elif isinstance(value, Tensor):
             yield f"{at}.{name}", value

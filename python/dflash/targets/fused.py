@@ -16,10 +16,10 @@ from transformers.integrations import moe
 
 from .. import ops
 from ..cache import KVCache
-from ..decoder import DecoderLayer, DecoderStack, DeltaNetLayer, rotation
-from ..ops import Weight, separate_int8, split_weights
+from ..decoder import DecoderLayer, DecoderStack, DeltaNetLayer, product, rotation
+from ..ops import Weight, separate_packed
 from ..state import Tree
-from .int8 import Int8Linear, weight_of
+from .int8 import PackedLinear, weight_of
 from .model import KERNEL_DTYPES, PLAIN_TENSORS, config_values, has_global_hooks
 
 _LAYER_KERNELS = {"linear", "block_attention", "qkv_norm_rope_append", "rms_norm"}
@@ -144,7 +144,7 @@ class Family(NamedTuple):
             **shared, **dict.fromkeys(_DELTA_NET) | projections, conv=mixer.conv1d.weight, a_log=mixer.A_log,
             dt_bias=mixer.dt_bias, norm=mixer.norm.weight, out=weight_of(mixer.out_proj), key_heads=mixer.num_k_heads,
         )  # fmt: skip
-        return separate_int8(found)
+        return separate_packed(found)
 
     def _mlp(self, mlp: nn.Module) -> dict[str, Weight | Callable | None]:
         """Return the weights of an MLP; a sparse one runs as the module that it is."""
@@ -258,7 +258,7 @@ class FusedTarget:
 
     def handles(self, rows: int) -> bool:
         """Return True if a pass over so many rows runs here. torch's matrix products are faster for more rows."""
-        if isinstance(self.head, Int8Linear):
+        if isinstance(self.head, PackedLinear):
             return True  # the bits of its products are the same for any number of rows
         if self.embedding.device.type == "cpu":
             return ops.skinny(rows, self.embedding.dtype)
@@ -281,8 +281,7 @@ class FusedTarget:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's logits of any rows ``[..., hidden]``."""
-        (weight,), scales = split_weights(weight_of(self.head))
-        return ops.linear(hidden, weight, self.head.bias, prefetch=True, scales=scales)
+        return product(hidden, weight_of(self.head), self.head.bias)
 
 
 NOT_FUSED = (

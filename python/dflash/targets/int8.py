@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .. import ops
-from ..ops import Int8Weight, NotFiniteError, Weight, split_weights
+from ..decoder import product
+from ..ops import NotFiniteError, PackedWeight, Weight, format_of
 from .fingerprint import Fingerprint
 from .model import KERNEL_DTYPES, PLAIN_TENSORS, UnsupportedTargetError, embedding_table, name_of
 from .parallel import ranks_in
@@ -19,26 +19,25 @@ if TYPE_CHECKING:
     from .fused import FusedTarget
 
 
-class Int8Linear(nn.Linear):
-    """A linear layer of a target's copy that multiplies by ``int8``, once it is set."""
+class PackedLinear(nn.Linear):
+    """A linear layer of a target's copy that multiplies by ``packed``, once it is set."""
 
-    int8: Int8Weight | None = None
+    packed: PackedWeight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        (weight,), scales = split_weights(weight_of(self))
-        return ops.linear(x, weight, self.bias, scales=scales)
+        return product(x, weight_of(self), self.bias)
 
 
 def weight_of(linear: nn.Linear) -> Weight:
     """Return what a linear layer multiplies by."""
-    return getattr(linear, "int8", None) or linear.weight
+    return getattr(linear, "packed", None) or linear.weight
 
 
 class Int8Weights:
     """The copies of all linear layers of a target, made when they are first needed and after the weights change.
 
     Args:
-        model: a copy of the user's model, which has no `int8_obstacle`. Its linear layers become `Int8Linear`.
+        model: a copy of the user's model, which has no `int8_obstacle`. Its linear layers become `PackedLinear`.
         fused: its fused form, if it has one.
     """
 
@@ -47,7 +46,7 @@ class Int8Weights:
         self._made_of: Fingerprint | None = None  # of the weights that the copies were made of
         self._linears = [module for _, module in _modules_of_text(model) if type(module) is nn.Linear]
         for linear in self._linears:
-            linear.__class__ = Int8Linear
+            linear.__class__ = PackedLinear
 
     def forget_values(self) -> None:
         """Make the copies again at the next `refresh`, whether the weights are known to have changed or not."""
@@ -67,14 +66,14 @@ class Int8Weights:
         self._use([None] * len(self._linears))
         # 2. Make all copies before any of them is used.
         try:
-            self._use([Int8Weight.of(linear.weight) for linear in self._linears])
+            self._use([PackedWeight.of(linear.weight, format_of("int8", "cpu")) for linear in self._linears])
         except NotFiniteError as error:
             raise UnsupportedTargetError(not_finite("weights", self._model, error)) from error
         self._made_of = Fingerprint(self._model)
 
-    def _use(self, copies: Sequence[Int8Weight | None]) -> None:
+    def _use(self, copies: Sequence[PackedWeight | None]) -> None:
         for linear, copied in zip(self._linears, copies, strict=True):
-            linear.int8 = copied
+            linear.packed = copied
         if self._fused is not None:
             self._fused.read_layers()
 

@@ -18,7 +18,7 @@ from ..state import Block, State, Tree, scatter_rows
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest
 from .fused import NOT_FUSED, fuse, use_experts_op
-from .int8 import Int8Linear, Int8Weights, check_int8
+from .int8 import Int8Weights, PackedLinear, check_int8
 from .masked_attention import ATTENTION, visible
 from .model import (
     UnsupportedTargetError,
@@ -307,7 +307,7 @@ class Target:
         if self._fused is None or self.is_recurrent:
             return False
         sequences = (
-            live if isinstance(self._fused.head, Int8Linear) else block.ids
+            live if isinstance(self._fused.head, PackedLinear) else block.ids
         )  # with more rows other products are torch's
         return self._fused.stack.is_one_op(len(sequences) * block.ids.shape[1], self.embedding_weight)
 
