@@ -1,7 +1,8 @@
-"""Products with weights in 8 bits."""
+"""Products with weights in 8 bits: on CPUs those of rows in 8 bits too (w8a8), on GPUs of rows as they are (w8a16)."""
 
 import pytest
 import torch
+from op_checks import Emulated, assert_as_exact_as_torch
 
 from dflash import ops
 from dflash.ops import FORMATS, NotFiniteError, PackedWeight, reference
@@ -174,3 +175,113 @@ def test_several_weights_side_by_side(rows, dtype):
     scales = torch.cat([gate.scales, up.scales])
     both = ops.linears(x, [gate.packed, up.packed], scales=scales, format="w8a8")
     assert torch.equal(ops.swiglu(x, gate.packed, up.packed, scales=scales, format="w8a8"), ops.silu_mul(both))
+
+
+# ---------------------------------------------------------------------------------------------- kernels of both devices
+
+
+def stored(kernels, weight):
+    """Return a weight in the format that kernels read."""
+    return PackedWeight.of(weight, "w8a8" if kernels is ops else "w8a16")
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def skip_float32_on_cuda(kernels, dtype):
+    if dtype == torch.float32 and kernels is not ops:
+        pytest.skip("float32 goes through torch there")
+
+
+# Widths of whole and of other stages, and features that fill no tile of 128, 16 or 8
+SHAPES = [(1, 8), (7, 200), (24, 64), (130, 72), (140, 1040)]
+CASES = [
+    (rows, *shape, (i + j) % 2 == 1)
+    for i, rows in enumerate([1, 15, 17, 33, 64, 65])
+    for j, shape in enumerate([*SHAPES, (25, 33)])
+]
+
+
+@pytest.mark.parametrize(("rows", "out", "width", "bias"), CASES)
+def test_kernels_are_as_exact_as_the_twins(rows, out, width, bias, dtype, kernels):
+    x, weight = random(rows, width, dtype=dtype), stored(kernels, random(out, width, dtype=dtype))
+    offset = random(out, dtype=dtype) if bias else None
+    ours, twin = (multiply(place, x, weight, offset) for place in (kernels, reference))
+    if kernels is ops:
+        assert torch.equal(ours, twin)
+    else:
+        exact = multiply(reference, x.double(), weight, offset.double() if bias else None)
+        assert_as_exact_as_torch(ours, twin, exact, factor=3.0)
+
+
+@pytest.mark.parametrize("format", ["w8a8", "w8a16"])
+def test_a_format_stands_for_the_same_on_every_device(format, dtype, kernels):
+    """Where kernels do not read it, it goes through torch."""
+    x, weight = random(9, 72, dtype=dtype), PackedWeight.of(random(20, 72), format)
+    exact = multiply(reference, x.double(), weight)
+    assert_as_exact_as_torch(multiply(kernels, x, weight), multiply(reference, x, weight), exact, factor=3.0)
+
+
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+@pytest.mark.parametrize("rows", [5, 30, 64])
+def test_integers_have_the_sums_of_dense_weights(rows, out, width, dtype, kernels):
+    skip_float32_on_cuda(kernels, dtype)
+    if kernels is ops:
+        pytest.skip("rows are rounded there")
+    x, weight, bias = random(rows, width, dtype=dtype), stored(kernels, random(out, width)), random(out, dtype=dtype)
+    values = weight.values()
+    values[:, ::5] = -128
+    order = FORMATS[weight.format].order
+    weight = weight._replace(packed=order.pack(values, weight.packed.shape[1]), scales=torch.ones(out))
+    assert torch.equal(multiply(kernels, x, weight, bias), kernels.linear(x, values.to(dtype), bias))
+
+
+@pytest.mark.parametrize(("out", "width"), [(50, 304), (131, 1040)])
+def test_a_rows_bits_do_not_depend_on_the_number_of_rows(out, width, dtype, kernels):
+    skip_float32_on_cuda(kernels, dtype)
+    x, weight, bias = random(64, width, dtype=dtype), stored(kernels, random(out, width)), random(out, dtype=dtype)
+    whole = multiply(kernels, x, weight, bias)
+    x[1::2] = float("nan")
+    for rows in (1, 16, 17, 40, 64):
+        assert torch.equal(multiply(kernels, x[:rows], weight, bias)[::2], whole[:rows:2])
+    assert torch.equal(multiply(kernels, x[62:63], weight, bias), whole[62:63])
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40, 65])
+def test_kernels_take_several_weights_and_their_gates(rows, dtype, kernels):
+    x, sizes = random(rows, 1040, dtype=dtype), (130, 0, 128, 20)
+    weights = [stored(kernels, random(out, 1040, dtype=dtype, seed=out)) for out in sizes]
+    biases = [random(out, dtype=dtype) for out in sizes]
+    values, *stores = ops.split_weights(*weights)
+    ours = kernels.linears(x, values, biases, False, *stores)
+    apart = [multiply(kernels, x, *part) for part in zip(weights, biases, strict=True)]
+    assert torch.equal(ours, torch.cat(apart, -1))
+    gate, up = weights[0], weights[0].select(torch.arange(130).flip(0))
+    values, *stores = ops.split_weights(gate, up)
+    both = kernels.linears(x, values, (), False, *stores)
+    assert torch.equal(kernels.swiglu(x, *values, False, *stores), kernels.silu_mul(both))
+
+
+def test_emulated_products_wait_for_the_kernels_ahead(emulation):
+    """The second asks for its weights before the first has begun, and for its rows after it has ended."""
+    kernels, x = Emulated(emulation), random(16, 520, dtype=torch.bfloat16)
+    first, second = (PackedWeight.of(random(*shape), "w8a16") for shape in ((264, 520), (140, 264)))
+
+    def run():
+        hidden = kernels.linear(x, first.packed, None, True, first.scales, first.format)
+        return hidden, kernels.linear(hidden, second.packed, None, True, second.scales, second.format)
+
+    want = run()[1]
+    for seed in range(4):
+        emulation.seed(seed)
+        with kernels.overlapping():
+            _hidden, out = run()  # both live until the kernels have run
+        assert torch.equal(out, want)
+
+
+def test_weights_of_one_product_have_one_format():
+    weight = random(8, 64)
+    for others in (weight, PackedWeight.of(weight, "w8a16")):
+        with pytest.raises(TypeError, match="weights of one product must have one format, got w8a8"):
+            ops.split_weights(PackedWeight.of(weight, "w8a8"), others)

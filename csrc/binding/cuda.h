@@ -52,14 +52,14 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
                                             rows, num_heads, num_kv_heads, head_dim, v_head_dim, capacity));
   });
   m.def("linear_workspace", [=](int dtype, int64_t rows, int64_t in, const pybind11::list& weights,
-                                const std::vector<int64_t>& features, bool gated) {
+                                const std::vector<int64_t>& features, bool gated, int format) {
     return answer(linear_workspace(DType(dtype), rows, in, int(weights.size()), addresses(weights).data(),
-                                   features.data(), gated));
+                                   features.data(), gated, Format(format)));
   });
   m.def("experts_workspace", [answer](int dtype, pybind11::handle gate_up, pybind11::handle down, int64_t rows,
-                                      int64_t top_k, int64_t hidden, int64_t width) {
-    return answer(
-        experts_workspace(DType(dtype), address_of(gate_up.ptr()), address_of(down.ptr()), rows, top_k, hidden, width));
+                                      int64_t top_k, int64_t hidden, int64_t width, int format) {
+    return answer(experts_workspace(DType(dtype), address_of(gate_up.ptr()), address_of(down.ptr()), rows, top_k,
+                                    hidden, width, Format(format)));
   });
   m.def("select_tokens_workspace", &select_tokens_workspace);
   m.def("tree_candidates_workspace", &candidates_workspace);

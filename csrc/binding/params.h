@@ -502,6 +502,7 @@ struct GatedRmsNormParams {
 
 constexpr int kMaxLinearWeights = 4;
 constexpr int64_t kMaxLinearRows = 256;  // of the CUDA kernel
+constexpr int64_t kMaxPackedRows = 64;   // if weights are not dense
 constexpr int64_t kQuantGroup = 64;      // elements of a row that share a step where they are rounded to 8 bits
 
 // How a weight [out, in] lies in memory. What each format stands for, and whose kernels read it, is in the table
@@ -557,22 +558,25 @@ enum class Gate : int32_t {
 // ascending, what goes into `down` rounded to the storage type. An id outside 0 .. num_experts - 1 adds
 // nothing, whatever its score. A row's bits depend on the row, its ids and its scores only.
 struct ExpertsParams {
-  const void* x;             // [rows, hidden]
-  const int64_t* ids;        // [rows, top_k]
-  const void* scores;        // [rows, top_k], float if float_scores
-  const void* gate_up;       // [num_experts, 2 * width, hidden], gate and then up; transposed: [num_experts,
-                             // hidden, 2 * width], gate and up by turns
-  const void* down;          // [num_experts, hidden, width]; transposed: [num_experts, width, hidden]
-  const void* gate_up_bias;  // [num_experts, 2 * width], in the order of gate_up, or null
-  const void* down_bias;     // [num_experts, hidden] or null
-  void* out;                 // [rows, hidden]
+  const void* x;                // [rows, hidden]
+  const int64_t* ids;           // [rows, top_k]
+  const void* scores;           // [rows, top_k], float if float_scores
+  const void* gate_up;          // [num_experts, 2 * width, hidden], gate and then up; transposed: [num_experts,
+                                // hidden, 2 * width], gate and up by turns
+  const void* down;             // [num_experts, hidden, width]; transposed: [num_experts, width, hidden]
+  const float* gate_up_scales;  // [num_experts, 2 * width]; null if dense, as all transposed weights are
+  const float* down_scales;     // [num_experts, hidden]
+  const void* gate_up_bias;     // [num_experts, 2 * width], in the order of gate_up, or null
+  const void* down_bias;        // [num_experts, hidden] or null
+  void* out;                    // [rows, hidden]
   int64_t rows, top_k, num_experts, hidden, width;
   Gate gate;
+  Format format;
   float alpha, limit;
   bool transposed, float_scores;
   DType dtype;
-  DFLASH_PARAMS(x, ids, scores, gate_up, down, gate_up_bias, down_bias, out, workspace, rows, top_k, num_experts,
-                hidden, width, gate, alpha, limit, transposed, float_scores, dtype)
+  DFLASH_PARAMS(x, ids, scores, gate_up, down, gate_up_scales, down_scales, gate_up_bias, down_bias, out, workspace,
+                rows, top_k, num_experts, hidden, width, gate, format, alpha, limit, transposed, float_scores, dtype)
   void* workspace = nullptr;  // CUDA only, see experts_workspace(): [rows, top_k, width] of the storage type,
                               // then [rows, top_k, hidden] float
 };

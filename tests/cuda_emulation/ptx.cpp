@@ -305,6 +305,17 @@ To integral(From x, int mode) {
   return To(whole);
 }
 
+// The difference of two pairs of numbers of 16 bits, each rounded once.
+Run subtracted(const Opcode& op, const Operands& o) {
+  const auto part = [is_half = op.type == "f16x2"](uint32_t word, int i) {
+    const uint16_t bits = uint16_t(word >> 16 * i);
+    return is_half ? widened<__half>(bits) : widened<__nv_bfloat16>(bits);
+  };
+  return binary<uint32_t>(o, [=, type = op.type](uint32_t x, uint32_t y) {
+    return uint32_t(half_bits(part(x, 1) - part(y, 1), type)) << 16 | half_bits(part(x, 0) - part(y, 0), type);
+  });
+}
+
 Run converted(const Opcode& op, const Operands& o) {
   const string &to = op.parts[op.parts.size() - 2], &from = op.type;
   const bool is_short = to.find("f16") < 2 || from.find("f16") < 2;
@@ -682,6 +693,7 @@ Run compile_one(const Opcode& op, const Operands& o) {
   if (op.type == "pred") return of_predicates(op, o);
   if (n == "mov") return moved(op, o);
   if (is({"prmt", "shf", "lop3", "popc", "clz", "bfind", "brev", "bfe", "bfi"})) return bits(op, o);
+  if (n == "sub" && (op.type == "f16x2" || op.type == "bf16x2")) return subtracted(op, o);
   if (op.type == "f32") return real<float>(op, o);
   if (op.type == "f64") return real<double>(op, o);
   return integer(op.type, [&](auto x) { return whole<decltype(x)>(op, o); });

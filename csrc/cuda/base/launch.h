@@ -39,11 +39,11 @@ Workspace block_attention_workspace(DType dtype, const void* k_cache, const void
 
 // splits 0: the kernel does not take this product; the weights are contiguous.
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
-                           const int64_t* features, bool gated);
+                           const int64_t* features, bool gated, Format format);
 
 // splits 0: the kernel does not take these rows or weights; the weights are contiguous.
 Workspace experts_workspace(DType dtype, const void* gate_up, const void* down, int64_t rows, int64_t top_k,
-                            int64_t hidden, int64_t width);
+                            int64_t hidden, int64_t width, Format format);
 
 // Bytes of scratch memory.
 int64_t select_tokens_workspace(int64_t rows, int64_t vocab);

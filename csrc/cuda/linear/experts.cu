@@ -7,20 +7,15 @@
 //
 // mma.sync takes 16 or 32 rows as its first factor; with more, the block goes through its weights again, which are then
 // in the L2 at best. No sum is cut, so a row's bits do not depend on the other rows.
-#include "cuda/linear/main_loop.cuh"
+#include "cuda/linear/int8.cuh"
 
 namespace dflash {
 
 constexpr int kWarps = kThreads / 32;
 constexpr int kFeatures = 128;
 constexpr int kInner = 64;
-constexpr int kWeights = kFeatures * kInner;
-constexpr int kCopies = kWeights / 8 / kThreads;  // of 16 bytes per thread and stage
-
-template <int kRows>
-constexpr int kStageElements = (kFeatures + kRows) * kInner;
-template <int kRows>
-constexpr int kSharedBytes = kStages * kStageElements<kRows> * 2;
+constexpr int kCopies = kFeatures * kInner / 8 / kThreads;  // of 16 bytes per thread and stage, if dense
+enum class Layout { kDense, kTransposed, kInt8 };
 
 // Looks through all ids for one expert's. Returns how many pairs have it; found [limit] gets those from the first-th
 // on, in ascending order. Every thread calls.
@@ -75,8 +70,10 @@ struct Share {
 
 // A block's tile of one expert's weight, [out, in] or transposed [in, out]. Where rows are features, the first eight of
 // every sixteen are the gate's and the others what they gate, if `half` is not 0.
-template <typename T, bool kTransposed>
+template <typename T, Layout kLayout>
 struct WeightTile {
+  static constexpr bool kTransposed = kLayout == Layout::kTransposed;
+  static constexpr int kElements = kFeatures * kInner;             // of a stage
   static constexpr int kWidth = kTransposed ? kFeatures : kInner;  // of a row of a stage
   static constexpr int kPieces = kWidth / 8;
   static constexpr int kApart = kThreads / kPieces;
@@ -88,7 +85,9 @@ struct WeightTile {
   int to;
 
   // Past the last feature, weights are loaded again (or zeros, if transposed) and the results dropped.
-  __device__ __forceinline__ WeightTile(const T* weight, int64_t in, int64_t out, int64_t half, int tile) {
+  __device__ __forceinline__ WeightTile(const void* all, int64_t expert, int64_t in, int64_t out, int64_t half,
+                                        int tile) {
+    const T* weight = static_cast<const T*>(all) + expert * out * in;
     const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
     to = place<kWidth>(row, piece);
     if constexpr (kTransposed) {
@@ -124,12 +123,40 @@ struct WeightTile {
       }
     }
   }
+
+  static __device__ __forceinline__ auto factor(const T* stage) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    return [=](uint32_t (&to)[4], int, int k) {
+      if constexpr (kTransposed)
+        ldmatrix_transposed(to, stage + place<kFeatures>(k * 16 + lane % 16, warp * 2 + lane / 16));
+      else
+        ldmatrix(to, stage + (place<kInner>(warp * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ 16 * k));
+    };
+  }
+};
+
+template <typename T>
+struct WeightTile<T, Layout::kInt8> : PackedStage<Format::kW8A16> {
+  static constexpr int kElements = kFeatures / 8 * kTileBytes / 2;
+
+  __device__ __forceinline__ WeightTile(const void* all, int64_t expert, int64_t in, int64_t out, int64_t half,
+                                        int tile) {
+    const auto* weight = static_cast<const unsigned char*>(all) + expert * out * row_size(Format::kW8A16, in);
+    const int64_t first = (half > 0 ? int64_t(tile) * (kFeatures / 2) : int64_t(tile) * kFeatures);
+    const int own = threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) set(i, weight, first + (half > 0 ? own * 8 + i * half : own * 16 + i * 8), out, in, 0);
+  }
+  static __device__ __forceinline__ auto factor(const T* stage) {
+    return Factor<T, 2>(stage + threadIdx.x / 32 * kTileBytes);
+  }
 };
 
 // sums [rows / 16][features / 8] in mma's layout += rows of x, of which `row(i)` gives the i-th, with the tile.
-template <typename T, int kRows, bool kTransposed, typename Row>
-static __device__ __forceinline__ void multiply(float (&sums)[kRows / 16][2][4], const WeightTile<T, kTransposed>& tile,
-                                                const T* x, int64_t in, int count, Row row) {
+template <typename T, int kRows, typename Tile, typename Row>
+static __device__ __forceinline__ void multiply(float (&sums)[kRows / 16][2][4], const Tile& tile, const T* x,
+                                                int64_t in, int count, Row row) {
+  constexpr int kStageElements = Tile::kElements + kRows * kInner;
   constexpr int kPieces = kInner / 8;
   static_assert(kRows * kPieces <= kThreads, "a thread copies one piece of the rows");
   T* memory = shared<T>();
@@ -139,11 +166,11 @@ static __device__ __forceinline__ void multiply(float (&sums)[kRows / 16][2][4],
   const bool copies_rows = threadIdx.x < kRows * kPieces, has_row = own < count;
   const T* from = x + (has_row ? row(own) * in : 0) + piece * 8;
   const auto copy = [&](int slot, int index) {
-    T* stage = memory + slot * kStageElements<kRows>;
+    T* stage = memory + slot * kStageElements;
     tile.copy(stage, index, policy);
     if (copies_rows) {
       const bool there = has_row && index < row_stages;
-      cp_async16_if(stage + kWeights + rows_to, from + (there ? index * kInner : 0), there);
+      cp_async16_if(stage + Tile::kElements + rows_to, from + (there ? index * kInner : 0), there);
     }
   };
 #pragma unroll
@@ -151,17 +178,11 @@ static __device__ __forceinline__ void multiply(float (&sums)[kRows / 16][2][4],
     if (i < stages) copy(i, i);
     cp_async_commit();
   }
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32;
   const int rows_at = place<kInner>(lane % 16, lane / 16);
-  const auto weights = [&](uint32_t (&to)[4], int slot, int, int k) {
-    const T* from = memory + slot * kStageElements<kRows>;
-    if constexpr (kTransposed)
-      ldmatrix_transposed(to, from + place<kFeatures>(k * 16 + lane % 16, warp * 2 + lane / 16));
-    else
-      ldmatrix(to, from + (place<kInner>(warp * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ 16 * k));
-  };
+  const auto weights = [&](int slot) { return Tile::factor(memory + slot * kStageElements); };
   const auto rows = [&](uint32_t (&to)[4], int slot, int m, int k) {
-    ldmatrix(to, memory + slot * kStageElements<kRows> + kWeights + m * 16 * kInner + (rows_at ^ 16 * k));
+    ldmatrix(to, memory + slot * kStageElements + Tile::kElements + m * 16 * kInner + (rows_at ^ 16 * k));
   };
   multiply_tiles<T, kInner>(sums, stages, copy, [](int) {}, rows, weights);
   cp_async_wait<0>();
@@ -181,14 +202,16 @@ static __device__ __forceinline__ float gated(const ExpertsParams& p, float gate
   return gate / (1.0f + expf(-s)) * up;
 }
 
-template <typename T>
-static __device__ __forceinline__ float bias_at(const void* biases, int64_t index) {
-  return biases ? to_float(static_cast<const T*>(biases)[index]) : 0.0f;
+// A sum times its channel's scale, if there is one, plus its bias.
+template <typename T, Layout kLayout>
+static __device__ __forceinline__ float finished(float sum, const float* scales, const void* biases, int64_t index) {
+  const float bias = biases ? to_float(static_cast<const T*>(biases)[index]) : 0.0f;
+  return kLayout == Layout::kInt8 ? __fmaf_rn(sum, scales[index], bias) : sum + bias;
 }
 
 // A block's rows of x [.., in] times its tile of the expert's weight, one of `all` [num_experts, out, in]. row(pair) is
 // a pair's row of x; store(expert, pair, sums, half) takes the thread's sums of one.
-template <typename T, int kRows, bool kTransposed, typename Row, typename Store>
+template <typename T, int kRows, Layout kLayout, typename Row, typename Store>
 static __device__ __forceinline__ void multiply_share(const ExpertsParams& p, const void* x, const void* all,
                                                       int64_t in, int64_t out, int64_t half, Row row, Store store) {
   __shared__ int pairs[kRows];
@@ -196,13 +219,11 @@ static __device__ __forceinline__ void multiply_share(const ExpertsParams& p, co
   Share<kRows> share(p, pairs);
   const int64_t expert = share.expert;
   if (expert < 0) return;
-  const T* weight = static_cast<const T*>(all) + expert * out * in;
-  const WeightTile<T, kTransposed> weights(weight, in, out, half, int(blockIdx.x));
+  const WeightTile<T, kLayout> weights(all, expert, in, out, half, int(blockIdx.x));
   do {
     const int n = share.rows();
     float sums[kRows / 16][2][4] = {};
-    multiply<T, kRows, kTransposed>(sums, weights, static_cast<const T*>(x), in, n,
-                                    [&](int i) { return row(pairs[i]); });
+    multiply<T, kRows>(sums, weights, static_cast<const T*>(x), in, n, [&](int i) { return row(pairs[i]); });
 #pragma unroll
     for (int m = 0; m < kRows / 16; ++m)
 #pragma unroll
@@ -214,8 +235,12 @@ static __device__ __forceinline__ void multiply_share(const ExpertsParams& p, co
 }
 
 // inner [pairs, width] = gate(gate_up(x)). Grid: (tiles of 64 columns, pairs or experts).
-template <typename T, int kRows, bool kTransposed>
+template <typename T, int kRows, Layout kLayout>
 static __global__ void __launch_bounds__(kThreads, 1) gate_up_kernel(const ExpertsParams p) {
+  constexpr bool kTransposed = kLayout == Layout::kTransposed;
+  const auto both = [&](float sum, int64_t at) {
+    return finished<T, kLayout>(sum, p.gate_up_scales, p.gate_up_bias, at);
+  };
   const auto store = [&](int64_t expert, int pair, const float (&sums)[2][4], int half) {
     T* out = static_cast<T*>(p.workspace) + pair * p.width;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -227,11 +252,10 @@ static __global__ void __launch_bounds__(kThreads, 1) gate_up_kernel(const Exper
       const int64_t at = expert * 2 * p.width + (kTransposed ? 2 * column : column);
       const float gate = kTransposed ? sums[e][2 * half] : sums[0][2 * half + e];
       const float up = kTransposed ? sums[e][2 * half + 1] : sums[1][2 * half + e];
-      out[column] = from_float<T>(gated(p, gate + bias_at<T>(p.gate_up_bias, at),
-                                        up + bias_at<T>(p.gate_up_bias, at + (kTransposed ? 1 : p.width))));
+      out[column] = from_float<T>(gated(p, both(gate, at), both(up, at + (kTransposed ? 1 : p.width))));
     }
   };
-  multiply_share<T, kRows, kTransposed>(
+  multiply_share<T, kRows, kLayout>(
       p, p.x, p.gate_up, p.hidden, 2 * p.width, p.width, [&](int pair) { return pair / p.top_k; }, store);
 }
 
@@ -244,7 +268,7 @@ static __device__ __forceinline__ float* results_of(const ExpertsParams& p) {
 }
 
 // results [pairs, hidden] = down(inner). Grid: (tiles of 128 columns, pairs or experts).
-template <typename T, int kRows, bool kTransposed>
+template <typename T, int kRows, Layout kLayout>
 static __global__ void __launch_bounds__(kThreads, 1) down_kernel(const ExpertsParams p) {
   const auto store = [&](int64_t expert, int pair, const float (&sums)[2][4], int half) {
     float* out = results_of(p) + pair * p.hidden;
@@ -253,12 +277,13 @@ static __global__ void __launch_bounds__(kThreads, 1) down_kernel(const ExpertsP
       const int64_t column = int(blockIdx.x) * 128 + threadIdx.x / 32 * 16 + group * 8 + threadIdx.x % 4 * 2;
       if (column >= p.hidden) continue;  // a multiple of 8: both columns are there, or none
       const int64_t at = expert * p.hidden + column;
-      float2 v = make_float2(sums[group][2 * half], sums[group][2 * half + 1]);
-      v.x += bias_at<T>(p.down_bias, at), v.y += bias_at<T>(p.down_bias, at + 1);
-      *reinterpret_cast<float2*>(out + column) = v;
+      const auto value = [&](int e) {
+        return finished<T, kLayout>(sums[group][2 * half + e], p.down_scales, p.down_bias, at + e);
+      };
+      *reinterpret_cast<float2*>(out + column) = make_float2(value(0), value(1));
     }
   };
-  multiply_share<T, kRows, kTransposed>(
+  multiply_share<T, kRows, kLayout>(
       p, p.workspace, p.down, p.width, p.hidden, 0, [](int pair) { return int64_t(pair); }, store);
 }
 
@@ -289,23 +314,32 @@ static __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const Exper
 }
 
 Workspace experts_workspace(DType dtype, const void* gate_up, const void* down, int64_t rows, int64_t top_k,
-                            int64_t hidden, int64_t width) {
+                            int64_t hidden, int64_t width, Format format) {
   const int64_t pairs = rows * top_k;
-  const bool takes = dtype != DType::kFloat32 && hidden % 8 == 0 && width % 8 == 0 && aligned16(gate_up, down);
+  const bool takes = dtype != DType::kFloat32 && hidden % 8 == 0 && width % 8 == 0 && aligned16(gate_up, down) &&
+                     (format == Format::kDense || format == Format::kW8A16);
   if (!takes) return {0, 0};
   return {1, inner_bytes(pairs, width) + pairs * hidden * int64_t(sizeof(float))};
 }
 
-template <typename T, int kRows, bool kTransposed>
-static cudaError_t launch_products(const ExpertsParams& p, cudaStream_t stream) {
-  static_assert(kSharedBytes<kRows> <= 99 * 1024 - 256, "more than every device has");
+template <typename T, int kRows, Layout kLayout>
+static cudaError_t launch_layout(const ExpertsParams& p, cudaStream_t stream) {
+  constexpr int kBytes = kStages * (WeightTile<T, kLayout>::kElements + kRows * kInner) * 2;
+  static_assert(kBytes <= 99 * 1024 - 256, "more than every device has");
   const unsigned blocks = unsigned(min(p.rows * p.top_k, p.num_experts));
-  const cudaError_t error = launch_overlapping(gate_up_kernel<T, kRows, kTransposed>,
-                                               dim3(unsigned(ceil_div(2 * p.width, kFeatures)), blocks), dim3(kThreads),
-                                               kSharedBytes<kRows>, stream, p);
+  const cudaError_t error =
+      launch_overlapping(gate_up_kernel<T, kRows, kLayout>, dim3(unsigned(ceil_div(2 * p.width, kFeatures)), blocks),
+                         dim3(kThreads), kBytes, stream, p);
   if (error != cudaSuccess) return error;
-  return launch_overlapping(down_kernel<T, kRows, kTransposed>, dim3(unsigned(ceil_div(p.hidden, kFeatures)), blocks),
-                            dim3(kThreads), kSharedBytes<kRows>, stream, p);
+  return launch_overlapping(down_kernel<T, kRows, kLayout>, dim3(unsigned(ceil_div(p.hidden, kFeatures)), blocks),
+                            dim3(kThreads), kBytes, stream, p);
+}
+
+template <typename T, int kRows>
+static cudaError_t launch_products(const ExpertsParams& p, cudaStream_t stream) {
+  if (p.format == Format::kW8A16) return launch_layout<T, kRows, Layout::kInt8>(p, stream);
+  return p.transposed ? launch_layout<T, kRows, Layout::kTransposed>(p, stream)
+                      : launch_layout<T, kRows, Layout::kDense>(p, stream);
 }
 
 cudaError_t launch_experts(const ExpertsParams& p, cudaStream_t stream) {
@@ -313,10 +347,7 @@ cudaError_t launch_experts(const ExpertsParams& p, cudaStream_t stream) {
     using T = decltype(type);
     if constexpr (!std::is_same_v<T, float>) {
       if (p.top_k > 0) {
-        const auto products = p.rows <= 16
-                                  ? (p.transposed ? launch_products<T, 16, true> : launch_products<T, 16, false>)
-                                  : (p.transposed ? launch_products<T, 32, true> : launch_products<T, 32, false>);
-        const cudaError_t error = products(p, stream);
+        const cudaError_t error = p.rows <= 16 ? launch_products<T, 16>(p, stream) : launch_products<T, 32>(p, stream);
         if (error != cudaSuccess) return error;
       }
       return launch_flat(combine_kernel<T>, ceil_div(p.rows * p.hidden / kPer16<T>, kThreads), kThreads, stream, p);

@@ -15,11 +15,13 @@
 // pairs in ascending order. The slices depend only on the weights' shapes, and a sum takes its products in ascending
 // order, so a row's bits depend neither on the other rows nor on their number.
 //
+// Packed weights are read as they are stored, for up to 64 rows. Slices and sums are those of dense weights.
+//
 // If gated, the weights are gate and up: of 16 features in a row, eight are of one and the same eight of the other. A
 // thread then holds both products of an output, and stores silu(gate) * up.
 //
 // With `prefetch`, from sm_90, the first weights are requested before the previous kernel has ended.
-#include "cuda/linear/main_loop.cuh"
+#include "cuda/linear/int8.cuh"
 
 namespace dflash {
 
@@ -32,10 +34,7 @@ struct Shape {
   static constexpr int kFeatures = kRows > 64 ? 192 : 128;
   static constexpr int kInner = kRows > 64 ? 32 : 64;  // of a stage
   static constexpr int kPieces = kInner / 8;           // of 16 bytes per row of a stage
-  static constexpr int kWeights = kFeatures * kInner;  // elements of a stage, which ends with the rows
-  static constexpr int kStageElements = kWeights + kRows * kInner;
-  static constexpr int kBytes = kStages * kStageElements * 2;
-  static constexpr int kSlices = kRows > 16 ? 2 : 1;  // of the inner dimension, one after the other
+  static constexpr int kSlices = kRows > 16 ? 2 : 1;   // of the inner dimension, one after the other
   // What a warp multiplies.
   static constexpr int kRowWarps = kRows > 32 ? 2 : 1;
   static constexpr int kWarpRows = kRows / kRowWarps, kWarpFeatures = kFeatures * kRowWarps / (kThreads / 32);
@@ -57,13 +56,16 @@ using Sums = float[Shape<kRows>::kWarpRows / 16][Shape<kRows>::kWarpFeatures / 8
 // `feature`.
 template <typename T, int kRows, bool kGated>
 struct Part {
-  const T *weight, *bias;
+  const void* weight;
+  const T* bias;
+  const float* scales;
   int64_t feature, features, column;  // column: the weight's first column in the result
   int first_row;
 
   __device__ __forceinline__ Part(const LinearParams& p, int block)
-      : weight(static_cast<const T*>(p.weights[0])),
+      : weight(p.weights[0]),
         bias(static_cast<const T*>(p.biases[0])),
+        scales(p.scales[0]),
         features(p.features[0]),
         column(0) {
     constexpr int kOwn = kGated ? Shape<kRows>::kFeatures / 2 : Shape<kRows>::kFeatures;
@@ -76,69 +78,117 @@ struct Part {
       if (i >= p.num_weights || tile < tiles) break;
       tile -= tiles;
       column += features;
-      weight = static_cast<const T*>(p.weights[i]);
+      weight = p.weights[i];
       bias = static_cast<const T*>(p.biases[i]);
+      scales = p.scales[i];
       features = p.features[i];
     }
     feature = int64_t(tile) * kOwn;
   }
 };
 
+// A block's weights of a format, in stages of S::kInner columns from `inner` on. If gated, 8 of gate, 8 of up, ...
+template <Format kFormat, typename T, int kRows, bool kGated>
+struct Weights : PackedStage<kFormat> {
+  using S = Shape<kRows>;
+  static constexpr int kTiles = S::kWarpFeatures / 8;
+  static constexpr int kElements = S::kFeatures / 8 * PackedStage<kFormat>::kTileBytes / 2;  // of T, in a stage
+
+  __device__ __forceinline__ Weights(const LinearParams& p, const Part<T, kRows, kGated>& part, int64_t inner) {
+    const int first = threadIdx.x / 32 * 16;  // of a warp's own features
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      this->set(i, kGated ? p.weights[i] : part.weight, part.feature + (kGated ? first / 2 : first + 8 * i),
+                part.features, p.in, inner);
+  }
+  __device__ __forceinline__ auto factor(const T* stage) const {
+    using Factor = typename PackedStage<kFormat>::template Factor<T, kTiles>;
+    return Factor(stage + S::warp_feature() / 8 * (PackedStage<kFormat>::kTileBytes / 2));
+  }
+};
+
 // A thread copies the same piece of every kApart-th row, from addresses computed once.
 template <typename T, int kRows, bool kGated>
-struct Stages {
+struct Weights<Format::kDense, T, kRows, kGated> {
   using S = Shape<kRows>;
-  static constexpr int kApart = kThreads / S::kPieces;
-  static constexpr int kCopies = S::kFeatures / kApart, kRowCopies = (kRows + kApart - 1) / kApart;
+  static constexpr int kElements = S::kFeatures * S::kInner;
+  static constexpr int kApart = kThreads / S::kPieces, kCopies = S::kFeatures / kApart;
 
-  T* memory;  // [kStages, kFeatures + kRows, kInner]: weights (if gated, 8 of gate, 8 of up, ...), then x
-  const T *weight[kCopies], *x[kRowCopies];
-  int to;                   // destination of the thread's first piece
-  int tiles;                // tiles that have columns at the thread's piece
-  int x_tiles[kRowCopies];  // as `tiles`, but 0 past the last row
-  uint64_t policy;
+  const T* weight[kCopies];
+  int to;     // destination of the thread's first piece
+  int tiles;  // tiles that have columns at the thread's piece
+  int own;    // where the warp's first features are
 
   // Past the last feature, its weights are loaded again and the results dropped.
-  __device__ __forceinline__ Stages(const LinearParams& p, const Part<T, kRows, kGated>& part, int64_t inner)
-      : memory(shared<T>()), policy(evict_first_policy()) {
-    const int row = threadIdx.x / S::kPieces, piece = threadIdx.x % S::kPieces;
+  __device__ __forceinline__ Weights(const LinearParams& p, const Part<T, kRows, kGated>& part, int64_t inner) {
+    const int row = threadIdx.x / S::kPieces, piece = threadIdx.x % S::kPieces, lane = threadIdx.x % 32;
     const int64_t k = inner + piece * 8;
     to = S::place(row, piece);
     tiles = int((p.in - k + S::kInner - 1) / S::kInner);
-    const T* from = part.weight;
+    own = S::place(S::warp_feature() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const void* from = part.weight;
     int first = row, apart = kApart;  // features of the thread's rows
     if constexpr (kGated) {
-      if (row % 16 >= 8) from = static_cast<const T*>(p.weights[1]);
+      if (row % 16 >= 8) from = p.weights[1];
       first = row / 16 * 8 + row % 8, apart = kApart / 2;
     }
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
-      weight[i] = from + min(part.feature + first + i * apart, part.features - 1) * p.in + k;
+      weight[i] = static_cast<const T*>(from) + min(part.feature + first + i * apart, part.features - 1) * p.in + k;
+  }
+  __device__ __forceinline__ void copy(T* stage, int tile, uint64_t policy) const {
 #pragma unroll
-    for (int i = 0; i < kRowCopies; ++i) {
+    for (int i = 0; i < kCopies; ++i)
+      cp_async16_hint_if(stage + to + i * kApart * S::kInner, weight[i] + int64_t(tile) * S::kInner, policy,
+                         tile < tiles);
+  }
+  // The address of the piece 2 k further on is the address of the first, xor 16 k.
+  __device__ __forceinline__ auto factor(const T* stage) const {
+    return [stage, at = own](uint32_t (&to)[4], int n, int k) {
+      ldmatrix(to, stage + n * 16 * S::kInner + (at ^ 16 * k));
+    };
+  }
+};
+
+// The ring of stages, each with weights and then rows. A thread copies the same piece of every kApart-th row.
+template <Format kFormat, typename T, int kRows, bool kGated>
+struct Stages {
+  using S = Shape<kRows>;
+  using W = Weights<kFormat, T, kRows, kGated>;
+  static constexpr int kApart = kThreads / S::kPieces, kCopies = (kRows + kApart - 1) / kApart;
+  static constexpr int kElements = W::kElements + kRows * S::kInner, kBytes = kStages * kElements * 2;
+
+  T* memory;  // [kStages, kElements]
+  W weights;
+  const T* x[kCopies];
+  int to;
+  int tiles[kCopies];  // tiles that have columns at the thread's piece, 0 past the last row
+  uint64_t policy;
+
+  __device__ __forceinline__ Stages(const LinearParams& p, const Part<T, kRows, kGated>& part, int64_t inner)
+      : memory(shared<T>()), weights(p, part, inner), policy(evict_first_policy()) {
+    const int row = threadIdx.x / S::kPieces, piece = threadIdx.x % S::kPieces;
+    const int64_t k = inner + piece * 8;
+    to = S::place(row, piece);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
       const int64_t own = part.first_row + row + i * kApart;
       const bool there = own < p.rows;
       x[i] = static_cast<const T*>(p.x) + (there ? own : 0) * p.in + k;
-      x_tiles[i] = there ? tiles : 0;
+      tiles[i] = there ? int((p.in - k + S::kInner - 1) / S::kInner) : 0;
     }
   }
 
-  __device__ __forceinline__ T* weights(int stage) const { return memory + stage * S::kStageElements; }
-  __device__ __forceinline__ T* rows(int stage) const { return weights(stage) + S::kWeights; }
+  __device__ __forceinline__ T* stage(int index) const { return memory + index * kElements; }
+  __device__ __forceinline__ T* rows(int index) const { return stage(index) + W::kElements; }
 
-  __device__ __forceinline__ void copy_weights(int stage, int tile) const {
-    T* at = weights(stage) + to;
+  __device__ __forceinline__ void copy_weights(int index, int tile) const { weights.copy(stage(index), tile, policy); }
+  __device__ __forceinline__ void copy_rows(int index, int tile) const {
+    T* at = rows(index) + to;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
-      cp_async16_hint_if(at + i * kApart * S::kInner, weight[i] + int64_t(tile) * S::kInner, policy, tile < tiles);
-  }
-
-  __device__ __forceinline__ void copy_rows(int stage, int tile) const {
-    T* at = rows(stage) + to;
-#pragma unroll
-    for (int i = 0; i < kRowCopies; ++i)
       if (kRows % kApart == 0 || threadIdx.x < kRows * S::kPieces)
-        cp_async16_if(at + i * kApart * S::kInner, x[i] + int64_t(tile) * S::kInner, tile < x_tiles[i]);
+        cp_async16_if(at + i * kApart * S::kInner, x[i] + int64_t(tile) * S::kInner, tile < tiles[i]);
   }
 };
 
@@ -206,7 +256,7 @@ static __device__ __forceinline__ void store_two(T* to, float first, float secon
 }
 
 // If gated, the sums of eight features of gate are next to those of up.
-template <typename T, int kRows, bool kGated>
+template <Format kFormat, typename T, int kRows, bool kGated>
 static __device__ __forceinline__ void store_results(const LinearParams& p, const Part<T, kRows, kGated>& part,
                                                      const Sums<kRows>& sum) {
   using S = Shape<kRows>;
@@ -220,28 +270,38 @@ static __device__ __forceinline__ void store_results(const LinearParams& p, cons
   for (int n = 0; n < S::kWarpFeatures / 8; n += kApart) {
     const int column = S::warp_feature() / kApart + n / kApart * 8 + lane % 4 * 2;
     const int64_t feature = part.feature + column, left = part.features - feature;
-    float bias[2] = {};
+    float bias[2] = {}, scales[kApart][2] = {};
 #pragma unroll
-    for (int e = 0; e < 2; ++e)
+    for (int e = 0; e < 2; ++e) {
       if (!kGated && part.bias && e < left) bias[e] = to_float(part.bias[feature + e]);
+#pragma unroll
+      for (int i = 0; kFormat != Format::kDense && i < kApart; ++i)
+        if (e < left) scales[i][e] = (i ? p.scales[1] : part.scales)[feature + e];
+    }
 #pragma unroll
     for (int m = 0; m < S::kWarpRows / 16; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = S::warp_row() + m * 16 + lane / 4 + 8 * half;
         if (part.first_row + row >= p.rows) continue;
-        const float *s = sum[m][n] + 2 * half, *up = sum[m][n + kApart - 1] + 2 * half;
+        const auto product = [&](int i, int e) {
+          const float s = sum[m][n + i][2 * half + e];
+          return kFormat == Format::kDense ? s : s * scales[i][e];
+        };
         T* at = to + row * p.out_features + column;
         if constexpr (kGated)
-          store_two(at, gated(s[0], up[0]), gated(s[1], up[1]), left);
+          store_two(at, gated(product(0, 0), product(1, 0)), gated(product(0, 1), product(1, 1)), left);
+        else if constexpr (kFormat == Format::kDense)
+          store_two(at, product(0, 0) + bias[0], product(0, 1) + bias[1], left);
         else
-          store_two(at, s[0] + bias[0], s[1] + bias[1], left);
+          store_two(at, __fmaf_rn(sum[m][n][2 * half], scales[0][0], bias[0]),
+                    __fmaf_rn(sum[m][n][2 * half + 1], scales[0][1], bias[1]), left);
       }
   }
 }
 
 // Grid: (tiles of all weights * blocks of rows, splits / kSlices).
-template <typename T, int kRows, bool kGated>
+template <Format kFormat, typename T, int kRows, bool kGated>
 static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const LinearParams p) {
   using S = Shape<kRows>;
   __shared__ bool arrived_last;
@@ -254,7 +314,7 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
       reinterpret_cast<float4*>(p.workspace) + blockIdx.x * int64_t(blocks) * S::kVectors * kThreads + threadIdx.x;
   float4* own_stored = stored + blockIdx.y * int64_t(S::kVectors) * kThreads;
   const Part<T, kRows, kGated> part(p, int(blockIdx.x));
-  const Stages<T, kRows, kGated> stages(p, part, inner);
+  const Stages<kFormat, T, kRows, kGated> stages(p, part, inner);
   if (p.prefetch)
     for (int i = 0; i < kAhead && i < tiles; ++i) stages.copy_weights(i, i);
   grid_launch_dependents();
@@ -269,8 +329,6 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
   }
 
   Sums<kRows> sum = {};
-  // The address of the piece 2 k further on is the address of the first, xor 16 k.
-  const int weights_at = S::place(S::warp_feature() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
   const int rows_at = S::place(S::warp_row() + lane % 16, lane / 16);
   const auto copy = [&](int stage, int tile) {
     stages.copy_weights(stage, tile);
@@ -286,9 +344,7 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
       [&](uint32_t (&to)[4], int stage, int m, int k) {
         ldmatrix(to, stages.rows(stage) + m * 16 * S::kInner + (rows_at ^ 16 * k));
       },
-      [&](uint32_t (&to)[4], int stage, int n, int k) {
-        ldmatrix(to, stages.weights(stage) + n * 16 * S::kInner + (weights_at ^ 16 * k));
-      });
+      [&](int stage) { return stages.weights.factor(stages.stage(stage)); });
 
   if (S::kSlices > 1 && tiles > second)
     for_each_vector<kRows>(sum, [&](float (&s)[4], int at) { add(s, own_stored[at]); });
@@ -301,7 +357,7 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
     if (!arrived_last) return;
     add_stored<kRows>(sum, stored, blocks);
   }
-  store_results<T, kRows>(p, part, sum);
+  store_results<kFormat, T, kRows>(p, part, sum);
 }
 
 // The tiles of all weights, with as many features each; if gated, half of them are gate's.
@@ -332,8 +388,9 @@ static dim3 grid_of(S, int64_t rows, const int64_t* features, int num_weights, b
 }
 
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
-                           const int64_t* features, bool gated) {
-  bool takes = dtype != DType::kFloat32 && 0 < rows && rows <= kMaxLinearRows && in > 0 && in % 8 == 0;
+                           const int64_t* features, bool gated, Format format) {
+  const int64_t most = format == Format::kDense ? kMaxLinearRows : kMaxPackedRows;
+  bool takes = dtype != DType::kFloat32 && 0 < rows && rows <= most && in > 0 && in % 8 == 0;
   for (int i = 0; i < num_weights; ++i) takes &= aligned16(weights[i]);
   const int64_t tiles = num_tiles(features, num_weights, gated, kTile);
   if (!takes || tiles == 0) return {0, 0};
@@ -348,13 +405,21 @@ Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weight
   });
 }
 
+template <Format kFormat, typename T, int kRows>
+static cudaError_t launch_format(const LinearParams& p, cudaStream_t stream) {
+  constexpr int kBytes = Stages<kFormat, T, kRows, false>::kBytes;
+  static_assert(kBytes <= 99 * 1024 - 64, "more shared memory than every device has");
+  return launch_overlapping(p.gated ? linear_kernel<kFormat, T, kRows, true> : linear_kernel<kFormat, T, kRows, false>,
+                            grid_of(Shape<kRows>(), p.rows, p.features, p.num_weights, p.gated, p.splits),
+                            dim3(kThreads), kBytes, stream, p);
+}
+
 template <typename T, int kRows>
 static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
-  using S = Shape<kRows>;
-  static_assert(S::kBytes <= 99 * 1024 - 64, "more shared memory than every device has");
-  return launch_overlapping(p.gated ? linear_kernel<T, kRows, true> : linear_kernel<T, kRows, false>,
-                            grid_of(S(), p.rows, p.features, p.num_weights, p.gated, p.splits), dim3(kThreads),
-                            S::kBytes, stream, p);
+  if (p.format == Format::kDense) return launch_format<Format::kDense, T, kRows>(p, stream);
+  if constexpr (kRows <= kMaxPackedRows)
+    if (p.format == Format::kW8A16) return launch_format<Format::kW8A16, T, kRows>(p, stream);
+  return cudaErrorInvalidValue;
 }
 
 cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream) {

@@ -8,10 +8,14 @@ constexpr int kThreads = 256;
 constexpr int kStages = 4;  // with 16 rows, three blocks fit on an SM: one of the next product next to two
 constexpr int kAhead = kStages - 1;
 
+// How threads copy and read the stages of a packed format: what each lane copies, and its share of a factor of mma.
+template <Format>
+struct PackedStage;
+
 // sums [kRows / 16][kFeatures / 8] of a thread, in mma's layout, += the products of `tiles` stages of kInner columns,
 // of which the first kAhead were copied and committed. copy(stage, tile) starts the copies of a tile; rows(to, stage,
-// m, k) and weights(to, stage, n, k) load 16 x 16 elements at the columns 16 k; before(tile) is called ahead of a
-// tile's products. A sum takes its products in ascending order.
+// m, k), and what weights(stage) returns as (to, n, k), load 16 x 16 elements at the columns 16 k; before(tile) is
+// called ahead of a tile's products. A sum takes its products in ascending order.
 template <typename T, int kInner, int kM, int kN, typename Copy, typename Before, typename Rows, typename Weights>
 static __device__ __forceinline__ void multiply_tiles(float (&sum)[kM][kN][4], int tiles, const Copy& copy,
                                                       const Before& before, const Rows& rows, const Weights& weights) {
@@ -22,6 +26,7 @@ static __device__ __forceinline__ void multiply_tiles(float (&sum)[kM][kN][4], i
     if (tile + kAhead < tiles) copy(free_stage, tile + kAhead);
     cp_async_commit();
     before(tile);
+    const auto factor = weights(stage);
 #pragma unroll
     for (int k = 0; k < kInner / 16; ++k) {
       uint32_t a[kM][4];
@@ -30,7 +35,7 @@ static __device__ __forceinline__ void multiply_tiles(float (&sum)[kM][kN][4], i
 #pragma unroll
       for (int n = 0; n < kN / 2; ++n) {
         uint32_t b[4];
-        weights(b, stage, n, k);
+        factor(b, n, k);
         const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
 #pragma unroll
         for (int m = 0; m < kM; ++m) {

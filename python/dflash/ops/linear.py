@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _C
 from . import reference, switches
 from .contract import Scope
-from .formats import DENSE, FORMATS
+from .formats import DENSE, FORMATS, PackedWeight
 from .registry import Launcher, op, skinny
 
 # Of the products below: `in` is the kernel's name for the width, and rows of packed weights are padded.
@@ -20,6 +20,16 @@ _WHERE = "ndim(x) >= 2: x must be [..., rows, width]; has(scales) == (format > 0
 
 def _plan_linear(launch: Launcher, s: Scope) -> bool:
     return _plan(launch, s, [s.weight], [s.bias])
+
+
+def _linear_in_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, prefetch: bool, scales: Tensor | None, format: str
+) -> Tensor:
+    """Compute `linear`; in 16 bits, with more rows than the kernel takes, a packed weight becomes a dense one."""
+    if format != DENSE.name and not FORMATS[format].rounds_rows and x.dtype in (torch.bfloat16, torch.float16):
+        weight = PackedWeight(weight, scales, format, x.shape[-1]).dense(x.dtype)
+        scales, format = None, DENSE.name
+    return reference.linear(x, weight, bias, False, scales, format)
 
 
 def _plan_linears(launch: Launcher, s: Scope) -> bool:
@@ -71,7 +81,9 @@ def _linears_in_torch(
     if format == DENSE.name and len(weights) > 1 and all(map(_follows, weights, weights[1:])):
         shape = (sum(map(len, weights)), weights[0].shape[1])
         weights, biases = [weights[0].as_strided(shape, weights[0].stride())], [torch.cat(biases)] if biases else ()
-    return reference.linears(x, weights, biases, False, scales, format)
+    split = [None] * len(weights) if format == DENSE.name else scales.split([len(weight) for weight in weights])
+    parts = zip(weights, biases or [None] * len(weights), split, strict=True)
+    return torch.cat([_linear_in_torch(x, weight, bias, False, part, format) for weight, bias, part in parts], -1)
 
 
 def _follows(first: Tensor, second: Tensor) -> bool:
@@ -88,6 +100,7 @@ def _follows(first: Tensor, second: Tensor) -> bool:
     derived=_SIZES,
     choices={"format": _C.FORMATS},
     prepare=_plan_linear,
+    twin=_linear_in_torch,
 )
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False, scales: Tensor | None = None,
@@ -189,7 +202,9 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _has_expert_kernel(launch: Launcher, s: Scope) -> bool:
-    shapes = (s.dtype, s.gate_up, s.down, s.rows, s.top_k, s.hidden, s.width)
+    if not _reads(launch, s):
+        return False
+    shapes = (s.dtype, s.gate_up, s.down, s.rows, s.top_k, s.hidden, s.width, s.format)
     takes, s.workspace = launch.workspace("experts", s.x.device, *shapes)
     s.x = launch.aligned(s.x) if takes else s.x
     return bool(takes)
@@ -197,19 +212,24 @@ def _has_expert_kernel(launch: Launcher, s: Scope) -> bool:
 
 @op(
     "x[rows, hidden] ids[rows, top_k]:i64 scores[rows, top_k]:T|f32 "
-    "gate_up[num_experts, hidden if transposed else 2 * width, 2 * width if transposed else hidden] "
-    "down[num_experts, width if transposed else hidden, hidden if transposed else width] "
-    "gate_up_bias[num_experts, 2 * width] down_bias[num_experts, hidden]",
+    "gate_up[num_experts, hidden if transposed else 2 * width, 2 * width if transposed else columns]:W "
+    "down[num_experts, width if transposed else hidden, hidden if transposed else inner_columns]:W "
+    "gate_up_bias[num_experts, 2 * width] down_bias[num_experts, hidden] "
+    "gate_up_scales[num_experts, 2 * width]:f32 down_scales[num_experts, hidden]:f32",
     "out[rows, hidden]",
-    where="num_experts >= 1 and hidden >= 1 and width >= 1",
-    derived="width = size(down, 1) if transposed else size(down, 2); float_scores = is_float32(scores)",
-    choices={"gate": _C.GATES},
+    where="num_experts >= 1 and hidden >= 1 and width >= 1; "
+    "has(gate_up_scales) == has(down_scales) == (format > 0): only packed weights have scales; "
+    "format == 0 or not transposed: transposed weights must be dense",
+    derived="width = size(down, 1) if transposed else size(gate_up, 1) // 2; float_scores = is_float32(scores); "
+    "columns = row_size(format, hidden); inner_columns = row_size(format, width)",
+    choices={"gate": _C.GATES, "format": _C.FORMATS},
     prepare=_has_expert_kernel,
 )
 def experts(
     x: Tensor, ids: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, gate: str = "silu", alpha: float = 1.702, limit: float = 7.0,
-    transposed: bool = False,
+    transposed: bool = False, gate_up_scales: Tensor | None = None, down_scales: Tensor | None = None,
+    format: str = DENSE.name,
 ) -> Tensor:  # fmt: skip
     """Compute the sum over slots of ``scores[row, slot] * down(gate(gate_up(x[row])))`` of expert ``ids[row, slot]``.
 
@@ -229,6 +249,9 @@ def experts(
             limit``.
         transposed: as in gpt-oss: ``gate_up [num_experts, hidden, 2 * width]``, whose columns (and biases) alternate
             between gate and up, and ``down [num_experts, width, hidden]``.
+        gate_up_scales: ``[num_experts, 2 * width]`` float32, and ``down_scales [num_experts, hidden]``: those of a
+            `PackedWeight`; None if dense.
+        format: that of ``gate_up`` and ``down``, as in `linear`.
 
     Returns:
         ``[rows, hidden]``.

@@ -770,7 +770,8 @@ def swiglu(
 def experts(
     x: Tensor, ids: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, gate: str = "silu", alpha: float = 1.702, limit: float = 7.0,
-    transposed: bool = False,
+    transposed: bool = False, gate_up_scales: Tensor | None = None, down_scales: Tensor | None = None,
+    format: str = DENSE.name,
 ) -> Tensor:  # fmt: skip
     """The sum over slots of ``scores * down(gate(gate_up(x)))`` of the expert in each. Copies the chosen weights."""
     wide, num_experts = _compute_dtype(x), gate_up.shape[0]
@@ -778,19 +779,26 @@ def experts(
     for slot in range(ids.shape[1]):
         exists = (ids[:, slot] >= 0) & (ids[:, slot] < num_experts)
         expert = torch.where(exists, ids[:, slot], 0)
-        both = _expert_product(x, gate_up, gate_up_bias, expert, transposed)
+        both = _expert_product(x, gate_up, gate_up_bias, expert, transposed, gate_up_scales, format)
         halves = (both[:, ::2], both[:, 1::2]) if transposed else both.chunk(2, -1)
         inner = _gated(*halves, gate, alpha, limit).to(x.dtype)
-        result = _expert_product(inner, down, down_bias, expert, transposed)
+        result = _expert_product(inner, down, down_bias, expert, transposed, down_scales, format)
         out = torch.where(exists[:, None], out + scores[:, slot, None].to(wide) * result, out)
     return out.to(x.dtype)
 
 
-def _expert_product(x: Tensor, weights: Tensor, biases: Tensor | None, expert: Tensor, transposed: bool) -> Tensor:
+def _expert_product(
+    x: Tensor, weights: Tensor, biases: Tensor | None, expert: Tensor, transposed: bool, scales: Tensor | None,
+    format: str,
+) -> Tensor:  # fmt: skip
     """The product of each row ``x [rows, in]`` with the weight of its expert ``[rows]``, not rounded."""
     wide = _compute_dtype(x)
-    weight = weights[expert].to(wide)  # [rows, out, in], or transposed
-    out = torch.matmul(x[:, None].to(wide), weight if transposed else weight.mT)[:, 0]
+    if format == DENSE.name:
+        weight = weights[expert].to(wide)  # [rows, out, in], or transposed
+        out = torch.matmul(x[:, None].to(wide), weight if transposed else weight.mT)[:, 0]
+    else:
+        every = [_packed_product(x, *one, format) for one in zip(weights, scales, strict=True)]
+        out = torch.stack(every, 1)[torch.arange(len(x), device=x.device), expert]
     return out if biases is None else out + biases[expert].to(wide)
 
 

@@ -33,6 +33,7 @@ T* shared() {
 }
 
 inline int64_t opaque(int64_t x) { return x; }
+inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 
 // ---- a counter that blocks share
 
