@@ -171,6 +171,24 @@ def test_a_pass_op_by_op_is_as_exact_as_torch(config, kernels, dtype, monkeypatc
         assert_as_exact_as_torch(out, twin, wanted)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("config", [VARIANTS["Qwen3-4B"], ODD], ids=["qwen", "sinks"])
+def test_a_pass_in_8_bits_op_by_op_is_as_exact_as_torch(config, kernels, dtype, monkeypatch):
+    """As on a GPU: what fuses the features and the layers read the format of its kernels."""
+    monkeypatch.setattr(drafter, "format_of", lambda *_: "w8a16")
+    draft = drafter.quantized_draft("int8", random_drafter(config, dtype=dtype))
+    (context, block), counts = inputs(draft.config, 2, dtype=dtype), [3, draft.config.block_size]
+
+    def passes(place, dtype=dtype):
+        monkeypatch.setattr(drafter, "ops", place)
+        monkeypatch.setattr(decoder, "ops", OpByOp(place))
+        return two_passes(copy.deepcopy(draft).to(dtype), context.to(dtype), block.to(dtype), [17, 3], counts)[:2]
+
+    ours, plain, exact = passes(kernels), passes(reference), passes(reference, torch.float64)
+    for out, twin, wanted in zip(ours, plain, exact, strict=True):
+        assert_as_exact_as_torch(out, twin, wanted)
+
+
 def test_sinks_take_a_share_of_the_attention():
     draft = random_drafter(ODD)
     context, block = inputs(draft.config, 1)

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import itertools
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -282,9 +284,18 @@ def test_models_in_float16_and_on_other_devices_are_refused():
     with pytest.raises(UnsupportedTargetError, match=r"it is on meta\. Leave weights out"):
         check_int8(meta)
     for place in ("cpu", "meta"):
-        says = f"needs a drafter on CPU in float32 or bfloat16, got one on {place} in torch.float16: leave"
+        says = (
+            f"needs a drafter on CPU in float32 or bfloat16, or on CUDA .*, got one on {place} in torch.float16: leave"
+        )
         with pytest.raises(ValueError, match=says):
             check_draft_weights("int8", make_draft(half).to(place))
+
+
+@pytest.mark.parametrize(("dtype", "fits"), [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
+def test_drafters_on_gpus_are_stored_in_8_bits_if_they_are_in_16(dtype, fits):
+    draft = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
+    with nullcontext() if fits else pytest.raises(ValueError, match=r"got one on cuda in torch\.float32: leave it out"):
+        check_draft_weights("int8", draft)
 
 
 @torch.no_grad()

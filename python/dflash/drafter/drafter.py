@@ -16,7 +16,7 @@ from ..cache import KVCache
 from ..decoder import BlockConv, DecoderLayer, DecoderStack, product, rotation
 from ..ops import NotFiniteError, PackedWeight, WeightStorage, format_of, packed_layer, reference
 from ..targets import not_finite
-from ..targets.model import modules_of, tensors_of
+from ..targets.model import KERNEL_DTYPES, modules_of, tensors_of
 from .config import DFlash2Config, DraftConfig
 
 
@@ -526,7 +526,7 @@ def _version(tensor: Tensor) -> object:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, object() if tensor.is_inference() else tensor._version
 
 
-# ---------------------------------------------------------------------------------------------- weights in 8 bits
+# ---------------------------------------------------------------------------------------------- packed weights
 
 
 def check_draft_weights(weights: WeightStorage, draft: Drafter | None) -> None:
@@ -535,10 +535,11 @@ def check_draft_weights(weights: WeightStorage, draft: Drafter | None) -> None:
         return
     if draft is None:
         raise ValueError(f"draft_weights={weights!r} needs a drafter, got draft=None or block_size=1: leave it out")
-    if draft.device.type != "cpu" or draft.dtype not in (torch.float32, torch.bfloat16):
+    device = draft.device.type
+    if not format_of(weights, device) or draft.dtype not in KERNEL_DTYPES[device]:
         raise ValueError(
-            f"draft_weights={weights!r} needs a drafter on CPU in float32 or bfloat16, got one on {draft.device} in "
-            f"{draft.dtype}: leave it out"
+            f"draft_weights={weights!r} needs a drafter on CPU in float32 or bfloat16, or on CUDA in bfloat16 or "
+            f"float16, got one on {draft.device} in {draft.dtype}: leave it out"
         )
 
 
