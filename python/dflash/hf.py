@@ -359,7 +359,7 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module, *, draft_weights: We
 
     Args:
         draft: what `dflash.load_draft` takes.
-        draft_weights: ``"int8"`` for its layers' weights in 8 bits, on CPU, see `dflash.Generator`.
+        draft_weights: ``"int8"`` for its layers' weights in 8 bits, see `dflash.Generator`.
 
     Returns:
         An object for ``assistant_model``; calls may share it, one after another.

@@ -89,8 +89,8 @@ class OneShotOptions(TypedDict, total=False):
         weights: ``"int8"`` to multiply by copies of the target's weights in 8 bits, with a scale per output channel:
             those of the decoder and of the head, on CPU, of targets without experts. They are added to what is in
             memory. The text is exactly what that quantized target would write on its own.
-        draft_weights: ``"int8"`` for the drafter's layers, its own head and what fuses the target's features, likewise.
-            Speed only.
+        draft_weights: ``"int8"`` for the drafter's layers, its own head and what fuses the target's features, likewise,
+            on GPUs too. Speed only.
         prompt_lookup: draft what followed the last ``prompt_lookup`` tokens where they stood before in prompt or
             answer, in place of the drafter's tokens (prompt lookup, `dflash.proposers.lookup`). For chains with keyed
             acceptance. None never looks. Speed only.
@@ -105,7 +105,7 @@ class OneShotOptions(TypedDict, total=False):
         help="Add copies of the target's in 8 bits and multiply by these (CPU): the text is that target's.")]
     draft_weights: Annotated[WeightStorage, Option(
         _weights, of_drafts=True,
-        help="Add copies of the drafter's in 8 bits (CPU): changes the speed, never the text.")]
+        help="Add copies of the drafter's in 8 bits: changes the speed, never the text.")]
     prompt_lookup: Annotated[int | None, Option(
         _lookup, of_drafts=True,
         help="Draft what followed the last so many tokens where they stood before, such as 3.")]
