@@ -266,7 +266,7 @@ class TestAssistant:
         assert torch.equal(self.call(target, assistant, p, max_new_tokens=NEW), expected)
         with pytest.raises(ValueError, match='draft_weights must be "int8" or None, got'):
             dflash.as_assistant(draft, draft_weights="int4")
-        with pytest.raises(ValueError, match=r"needs a drafter on CPU in float32 or bfloat16, got one on cpu in .*16"):
+        with pytest.raises(ValueError, match=r"needs a drafter on CPU in .* got one on cpu in .*16"):
             dflash.as_assistant(make_draft(target).half(), draft_weights="int8")
 
     def test_its_proposals_equal_our_own(self, pair_dir):

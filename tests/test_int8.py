@@ -248,7 +248,7 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(out, width, dtype, kern
     assert torch.equal(multiply(kernels, x[62:63], weight, bias), whole[62:63])
 
 
-@pytest.mark.parametrize("rows", [1, 16, 40, 65])
+@pytest.mark.parametrize("rows", [1, 16, 20, 40, 65])
 def test_kernels_take_several_weights_and_their_gates(rows, dtype, kernels):
     x, sizes = random(rows, 1040, dtype=dtype), (130, 0, 128, 20)
     weights = [stored(kernels, random(out, 1040, dtype=dtype, seed=out)) for out in sizes]
