@@ -250,7 +250,6 @@ def test_caches_take_the_memory_that_is_counted(folders):
     ("command", "options", "message"),
     [
         ("generate", "--weights int8", "--weights int8 needs the models on the CPU, got cuda: pass --device cpu"),
-        ("serve", "--draft-weights int8", "--draft-weights int8 needs the models on the CPU, got cuda"),
         ("benchmark", "--draft-weights int8 --block-size 1 --device cpu", "--draft-weights int8 needs a drafter, and"),
     ],
 )

@@ -191,13 +191,12 @@ class _Models:
         return dataclasses.replace(resolved, model=str(PAIR / "target"), draft=str(draft))
 
     def check_storage(self) -> None:
-        """Raise ValueError if weights are to be stored in 8 bits on another device than the CPU."""
-        for name in ("weights", "draft_weights"):
-            if (stored := getattr(self, name)) is None:
-                continue
-            if torch.device(found := check_device(self.dtype, self.device)).type != "cpu":
-                option = f"{option_of(name)} {stored}"
-                raise ValueError(f"{option} needs the models on the CPU, got {found}: pass --device cpu")
+        """Raise ValueError if the target's weights are to be stored in 8 bits on another device than the CPU."""
+        if self.weights is None:
+            return
+        if torch.device(found := check_device(self.dtype, self.device)).type != "cpu":
+            what = f"--weights {self.weights} needs the models on the CPU"
+            raise ValueError(f"{what}, got {found}: pass --device cpu")
 
     def source(self, quiet: bool = False, is_logged: bool = False) -> Source:
         return Source(cast(str, self.model), self.trust_remote_code, quiet=quiet, is_logged=is_logged)
