@@ -123,7 +123,7 @@ def test_a_mask_embedding_is_exported_as_the_file_that_engines_read(save, tmp_pa
     assert stored["mask_token_id"] == 1
     assert torch.equal(stored["embedding"], own(64))
     assert torch.equal(dflash.load_draft(tmp_path / "out").mask_embedding, own(64))
-    with pytest.raises(ValueError, match="the speculators layout has no mask embedding"):
+    with pytest.raises(ValueError, match="the speculators layout cannot have a mask embedding"):
         export(folder, tmp_path / "other", "speculators", target="owner/target")
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shlex
@@ -17,39 +16,16 @@ from typing import Any, Literal
 import torch
 
 from dflash import DraftConfig, Drafter, load_draft
-from dflash.internals import (
-    MASK_EMBEDDING_FILE,
-    Pretrained,
-    drafter_config,
-    files,
-    find_draft,
-    read_draft_config,
-    terminal,
-)
+from dflash.internals import MASK_EMBEDDING_FILE, Pretrained, drafter_config, files, find_draft, read_draft_config
 
 from .files import atomic_folder, one_line_errors, save_tensors, write_json
 from .gguf import FLOATING, QUANTIZED, gguf_metadata, read_gguf_target, write_gguf
+from .layouts import KEYS, NEUTRAL, SCALES, check_layout, describe_layers, key_values
 
 FORMATS = ("published", "speculators", "transformers", "gguf")
-_SCALES = ("attention_value_scale", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
-_SHAPE = ("block_size", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-
-
-def _shape(config: DraftConfig) -> dict[str, Any]:
-    """Return the keys that transformers' configs share."""
-    rope = config.rope
-    settings = {"rope_type": rope.type, "rope_theta": rope.theta}
-    settings |= {key: getattr(rope, key) for key in drafter_config.ROPE_TYPES[rope.type]}
-    settings |= {"attention_factor": rope.attention_scaling} if rope.type == "yarn" else {}
-    return {
-        **{key: getattr(config, key) for key in (*_SHAPE, "rms_norm_eps")},
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "layer_types": [drafter_config.SLIDING if window else drafter_config.FULL for window in config.window],
-        "num_key_value_heads": config.num_kv_heads,
-        "rope_parameters": settings,
-    }
+# vLLM looks for these keys only in dflash_config.
+_SECTION = ("mask_token_id", "target_layer_ids", *SCALES, "attention_sink_bias", *drafter_config.DFLASH2_KEYS)
+_METADATA = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {"attention_dropout": 0.0}
 
 
 # ---------------------------------------------------------------------------------------------- published
@@ -61,65 +37,39 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
     Raises:
         ValueError: the layout cannot express something that changes the math.
     """
-    if config.scales_like_target:
-        raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
-    if own := set(config.own_parts) - {"lm_head"}:
-        raise ValueError(f"a drafter with its own {terminal.listed(own)} cannot be saved here: use dflash export")
-    if config.predicts_from_anchor:
-        raise ValueError("a DSpark drafter cannot be saved here: use dflash export")
-    by_window = tuple(window > 0 for window in config.window)
-    if len({*config.window} - {0}) > 1 or (len({*config.causal}) > 1 and config.causal != by_window):
-        raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
-    out: dict[str, Any] = {
-        **_shape(config),
+    check_layout(config, "saved")
+    values = key_values(config)
+    left_out = {name for name in ("is_causal", "draft_vocab_size") if values[name] is None}
+    out = {name: value for name, value in values.items() if KEYS[name].place == drafter_config.TOP} | {
         "architectures": ["DFlashDraftModel" if config.dflash2 is None else "DFlash2DraftModel"],
-        "attention_bias": config.attention_bias,
-        "dflash_config": _section(config),
+        "block_size": config.block_size,
+        "dflash_config": _section(values),
         "dtype": str(dtype).removeprefix("torch."),
         "initializer_range": 0.02,
-        "max_position_embeddings": config.max_position_embeddings,
         "max_window_layers": config.num_hidden_layers,
-        "model_type": "qwen3",
         "num_target_layers": config.num_target_layers,
-        "rope_theta": config.rope.theta,
-        "sliding_window": max(config.window) or None,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "use_sliding_window": any(by_window),
-        "vocab_size": config.vocab_size,
+        **_METADATA,
     }
-    if config.draft_vocab_size is not None:
-        out["draft_vocab_size"] = config.draft_vocab_size
     if config.markov_rank:
         out |= {"markov_rank": config.markov_rank, "sample_from_anchor": False}
-    return out if config.causal == by_window else out | {"is_causal": config.causal[0]}
+    return {name: value for name, value in out.items() if name not in left_out}
 
 
-def _section(config: DraftConfig) -> dict[str, Any]:
-    """Return the ``dflash_config`` of a drafter. vLLM looks for most of these keys only there."""
-    neutral = {key: getattr(DraftConfig, key) for key in _SCALES} | {"attention_sink_bias": False}
-    return {key: value for key, value in _section_values(config).items() if value != neutral.get(key)}
+def _section(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``dflash_config`` of a drafter, of its `key_values`."""
+    return {key: values[key] for key in _SECTION if key in values and values[key] != NEUTRAL.get(key)}
 
 
-def _section_values(config: DraftConfig) -> dict[str, Any]:
-    """Return every key that a ``dflash_config`` may state of a drafter, neutral values included."""
-    out: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
-    out |= {key: getattr(config, key) for key in _SCALES} | {"attention_sink_bias": config.attention_sinks}
-    return out | (dataclasses.asdict(config.dflash2) if config.dflash2 is not None else {})
-
-
-def _to_published(raw: Mapping[str, Any], read: DraftConfig, layout: str) -> dict[str, Any]:
+def _to_published(raw: Mapping[str, Any], read: DraftConfig) -> dict[str, Any]:
     """Return ``raw``, of which ``read`` was read, as published: each key where engines look, and its copies equal."""
-    if read.scales_like_target:
-        raise ValueError("a Muse Glimmer assistant cannot be exported: its logits are scaled as the target's")
-    if layout == "published" and read.predicts_from_anchor and read.dflash2 is not None:
-        raise ValueError("published DFlash 2 drafters predict nothing from the anchor: keep the speculators layout")
     config = drafter_config.from_speculators(raw) if drafter_config.is_speculators(raw) else dict(raw)
     # 1. What may have been left to defaults, or stood at the top level only, where vLLM does not look
-    inner, values = dict(config.get("dflash_config") or {}), _section_values(read)
+    inner, values = dict(config.get("dflash_config") or {}), key_values(read)
     for level in (config, inner):
-        level.update({key: value for key, value in values.items() if key in level})
-    config["dflash_config"] = inner | _section(read)
+        level.update({key: values[key] for key in _SECTION if key in values and key in level})
+    config["dflash_config"] = inner | _section(values)
     config["block_size"] = read.rows_per_pass
     if config.get("rope_theta") is not None:
         config["rope_theta"] = read.rope.theta  # the one in rope_parameters counts, where there are two
@@ -144,31 +94,21 @@ def _to_speculators(
 
     ``target`` names the target, for engines started with the drafter only.
     """
-    _expect_speculators(config)
+    values = key_values(config)
     # 1. The type, and the keys that only it has
     kind, architecture, settings = "dflash", "DFlashDraftModel", {}
-    from_anchor = {"sample_from_anchor": config.predicts_from_anchor}
     if config.dflash2 is not None:
         kind, architecture = "dflash2", "DFlash2DraftModel"
-        settings = dataclasses.asdict(config.dflash2) | from_anchor
+        settings = {key: values[key] for key in (*drafter_config.DFLASH2_KEYS, "sample_from_anchor")}
     elif config.markov_rank or config.predicts_from_anchor:
         kind, architecture = "dspark", "DSparkSpeculator"
-        settings = {"markov_rank": config.markov_rank, "markov_head_type": "vanilla", **from_anchor}
+        settings = {key: values[key] for key in ("markov_rank", "sample_from_anchor")} | {"markov_head_type": "vanilla"}
         settings |= {"enable_confidence_head": False, "confidence_head_with_markov": False}  # that head is not read
     # 2. The transformer's keys
-    window = max(config.window)
-    names = [
-        *_LAYER_METADATA,
-        *(name for name, key in drafter_config.KEYS.items() if key.speculators == drafter_config.LAYER),
-    ]
-    layer = {name: published[name] for name in names if published.get(name) is not None and name != "is_causal"}
-    layer |= {
-        "model_type": "qwen3",
-        "head_dim": config.head_dim,
-        "layer_types": [drafter_config.SLIDING if size else drafter_config.FULL for size in config.window],
-        "sliding_window": window or None,
-        "use_sliding_window": window > 0,
-    }
+    names = [name for name, key in KEYS.items() if key.speculators == drafter_config.LAYER and name != "is_causal"]
+    layer = {name: published[name] for name in (*_LAYER_METADATA, *names) if published.get(name) is not None}
+    layer |= {name: values[name] for name in ("model_type", "head_dim", "layer_types", "use_sliding_window")}
+    layer["sliding_window"] = values["sliding_window"]
     if config.num_target_layers is not None:
         layer["num_target_layers"] = config.num_target_layers
     if len(set(config.causal)) == 1:
@@ -193,34 +133,9 @@ def _to_speculators(
         drafter_config.LAYER: layer,
     } | settings
     if vllm_causality(out, config.num_hidden_layers) != config.causal:
-        raise ValueError(f"vLLM reads one rule of causality, and {_causality(config)}: use the published layout")
+        what = f"vLLM reads one rule of causality, and of this drafter {describe_layers(config)}"
+        raise ValueError(f"{what}: use the published layout")
     return out
-
-
-def _expect_speculators(config: DraftConfig) -> None:
-    """Raise unless the speculators layout can express everything that changes the math."""
-    if config.dflash2 is not None and config.draft_vocab_size is not None:
-        raise ValueError("a DFlash 2 drafter of the speculators layout has the whole vocabulary, and this one a part")
-    if "mask_embedding" in config.own_parts:
-        raise ValueError("the speculators layout has no mask embedding, and this drafter has its own")
-    _expect_defaults(config, "the speculators layout", *_SCALES, "attention_sinks")
-    if config.vocab_size is None:
-        raise ValueError("the speculators layout needs vocab_size, which is missing in this drafter's config.json")
-    if len(set(config.window) - {0}) > 1:
-        raise ValueError(f"the speculators layout has one window, and this drafter has {list(config.window)}")
-    if any(causal and not window for causal, window in zip(config.causal, config.window, strict=True)):
-        raise ValueError(f"full layers there are never causal, and {_causality(config)}: use the published layout")
-
-
-def _expect_defaults(config: DraftConfig, layout: str, *names: str) -> None:
-    """Raise unless these fields have their defaults, for a layout that has no keys for them."""
-    for name in names:
-        if (value := getattr(config, name)) != getattr(DraftConfig, name):
-            raise ValueError(f"{layout} has no {name}, and this drafter has {value}")
-
-
-def _causality(config: DraftConfig) -> str:
-    return f"this drafter's layers are causal {list(config.causal)} with windows {list(config.window)}"
 
 
 def vllm_causality(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
@@ -235,9 +150,8 @@ def vllm_causality(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ..
         rule = not config.get("sliding_window_non_causal", True)  # so a key that is null means causal
     if rule is not None:
         return (bool(rule),) * num_layers
-    return tuple(
-        kind == drafter_config.SLIDING for kind in layer.get("layer_types") or [drafter_config.FULL] * num_layers
-    )
+    kinds = layer.get("layer_types") or [drafter_config.FULL] * num_layers
+    return tuple(kind == drafter_config.SLIDING for kind in kinds)
 
 
 # ---------------------------------------------------------------------------------------------- transformers
@@ -245,39 +159,19 @@ def vllm_causality(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ..
 _TENSOR_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 # Written where no layer has a window: transformers wants an integer, and does not use it then.
 _UNUSED_WINDOW = 2048
-# Its cache keeps sliding_window - 1 positions, which must not be negative.
-_SMALLEST_WINDOW = 2
 
 
 def _to_transformers(config: DraftConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of transformers' drafter class, or raise if it cannot express this drafter."""
-    what, windows = "transformers' drafter class", set(config.window) - {0}
-    if config.scales_like_target:
-        raise ValueError("a Muse Glimmer assistant is in transformers' layout already: use its folder as it is")
-    if config.dflash2 is not None or config.markov_rank or config.predicts_from_anchor:
-        kind = "DSpark" if config.dflash2 is None else "DFlash 2"
-        raise ValueError(f"{what} is of the first generation, and this is a {kind} drafter: use the published layout")
-    if config.own_parts:
-        raise ValueError(
-            f"{what} uses the target's head and embedding, not this drafter's {terminal.listed(config.own_parts)}"
-        )
-    _expect_defaults(config, what, *_SCALES, "attention_bias", "attention_sinks")
-    if any(config.causal):
-        raise ValueError(f"{what} is not causal inside a block, and this drafter's layers are {list(config.causal)}")
-    if len(windows) > 1:
-        raise ValueError(f"{what} has one window, and this drafter has {list(config.window)}")
-    if windows and min(windows) < _SMALLEST_WINDOW:
-        raise ValueError(f"{what} needs a window of at least {_SMALLEST_WINDOW}, and this drafter has {min(windows)}")
-    out = {
-        **_shape(config),
-        "architectures": ["MuseGlimmerAssistantModel"],
-        "mask_token_id": config.mask_token_id,
-        "model_type": "muse_glimmer_assistant",
-        "sliding_window": max(windows) - 1 if windows else _UNUSED_WINDOW,  # the query's own position is not counted
-        "target_layer_ids": list(config.target_layer_ids),
-    }
-    longest = config.max_position_embeddings
-    return out if longest is None else out | {"max_position_embeddings": longest}
+    """Return the ``config.json`` of transformers' drafter class."""
+    values = key_values(config)
+    names = ["hidden_act", "layer_types", *(name for name, key in KEYS.items() if key.muse is not None)]
+    out = {name: values[name] for name in names} | _METADATA
+    out |= {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
+    # The query's own position is not counted.
+    out["sliding_window"] = max(config.window) - 1 if any(config.window) else _UNUSED_WINDOW
+    if config.max_position_embeddings is None:
+        del out["max_position_embeddings"]
+    return out
 
 
 # ---------------------------------------------------------------------------------------------- serving engines
@@ -305,10 +199,8 @@ def engine_warnings(config: DraftConfig) -> list[str]:
 
 def _speculators_warnings(raw: Mapping[str, Any], config: DraftConfig) -> list[str]:
     """Return how vLLM reads the causality of a checkpoint differently than this package and the speculators library."""
-    if (
-        not drafter_config.is_speculators(raw)
-        or (theirs := vllm_causality(raw, config.num_hidden_layers)) == config.causal
-    ):
+    is_theirs = drafter_config.is_speculators(raw)
+    if not is_theirs or (theirs := vllm_causality(raw, config.num_hidden_layers)) == config.causal:
         return []
     key = "sliding_window_non_causal"
     given = json.dumps(raw[key]) if key in raw else "missing"
@@ -382,11 +274,15 @@ def export(
     path = find_draft(draft, revision)
     drafter = load_draft(path, dtype=None if isinstance(dtype, str) else dtype)
     read, verifier = drafter.config, target or ""
+    if read.scales_like_target:
+        why = "its logits are scaled as the target's"
+        raise ValueError(f"a Muse Glimmer assistant cannot be exported: {why}. transformers reads its folder as it is")
+    check_layout(read, layout)
     if layout == "gguf":
         _export_gguf(out, drafter, Pretrained(verifier, trust_remote_code), is_quantized)
         return out
     raw = read_draft_config(path)
-    config = _to_transformers(read) if layout == "transformers" else _to_published(raw, read, layout)
+    config = _to_transformers(read) if layout == "transformers" else _to_published(raw, read)
     if layout == "speculators":
         verifier_config, architectures = Path(verifier).expanduser() / "config.json", []
         if verifier_config.is_file():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +12,13 @@ from torch import Tensor
 from dflash import DraftConfig, Drafter
 from dflash.internals import Pretrained, gguf, gguf_draft, target_ids, terminal
 
+from .layouts import NEUTRAL, key_values
+
 FLOATING = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 QUANTIZED = "q8_0"
 _TOKENS, _KINDS, _SCORES = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores"))
 _NORMAL, _CONTROL, _OWN, _UNUSED = 1, 3, 4, 5  # kinds of tokens
 _UNUSED_SCORE = -10000.0
-_NEUTRAL = {"attention_value_scale": 1.0, "input_embedding_scale": 1.0, "output_multiplier": 1.0}
 _POSITIONS = 2**17  # llama.cpp needs a number, also where neither config has one
 
 
@@ -43,11 +42,8 @@ def read_gguf_target(files: Pretrained) -> GgufTarget:
     file, kinds = files.gguf, gguf.require_gguf().GGUFValueType
     keys = ("embedding_length", "block_count", "context_length", "rope.dimension_sections")
     hidden, layers, positions, sections = (file.metadata.get(f"{file.architecture}.{key}") for key in keys)
-    tokenizer = {
-        key: (value, *map(kinds, file.types[key]))
-        for key, value in file.metadata.items()
-        if key.startswith("tokenizer.")
-    }
+    stated = {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
+    tokenizer = {key: (value, *map(kinds, file.types[key])) for key, value in stated.items()}
     return GgufTarget(tokenizer, hidden, layers, positions, any(sections or ()))
 
 
@@ -85,8 +81,7 @@ def gguf_metadata(config: DraftConfig, target: GgufTarget) -> dict[str, tuple[An
     Raises:
         ValueError: the drafter does not fit the target, or llama.cpp cannot run it as it is.
     """
-    # 1. Refuse what the format cannot say
-    _expect_llama_cpp(config)
+    # 1. Refuse what does not fit
     last, tokens = max(config.target_layer_ids), len(target.tokenizer.get(_TOKENS, [()])[0])
     if config.hidden_size != target.hidden_size or last >= target.num_layers:
         what = f"layer {last} of a target that is {config.hidden_size} wide"
@@ -96,16 +91,12 @@ def gguf_metadata(config: DraftConfig, target: GgufTarget) -> dict[str, tuple[An
     if not tokens or rows < tokens:
         raise ValueError(f"the target has {tokens} tokens, and the drafter's vocab_size is {rows}")
     # 2. The keys with other names, then those that are said in another way
-    values = dataclasses.asdict(config) | (dataclasses.asdict(config.dflash2) if config.dflash2 is not None else {})
-    values |= {
-        "num_key_value_heads": config.num_kv_heads, "block_size": config.rows_per_pass, "rope_theta": config.rope.theta,
-        "max_position_embeddings": config.max_position_embeddings or target.positions or _POSITIONS,
-        "is_causal": config.causal[0], "final_logit_softcapping": config.final_logit_softcapping or None,
-        "sample_from_anchor": config.predicts_from_anchor if config.markov_rank else None,
-    }  # fmt: skip
-    out = {
-        key: values.get(name) for name, key in gguf_draft.GGUF_KEYS.items() if values.get(name) != _NEUTRAL.get(name)
-    }
+    values = key_values(config) | {"hidden_act": None, "is_causal": config.causal[0]}
+    values["max_position_embeddings"] = config.max_position_embeddings or target.positions or _POSITIONS
+    if not config.markov_rank:
+        values["sample_from_anchor"] = None
+    keys = gguf_draft.GGUF_KEYS.items()
+    out = {key: values.get(name) for name, key in keys if values.get(name) != NEUTRAL.get(name)}
     out |= {"target_layers": [tap + 1 for tap in config.target_layer_ids], "attention.value_length": config.head_dim}
     if config.markov_rank:
         out["has_confidence_head"] = False
@@ -129,38 +120,11 @@ def gguf_metadata(config: DraftConfig, target: GgufTarget) -> dict[str, tuple[An
     return metadata
 
 
-def _expect_llama_cpp(config: DraftConfig) -> None:
-    """Raise unless llama.cpp runs the drafter as this package does."""
-    rope, top_k = config.rope, 0 if config.dflash2 is None else config.dflash2.selector_top_k
-    has_scaled_logits = config.output_multiplier != 1 or config.final_logit_softcapping != 0
-    usual = 1 + 0.1 * math.log(rope.factor)  # what llama.cpp multiplies by
-    is_usual_yarn = rope.truncate and math.isclose(rope.attention_scaling, usual, rel_tol=1e-6)
-    refused = {
-        "logits that are scaled as the target's": config.scales_like_target,
-        "biases (attention_bias)": config.attention_bias,
-        "a mask embedding": "mask_embedding" in config.own_parts,
-        "an embedding without a head of its own": config.own_parts == ("embed_tokens",),  # it would be the head too
-        "scaled logits with a Markov head": config.markov_rank and has_scaled_logits,
-        "drafts from the anchor's row without a Markov head": config.predicts_from_anchor and not config.markov_rank,
-        f"some causal layers ({list(config.causal)})": len({*config.causal}) > 1,
-        f"several windows ({list(config.window)})": len({*config.window} - {0}) > 1,
-        "RoPE of type llama3": rope.type == "llama3",
-        "RoPE of type yarn with its own truncate or attention_factor": rope.type == "yarn" and not is_usual_yarn,
-        f"selector_top_k {top_k} at hidden_size {config.hidden_size}": top_k * (top_k + 1) > config.hidden_size,
-    }
-    for what, applies in refused.items():
-        if applies:
-            raise ValueError(f"llama.cpp's drafters cannot have {what}, as this one has")
-
-
 def write_gguf(path: Path, drafter: Drafter, metadata: dict[str, tuple[Any, ...]], *, is_quantized: bool) -> None:
     """Write the file. Matrices keep the drafter's dtype, or become Q8_0; norms and kernels are float32 there."""
     library = gguf.require_gguf()
-    writer, kinds, types = (
-        library.GGUFWriter(path, gguf_draft.LLAMA_CPP),
-        library.GGMLQuantizationType,
-        library.GGUFValueType,
-    )
+    writer, kinds = library.GGUFWriter(path, gguf_draft.LLAMA_CPP), library.GGMLQuantizationType
+    types = library.GGUFValueType
     kind = "Q8_0" if is_quantized else FLOATING[drafter.dtype]
     writer.add_file_type(library.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
     if is_quantized:
