@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -16,7 +15,7 @@ from typing import Annotated, Any, cast
 import torch
 import typer
 
-from dflash import load_draft
+from dflash import Drafter, load_draft
 from dflash.internals import (
     check_config,
     check_encoding,
@@ -30,35 +29,15 @@ from dflash.internals import (
 )
 
 from ..measure.progress import bars
+from ..train import model as models
 from ..train.config import TrainConfig
 from ..train.data import load_prompts, load_rows
 from ..train.export import export as export_draft
 from ..train.features import FeatureCache, cache_features, cache_size
-from ..train.model import (
-    add_dflash2,
-    adopt_head_,
-    adopt_layers_,
-    check_trainable,
-    choose_mask_id,
-    draft_config,
-    new_drafter,
-)
 from ..train.regenerate import LocalWriter, RegenerateConfig, ServerWriter, Summary, Writer, check_out
 from ..train.regenerate import regenerate as write_responses
 from ..train.self_prompts import tell, user_turn, write_prompts
 from ..train.trainer import Trainer, make_accelerator
-
-_DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_SHAPE = (
-    "layers",
-    "block_size",
-    "taps",
-    "mask_token_id",
-    "intermediate_size",
-    "sliding_window",
-    "draft_vocab_size",
-    "markov_rank",
-)
 
 
 def _show_traceback(debug: bool) -> bool:
@@ -69,7 +48,7 @@ def _show_traceback(debug: bool) -> bool:
 
 @dataclass(frozen=True)
 class _TrainOptions:
-    """Inputs and outputs of a run, the shape of a new drafter, how rows are encoded, and where the run happens."""
+    """Inputs and outputs of a run, how rows are encoded, and where the run happens."""
 
     model: options.Model
     data: Annotated[str, "Training rows: JSONL of chats, texts or tokens, or a data set's name."]
@@ -79,18 +58,6 @@ class _TrainOptions:
     resume: Annotated[bool, "Continue from the last checkpoint in the folder."] = False
 
     type: Annotated[str | None, "dflash or dflash2; default: that of --init, or dflash."] = None
-    layers: Annotated[int | None, "Draft layers; default: 5."] = None
-    block_size: Annotated[int | None, "Tokens per block, the anchor included; default: 16."] = None
-    taps: Annotated[str | None, "Tapped target layers, as in 1,9,17; default: evenly spaced."] = None
-    mask_token_id: Annotated[int | None, "Default: the tokenizer's, or an unused row."] = None
-    intermediate_size: Annotated[int | None, "Width of the MLP; default: the target's."] = None
-    sliding_window: Annotated[int | None, "Window of all draft layers but the last; default: none."] = None
-    draft_vocab_size: Annotated[int | None, "Tokens that can be drafted, the most frequent; default: all."] = None
-    markov_rank: Annotated[int | None, "Columns of a Markov head; default: none."] = None
-    conv_kernel_size: Annotated[int | None, "Rows that a DFlash 2 convolution reads; default: 2."] = None
-    conv_group_size: Annotated[int | None, "Channels that share its dynamic kernel; default: 16."] = None
-    selector_rank: Annotated[int | None, "Columns of a DFlash 2 selector's codebooks; default: 256."] = None
-    selector_top_k: Annotated[int | None, "Candidates that it scores; default: 16."] = None
 
     raw: Annotated[bool, "Prompts have no chat template."] = False
     bos: Annotated[bool, "Raw prompts start with the tokenizer's BOS token."] = False
@@ -110,14 +77,41 @@ class _TrainOptions:
         bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_show_traceback)
     ] = False
 
-    def given(self, names: Iterable[str]) -> dict[str, Any]:
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+@dataclass(frozen=True)
+class _Shape:
+    """Shape of a new drafter."""
+
+    layers: Annotated[int | None, "Draft layers; default: 5."] = None
+    block_size: Annotated[int | None, "Tokens per block, the anchor included; default: 16."] = None
+    taps: Annotated[str | None, "Tapped target layers, as in 1,9,17; default: evenly spaced."] = None
+    mask_token_id: Annotated[int | None, "Default: the tokenizer's, or an unused row."] = None
+    intermediate_size: Annotated[int | None, "Width of the MLP; default: the target's."] = None
+    sliding_window: Annotated[int | None, "Window of all draft layers but the last; default: none."] = None
+    draft_vocab_size: Annotated[int | None, "Tokens that can be drafted, the most frequent; default: all."] = None
+    markov_rank: Annotated[int | None, "Columns of a Markov head; default: none."] = None
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of what DFlash 2 adds to a drafter."""
+
+    conv_kernel_size: Annotated[int | None, "Rows that a DFlash 2 convolution reads; default: 2."] = None
+    conv_group_size: Annotated[int | None, "Channels that share its dynamic kernel; default: 16."] = None
+    selector_rank: Annotated[int | None, "Columns of a DFlash 2 selector's codebooks; default: 256."] = None
+    selector_top_k: Annotated[int | None, "Candidates that it scores; default: 16."] = None
+
+
+def _given(group: _Shape | _Sizes) -> dict[str, Any]:
+    return {name: value for name, value in vars(group).items() if value is not None}
 
 
 @options.command(config=("eval_temperatures",))
 def train(
     *,
     run: _TrainOptions,
+    shape: _Shape,
+    sizes: _Sizes,
     config: TrainConfig,
     eval_temperatures: Annotated[str, "Temperatures of the held-out answers, as in 0,1."] = "0",
 ) -> None:
@@ -127,6 +121,9 @@ def train(
     """
     # 1. Check the options before loading a model
     config = replace(config, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float))
+    given, parts = _given(shape), _given(sizes)
+    if parts and run.type != "dflash2":
+        raise ValueError(f"{options.option_of(next(iter(parts)))} is for DFlash 2 drafters: add --type dflash2")
     device = _check(run)
 
     # 2. Create the drafter and read the rows, checked against the target without its weights
@@ -135,7 +132,11 @@ def train(
     tokenizer = options.load_tokenizer(source)
     empty_target = targets.check_target(source.load_empty_target(), loaded=False)
     rows, heldout = (_rows(data, source, empty_target, tokenizer, run) for data in (run.data, run.heldout))
-    drafter = _initial_drafter(empty_target, tokenizer, rows, run, config.seed)
+    if run.init is None:
+        drafter = _new_drafter(empty_target, tokenizer, rows, given, config.seed)
+    else:
+        drafter = _load_drafter(empty_target, run.init, given)
+    drafter = _of_type(drafter, run.type, parts, config.seed)
     if drafter.config.dflash2 is None and config.selector_weight != TrainConfig.selector_weight:
         raise ValueError("--selector-weight is for DFlash 2 drafters, and this one has no selector: leave it out")
 
@@ -144,10 +145,10 @@ def train(
     accelerator = make_accelerator(config, run.output, cpu=device == "cpu", tracker=tracker)
     target = options.load_target(source, run.dtype, accelerator.device).requires_grad_(False)
     if run.init is None:
-        if adopt_layers_(drafter, target) and not quiet:
+        if models.adopt_layers_(drafter, target) and not quiet:
             print(f"dflash: the drafter starts as the target's last {len(drafter.layers)} layers", file=sys.stderr)
         if drafter.config.draft_vocab_size is not None:
-            adopt_head_(drafter, target, rows)
+            models.adopt_head_(drafter, target, rows)
     others = {"heldout": heldout, "accelerator": accelerator, "tracker": tracker}
     trainer = Trainer(target, drafter, rows, config, run.output, **others)
     if run.dry_run:
@@ -171,8 +172,6 @@ def _is_first_process() -> bool:
 def _check(run: _TrainOptions) -> str:
     if run.type not in (None, "dflash", "dflash2"):
         raise ValueError(f"--type must be dflash or dflash2, got {run.type!r}")
-    if (sizes := run.given(_DFLASH2_SIZES)) and run.type != "dflash2":
-        raise ValueError(f"{options.option_of(next(iter(sizes)))} is for DFlash 2 drafters: add --type dflash2")
     if run.dry_run and run.resume:
         raise ValueError("--dry-run plans a run from its start: leave out --resume")
     device = options.check_device(run.dtype, run.device)
@@ -189,27 +188,33 @@ def _check(run: _TrainOptions) -> str:
     return device
 
 
-def _initial_drafter(target: Any, tokenizer: Any, rows: Any, run: _TrainOptions, seed: int) -> Any:
-    init, kind, given, sizes = run.init, run.type, run.given(_SHAPE), run.given(_DFLASH2_SIZES)
-    # 1. A new one, or that of --init, whose shape is fixed.
-    if init is None:
-        mask = choose_mask_id(target, tokenizer, given.pop("mask_token_id", None), rows)
-        if "taps" in given:
-            given["target_layer_ids"] = _numbers("--taps", given.pop("taps"), int)
-        if "layers" in given:
-            given["num_layers"] = given.pop("layers")
-        drafter = new_drafter(draft_config(target, mask_token_id=mask, **given), seed=seed)
-    else:
-        _expect_not_given(given)
-        drafter = load_draft(init, dtype=torch.float32)
-        check_config(target, drafter.config)
-        try:
-            check_trainable(drafter.config)
-        except ValueError as error:
-            raise ValueError(f"--init {init!r}: {error}") from None
-    # 2. Its generation.
+def _new_drafter(target: Any, tokenizer: Any, rows: Any, given: dict[str, Any], seed: int) -> Drafter:
+    given = {"target_layer_ids" if name == "taps" else name: value for name, value in given.items()}
+    if "target_layer_ids" in given:
+        given["target_layer_ids"] = _numbers("--taps", given["target_layer_ids"], int)
+    if "layers" in given:
+        given["num_layers"] = given.pop("layers")
+    mask = models.choose_mask_id(target, tokenizer, given.pop("mask_token_id", None), rows)
+    return models.new_drafter(models.draft_config(target, mask_token_id=mask, **given), seed=seed)
+
+
+def _load_drafter(target: Any, init: str, given: dict[str, Any]) -> Drafter:
+    """Load the drafter of ``--init``, whose shape is fixed."""
+    _expect_not_given(given)
+    drafter = load_draft(init, dtype=torch.float32)
+    check_config(target, drafter.config)
+    try:
+        models.check_trainable(drafter.config)
+    except ValueError as error:
+        raise ValueError(f"--init {init!r}: {error}") from None
+    return drafter
+
+
+def _of_type(drafter: Drafter, kind: str | None, sizes: dict[str, Any], seed: int) -> Drafter:
+    """Return the drafter as one of the generation that is asked for."""
     if drafter.config.dflash2 is None:
-        return add_dflash2(drafter, drafter_config.DFlash2Config(**sizes), seed=seed) if kind == "dflash2" else drafter
+        parts = drafter_config.DFlash2Config(**sizes)
+        return models.add_dflash2(drafter, parts, seed=seed) if kind == "dflash2" else drafter
     if kind == "dflash":
         raise ValueError("--type dflash cannot start from a DFlash 2 drafter: leave it out, or choose another --init")
     _expect_not_given(sizes)
