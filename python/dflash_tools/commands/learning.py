@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ from ..learn.learning import learn as learn_from
 from ..train.data import load_rows
 
 
-@options.command(models=("tree", "weights"))
+@options.command(models=("tree", "weights"), learning=("batch_tokens", "replay"))
 def learn(
     models: options.ModelOptions,
     words: Annotated[
@@ -31,14 +32,9 @@ def learn(
     base: Annotated[
         Path | None, "General answers of the target (dflash regenerate), half of what is learned from."
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes of training, pauses not counted.")] = 30.0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps; replaces the minutes.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
-    rank: Annotated[
-        int | None, typer.Option(min=0, help="Rank of LoRA; 0: all weights; default: 64 above 200 M weights, else 0.")
-    ] = None,
-    learning_rate: Annotated[float, "Peak learning rate."] = 3e-4,
-    seed: Annotated[int, "Seed of the order, the anchors and the noise."] = 0,
+    *,
+    learning: LearnOptions,
 ) -> None:
     """Make the drafter of a server better with the answers that it has kept, or show them, or delete them.
 
@@ -49,14 +45,11 @@ def learn(
     """
     action, folder = words if len(words) == 2 else ("", words[0])
     if len(words) > 2 or action not in ("", "status", "forget"):
-        raise ValueError(
-            f"name a folder, or status or forget and a folder, got {' '.join(map(terminal.printable, words))}"
-        )
-    store = Store(folder)
+        given = " ".join(map(terminal.printable, words))
+        raise ValueError(f"name a folder, or status or forget and a folder, got {given}")
+    store, name = Store(folder), terminal.printable(folder)
     if not store.folder.is_dir():
-        raise ValueError(
-            f"there is no folder {terminal.printable(folder)}: start a server with --learn {terminal.printable(folder)}"
-        )
+        raise ValueError(f"there is no folder {name}: start a server with --learn {name}")
     if action == "forget":
         count = store.forget()
         typer.echo(f"{count} answers and all that was learned from them are deleted")
@@ -78,7 +71,7 @@ def learn(
         replay = {name: value for name, value in models.generator.items() if OPTIONS[name].of_drafts}
         replay["block_size"] = None if models.block_size == "auto" else models.block_size
         replay["prefill_chunk"] = 64 if target.device.type == "cpu" else 128
-        chosen = LearnOptions(minutes, rank, learning_rate, seed=seed, steps=steps, replay=replay)
+        chosen = dataclasses.replace(learning, replay=replay)
         typer.echo(str(learn_from(store, target, draft, rows, chosen, say=lambda line: print(line, file=sys.stderr))))
 
 

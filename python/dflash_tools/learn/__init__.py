@@ -3,12 +3,3 @@
 from .gate import CandidateGains, Gain, judge
 from .learning import LearnOptions, learn
 from .replay import Replayer
-
-__all__ = [
-    "CandidateGains",
-    "Gain",
-    "LearnOptions",
-    "Replayer",
-    "judge",
-    "learn",
-]

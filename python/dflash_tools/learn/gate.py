@@ -1,4 +1,4 @@
-"""Whether a drafter is better than the one before it, by replayed answers: `judge`."""
+"""Judge by replayed answers if a drafter is better than the one before it: `judge`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Gain(NamedTuple):
 
 
 class CandidateGains(NamedTuple):
-    """What was found of a candidate.
+    """Gains of a candidate.
 
     Attributes:
         own: its gain on the newest of the machine's own answers, which it has not learned from.
@@ -70,16 +70,11 @@ class CandidateGains(NamedTuple):
 
     def __str__(self) -> str:
         """Return a report whose first sentence says it all."""
-        word = "adopted" if self.is_adopted else "not adopted"
-        first = (
-            f"{word}: {self.own.gain:+.1%} tokens per step on new answers, {self.general.gain:+.1%} on general ones."
-        )
-        rule = (
-            f"(Adopted if surely above {LEAST_GAIN:+.0%} on new answers, and above {-MOST_LOSS:+.0%} on general ones.)"
-        )
-        return "\n".join(
-            [first[0].upper() + first[1:], f"  new answers: {self.own}", f"  general: {self.general}", rule]
-        )
+        word = "Adopted" if self.is_adopted else "Not adopted"
+        gains = f"{self.own.gain:+.1%} tokens per step on new answers, {self.general.gain:+.1%} on general ones"
+        rule = f"surely above {LEAST_GAIN:+.0%} on new answers, and above {-MOST_LOSS:+.0%} on general ones"
+        details = f"  new answers: {self.own}\n  general: {self.general}"
+        return f"{word}: {gains}.\n{details}\n(Adopted if {rule}.)"
 
 
 def judge(before: tuple[Steps, Steps], after: tuple[Steps, Steps]) -> CandidateGains:

@@ -1,4 +1,4 @@
-"""Trains a drafter on a machine's own answers, and adopts it if replayed answers say that it is better: `learn`."""
+"""Train a drafter on a machine's own answers, and adopt it if replays show that it is better: `learn`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,34 +43,26 @@ SAVE_EVERY, _POLL = 60.0, 0.05  # seconds
 
 @dataclass(frozen=True)
 class LearnOptions:
-    """How a drafter learns.
+    """How a drafter learns. The texts are the help of the command's options.
 
-    Attributes:
-        minutes: of training, pauses not counted.
-        rank: of LoRA; 0 trains all weights; None: 64 for drafters of more than 200 M weights, else 0.
-        learning_rate: its peak.
-        batch_tokens: of own and as many of general answers per step.
-        seed: of order, anchors and noise.
-        steps: of training, in place of the minutes; the same steps learn the same.
-        replay: options of `Replayer`.
+    The same number of steps learns the same. `Replayer` takes the options ``replay``.
     """
 
-    minutes: float = 30.0
-    rank: int | None = None
-    learning_rate: float = 3e-4
-    batch_tokens: int = 1024
-    seed: int = 0
-    steps: int | None = None
+    minutes: Annotated[float, "Minutes of training, pauses not counted."] = 30.0
+    steps: Annotated[int | None, "Training steps; replaces the minutes."] = None
+    rank: Annotated[int | None, "Rank of LoRA; 0: all weights; default: 64 above 200 M weights, else 0."] = None
+    learning_rate: Annotated[float, "Peak learning rate."] = 3e-4
+    batch_tokens: Annotated[int, "Tokens of own answers per step, and as many of general ones."] = 1024
+    seed: Annotated[int, "Seed of the order, the anchors and the noise."] = 0
     replay: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, low in (("minutes", 0), ("learning_rate", 0), ("batch_tokens", 0)):
-            if getattr(self, name) <= low:
-                raise ValueError(f"{name} must be above {low}, got {getattr(self, name)}")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
-        if self.rank is not None and self.rank < 0:
-            raise ValueError(f"rank must be at least 0, got {self.rank}")
+        for name in ("minutes", "learning_rate", "batch_tokens"):
+            if (value := getattr(self, name)) <= 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        for name, least in (("steps", 1), ("rank", 0)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 Say = Callable[[str], None]
@@ -117,9 +109,9 @@ def _learn(
     store: Store, target: nn.Module, draft: Drafter, base: Any, options: LearnOptions, wait: Callable[[], None],
     say: Say,
 ) -> CandidateGains:  # fmt: skip
-    # 1. The answers of this run, which stay whatever the server drops meanwhile.
+    # 1. Read the answers of this run, which stay whatever the server drops meanwhile
     run, own = _Run.begin(store, options), []
-    for path in run.files:
+    for path in sorted((run.folder / "answers").iterdir()):
         try:
             own.append(store.read(path, targets.text_config(target).vocab_size))
         except ValueError as error:  # a damaged file
@@ -130,7 +122,7 @@ def _learn(
         served = load_draft(store.drafter_folder(run.served), dtype=draft.dtype, device=draft.device)
     base, rows = _split_base(base, served.config.block_size)
     general = _general_answers(rows, target, served, wait)
-    # 2. The drafter that is served, on what nobody has learned from.
+    # 2. Replay the held-out answers with the drafter that is served
     longest = max(answer.prompt_length + answer.settings.max_new_tokens for answer in [*own, *general])
     fresh = own[-held:], general
 
@@ -148,21 +140,20 @@ def _learn(
     if served is not draft:
         before = before[0], replay(draft)[1]
     say(f"{len(own)} answers, the newest {held} are for the test; {len(base)} general ones are learned with them")
-    # 3. Train, on no answer to a prompt of the test, unless there are no others.
+    # 3. Train, leaving out answers to prompts of the test if there are others
     candidate = Drafter(served.config, dtype=torch.float32, device=served.device)
     candidate.load_state_dict(served.state_dict())
     asked = {prompt_of(answer) for answer in own[-held:]}
     known = [answer for answer in own[:-held] if prompt_of(answer) not in asked] or own[:-held]
     _train(run, target, candidate, known, base, options, wait, say)
-    # 4. Judge it as it would be served, and its mean with the drafter before, which forgets less.
+    # 4. Judge it as it would be served, and its mean with the drafter before, which forgets less
     number, learned = store.drafters().last + 1, {name: x.clone() for name, x in candidate.state_dict().items()}
+    floats = {name: x for name, x in learned.items() if x.is_floating_point()}
     folder, found = store.drafter_folder(number), {}
 
     def write(share: float) -> Drafter:
-        old = served.state_dict()
-        candidate.load_state_dict(
-            {name: torch.lerp(old[name].to(x), x, share) if x.is_floating_point() else x for name, x in learned.items()}
-        )
+        mixed = {name: torch.lerp(served.state_dict()[name].to(x), x, share) for name, x in floats.items()}
+        candidate.load_state_dict(learned | mixed)
         return load_draft(save_draft(candidate, folder), dtype=draft.dtype, device=draft.device)
 
     for share in _SHARES:
@@ -170,7 +161,7 @@ def _learn(
         say(f"{share:.0%} of what was learned: {found[share].own.gain:+.1%}, general {found[share].general.gain:+.1%}")
     share, verdict = max(found.items(), key=lambda each: (each[1].is_adopted, each[1].own.gain))
     write(share)
-    # 5. Adopt it, or forget it.
+    # 5. Adopt or drop it
     with store.changing_drafters() as drafters:
         drafters.last = number
         is_adopted = verdict.is_adopted and drafters.adopted == run.served  # it may have been rolled back meanwhile
@@ -194,12 +185,12 @@ def prompt_of(answer: StoredAnswer) -> tuple[int, ...]:
     return tuple(answer.ids[: answer.prompt_length].tolist())
 
 
-# ---------------------------------------------------------------------------------------------- what is learned from
+# ---------------------------------------------------------------------------------------------- data
 
 
 @dataclass
 class _Run:
-    """Links to the answers of a run, and the drafter that it began with. It stays until the run has ended."""
+    """Links to a run's answers, and the drafter that it began with. It is kept until the run has ended."""
 
     folder: Path
     served: int
@@ -208,7 +199,7 @@ class _Run:
 
     @classmethod
     def begin(cls, store: Store, options: LearnOptions) -> _Run:
-        """Go on with the run that was stopped, or begin one with all answers that there are."""
+        """Continue the run that was stopped, or begin one with all answers in the store."""
         folder, wanted = store.run_folder, (store.drafters().adopted, repr(options))
         if (folder / "run.json").exists():
             run = cls(folder, **files.read_json(folder / "run.json"))
@@ -221,26 +212,18 @@ class _Run:
         (folder / "answers").mkdir(parents=True)
         for path in answers:
             with contextlib.suppress(FileNotFoundError):  # the server has dropped it just now
-                _link(path, folder / "answers" / path.name)
+                try:
+                    os.link(path, folder / "answers" / path.name)
+                except OSError:  # a file system without links
+                    shutil.copy2(path, folder / "answers" / path.name)
         run = cls(folder, *wanted)
         run.write()
         return run
 
     def write(self) -> None:
-        """Keep it for whoever goes on."""
-        content = {name: value for name, value in vars(self).items() if name != "folder"}
+        """Write what the next process needs to continue."""
+        content = {"served": self.served, "options": self.options, "steps": self.steps}
         Store.write(self.folder / "run.json", json.dumps(content).encode())
-
-    @property
-    def files(self) -> list[Path]:
-        return sorted((self.folder / "answers").iterdir())
-
-
-def _link(path: Path, to: Path) -> None:
-    try:
-        os.link(path, to)
-    except OSError:  # a file system without links
-        shutil.copy2(path, to)
 
 
 def _split_base(base: Any, least: int) -> tuple[Any, list[dict[str, Any]]]:
@@ -253,12 +236,11 @@ def _split_base(base: Any, least: int) -> tuple[Any, list[dict[str, Any]]]:
     rows = [base[places[0]] for places in chosen]
     rows = [row for row in rows if _end_of_answer(row) - row["loss_mask"].index(1) > least]
     if len(groups) < 2 * _GENERAL or not rows:
-        raise ValueError(
-            f"the general answers must be to at least {2 * _GENERAL} prompts, with more than {least} tokens each; got "
-            f"{len(groups)} prompts, and {len(rows)} answers of that length among {len(chosen)}"
-        )
-    apart = {place for places in chosen for place in places}
-    left = [place for place, mask in enumerate(base["loss_mask"]) if place not in apart and sum(mask) > 1]
+        wanted = f"to at least {2 * _GENERAL} prompts, with more than {least} tokens each"
+        got = f"{len(groups)} prompts, and {len(rows)} answers of that length among {len(chosen)}"
+        raise ValueError(f"the general answers must be {wanted}; got {got}")
+    replayed = {place for places in chosen for place in places}
+    left = [place for place, mask in enumerate(base["loss_mask"]) if place not in replayed and sum(mask) > 1]
     return base.select(left[:_BASE_ROWS]), rows
 
 
@@ -272,7 +254,7 @@ def _end_of_answer(row: Mapping[str, Any]) -> int:
 def _general_answers(
     rows: Sequence[Mapping[str, Any]], target: nn.Module, draft: Drafter, wait: Callable[[], None]
 ) -> list[StoredAnswer]:
-    """Return general answers as if they had been recorded, greedy, with features of one pass over each."""
+    """Return general answers in the form of recorded ones, greedy, with features of one pass over each."""
     compute, found = TargetFeatures(target, draft.config.target_layer_ids), []
     for row in rows:
         wait()
@@ -328,8 +310,8 @@ def _train(
     run: _Run, target: nn.Module, candidate: Drafter, own: Sequence[StoredAnswer], base: Any,
     options: LearnOptions, wait: Callable[[], None], say: Say,
 ) -> None:  # fmt: skip
-    """Train a drafter in place for the minutes that it may take, while no request runs."""
-    # 1. The rows, own answers first. An answer of one token teaches nothing, and the mask token cannot be drafted.
+    """Train a drafter in place for the given minutes or steps, while no request runs."""
+    # 1. Make rows, own answers first. An answer of one token teaches nothing, and the mask token cannot be drafted
     mask = candidate.config.mask_token_id
     own = [answer for answer in own if len(written := answer.ids[answer.prompt_length :]) > 1 and mask not in written]
     ids = [answer.ids.tolist() for answer in own]
@@ -351,7 +333,7 @@ def _train(
             shutil.rmtree(other)
     kept = cache_features(target, in_half, base, layers, run.folder.parent / f"base-{digest}")
     assert kept is not None
-    # 2. The trainer, for as many steps as the minutes allow.
+    # 2. Make the trainer, for as many steps as fit into the minutes
     count = sum(parameter.numel() for parameter in candidate.parameters())
     rank = options.rank if options.rank is not None else 64 if count > _LORA_FROM else 0
     if rank:
@@ -415,7 +397,7 @@ def _linears(drafter: Drafter) -> Iterator[nn.Linear]:
 
 
 def add_lora_(drafter: Drafter, rank: int, seed: int = 0) -> None:
-    """Let only matrices of ``rank`` learn, beside every product of the layers and that of the features."""
+    """Train only matrices of ``rank``, one pair next to each weight of the layers and of ``fc``."""
     generator = torch.Generator().manual_seed(seed)
     drafter.requires_grad_(False)
     for module in list(_linears(drafter)):
@@ -424,7 +406,7 @@ def add_lora_(drafter: Drafter, rank: int, seed: int = 0) -> None:
 
 @torch.no_grad()
 def merge_lora_(drafter: Drafter) -> None:
-    """Add what `add_lora_` has learned to the weights, which learn again."""
+    """Add the matrices of `add_lora_` to the weights, and train these again."""
     for module in list(_linears(drafter)):
         parametrize.remove_parametrizations(module, "weight")
     drafter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""What a drafter would have drafted of a recorded answer, without the target: `Replayer`."""
+"""Replay recorded answers with another drafter, without running the target: `Replayer`."""
 
 from __future__ import annotations
 
