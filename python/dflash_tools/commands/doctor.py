@@ -6,16 +6,16 @@ import dataclasses
 import json
 import os
 import platform
-import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from packaging.version import Version
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -39,6 +39,8 @@ from dflash.internals import (
 from ..doctor.diagnosis import Diagnosis, Pair, Prompts, diagnose, find_prompts
 from ..measure.progress import bars
 
+_MISSING = "not installed"  # as `version_of` says it
+
 
 @dataclass(frozen=True)
 class Check:
@@ -50,19 +52,18 @@ class Check:
     advice: str = ""
 
 
-def _package(name: str, wanted: tuple[int, int]) -> Check:
-    version, least = targets.version_of(name), ".".join(map(str, wanted))
-    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    if not found:
+def _package(name: str, least: str) -> Check:
+    version = targets.version_of(name)
+    if version == _MISSING:
         return Check(name, version, "error", f"pip install '{name}>={least}'")
-    if found < wanted:
+    if Version(version).release < Version(least).release:
         return Check(name, version, "error", f"pip install -U '{name}>={least}': older ones are not supported")
     return Check(name, version)
 
 
 def _clash(name: str) -> Check:
     version = targets.version_of("dflash")
-    if version == "not installed":
+    if version == _MISSING:
         return Check(name, "dflash belongs only to dflash-engine")
     advice = "pip uninstall dflash dflash-engine, then install the one you want"
     return Check(name, f"dflash {version} is installed too and owns the same import name", "error", advice)
@@ -105,6 +106,8 @@ def _gpu(name: str) -> Check:
     return Check(name, found, "warning", advice)
 
 
+_REBUILD, _FREE = "rebuild with CMAKE_CUDA_ARCHITECTURES for this GPU", "free the GPU and try again"
+_CUDA_ADVICE = {"driver": "update the driver", "out of memory": _FREE, "busy": _FREE}
 _SLOW = "until then a target runs its own layers, and ops run in plain torch"
 
 
@@ -116,11 +119,7 @@ def _cuda_kernels(name: str) -> Check:
     if not torch.cuda.is_available():
         return Check(name, "in this build; there is no GPU to run on")
     if reason := ops.cuda_status(torch.cuda.current_device()):
-        advice = "rebuild with CMAKE_CUDA_ARCHITECTURES for this GPU"
-        if "driver" in reason:
-            advice = "update the driver"
-        elif "out of memory" in reason or "busy" in reason:
-            advice = "free the GPU and try again"
+        advice = next((advice for word, advice in _CUDA_ADVICE.items() if word in reason), _REBUILD)
         return Check(name, f"in this build, but: {reason}", "warning", f"{advice}; {_SLOW}")
     return Check(name, "in this build and running; each next to plain torch, on small tensors:")
 
@@ -134,7 +133,7 @@ def _kernel_checks() -> list[Check]:
         every = check_gpu(torch.device("cuda", index))
     except Exception as error:
         why = f"not compared: {terminal.first_line(error)}"
-        return [Check("- kernels", why, "warning", "free the GPU and try again")]
+        return [Check("- kernels", why, "warning", _FREE)]
     for found in every:
         name = f"- {found.kernel}"
         if found.kernel in off:
@@ -180,7 +179,7 @@ def _overlap(name: str) -> Check:
     major, minor = torch.cuda.get_device_capability()
     if major < 9:
         return Check(name, f"not used: it needs compute capability 9.0, this GPU has {major}.{minor}")
-    advice = "rebuild with CMAKE_CUDA_ARCHITECTURES for this GPU; until then a step takes longer"
+    advice = f"{_REBUILD}; until then a step takes longer"
     return Check(name, "not used: the kernels are compiled for older GPUs", "warning", advice)
 
 
@@ -189,8 +188,8 @@ def examine() -> list[Check]:
     return [
         Check("dflash-engine", targets.version_of("dflash-engine")),
         Check("python", platform.python_version()),
-        _package("torch", (2, 11)),
-        _package("transformers", (5, 15)),
+        _package("torch", "2.11"),
+        _package("transformers", "5.15"),
         _clash("import name"),
         _instruction_set("CPU kernels"),
         Check("CPU threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
@@ -235,8 +234,8 @@ def doctor(
     options.check_pair(model, draft, "a pair is examined; without both, the installation is")
     if model is None:
         source = context.get_parameter_source
-        every = [str(option.name) for option in context.command.params if option.name in context.params]
-        given = [name for name in every if name != "as_json" and source(name).name == "COMMANDLINE"]
+        names = [str(option.name) for option in context.command.params if option.name in context.params]
+        given = [name for name in names if name != "as_json" and source(name).name == "COMMANDLINE"]
         if given:
             names = f"{', '.join(map(options.option_of, given))} {'needs' if len(given) == 1 else 'need'}"
             raise ValueError(f"{names} --model and --draft: without a pair, the installation is checked")
@@ -290,10 +289,10 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
     def say(text: str, style: str = "") -> None:
         console.print(terminal.printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def show(lengths: Mapping[str, float]) -> None:
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-        for change, length in lengths.items():
-            table.add_row(escape(terminal.printable(change)), f"{length:.2f}")
+    def show(rows: Iterable[Sequence[str]], left: int = 2) -> None:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, left))
+        for row in rows:
+            table.add_row(*(escape(terminal.printable(cell)) for cell in row))
         console.print(table)
 
     # 1. The pair as it is.
@@ -302,10 +301,7 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
     say(f"prompts: {found.prompts_from}", "dim")
     shares = found.acceptance_per_position
     numbers = [number for number in _POSITIONS if number < len(shares)] + [len(shares)]
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_row("draft", *map(str, numbers))
-    table.add_row("kept in", *(f"{shares[number - 1]:.0%}" for number in numbers))
-    console.print(table)
+    show([("draft", *map(str, numbers)), ("kept in", *(f"{shares[number - 1]:.0%}" for number in numbers))], 0)
     say(_HEALTHY, "dim")
     # 2. Its faults, or what was tried.
     for finding in found.findings:
@@ -320,10 +316,10 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
             f"again, and the best of {found.tried} other wirings:",
             "green",
         )
-        show(found.trials)
+        show((change, f"{length:.2f}") for change, length in found.trials.items())
     if found.encodings and not found.findings:
         say(f"{mean}, and with other ways to encode prompts:")
-        show(found.encodings)
+        show((change, f"{length:.2f}") for change, length in found.encodings.items())
     for note in found.notes:
         say(note, "dim")
     say(f"{found.seconds:.0f} s", "dim")

@@ -18,7 +18,6 @@ from dflash.internals import (
     ChainProposer,
     Sampling,
     drafter_config,
-    files,
     gguf,
     mean_acceptance,
     prompt_ids,
@@ -27,7 +26,7 @@ from dflash.internals import (
 )
 
 from ..measure.compare import Decoding, GeneratorRunner, add_up
-from ..measure.datasets import first_prompt
+from ..train.data import load_prompts
 from .wiring import Facts, Variant, Wiring, variants
 
 Show = Callable[..., None]  # show(name, done, total, text)
@@ -112,7 +111,7 @@ def find_prompts(file: str | None, model: str) -> tuple[list[dict[str, Any]], st
 
     Args:
         file: JSON lines with ``prompt``, ``question``, ``turns`` (of which the first is asked) or ``messages``. Of more
-            than 32, so many from all over the file are used. None for eight of ``prompts.jsonl`` next to the target's
+            than 32, 32 from all over the file are used. None for eight of ``prompts.jsonl`` next to the target's
             folder, if it is there, else of our own.
         model: the target's folder or hub id.
 
@@ -137,12 +136,12 @@ def answer(pair: Pair, prompts: Prompts, max_new_tokens: int, show: Show) -> Ans
     positions = targets.max_positions(pair.target)
     generator = Generator(pair.target, pair.drafter, max_length=min(room, positions or room))
     runner = GeneratorRunner(generator, Decoding(max_new_tokens), pair.drafter.device)
-    answers, sequences = [], []
+    answers = []
     for number, row in enumerate(prompts.ids):
         show("answers", number, len(prompts.ids), "")
         answers.append(runner(row))
-        sequences.append(Answered([*row, *answers[-1].ids], len(row)))
     show("answers", len(prompts.ids), len(prompts.ids), "")
+    sequences = [Answered([*row, *found.ids], len(row)) for row, found in zip(prompts.ids, answers, strict=True)]
     return Answers(sequences, add_up(answers, generator.block_size), generator)
 
 
@@ -150,9 +149,7 @@ def _read(path: Path, most: int, name: str = "") -> tuple[list[dict[str, Any]], 
     """Return up to ``most`` prompts from all over a file, and where they come from; ``name`` is for errors."""
     if not path.is_file():
         raise ValueError(f"{name or path} is not a file: name a file of JSON lines, each with a prompt")
-    found = [first_prompt(row, where) for where, _, row in files.read_jsonl(path)]
-    if not found:
-        raise ValueError(f"{name or path} is empty: a line is a JSON object with a prompt")
+    found = load_prompts(path)
     count = min(most, len(found))
     which = f"all {count}" if count == len(found) else f"{count} of the {len(found)}"
     return [found[index * len(found) // count] for index in range(count)], f"{which} in {path}"
@@ -242,7 +239,7 @@ class DraftReplay:
 
     @torch.no_grad()
     def score(self, wiring: Wiring, every: int = 1) -> Score:
-        """Draft at the places, or at one of ``every`` so many, and compare with the target's answer."""
+        """Draft at every ``every``-th place, and compare with the target's answer."""
         drafter, layers = wiring.apply(self.drafter), self.layers(wiring)
         target: Any = self.target if drafter.dtype == self.target.dtype else _cast(self.target, drafter.dtype)
         rows, anchors = self.rows[::every], self.anchors[::every]
@@ -286,7 +283,7 @@ def _draft(drafter: Drafter, target: targets.Target, ids: Tensor, context: Tenso
             tokens=ids.expand(count, -1),
             anchor=ids[part][:, None],
             length=part,
-            waiting_features=functools.partial(_features, context, part),
+            waiting_features=lambda part=part: context[0, part - 1][:, None],  # of the token before each anchor
             num_context=torch.ones_like(part),
             sampling=Sampling.create(count, part.device),
             draft_cache=cache,
@@ -296,11 +293,6 @@ def _draft(drafter: Drafter, target: targets.Target, ids: Tensor, context: Tenso
         )
         drafts.append(ChainProposer(drafter, target, block_size).propose(state).ids[:, 1:])
     return torch.cat(drafts)
-
-
-def _features(context: Tensor, anchors: Tensor) -> Tensor:
-    """Return ``[places, 1, taps * hidden]``, the features of the token before each anchor."""
-    return context[0, anchors - 1][:, None]
 
 
 def _positions(anchors: Tensor, rows: int) -> Tensor:
@@ -323,6 +315,10 @@ _TARGET_WEIGHTS = "these are not the weights of the model that the drafter was t
 _REWRITE = (
     "the drafter is a GGUF file: dflash export --format published makes a folder with such a config.json, and --format "
     "gguf a file again; the taps there are target_layers, counted from 1"
+)
+_UNFAMILIAR = (
+    "the drafter may know nothing of prompts like these, belong to another version of the target (fine-tuned or "
+    "quantized), or be trained too little"
 )
 _NEAR_ZERO = 1e-10  # mean square of a tap or of fused features; those of trained pairs are from 1e-4 on
 
@@ -373,7 +369,7 @@ class Diagnosis:
         findings: empty if no fault was found.
         trials: change -> tokens per step there, of the variants of the first round that were measured at all places.
         tried: how many variants there were in all rounds.
-        encodings: other way to encode the prompts -> tokens per step in real decoding, each of answers of its own.
+        encodings: other way to encode the prompts -> tokens per step in real decoding, with new answers each.
         notes: what could not be examined, and why.
         seconds: that it took.
     """
@@ -400,7 +396,7 @@ def diagnose(
     """Examine a pair on a few prompts, answered greedily.
 
     Args:
-        pair: what is examined.
+        pair: the pair to examine.
         prompts: what it answers.
         max_new_tokens: per answer.
         places: of each answer, at which other wirings draft.
@@ -433,10 +429,8 @@ def diagnose(
     if any(finding.fault in ("not finite", "near zero") for finding in out.findings):
         out.notes.append("no other wiring was tried: weights or features are broken")
     elif out.places < _LEAST_PLACES:
-        out.notes.append(
-            f"no other wiring was tried: the answers have {out.places} places to draft at, and {_LEAST_PLACES} are "
-            "needed to tell a fault from chance; give more prompts, or prompts with longer answers"
-        )
+        few = f"the answers have {out.places} places to draft at, and {_LEAST_PLACES} are needed to tell a fault from"
+        out.notes.append(f"no other wiring was tried: {few} chance; give more prompts, or prompts with longer answers")
     else:
         facts = Facts(
             target.to_dict(), len(layers), prompts.tokenizer, drafter_config.is_speculators(pair.keys), longest,
@@ -509,11 +503,10 @@ def _is_more(configured: Score, other: Score, answers: Tensor) -> bool:
 
 def _encodings(prompts: Prompts) -> Iterator[tuple[str, str, Prompts]]:
     """Yield other ways to encode prompts: what differs, the advice, the prompts."""
-    for thinking in (False, True):
-        name = f"enable_thinking={thinking}"
-        advice = f"the drafter was trained on texts with {name}: ask for such answers"
-        other = replace(prompts, template={**prompts.template, "enable_thinking": thinking})
-        yield f"the chat template with {name}", advice + ("" if thinking else " (--no-thinking)"), other
+    for thinking, option in ((False, " (--no-thinking)"), (True, "")):
+        name, other = f"enable_thinking={thinking}", {**prompts.template, "enable_thinking": thinking}
+        advice = f"the drafter was trained on texts with {name}: ask for such answers{option}"
+        yield f"the chat template with {name}", advice, replace(prompts, template=other)
     if prompts.tokenizer.bos_token_id is not None and any("prompt" in row for row in prompts.rows):
         advice = "the drafter was trained on texts that begin with the BOS token: begin prompts with it (--bos)"
         yield "a BOS token before the prompt", advice, replace(prompts, bos=True)
@@ -543,11 +536,8 @@ def _explain_low_acceptance(out: Diagnosis) -> None:
     """Add a note if few drafts are accepted and no fault explains it."""
     first = out.acceptance_per_position[:1]
     if not out.findings and first and first[0] < _LOW_FIRST:
-        out.notes.append(
-            f"few drafts are accepted (the first one in {first[0]:.0%} of the steps), and no other wiring helps: the "
-            "drafter may know nothing of prompts like these, belong to another version of the target (fine-tuned or "
-            "quantized), or be trained too little"
-        )
+        few = f"few drafts are accepted (the first one in {first[0]:.0%} of the steps), and no other wiring helps"
+        out.notes.append(f"{few}: {_UNFAMILIAR}")
 
 
 # ---------------------------------------------------------------------------------------------- checks
@@ -590,14 +580,11 @@ def check_positions(keys: Mapping[str, Any], longest_prompt: int, longest: int) 
     positions = section.get("max_position_embeddings")  # a layout's default says nothing of this drafter
     if positions is None or longest <= positions:
         return
-    what = "a prompt" if longest_prompt > positions else "a prompt with its answer"
-    length = longest_prompt if longest_prompt > positions else longest
-    yield Finding(
-        "positions",
-        f"{what} has {length} tokens, the drafter's max_position_embeddings is {positions}",
-        "if the drafter was trained on texts this long, max_position_embeddings in its config.json is wrong; if not, "
-        "expect low acceptance there",
-    )
+    is_prompt = longest_prompt > positions
+    what, length = ("a prompt", longest_prompt) if is_prompt else ("a prompt with its answer", longest)
+    found = f"{what} has {length} tokens, the drafter's max_position_embeddings is {positions}"
+    advice = "if the drafter was trained on texts this long, max_position_embeddings in its config.json is wrong; if "
+    yield Finding("positions", found, advice + "not, expect low acceptance there")
 
 
 def check_file(file: gguf.GgufFile, target: Any, tokenizer: Any) -> Iterator[Finding]:
@@ -615,6 +602,5 @@ def check_file(file: gguf.GgufFile, target: Any, tokenizer: Any) -> Iterator[Fin
     sections = f"{file.architecture}.rope.dimension_sections"
     if "mrope_section" in (getattr(target, "rope_parameters", None) or {}) and sections not in file.metadata:
         found = f"the target has M-RoPE, and {sections} is missing: llama.cpp cannot follow its positions"
-        yield Finding(
-            "rope sections", found, "export the drafter again, with this target (dflash export --format gguf)"
-        )
+        advice = "export the drafter again, with this target (dflash export --format gguf)"
+        yield Finding("rope sections", found, advice)

@@ -52,9 +52,7 @@ class Wiring:
             ValueError: see `dflash.DraftConfig.from_config`.
         """
         keys = drafter_config.from_speculators(keys) if drafter_config.is_speculators(keys) else keys
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return cls(keys, DraftConfig.from_config(keys))
+        return cls(keys, _read_quietly(keys))
 
     def patched(self, patch: Mapping[str, Any]) -> Wiring | None:
         """Return the wiring with other keys, at the level where each of them stands; None if they cannot be read."""
@@ -63,9 +61,7 @@ class Wiring:
         if "dflash_config" in keys:
             merged["dflash_config"] = {**(self.keys.get("dflash_config") or {}), **keys["dflash_config"]}
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # loading the drafter has warned of unknown keys
-                return replace(self, keys=merged, config=DraftConfig.from_config(merged))
+            return replace(self, keys=merged, config=_read_quietly(merged))
         except ValueError:  # such as a tap below layer 0
             return None
 
@@ -96,6 +92,12 @@ class Wiring:
         if self.is_interleaved:
             drafter = _half_split(copy.deepcopy(drafter))
         return drafter.rewired(self.config)
+
+
+def _read_quietly(keys: Mapping[str, Any]) -> DraftConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # loading the drafter has warned of unknown keys
+        return DraftConfig.from_config(keys)
 
 
 def _as_speculators(keys: Mapping[str, Any], *, states_causality: bool) -> dict[str, Any]:
@@ -194,20 +196,16 @@ def _shifted_taps(wiring: Wiring, facts: Facts) -> Changes:
 def _reordered_taps(wiring: Wiring, _facts: Facts) -> Changes:
     taps = list(wiring.config.target_layer_ids)
     orders = [sorted(taps), taps[::-1], taps[1:] + taps[:1], taps[-1:] + taps[:-1]]
-    for i, j in itertools.combinations(range(len(taps)), 2):
-        swapped = taps.copy()
-        swapped[i], swapped[j] = swapped[j], swapped[i]
-        orders.append(swapped)
+    for a, b in itertools.combinations(taps, 2):
+        orders.append([{a: b, b: a}.get(tap, tap) for tap in taps])
     for order in map(list, dict.fromkeys(map(tuple, orders))):
         yield f"taps {order} instead of {taps}", {"target_layer_ids": order}, ""
 
 
 def _last_tap(wiring: Wiring, facts: Facts) -> Changes:
     if facts.target_layers - 1 in wiring.config.target_layer_ids and not wiring.raw_last_tap:
-        advice = (
-            "no config says this: train the drafter on the last layer's output after the final norm, as transformers' "
-            "hidden_states[-1] is"
-        )
+        advice = "no config says this: train the drafter on the last layer's output after the final norm, as "
+        advice += "transformers' hidden_states[-1] is"
         change = "the last tap before the target's final norm instead of after it"
         yield change, replace(wiring, raw_last_tap=True), advice
 
@@ -248,8 +246,8 @@ def _rope_layout(wiring: Wiring, _facts: Facts) -> Changes:
     if not wiring.is_interleaved:
         advice = (
             "the rows of q_proj and k_proj are stored for interleaved RoPE: reorder those of each head to the even "
-            "ones, then the odd ones, and q_norm and k_norm likewise"
         )
+        advice += "ones, then the odd ones, and q_norm and k_norm likewise"
         change = "RoPE over interleaved pairs of q and k instead of their halves"
         yield change, replace(wiring, is_interleaved=True), advice
 
@@ -283,11 +281,8 @@ def _window(wiring: Wiring, facts: Facts) -> Changes:
         yield f"no window, {'causal' if causal else 'not causal'},{instead}", patch, others
     stated = [wiring.keys.get("sliding_window"), facts.target_keys.get("sliding_window")]
     sizes = [size for size in (*stated, *_WINDOWS) if isinstance(size, int) and 0 < size < facts.longest]
-    types = (
-        [drafter_config.SLIDING if window else drafter_config.FULL for window in config.window]
-        if widest
-        else [drafter_config.SLIDING] * layers
-    )
+    full, sliding = drafter_config.FULL, drafter_config.SLIDING
+    types = [sliding if window or not widest else full for window in config.window]
     for size in dict.fromkeys(sizes):
         patch = {"layer_types": types, "sliding_window": size, "swa_window_size": size, "use_sliding_window": True}
         yield f"window {size}{instead}", {**patch, "is_causal": is_causal}, ""
