@@ -29,6 +29,7 @@ from dflash.internals import Session, as_messages, check_text, checked, files, f
 from .data import DistinctPrompts
 
 _OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # settings that rows name only if they are on
+_SETTINGS = ("max_new_tokens", "temperature", "seed", "stop_token_ids", "stop_strings", *_OFF)
 # What must agree with the rows of an earlier run, in the order in which differences are named.
 _ASKED = ("temperature", "seed", "model", "weights", "max_new_tokens", *_OFF, "raw", "bos", "template")
 _ASKED += ("prompt", "messages", "tools", "prompt_ids", "stop_token_ids", "stop_strings")
@@ -229,8 +230,8 @@ def _found_key(line: bytes, where: str, wanted: Mapping[tuple[int, int], Row]) -
         if name in ("prompt", "messages", "tools"):
             difference = f"answers another prompt than line {key[0]}'s"
         elif name == "prompt_ids":
-            difference = f"was asked with other tokens than line {key[0]}'s are now (tokenizer, chat template, --raw, "
-            difference += "--bos, --no-thinking)"
+            why = "(tokenizer, chat template, --raw, --bos, --no-thinking)"
+            difference = f"was asked with other tokens than line {key[0]}'s are now {why}"
         raise ValueError(f"{where}: {difference}: choose another file")
     return key
 
@@ -246,10 +247,8 @@ def _append(path: Path, end: int, rows: Iterable[Row]) -> int:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.truncate(path, end)
-        raise OSError(
-            f"{path} could not be written ({error.strerror or error}); its lines so far are whole: make room, and "
-            "start again with the same arguments"
-        ) from error
+        advice = "its lines so far are whole: make room, and start again with the same arguments"
+        raise OSError(f"{path} could not be written ({error.strerror or error}); {advice}") from error
     return end + len(data)
 
 
@@ -287,26 +286,21 @@ class LocalWriter(Writer):
         positions, known = targets.max_positions(self.target), {}
         self.skipped = set()
         for row in rows:
-            line, new = row["line"], row["max_new_tokens"]
-            if line in known:
-                continue
-            try:
-                ids = known[line] = row.get("prompt_ids") or prompt_ids(self.tokenizer, row, **self.encoding)
-            except ValueError as error:
-                raise ValueError(f"the prompt on line {line}: {error}") from error
-            if not ids:
-                raise ValueError(f"the prompt on line {line} has no token")
-            self.distinct.add(ids, row, f"the prompt on line {line}")
-            if positions is None or len(ids) + new <= positions:
-                continue
-            if not self.skip_long:
-                raise ValueError(
-                    f"the prompt on line {line} has {len(ids)} tokens: with {new} new ones it passes the target's "
-                    f"{positions} positions (--skip-long leaves such prompts out)"
-                )
-            self.skipped.add(line)
-        for row in rows:
-            row["prompt_ids"] = known[row["line"]]
+            line, new, where = row["line"], row["max_new_tokens"], f"the prompt on line {row['line']}"
+            if line not in known:
+                try:
+                    known[line] = row.get("prompt_ids") or prompt_ids(self.tokenizer, row, **self.encoding)
+                except ValueError as error:
+                    raise ValueError(f"{where}: {error}") from error
+                if not known[line]:
+                    raise ValueError(f"{where} has no token")
+                self.distinct.add(known[line], row, where)
+            row["prompt_ids"] = ids = known[line]
+            if positions is not None and len(ids) + new > positions:
+                if not self.skip_long:
+                    why = f"with {new} new ones it passes the target's {positions} positions"
+                    raise ValueError(f"{where} has {len(ids)} tokens: {why} (--skip-long leaves such prompts out)")
+                self.skipped.add(line)
 
     def answers(self, rows: Sequence[Row]) -> Iterator[list[tuple[Row, int]]]:
         if not rows:
@@ -328,11 +322,9 @@ class LocalWriter(Writer):
         while True:
             for row in itertools.islice(waiting, len(session.idle)):
                 ids = torch.tensor([row["prompt_ids"]], device=device)
-                settings = {name: row.get(name, off) for name, off in _OFF.items()}
-                settings |= {name: row[name] for name in ("max_new_tokens", "temperature", "seed")}
-                settings |= {name: row[name] for name in ("stop_token_ids", "stop_strings") if name in row}
-                settings["tokenizer"] = self.tokenizer if "stop_strings" in row else None
-                answering[session.admit(session.resolve(ids, **settings))] = row, []
+                settings = _OFF | {name: row[name] for name in _SETTINGS if name in row}
+                tokenizer = self.tokenizer if "stop_strings" in row else None
+                answering[session.admit(session.resolve(ids, tokenizer=tokenizer, **settings))] = row, []
             if not answering:
                 return
             # 2. Collect the answers that end
@@ -451,10 +443,8 @@ class ServerWriter(Writer):
         try:
             reply = await resource.with_raw_response.create(**self._request(row))
         except self._openai.APIStatusError as error:
-            reason, code = (
-                f"status {error.status_code}: {terminal.printable(_server_message(error))}",
-                error.status_code,
-            )
+            code = error.status_code
+            reason = f"status {code}: {terminal.printable(_server_message(error))}"
             if code in (408, 409, 429) or code >= 500:
                 raise self._unanswered(line, reason) from error
             if self.skip_long and (code == 413 or _TOO_LONG.search(reason)):
@@ -506,21 +496,17 @@ class ServerWriter(Writer):
         if thoughts:
             raise ValueError(f"{where} has its thoughts outside its text: start the server without a reasoning parser")
         if not isinstance(text, str) or reason not in ("stop", "length"):
-            raise ValueError(
-                f"{where} has finish_reason {terminal.shortened(reason)} and content {terminal.shortened(text)}"
-            )
+            what = f"finish_reason {terminal.shortened(reason)} and content {terminal.shortened(text)}"
+            raise ValueError(f"{where} has {what}")
         answer: Row = {"response": check_text(text, where), "finish_reason": reason}
         if not self.token_ids:
             return answer, num_tokens
         # 2. The ids
-        ids = {
-            "prompt_token_ids": choice.get("prompt_token_ids") or reply.get("prompt_token_ids"),
-            "token_ids": choice.get("token_ids"),
-        }
-        if missing := [name for name, found in ids.items() if not found]:
-            raise ValueError(f"{where}: {missing[-1]} was asked for, and is not there (return_token_ids is vLLM's)")
-        answer |= {"prompt_ids": ids["prompt_token_ids"], "response_ids": ids["token_ids"]}
-        return answer, num_tokens or len(ids["token_ids"])
+        asked, ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids"), choice.get("token_ids")
+        if not asked or not ids:
+            name = "prompt_token_ids" if ids else "token_ids"
+            raise ValueError(f"{where}: {name} was asked for, and is not there (return_token_ids is vLLM's)")
+        return answer | {"prompt_ids": asked, "response_ids": ids}, num_tokens or len(ids)
 
 
 def _server_message(error: Any) -> str:

@@ -34,11 +34,9 @@ def user_turn(tokenizer: Any, template: Mapping[str, Any] | None = None) -> tupl
     messages = [{"role": "user", "content": _PROBE}]
     before, *rest = render_chat(tokenizer, messages, True, template).split(_PROBE)
     if len(rest) != 1 or not before.strip() or not rest[0].strip():
-        around = terminal.shortened([before, *rest])
-        raise ValueError(
-            "to write prompts itself, the target needs a chat template that holds a user's text once, with marks "
-            f"before and after it; this one writes {around} around it: give a file of prompts"
-        )
+        needed = "a chat template that holds a user's text once, with marks before and after it"
+        found = f"this one writes {terminal.shortened([before, *rest])} around it: give a file of prompts"
+        raise ValueError(f"to write prompts itself, the target needs {needed}; {found}")
     # A space before a word is part of its first token
     return before.rstrip(" "), [line.strip() for line in rest[0].splitlines() if line.strip()]
 
