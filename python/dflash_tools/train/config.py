@@ -45,19 +45,15 @@ class TrainConfig:
             if not ok:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
-        for name in ("epochs", "batch_tokens", "accumulate", "keep", "log_every"):
-            check(name, getattr(self, name) >= 1, "at least 1")
-        check("eval_tokens", self.eval_tokens >= 2, "at least 2")
-        for name in ("eval_every", "save_every", "eval_rows", "weight_decay", "feature_noise", "selector_weight"):
-            check(name, getattr(self, name) >= 0, "at least 0")
-        for name in ("learning_rate", "clip"):
-            check(name, getattr(self, name) > 0, "above 0")
+        least = dict.fromkeys(("epochs", "steps", "batch_tokens", "accumulate", "anchors", "keep", "log_every"), 1)
+        least |= dict.fromkeys(("eval_every", "save_every", "eval_rows", "weight_decay", "feature_noise"), 0)
+        for name, low in (least | {"selector_weight": 0, "eval_tokens": 2}).items():
+            check(name, (value := getattr(self, name)) is None or value >= low, f"at least {low}")
+        for name in ("learning_rate", "clip", "gamma"):
+            check(name, (value := getattr(self, name)) is None or value > 0, "above 0")
         for name in ("warmup", "constant"):
             check(name, 0 <= getattr(self, name) <= 1, "in 0 .. 1")
-        check("anchors", self.anchors is None or self.anchors >= 1, "at least 1")
-        check("slot_weights", self.slot_weights in ("decay", "dpace"), '"decay" or "dpace"')
+        choices = ("slot_weights", "decay", "dpace"), ("optimizer", "adamw", "muon"), ("mixed_precision", "no", "bf16")
+        for name, *allowed in choices:
+            check(name, getattr(self, name) in allowed, '"{}" or "{}"'.format(*allowed))
         check("gamma", self.gamma is None or self.slot_weights == "decay", "left out with slot_weights dpace")
-        check("steps", self.steps is None or self.steps >= 1, "at least 1")
-        check("gamma", self.gamma is None or self.gamma > 0, "above 0")
-        check("optimizer", self.optimizer in ("adamw", "muon"), '"adamw" or "muon"')
-        check("mixed_precision", self.mixed_precision in ("no", "bf16"), '"no" or "bf16"')
