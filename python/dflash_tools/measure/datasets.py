@@ -53,7 +53,7 @@ def load_conversations(dataset: str, data: str | Path | None = None, limit: int 
         dataset: a key of `DATASETS`, or a file of JSON lines, gzipped or not. A line has ``turns``, ``prompt`` or
             ``question``, a text or a list of them; or ``messages``, of which the user's last is answered.
         data: the folder of the known datasets' files; None loads them from the hub, through ``datasets``.
-        limit: take only so many prompts.
+        limit: maximum number of prompts.
     """
     categories = DATASETS[dataset].categories if dataset in DATASETS else ()
     rows = _rows(dataset, data)
@@ -159,9 +159,8 @@ def parse_prompt(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any
         raise ValueError(f"{where}: a prompt needs {PROMPT_FIELDS}, got {', '.join(row) or 'no field'}")
     turns = [row[field]] if isinstance(row[field], str) else row[field]
     if not isinstance(turns, list | tuple) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError(
-            f"{where}: {field} must be non-empty text, or a list of such, got {terminal.shortened(row[field])}"
-        )
+        given = terminal.shortened(row[field])
+        raise ValueError(f"{where}: {field} must be non-empty text, or a list of such, got {given}")
     return None, list(turns)
 
 
@@ -186,7 +185,6 @@ def parse_messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         raise ValueError(f"{where}: messages must be a list of role and content, got {terminal.shortened(messages)}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(
-                f"{where}: message {number} must have role and content as text, got {terminal.shortened(message)}"
-            )
+            given = terminal.shortened(message)
+            raise ValueError(f"{where}: message {number} must have role and content as text, got {given}")
     return [dict(message) for message in messages]

@@ -6,9 +6,10 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from dflash import Drafter, demo_pair
@@ -17,9 +18,6 @@ from dflash.internals import PAIR, check_folder, files, mean_acceptance, prompt_
 from .compare import Comparison, Decoding, GeneratorRunner, TransformersRunner, add_up, pair_runners
 from .report import print_answer, print_demo, print_legend, print_tree
 from .trees import TreeWatch
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SECONDS = 12.0  # on two busy cores, imports and the last answers included, the demo then ends within a minute
 _STREAMED = 3  # answers that are shown; the others are only measured
@@ -174,7 +172,7 @@ def run_demo(
         folder: the pair.
         load: returns the target, drafter and tokenizer of another pair, which is asked `QUESTIONS`.
         prompt: answered instead of the held-out prompts.
-        prompts: answer exactly so many held-out prompts, however long it takes.
+        prompts: answer exactly this many held-out prompts, however long it takes.
         seconds: start no other held-out prompt after this time; None is `SECONDS`.
         console: gets the first few answers as they are written, one step's tree, then the report.
 
@@ -196,13 +194,11 @@ def run_demo(
     known = demo_prompts(folder) if load is None else list(map(Prompt, QUESTIONS))
     if prompt is not None and not prompt.endswith(ARROW) and all(other.text.endswith(ARROW) for other in known):
         prompt += ARROW
-    asked = known[:prompts] if prompt is None else [Prompt(prompt)]
+    asked, trees = known[:prompts] if prompt is None else [Prompt(prompt)], TreeWatch()
     if load is None:  # trees take no DFlash 2 drafter
         target, draft, tokenizer = demo_pair(folder, generation=None if decoding.tree is None else 1)
     else:
         target, draft, tokenizer = load()
-
-    trees = TreeWatch()
 
     def show(prompt: Prompt, runner: GeneratorRunner, ids: Sequence[int]) -> None:
         events = runner.stream(ids)

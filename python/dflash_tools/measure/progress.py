@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
+from rich import progress
+from rich.console import Console
+
 from dflash.internals import terminal
 
 
@@ -15,9 +18,6 @@ def bars(names: Iterable[str], *, shown: bool = True) -> Iterator[Callable[..., 
     Yields:
         ``show(name, done, total, text)``, which writes ``text`` next to the bar.
     """
-    from rich import progress
-    from rich.console import Console
-
     console = Console(stderr=True)
     # Names and texts may come from files, so neither rich's markup nor control characters in them do anything.
     name, text = (progress.TextColumn(part, markup=False) for part in ("{task.description}", "{task.fields[text]}"))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from dflash import StreamEvent
 from dflash.internals import TextDecoder, terminal
 
 from .trees import ACCEPTED, BONUS, TreeStep, draw
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _ASCII = str.maketrans("─┬├└│━┯┝┕·", "-+|`|=+|`_")
 _BAR = 40
@@ -25,17 +26,12 @@ Columns = Sequence[tuple[str, str]]  # a heading, and the format of a result's c
 
 def _print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], bold: str = "") -> None:
     """Print a table whose first column is on the left; rows that begin with ``bold`` stand out."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(
-        *(escape(terminal.printable(column)) for column in columns), box=None, padding=(0, 2, 0, 0), pad_edge=False
-    )
+    shown = [[escape(terminal.printable(cell)) for cell in row] for row in (columns, *rows)]
+    table = Table(*shown[0], box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in rows:
-        style = "bold" if bold and row[0].startswith(bold) else None
-        table.add_row(*(escape(terminal.printable(cell)) for cell in row), style=style)
+    for row in shown[1:]:
+        table.add_row(*row, style="bold" if bold and row[0].startswith(bold) else None)
     console.print(table)
 
 
@@ -86,8 +82,6 @@ def print_answer(console: Console, tokenizer: Any, prompt: str, events: Iterator
 
 def print_tree(console: Console, tokenizer: Any, step: TreeStep) -> None:
     """Draw one step's tree: the accepted path in one color, the bonus token in another, other drafts without."""
-    from rich.text import Text
-
     rows, kept, encoding = len(step.ids), len(step.path) - 1, (console.encoding or "ascii").lower()
 
     def shown(text: str) -> str:
