@@ -246,20 +246,13 @@ def _rows(data: str | None, source: options.Source, target: Any, tokenizer: Any,
 def _cached_features(trainer: Any, folder: Path) -> Any:
     """Open the feature cache of the trainer's rows. All processes compute its missing shards together."""
     accelerator, taps = trainer.accelerator, trainer.drafter.config.target_layer_ids
-
-    def compute(ids: Any) -> Any:
-        with accelerator.autocast():
-            return trainer.online(ids)
-
-    rank, world = accelerator.process_index, accelerator.num_processes
-    with bars(["features"], shown=accelerator.is_main_process) as show:
+    share = {"rank": accelerator.process_index, "world": accelerator.num_processes}
+    with bars(["features"], shown=accelerator.is_main_process) as show, accelerator.autocast():
 
         def shown(rows: int, total: int, speed: float) -> None:
             show("features", rows, total, f"{speed:,.0f} tokens/s")
 
-        cache_features(
-            trainer.target, compute, trainer.rows, taps, folder, progress=shown, rank=rank, world=world,
-        )  # fmt: skip
+        cache_features(trainer.target, trainer.online, trainer.rows, taps, folder, progress=shown, **share)
     accelerator.wait_for_everyone()
     return FeatureCache(folder)
 
@@ -289,16 +282,13 @@ def _plan_text(plan: dict[str, Any]) -> str:
         "speed": f"{plan['seconds_per_step']:.2f} s per step, {plan['tokens_per_second']:,.0f} tokens/s: the mean of "
         f"{plan['measured_steps']} steps on this data",
         "stages": ", ".join(f"{name} {lap / total:.0%}" for name, lap in plan["stage_seconds"].items()),
-        "faster": "; ".join(
-            f"{option}: about {left:.2f} of the time" for option, left in plan["faster_options"].items()
-        ),
+        "faster": "; ".join(f"{name}: about {left:.2f} of the time" for name, left in plan["faster_options"].items()),
         "time": f"{plan['hours']:.2f} hours at that speed, evaluations and checkpoints not counted",
         "memory": f"{size(plan['memory_bytes'])} at most in those steps",
         "disk": f"{plan['checkpoints']} checkpoints of {size(plan['checkpoint_bytes'])}, the draft "
-        f"{size(plan['draft_bytes'])}",
+        f"{size(plan['draft_bytes'])}"
+        + (f", features {size(plan['features_bytes'])}" if "features_bytes" in plan else ""),
     }
-    if "features_bytes" in plan:
-        lines["disk"] += f", features {size(plan['features_bytes'])}"
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items() if text)
 
 
@@ -350,24 +340,22 @@ class _Asking:
         template = {"enable_thinking": False} if self.no_thinking else {}
         common: Any = {"raw": self.raw, "template": template, "skip_long": self.skip_long}
         if self.server is not None:
-            local = {"self-prompts": self.self_prompts, "draft": self.draft, "bos": self.bos, "weights": self.weights}
-            local["trust-remote-code"] = self.trust_remote_code
-            if given := [name for name, value in local.items() if value]:
+            local = "self_prompts", "draft", "bos", "weights", "trust_remote_code"
+            if given := [name for name in local if getattr(self, name)]:
                 why = "it hides its chat template" if self.self_prompts else "the server decides"
-                raise ValueError(f"--{given[0]} does not go with --server: {why}")
+                raise ValueError(f"{options.option_of(given[0])} does not go with --server: {why}")
             common |= {"concurrency": self.concurrency, "token_ids": self.token_ids}
             return ServerWriter(self.server, self.model, api_key=os.environ.get("OPENAI_API_KEY"), **common)
-        models = options.ModelOptions(
-            self.model, self.draft, self.dtype, self.device, self.trust_remote_code, self.weights
-        )
-        models.check_storage()
-        source = models.source(quiet=self.as_json)
+        names = "model", "draft", "dtype", "device", "trust_remote_code", "weights"
+        loading = options.ModelOptions(**{name: getattr(self, name) for name in names})
+        loading.check_storage()
+        source = loading.source(quiet=self.as_json)
         tokenizer = options.load_tokenizer(source)
         own = self.self_prompts is not None
         check_encoding(tokenizer, self.raw, self.bos and own, {"--self-prompts": own})
         if own:
             user_turn(tokenizer, template)
-        target, drafter, _ = models.load(source)
+        target, drafter, _ = loading.load(source)
         common |= {"name": self.model, "batch_size": self.batch_size, "bos": self.bos, "weights": self.weights}
         return LocalWriter(target, tokenizer, drafter, **common)
 

@@ -54,11 +54,9 @@ def save_draft(drafter: Drafter, folder: str | os.PathLike, *, dtype: torch.dtyp
     folder, dtype = Path(folder), dtype or drafter.dtype
     with one_line_errors(f"the draft was not written to {folder}", CheckpointError):
         folder.mkdir(parents=True, exist_ok=True)
-        stored = {
-            name: t.detach().to("cpu", dtype if t.is_floating_point() else None)
-            for name, t in drafter.state_dict().items()
-        }
-        tensors = {name: tensor.contiguous().clone() for name, tensor in stored.items()}
+        stored = drafter.state_dict()
+        kinds = {name: dtype if tensor.is_floating_point() else None for name, tensor in stored.items()}
+        tensors = {name: x.detach().to("cpu", kinds[name]).contiguous().clone() for name, x in stored.items()}
         config = published_config(drafter.config, dtype)
         files.write_atomically(folder / "model.safetensors", lambda path: save_tensors(tensors, path, {"format": "pt"}))
         files.write_atomically(folder / "config.json", lambda path: write_json(config, path))
@@ -103,7 +101,7 @@ def load_checkpoint(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load a checkpoint's weights into ``drafter`` in place, and return its ``state`` and ``progress``.
 
-    ``expected`` is the `fingerprint` of the run that goes on.
+    ``expected`` is the `fingerprint` of the run that continues.
 
     Raises:
         CheckpointError: the checkpoint is damaged; ``drafter`` is unchanged.
@@ -117,10 +115,8 @@ def load_checkpoint(
         theirs = {} if expected is None else dict(progress["fingerprint"])
     for name, ours in (expected or {}).items():
         if name in theirs and theirs[name] != ours:
-            other = terminal.named(theirs[name])
-            raise ValueError(
-                f"{path} belongs to another run: its {name} is {other}, this run's is {terminal.named(ours)}"
-            )
+            differs = f"its {name} is {terminal.named(theirs[name])}, this run's is {terminal.named(ours)}"
+            raise ValueError(f"{path} belongs to another run: {differs}")
     with _reading(path):
         weights = load_file(path / "model.safetensors")
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)  # runs no code
@@ -141,12 +137,11 @@ def _reading(path: Path) -> contextlib.AbstractContextManager[None]:
 
 def fingerprint(trainer: Trainer) -> dict[str, Any]:
     """Return the settings that must match for a checkpoint to be resumed."""
-    config = dataclasses.asdict(trainer.config)
-    config = {k: v for k, v in config.items() if k not in _MAY_CHANGE and not k.startswith("eval_")}
-
+    config = dataclasses.asdict(trainer.config).items()
+    kept = {name: value for name, value in config if name not in _MAY_CHANGE and not name.startswith("eval_")}
     features = "of the running target" if trainer.features is None else f"cached in {trainer.features.dtype}"
     target = f"{targets.describe_config(trainer.target)} {targets.sample_digest(trainer.target)}"
-    return config | {
+    return kept | {
         "rows": len(trainer.index),
         "row_tokens": int(trainer.batches.lengths.sum()),
         "data": _digest(trainer.rows_digest.encode() + array("q", trainer.index).tobytes()),

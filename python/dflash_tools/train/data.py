@@ -206,9 +206,8 @@ class RowEncoder:
             return self.conversation(parse_messages(row, where), parse_tools(row, where), where)
         if any(field in row for field in ("prompt", "question", "turns")):
             raise ValueError("the prompt has no response: let the target write one with dflash regenerate")
-        raise ValueError(
-            f"a row has prompt and response, messages, text or input_ids and loss_mask, got {terminal.listed(row)}"
-        )
+        known = "prompt and response, messages, text or input_ids and loss_mask"
+        raise ValueError(f"a row has {known}, got {terminal.listed(row)}")
 
     def ids(self, row: Mapping[str, Any], field: str) -> list[int]:
         ids = row[field]

@@ -326,7 +326,7 @@ def _write(out: Path, config: dict[str, Any], drafter: Drafter, names: Mapping[s
     mask_embedding = tensors.pop("mask_embedding", None)
     with atomic_folder(out) as unfinished:
         save_tensors(tensors, unfinished / "model.safetensors", {"format": "pt"})
-        if mask_embedding is not None:  # engines read it from a file of its own
+        if mask_embedding is not None:  # engines read it from a separate file
             content = {"embedding": mask_embedding, "mask_token_id": drafter.config.mask_token_id}
             torch.save(content, unfinished / MASK_EMBEDDING_FILE)
         write_json(config, unfinished / "config.json")

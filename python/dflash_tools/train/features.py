@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -157,10 +158,8 @@ def cache_features(  # noqa: PLR0913 - public, each documented
     needed = sum(sum(lengths[slice(*shards[number])]) for number in missing) * token_bytes
     parent = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     if needed > (free := shutil.disk_usage(parent).free):
-        raise ValueError(
-            f"features of {len(lengths)} rows need {needed / 1e9:.1f} GB more, and {parent} has {free / 1e9:.1f} GB "
-            "free: train without a cache, or on fewer rows"
-        )
+        sizes = f"need {needed / 1e9:.1f} GB more, and {parent} has {free / 1e9:.1f} GB free"
+        raise ValueError(f"features of {len(lengths)} rows {sizes}: train without a cache, or on fewer rows")
     if missing and not (folder / _INDEX).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / _INDEX, lambda path: path.write_text(json.dumps(index)))
@@ -215,13 +214,10 @@ class FeatureCache:
         """Raise ``ValueError`` unless the cache has these row lengths and these taps."""
         if list(self.lengths) != list(lengths):
             raise ValueError(f"{self.folder} holds features of other rows")
-        have, taps = list(self.target_layer_ids), list(target_layer_ids)
-        if have != taps:
+        if (have := list(self.target_layer_ids)) != (taps := list(target_layer_ids)):
             raise ValueError(f"{self.folder} holds features of layers {have}, the drafter taps {taps}")
 
     def _open_shard(self, number: int) -> Any:
-        from safetensors import SafetensorError, safe_open
-
         path = _shard(self.folder, number)
         try:
             return safe_open(path, framework="pt")

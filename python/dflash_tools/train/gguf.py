@@ -23,7 +23,7 @@ _POSITIONS = 2**17  # llama.cpp needs a number, also where neither config has on
 
 
 class GgufTarget(NamedTuple):
-    """What a drafter's file states of its target."""
+    """Facts about the target that a drafter's file states."""
 
     tokenizer: dict[str, tuple[Any, ...]]  # key -> value, and the type it has in the file, or nothing
     hidden_size: int
@@ -90,7 +90,7 @@ def gguf_metadata(config: DraftConfig, target: GgufTarget) -> dict[str, tuple[An
     rows = max(tokens, config.mask_token_id + 1) if config.vocab_size is None else config.vocab_size
     if not tokens or rows < tokens:
         raise ValueError(f"the target has {tokens} tokens, and the drafter's vocab_size is {rows}")
-    # 2. The keys with other names, then those that are said in another way
+    # 2. Write the keys with other names, then those in another form
     values = key_values(config) | {"hidden_act": None, "is_causal": config.causal[0]}
     values["max_position_embeddings"] = config.max_position_embeddings or target.positions or _POSITIONS
     if not config.markov_rank:
@@ -111,7 +111,7 @@ def gguf_metadata(config: DraftConfig, target: GgufTarget) -> dict[str, tuple[An
         out["rope.scaling.original_context_length"] = config.rope.original_max_position_embeddings
         out |= {f"rope.scaling.yarn_{key}": getattr(config.rope, key) for key in ("beta_fast", "beta_slow")}
     metadata = {f"{gguf_draft.LLAMA_CPP}.{key}": (value,) for key, value in out.items() if value is not None}
-    # 3. The tokenizer, with a token per row of the drafter's tables
+    # 3. Add the tokenizer, with a token per row of the drafter's tables
     pads = {_TOKENS: lambda index: f"[PAD{index}]", _KINDS: lambda _: _UNUSED, _SCORES: lambda _: _UNUSED_SCORE}
     metadata |= target.tokenizer | {gguf_draft.MASK: (config.mask_token_id,)}
     for key in pads.keys() & metadata.keys():

@@ -1,4 +1,4 @@
-"""What a drafter's config says in a checkpoint's keys (`key_values`), and what a layout cannot say (`check_layout`)."""
+"""Write a drafter's config as a checkpoint's keys (`key_values`); refuse what a layout cannot say (`check_layout`)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_layout(config: DraftConfig, layout: str) -> None:
         ("saved speculators transformers gguf", "mask_embedding" in own, "a mask embedding"),
         ("saved transformers", "embed_tokens" in own, "its own embed_tokens"),
         ("transformers", "lm_head" in own, "its own lm_head"),
-        ("gguf", own == ("embed_tokens",), "an embedding without a head of its own"),  # it would be the head too
+        ("gguf", own == ("embed_tokens",), "an embedding without its own head"),  # it would be the head too
         ("speculators", config.vocab_size is None, "no vocab_size in its config.json"),
         ("transformers", second, "the parts of DFlash 2"),
         ("speculators", second and config.draft_vocab_size, "the parts of DFlash 2 and a draft vocabulary"),

@@ -43,10 +43,7 @@ def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int 
         if found is not None and found < table:
             return found
     added = {token for token, about in tokenizer.added_tokens_decoder.items() if about.special}
-    seen = {
-        *tokenizer.all_special_ids,
-        *(token for ids in ([] if rows is None else rows["input_ids"]) for token in ids),
-    }
+    seen = set(tokenizer.all_special_ids).union(*([] if rows is None else rows["input_ids"]))
     proposed = min((token for token in added - seen if token < table), default=None)
     advice = "name one that the target never writes (--mask-token-id"
     if proposed is not None:
@@ -109,9 +106,8 @@ def draft_config(  # noqa: PLR0913 - public, each documented
     if draft_vocab_size is not None and draft_vocab_size >= config.vocab_size:
         most = f"below the target's {config.vocab_size}, got {draft_vocab_size}: leave it out for all"
         raise ValueError(f"the drafter's draft vocabulary must be {most}")
-    taps = tuple(
-        drafter_config.build_target_layer_ids(total, num_layers) if target_layer_ids is None else target_layer_ids
-    )
+    taps = target_layer_ids
+    taps = tuple(drafter_config.build_target_layer_ids(total, num_layers) if taps is None else taps)
     if not taps or min(taps) < 0 or max(taps) >= total:
         raise ValueError(f"target_layer_ids must be layers of the target, 0 .. {total - 1}, got {list(taps)}")
     # 2. Copy everything else from the target
@@ -616,7 +612,7 @@ def block_loss(
         found = correct
         if statistics:
             correct = scores.detach().argmax(-1) == labels
-        # 3. Compare the selector's scores of the candidates with the labels. Its choice is what is drafted
+        # 3. Compare the selector's scores of the candidates with the labels. Its choice is drafted
         if selects:
             candidates, found = _candidates(scores.detach(), labels, selector.top_k)
             place = (candidates == labels[:, None]).int().argmax(-1)

@@ -51,12 +51,11 @@ def make_muon(
 
 def drafter_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """Return the optimizers that ``config`` selects. Norms, a selector's codebooks and fixed kernels do not decay."""
-    named = [
-        (p.dim() == 2 and not name.endswith(("_codebook", "_w1.weight", "_w2.weight")), p)
-        for name, p in drafter.named_parameters()
-        if p.requires_grad
-    ]
-    matrices, others = ([p for is_matrix, p in named if is_matrix == wanted] for wanted in (True, False))
+    matrices, others = [], []
+    for name, p in drafter.named_parameters():
+        if p.requires_grad:
+            is_matrix = p.dim() == 2 and not name.endswith(("_codebook", "_w1.weight", "_w2.weight"))
+            (matrices if is_matrix else others).append(p)
     if config.optimizer == "muon":
         return make_muon(matrices, others, config.learning_rate, config.weight_decay)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others}]
@@ -72,9 +71,7 @@ def learning_rate(step: int, steps: int, warmup: float, constant: float) -> floa
     if step < rise:
         return (step + 1) / rise
     start = max(rise, round(constant * steps))
-    if step < start:
-        return 1.0
-    return 0.5 * (1 + math.cos(math.pi * (step - start) / max(1, steps - start)))
+    return 0.5 * (1 + math.cos(math.pi * max(0, step - start) / max(1, steps - start)))
 
 
 # ---------------------------------------------------------------------------------------------- metrics
@@ -136,11 +133,9 @@ class MetricsFile:
 
 _SECONDS = 10  # between lines
 
-Show = Callable[[Any, dict[str, Any] | None], None]
-
 
 @contextlib.contextmanager
-def progress(steps: int, shown: bool) -> Iterator[Show]:
+def progress(steps: int, shown: bool) -> Iterator[Callable[[Any, dict[str, Any] | None], None]]:
     """Yield ``show(trainer, metrics or None)``, to be called after every step: a bar on a terminal, else lines."""
     printed, text = 0.0, ""
     with bars(["steps"], shown=shown) as show_bar:
@@ -152,9 +147,8 @@ def progress(steps: int, shown: bool) -> Iterator[Show]:
             now = time.monotonic()
             is_due = now - printed >= _SECONDS or trainer.step >= steps
             if shown and metrics is not None and is_due and not sys.stderr.isatty():
-                printed, left = now, (steps - trainer.step) * trainer.seconds / max(1, trainer.step)
-                line = f"step {trainer.step} of {steps}  {text}  {left / 60:.1f} min left"
-                print(line, file=sys.stderr, flush=True)
+                printed, left = now, (steps - trainer.step) * trainer.seconds / max(1, trainer.step) / 60
+                print(f"step {trainer.step} of {steps}  {text}  {left:.1f} min left", file=sys.stderr, flush=True)
 
         yield show
 
@@ -269,10 +263,9 @@ class Trainer:
         self.metrics = MetricsFile(self.output)
         self._generator: Generator | None = None
         self.step = self.epoch = self.place = self.tokens = 0
-        self.seconds = 0.0
+        self.seconds = self._lapped = 0.0
         self.last: dict[str, Any] = {}
         self._laps: dict[str, float] | None = None
-        self._lapped = 0.0
 
     # ------------------------------------------------------------------------------------------ the run
 
@@ -306,18 +299,17 @@ class Trainer:
 
     def _begin(self) -> None:
         """Clean up after a killed run, start the tracker, and report what is held out and what engines ignore."""
-        if self.accelerator.is_main_process:
+        is_main = self.accelerator.is_main_process
+        if is_main:
             files.check_writable(self.output)
             remove_unfinished(self.output)
         if self.tracker:
             self.accelerator.init_trackers("dflash")
-        if self.quiet or not self.accelerator.is_main_process:
-            return
         said = engine_warnings(self.drafter.config)
         if self.dropped:
             count = f"{len(self.prompts)} held-out prompts are answered"
             said = [f"{count}, {self.dropped} rows of held-out prompts are not trained on", *said]
-        for line in said:
+        for line in said if is_main and not self.quiet else ():
             print(f"dflash: {line}", file=sys.stderr)
 
     def _is_due(self, every: int) -> bool:
@@ -406,16 +398,14 @@ class Trainer:
         return x.to(self.drafter.dtype) if self.config.mixed_precision == "no" else x
 
     def _logits(self, rows: Tensor) -> Tensor:
-        """Map the drafter's hidden states to logits of the tokens that it can draft."""
-        if "lm_head" in self.drafter.config.own_parts:
-            return self._scale(F.linear(rows, self.drafter.lm_head.weight))
-        rows = rows.to(self.online.embedding_weight.dtype) if self.config.mixed_precision == "no" else rows
-        return self._scale(self.online.head(rows))
-
-    def _scale(self, logits: Tensor) -> Tensor:
-        """Apply the multiplier and the softcap, which drafter and target share."""
-        config = self.drafter.config
-        return scale_logits(logits, config.output_multiplier, config.final_logit_softcapping)
+        """Map the drafter's hidden states to logits of the tokens that it can draft, scaled as the target's."""
+        draft = self.drafter.config
+        if "lm_head" in draft.own_parts:
+            logits = F.linear(rows, self.drafter.lm_head.weight)
+        else:
+            is_exact = self.config.mixed_precision == "no"
+            logits = self.online.head(rows.to(self.online.embedding_weight.dtype) if is_exact else rows)
+        return scale_logits(logits, draft.output_multiplier, draft.final_logit_softcapping)
 
     def _places_of_tokens(self) -> Tensor | None:
         """Return the place of each token of the vocabulary in a reduced one, -1 for none; None if it is whole."""
