@@ -98,7 +98,7 @@ def test_without_a_folder_the_hub_is_asked(monkeypatch):
 ])  # fmt: skip
 def test_a_wrong_file_is_named_with_its_line(tmp_path, text, message):
     path = tmp_path / "x.jsonl"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_text(text)
     with pytest.raises(ValueError, match=message):
         load_conversations(str(path))
 
@@ -284,8 +284,6 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_any_work(tmp_path, monkey
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"--plot needs matplotlib: pip install '\.\[bench\]'"):
         report.check_plot(tmp_path / "plot.png")
-    with pytest.raises(ValueError, match=r"--plot writes a \.png"):
-        report.check_plot(tmp_path / "plot.svg")
     with pytest.raises(ValueError, match="--plot: there is no folder"):
         report.check_plot(tmp_path / "nowhere" / "plot.png")
 

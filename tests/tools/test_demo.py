@@ -11,10 +11,8 @@ from recipes.demo_pair.tasks import held_out
 from rich.console import Console
 from tiny_pair import save_pair
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 import dflash
-from dflash.cli import commands
 from dflash_tools.measure import compare, demo, trees
 from dflash_tools.measure.compare import Decoding
 
@@ -33,20 +31,21 @@ def tiny(tmp_path_factory):
     return folder
 
 
-def run_json(folder, *arguments, code: int = 0) -> dict:
-    done = CliRunner().invoke(commands.application(), ["demo", "--pair", str(folder), "--json", *map(str, arguments)])
-    assert done.exit_code == code, done.output
-    assert done.stderr == ""
-    return json.loads(done.stdout)
+@pytest.fixture
+def run_json(shell):
+    """Return a function that runs ``dflash demo --json`` and gives what it prints."""
+
+    def call(*arguments, code: int = 0) -> dict:
+        done = shell("demo", "--json", *arguments)
+        assert done.code == code, done.err
+        return json.loads(done.out)
+
+    return call
 
 
 @pytest.mark.parametrize(("temperature", "floor", "right"), [(0.0, 10.0, 4), (1.0, 7.0, 3)])
-def test_the_packages_own_pair(temperature, floor, right):
-    done = CliRunner().invoke(
-        commands.application(), ["demo", "--json", "--prompts", "6", "--temperature", str(temperature)]
-    )
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
+def test_the_packages_own_pair(run_json, temperature, floor, right):
+    found = run_json("--prompts", 6, "--temperature", temperature)
     assert found["identical"] is True
     assert found["temperature"] == temperature
     assert found["acceptance_length"] >= floor
@@ -67,33 +66,26 @@ def test_the_packages_own_pair_is_of_the_recipe_and_its_prompts_were_held_out():
     assert AutoTokenizer.from_pretrained(demo.PAIR / "target").get_vocab() == build_tokenizer().get_vocab()
 
 
-def test_trees_are_compared_and_one_is_drawn(tiny, shell):
-    found = run_json(tiny, "--tree", 6, "--max-new-tokens", 12, "--prompts", 2)
+def test_trees_are_compared_and_one_is_drawn(tiny, shell, run_json):
+    found = run_json("--pair", tiny, "--tree", 6, "--max-new-tokens", 12, "--prompts", 2)
     assert found["identical"] is True
     assert found["tree"] == 6
     assert found["tree_tokens_per_second"] > 0
     assert found["tree_acceptance_length"] >= 1
-    assert run_json(tiny, "--max-new-tokens", 4, "--prompts", 1)["tree_acceptance_length"] is None
+    assert run_json("--pair", tiny, "--max-new-tokens", 4, "--prompts", 1)["tree_acceptance_length"] is None
     done = shell("demo", "--pair", tiny, "--tree", "6", "--max-new-tokens", "12", "--prompts", "2")
     assert done.code == 0, done.err
     assert "one step: a tree of 6 rows" in done.out
     assert "DFlash, tree=6" in done.out
 
 
-def test_another_pair_answers_questions(tiny):
-    pair = ("--model", str(tiny / "target"), "--draft", str(tiny / "draft"))
-    done = CliRunner().invoke(
-        commands.application(), ["demo", *pair, "--json", "--prompts", "2", "--max-new-tokens", "6"]
-    )
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
+def test_another_pair_answers_questions(tiny, shell, run_json):
+    pair = ("--model", tiny / "target", "--draft", tiny / "draft")
+    found = run_json(*pair, "--prompts", 2, "--max-new-tokens", 6)
     assert (found["identical"], found["prompts"], found["available"]) == (True, 2, len(demo.QUESTIONS))
-    asked = CliRunner().invoke(
-        commands.application(), ["demo", *pair, "--json", "--prompt", "w5 w6", "--max-new-tokens", "6"]
-    )
-    assert json.loads(asked.stdout)["prompts"] == 1
-    assert "add --model" in str(CliRunner().invoke(commands.application(), ["demo", "--dtype", "bfloat16"]).exception)
-    assert "--draft needs --model too" in str(CliRunner().invoke(commands.application(), ["demo", *pair[2:]]).exception)
+    assert run_json(*pair, "--prompt", "w5 w6", "--max-new-tokens", 6)["prompts"] == 1
+    shell("demo", "--dtype", "bfloat16").assert_refused("add --model")
+    shell("demo", *pair[2:]).assert_refused("--draft needs --model too")
 
 
 #         0 -> w5; its children w10 and w20; w10's w11 and w12; and so on. The last row is missing.
@@ -140,7 +132,7 @@ def test_a_given_prompt_is_asked_as_the_pair_was_trained():
 
 
 @pytest.mark.parametrize(("drafted", "temperature"), [(True, 1.0), (True, 0.0), (None, 0.0)])
-def test_a_wrong_answer_is_not_called_identical(tiny, monkeypatch, drafted, temperature):
+def test_a_wrong_answer_is_not_called_identical(tiny, run_json, monkeypatch, drafted, temperature):
     """One-token decoding reveals faults of drafting; greedy ``generate`` also reveals faults that both share."""
 
     class Wrong(dflash.Generator):
@@ -151,7 +143,7 @@ def test_a_wrong_answer_is_not_called_identical(tiny, monkeypatch, drafted, temp
             return out
 
     monkeypatch.setattr(compare, "Generator", Wrong)
-    found = run_json(tiny, "--temperature", temperature, "--max-new-tokens", 8, "--prompts", 1, code=1)
+    found = run_json("--pair", tiny, "--temperature", temperature, "--max-new-tokens", 8, "--prompts", 1, code=1)
     assert found["identical"] is False
 
 
@@ -162,27 +154,17 @@ def test_the_packages_pair_has_drafters_of_both_generations(tiny):
     assert both[0] == both[1], "a pair with one drafter"
 
 
-class Clock:
-    """A clock that only the test advances."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.mark.parametrize(("seconds", "answered"), [(None, 3), (9, 3), (8, 2), (4, 1), (0.1, 1)])
 def test_no_prompt_is_started_when_the_time_is_spent(tiny, monkeypatch, seconds, answered):
     target, draft, tokenizer = dflash.demo_pair(tiny)
-    clock, real = Clock(), compare.Comparison.answer
+    now, real = [0.0], compare.Comparison.answer
 
     def answer(self, ids):
-        clock.now += 4
+        now[0] += 4
         return real(self, ids)
 
     monkeypatch.setattr(compare.Comparison, "answer", answer)
-    budget = demo.TimeLimit(seconds, clock)
+    budget = demo.TimeLimit(seconds, lambda: now[0])
     found = demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny), Decoding(4), budget=budget)
     assert (found["prompts"], found["available"]) == (answered, 3)
     assert found["answerable"] == (answered > 1)  # the second prompt is the one with a single right answer

@@ -28,7 +28,6 @@ from dflash_tools.train import (
     save_draft,
 )
 from dflash_tools.train import model as module
-from dflash_tools.train.export import export
 from dflash_tools.train.model import candidate_scores, convolve
 
 MASK, BLOCK, TOP_K = 1, 6, 5
@@ -262,14 +261,3 @@ def test_the_written_drafter_drafts_what_the_training_pass_says(trained):
         assert previous.tolist() == [int(block[slot]) for _, block in steps]
         differ |= bool((previous != logits.argmax(1)).any())
     assert differ, "the selector should change some tokens"
-
-
-@torch.no_grad()
-def test_the_speculators_layout_reads_back_as_it_was_trained(trained, tmp_path):
-    wanted, out = dflash.load_draft(trained.folder), tmp_path / "speculators"
-    export(trained.folder, out, "speculators", target="some/target")
-    assert json.loads((out / "config.json").read_text())["speculators_model_type"] == "dflash2"
-    again = dflash.load_draft(out)
-    assert again.config.dflash2 == PARTS
-    assert again.config.causal == wanted.config.causal
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in wanted.state_dict().items())
