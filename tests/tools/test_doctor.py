@@ -11,11 +11,11 @@ import torch
 from dflash import cli, ops
 from dflash.ops import switches
 from dflash.ops.check import OVERLAPPING, KernelResult
-from dflash_tools.commands import doctor
+from dflash_tools.doctor import installation
 
 
-def find(name: str) -> doctor.Check:
-    return next(check for check in doctor.examine() if check.name == name)
+def find(name: str) -> installation.Check:
+    return next(check for check in installation.examine() if check.name == name)
 
 
 def versions(monkeypatch, **known: str) -> None:
@@ -24,7 +24,7 @@ def versions(monkeypatch, **known: str) -> None:
 
 
 def test_this_installation_works():
-    checks = doctor.examine()
+    checks = installation.examine()
     assert all(check.status != "error" for check in checks)
     assert find("torch").found == importlib.metadata.version("torch")
     assert find("CPU kernels").found.startswith(ops.isa())
@@ -41,7 +41,7 @@ def test_an_old_package_and_a_clash_are_errors(monkeypatch):
 
 def test_a_forced_instruction_set_or_one_below_the_processors_is_a_warning(monkeypatch):
     monkeypatch.setattr(ops, "isa", lambda: "avx512")
-    monkeypatch.setattr(doctor, "processor_flags", lambda: {"avx512_bf16"})
+    monkeypatch.setattr(installation, "processor_flags", lambda: {"avx512_bf16"})
     assert "DFLASH_ALL_ISAS=ON" in find("CPU kernels").advice
     monkeypatch.setenv("DFLASH_ISA", "scalar")
     assert "unset DFLASH_ISA" in find("CPU kernels").advice
@@ -87,19 +87,19 @@ def test_the_state_of_the_gpu_and_its_kernels_is_reported(monkeypatch, name, mac
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: of["capability"])
     monkeypatch.setattr(torch.version, "cuda", of["cuda"])
-    monkeypatch.setattr(doctor, "_gpu_present", lambda: of["present"])
+    monkeypatch.setattr(installation, "_gpu_present", lambda: of["present"])
 
     def check_gpu(_device):
         if isinstance(of["findings"], Exception):
             raise of["findings"]
         return of["findings"]
 
-    monkeypatch.setattr(doctor, "check_gpu", check_gpu)
+    monkeypatch.setattr(installation, "check_gpu", check_gpu)
     for ask in ("has_cuda_kernels", "cuda_status", "overlaps", "kernels_off"):
         monkeypatch.setattr(ops, ask, lambda *_, ask=ask: of[ask])
     for switch in of["off"]:
         monkeypatch.setattr(ops, switch, False)
-    monkeypatch.setattr(doctor, "_graph_error", lambda: of["graph_error"])
+    monkeypatch.setattr(installation, "_graph_error", lambda: of["graph_error"])
     check = find(name)
     assert check.status == status
     assert words in check.found + check.advice
@@ -127,7 +127,7 @@ def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
     assert code == 0
     assert "CPU kernels" in text
     code, text = call("--json")
-    assert [check["name"] for check in json.loads(text)] == [check.name for check in doctor.examine()]
+    assert [check["name"] for check in json.loads(text)] == [check.name for check in installation.examine()]
     versions(monkeypatch, dflash="0.1.0")
     code, text = call()
     assert code == 1
