@@ -178,7 +178,12 @@ def _check(run: _TrainOptions) -> str:
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {device!r}")
     if _is_first_process():
-        _check_output(run.output, run.resume)
+        if run.output.exists() and not run.output.is_dir():
+            raise ValueError(f"--output {str(run.output)!r} is a file")
+        if not run.resume and run.output.is_dir() and any(run.output.iterdir()):
+            what = f"--output {str(run.output)!r} is not empty"
+            raise ValueError(f"{what}: name another folder, or --resume the run in it")
+        files.check_writable(run.output)
     if missing := [name for name in ("accelerate", "datasets") if importlib.util.find_spec(name) is None]:
         raise ValueError(f"training needs {', '.join(missing)}: pip install '.[train]'")
     if run.threads is not None:
@@ -230,17 +235,10 @@ def _rows(data: str | None, source: options.Source, target: Any, tokenizer: Any,
     if data is None:
         return None
     config = target.config.get_text_config(decoder=True)
-    return load_rows(
-        data,
-        tokenizer,
-        options.room_of(target, run.max_length),
-        raw=run.raw,
-        bos=run.bos,
-        template={"enable_thinking": False} if run.no_thinking else None,
-        vocab_size=config.vocab_size,
-        stop_token_ids=source.load_stop_token_ids(config),
-        skip_long=run.skip_long,
-    )
+    encoding: dict[str, Any] = {name: getattr(run, name) for name in ("raw", "bos", "skip_long")}
+    encoding |= {"template": {"enable_thinking": False} if run.no_thinking else None, "vocab_size": config.vocab_size}
+    encoding |= {"stop_token_ids": source.load_stop_token_ids(config)}
+    return load_rows(data, tokenizer, options.room_of(target, run.max_length), **encoding)
 
 
 def _cached_features(trainer: Any, folder: Path) -> Any:
@@ -297,14 +295,6 @@ def _numbers(option: str, text: str, kind: type) -> tuple:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"{option} must be numbers with commas between them, got {text!r}") from None
-
-
-def _check_output(output: Path, resume: bool) -> None:
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output {str(output)!r} is a file")
-    if not resume and output.is_dir() and any(output.iterdir()):
-        raise ValueError(f"--output {str(output)!r} is not empty: name another folder, or --resume the run in it")
-    files.check_writable(output)
 
 
 @dataclass(frozen=True)

@@ -438,7 +438,10 @@ def diagnose(
         )  # fmt: skip
         _search(out, replay, wiring, facts, show)
         _compare_encodings(out, pair, prompts, max_new_tokens, show)
-        _explain_low_acceptance(out)
+        first = out.acceptance_per_position[:1]
+        if not out.findings and first and first[0] < _LOW_FIRST:
+            few = f"few drafts are accepted (the first one in {first[0]:.0%} of the steps), and no other wiring helps"
+            out.notes.append(f"{few}: {_UNFAMILIAR}")
     if pair.file is not None and any(finding.config for finding in out.findings):
         out.notes.append(_REWRITE)
     out.seconds = time.perf_counter() - began
@@ -530,14 +533,6 @@ def _compare_encodings(out: Diagnosis, pair: Pair, prompts: Prompts, max_new_tok
         if length > (1 + _LEAST_ENCODING_GAIN) * out.acceptance_length:
             found = f"{change}: more drafts are accepted"
             out.findings.append(Finding("template", found, advice, out.acceptance_length, length))
-
-
-def _explain_low_acceptance(out: Diagnosis) -> None:
-    """Add a note if few drafts are accepted and no fault explains it."""
-    first = out.acceptance_per_position[:1]
-    if not out.findings and first and first[0] < _LOW_FIRST:
-        few = f"few drafts are accepted (the first one in {first[0]:.0%} of the steps), and no other wiring helps"
-        out.notes.append(f"{few}: {_UNFAMILIAR}")
 
 
 # ---------------------------------------------------------------------------------------------- checks
