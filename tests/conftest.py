@@ -1,6 +1,7 @@
 import gc
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -38,6 +39,7 @@ def _prefixes(name: str) -> tuple[str, ...]:
 
 
 SLOW, FULL = _prefixes("slow.txt"), _prefixes("full.txt")
+_DTYPE = re.compile(r"bfloat16|float16|float32|dtype\d")  # in the name of a case
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    cases: dict[str, list[pytest.Item]] = {}  # of a slow test
+    cases: dict[tuple[str, ...], list[pytest.Item]] = {}  # of a slow test, by dtype
     for item in items:
         # The emulated CUDA kernels are slow, and compiling them takes most of a minute in a first run.
         emulated = "cuda-emulated" in item.nodeid or {"emulation", "emulated_kernels"} & set(item.fixturenames)
@@ -56,13 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if emulated or item.nodeid.startswith(SLOW + FULL):
             item.add_marker(pytest.mark.slow)
         if emulated or item.nodeid.startswith(SLOW):
-            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+            test, _, case = item.nodeid.partition("[")
+            cases.setdefault((test, *_DTYPE.findall(case)), []).append(item)
         if item.nodeid.startswith(FULL):
             item.add_marker(pytest.mark.full)
-    # A plain run has the first of them and a third of the others, of the emulation a half, as the names fall.
+    # A plain run has the first of each dtype and a fifth of the others, as the names fall.
     for found in cases.values():
         for item in found[1:]:
-            if zlib.crc32(item.nodeid.encode()) % (2 if item.get_closest_marker("emulated") else 3):
+            if zlib.crc32(item.nodeid.encode()) % 5:
                 item.add_marker(pytest.mark.full)
 
 
@@ -204,6 +207,13 @@ def another_run() -> Iterator[Callable[[], None]]:
     reset()
     yield reset
     reset()
+
+
+@pytest.fixture
+def released() -> Iterator[None]:
+    """Release, after the test, what one-shot calls keep of its models."""
+    yield
+    dflash.release()
 
 
 @pytest.fixture
