@@ -7,13 +7,15 @@ import re
 import types
 
 import accelerate
+import answers
 import pytest
 import torch
-from baseline import greedy, prompt
+from answers import answered, own, streamed, through_transformers
+from baseline import prompt
 from families import make_draft, make_target
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from transformers import AttentionInterface, PreTrainedModel, activations
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations import sdpa_attention
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
@@ -21,32 +23,13 @@ from transformers.models.llama import modeling_llama
 import dflash
 from dflash.targets import UnsupportedTargetError
 
-NEW = 10
-IDS = prompt(9)
+pytestmark = pytest.mark.usefixtures("released")
 FUSED = ["llama", "mistral (windowed)", "qwen2", "qwen3"]
-
-
-def expected(model: PreTrainedModel) -> list[int]:
-    return greedy(model, IDS, NEW).tolist()
 
 
 def one_shot(model: PreTrainedModel, draft: nn.Module | None = None) -> list[int]:
     dflash.release()  # as after every change of a live model but its tensors, hooks and adapters
-    return dflash.generate(model, draft, IDS[None], max_new_tokens=NEW)[0, len(IDS) :].tolist()
-
-
-def streamed(model: PreTrainedModel) -> list[int]:
-    events = dflash.stream(model, None, IDS[None], max_new_tokens=NEW)
-    return [token for event in events for token in event.ids[0]]
-
-
-def through_transformers(model: PreTrainedModel) -> list[int]:
-    out = model.generate(IDS[None], do_sample=False, max_new_tokens=NEW, custom_generate=dflash.custom_generate)
-    return out[0, len(IDS) :].tolist()
-
-
-def answered(generator: dflash.Generator) -> list[int]:
-    return generator.generate(IDS[None], max_new_tokens=NEW)[0, len(IDS) :].tolist()
+    return answers.one_shot(model, draft)
 
 
 def text_or_refusal(model: PreTrainedModel) -> tuple[str, list[int]]:
@@ -79,22 +62,13 @@ def changed(function, wraps: bool = False):
 
 PATCHES = {
     "LlamaMLP.forward": (modeling_llama.LlamaMLP, "forward"),
-    "LlamaRMSNorm.forward": (modeling_llama.LlamaRMSNorm, "forward"),
-    "LlamaRotaryEmbedding.forward": (modeling_llama.LlamaRotaryEmbedding, "forward"),
     "LlamaDecoderLayer.__call__": (modeling_llama.LlamaDecoderLayer, "__call__"),
     "LlamaForCausalLM.forward": (modeling_llama.LlamaForCausalLM, "forward"),
     "modeling_llama.apply_rotary_pos_emb": (modeling_llama, "apply_rotary_pos_emb"),
-    "SiLUActivation.forward": (activations.SiLUActivation, "forward"),
     "Linear.forward": (nn.Linear, "forward"),
     "torch.nn.functional.silu": (nn.functional, "silu"),
     "torch.rsqrt": (torch, "rsqrt"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _released():
-    yield
-    dflash.release()
 
 
 class TestFunctionsThatAreReplaced:
@@ -102,11 +76,11 @@ class TestFunctionsThatAreReplaced:
                                                  ("modeling_llama.apply_rotary_pos_emb", True)])  # fmt: skip
     def test_the_text_is_that_of_the_patched_model(self, name, wraps, monkeypatch):
         model = make_target("llama", num_hidden_layers=2)
-        draft, before = make_draft(model), expected(model)
+        draft, before = make_draft(model), own(model)
         assert one_shot(model, draft) == before
         owner, function = PATCHES[name]
         monkeypatch.setattr(owner, function, changed(getattr(owner, function), wraps))
-        after = expected(model)
+        after = own(model)
         assert after != before, "the patch should change the text"
         assert one_shot(model, draft) == after
         assert streamed(model) == after == through_transformers(model)
@@ -118,12 +92,12 @@ class TestFunctionsThatAreReplaced:
 
     def test_a_patch_that_matters_at_long_positions_only_is_followed(self, monkeypatch):
         """What patches for long contexts do: no short trial run sees them."""
-        model, own = make_target("llama", num_hidden_layers=2), modeling_llama.apply_rotary_pos_emb
+        model, rotate = make_target("llama", num_hidden_layers=2), modeling_llama.apply_rotary_pos_emb
         ids = prompt(60)[None]
 
         def stretched(q, k, cos, sin, **options):
             cos, sin = (torch.cat([x[:, :40], x[:, 40:] * 0.2], 1) if x.shape[1] > 40 else x for x in (cos, sin))
-            return own(q, k, cos, sin, **options)
+            return rotate(q, k, cos, sin, **options)
 
         before = dflash.generate(model, None, ids, max_new_tokens=1)
         monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", stretched)
@@ -138,7 +112,7 @@ class TestFunctionsThatAreReplaced:
         monkeypatch.setattr(nn.functional, "silu", nn.functional.relu)
         generator = dflash.Generator(model, max_length=64)
         assert generator.fused_reason.startswith("it gives other logits with dflash's cache and attention")
-        assert answered(generator) == expected(model)
+        assert answered(generator) == own(model)
         with pytest.raises(UnsupportedTargetError, match="got LlamaForCausalLM, which gives other logits"):
             dflash.Generator(model, max_length=64, fused=True)
         quantized = dflash.Generator(model, max_length=64, weights="int8")
@@ -159,7 +133,7 @@ class TestFunctionsThatAreReplaced:
             return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
         monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-        expected(model)
+        own(model)
         with pytest.raises(UnsupportedTargetError, match=r"llama (gives other logits|failed in a trial run)"):
             one_shot(model)
 
@@ -188,11 +162,11 @@ class TestPartsThatWeReplace:
 
     @pytest.mark.parametrize("name", ["sdpa", "my_attention"])
     def test_an_attention_function_of_the_users_is_refused(self, name, monkeypatch):
-        own = sdpa_attention.sdpa_attention_forward
+        attend = sdpa_attention.sdpa_attention_forward
 
         def differs_far_back(module, query, key, *rest, **options):
             is_long = key.shape[2] > 30  # past the tokens of a trial run
-            return (changed(own) if is_long else own)(module, query, key, *rest, **options)
+            return (changed(attend) if is_long else attend)(module, query, key, *rest, **options)
 
         functions = {**AttentionInterface._global_mapping, name: differs_far_back}
         monkeypatch.setattr(AttentionInterface, "_global_mapping", functions)
@@ -202,18 +176,18 @@ class TestPartsThatWeReplace:
             one_shot(model)
 
     def test_an_eager_attention_matters_only_to_a_model_that_runs_it(self, monkeypatch):
-        model, own = make_target("llama"), modeling_llama.eager_attention_forward
+        model, attend = make_target("llama"), modeling_llama.eager_attention_forward
 
         def differs_far_back(module, query, key, *rest, **options):
-            return (changed(own) if key.shape[2] > 30 else own)(module, query, key, *rest, **options)
+            return (changed(attend) if key.shape[2] > 30 else attend)(module, query, key, *rest, **options)
 
         monkeypatch.setattr(modeling_llama, "eager_attention_forward", differs_far_back)
-        assert one_shot(model) == expected(model)
+        assert one_shot(model) == own(model)
         model.set_attn_implementation("eager")
         with pytest.raises(UnsupportedTargetError, match="its attention function 'eager' is not transformers' own"):
             one_shot(model)
         monkeypatch.undo()
-        assert one_shot(model) == expected(model)
+        assert one_shot(model) == own(model)
 
 
 class TestHooks:
@@ -229,23 +203,9 @@ class TestHooks:
             return None
 
         with contextlib.closing(_Handle(register(hook))):
-            assert one_shot(model) == expected(model) != before
-            assert answered(dflash.Generator(model, max_length=64)) == expected(model)
+            assert one_shot(model) == own(model) != before
+            assert answered(dflash.Generator(model, max_length=64)) == own(model)
         assert one_shot(model) == before
-
-    @pytest.mark.parametrize("is_global", [True, False])
-    def test_a_hook_that_looks_for_its_own_module_is_refused(self, is_global):
-        model = make_target("llama")
-        chosen = model.model.layers[1].mlp
-
-        def hook(module, _arguments, output):
-            return -output if module is chosen else None
-
-        register = register_module_forward_hook if is_global else chosen.register_forward_hook
-        refused = pytest.raises(UnsupportedTargetError, match="llama gives other logits")
-        with contextlib.closing(_Handle(register(hook))), refused:
-            one_shot(model)
-        assert one_shot(model) == expected(model)
 
 
 class _Handle:
@@ -258,26 +218,15 @@ class TestMethodsOfOneModule:
         model = make_target("qwen3")
         before, mlp = one_shot(model), model.model.layers[1].mlp
         mlp.forward = types.MethodType(changed(type(mlp).forward), mlp)
-        assert one_shot(model) == expected(model) != before
+        assert one_shot(model) == own(model) != before
         del mlp.forward
         assert one_shot(model) == before
-
-    def test_an_activation_with_a_familiar_name_is_followed(self):
-        class SiLU(nn.Module):
-            def forward(self, x):
-                return torch.relu(x)
-
-        model = make_target("qwen3")
-        before = one_shot(model)
-        for layer in model.model.layers:
-            layer.mlp.act_fn = SiLU()
-        assert one_shot(model) == expected(model) != before
 
     def test_a_compiled_function_of_the_users_is_refused(self):
         model = make_target("qwen3")
         mlp = model.model.layers[1].mlp
         mlp.forward = torch.compile(lambda x: -x, backend="eager")
-        expected(model)
+        own(model)
         with pytest.raises(UnsupportedTargetError, match=r"Qwen3MLP\.forward was replaced by"):
             one_shot(model)
 
@@ -287,9 +236,9 @@ class TestMethodsOfOneModule:
                 return -output
 
         model = make_target("qwen3")
-        before = expected(model)
+        before = own(model)
         accelerate.hooks.add_hook_to_module(model.model.layers[1].mlp, Negate())
-        assert expected(model) != before
+        assert own(model) != before
         with pytest.raises(UnsupportedTargetError, match=r"Qwen3MLP\.forward was replaced by"):
             one_shot(model)
 
@@ -297,7 +246,7 @@ class TestMethodsOfOneModule:
         model = make_target("qwen3")
         accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
         assert hasattr(model, "_hf_hook")
-        assert one_shot(model) == expected(model)
+        assert one_shot(model) == own(model)
         assert not dflash.Generator(model, max_length=64).fused_reason
 
 
@@ -308,7 +257,7 @@ class TestLayers:
         model = make_target(family)
         before = one_shot(model)
         model.config.num_hidden_layers = num_layers
-        assert one_shot(model) == expected(model) != before
+        assert one_shot(model) == own(model) != before
         model.config.num_hidden_layers = 4
         assert one_shot(model) == before
 
@@ -318,26 +267,12 @@ class TestLayers:
         model.config.num_hidden_layers = 3
         with pytest.raises(ValueError, match=r"num_target_layers is 4, the target's is 3|taps layers"):
             one_shot(model, draft)
-        assert one_shot(model, make_draft(model)) == expected(model)
-
-    @pytest.mark.parametrize("what", ["a copied layer", "one layer in two places", "one attention in two layers"])
-    def test_layers_that_would_share_their_keys_are_refused(self, what):
-        model = make_target("llama")
-        layers = model.model.layers
-        if what == "a copied layer":
-            layers.append(copy.deepcopy(layers[1]))
-            model.config.num_hidden_layers = 5
-        elif what == "one layer in two places":
-            layers[1] = layers[0]
-        else:
-            layers[1].self_attn = layers[0].self_attn
-        with pytest.raises(UnsupportedTargetError, match="llama gives other logits"):
-            one_shot(model)
+        assert one_shot(model, make_draft(model)) == own(model)
 
     def test_fewer_layers_than_the_config_says_are_followed_without_taps(self):
         model = make_target("llama")
         draft, model.model.layers = make_draft(model), model.model.layers[:2]
-        assert one_shot(model) == expected(model)
+        assert one_shot(model) == own(model)
         with pytest.raises(UnsupportedTargetError, match="no list of 4 decoder layers was found"):
             one_shot(model, draft)
 
@@ -359,30 +294,53 @@ class TestLayers:
             attention.config.sliding_window = 4
         refusal, text = text_or_refusal(model)
         said = r"attends over a window of \w+ in layer|gives other logits|fails on its own in a trial run"
-        assert re.search(said, refusal) or text == expected(model)
+        assert re.search(said, refusal) or text == own(model)
 
     def test_a_window_that_differs_past_the_trial_run_is_refused(self):
         model = make_target("gemma3", sliding_window=60)
-        assert one_shot(model) == expected(model)
+        assert one_shot(model) == own(model)
         model.model.layers[2].self_attn.sliding_window = 50
         with pytest.raises(UnsupportedTargetError, match="attends over a window of 50 in layer 2 by its modules"):
             one_shot(model)
 
     def test_masks_that_cannot_be_made_past_the_window_are_refused(self, monkeypatch):
-        model, own = make_target("gemma3"), modeling_gemma3.create_sliding_window_causal_mask
+        model, mask = make_target("gemma3"), modeling_gemma3.create_sliding_window_causal_mask
 
         def short_only(*arguments, **options):
             if int(options["position_ids"].max()) > 23:
                 raise IndexError("too long")
-            return own(*arguments, **options)
+            return mask(*arguments, **options)
 
         monkeypatch.setattr(modeling_gemma3, "create_sliding_window_causal_mask", short_only)
         message = "gemma3_text fails on its own past its window in a trial run, without dflash: IndexError: too long"
         with pytest.raises(UnsupportedTargetError, match=message):
             one_shot(model)
 
-    def test_attention_that_is_not_causal_is_refused(self):
-        model = make_target("llama")
-        model.model.layers[1].self_attn.is_causal = False
-        with pytest.raises(UnsupportedTargetError, match="llama gives other logits"):
-            one_shot(model)
+
+def hook_one_module(model: PreTrainedModel) -> None:
+    chosen = model.model.layers[1].mlp
+    chosen.register_forward_hook(lambda module, _, output: -output if module is chosen else None)
+
+
+def copy_a_layer(model: PreTrainedModel) -> None:
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+    model.config.num_hidden_layers = 5
+
+
+CHANGES = {
+    "a hook that looks for its own module": hook_one_module,
+    "attention that is not causal": lambda model: setattr(model.model.layers[1].self_attn, "is_causal", False),
+    "a copied layer": copy_a_layer,
+    "one layer in two places": lambda model: model.model.layers.__setitem__(1, model.model.layers[0]),
+    "one attention in two layers": lambda model: setattr(
+        model.model.layers[1], "self_attn", model.model.layers[0].self_attn
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_copy_computes_otherwise_is_refused(change):
+    model = make_target("llama")
+    CHANGES[change](model)
+    with pytest.raises(UnsupportedTargetError, match="llama gives other logits"):
+        one_shot(model)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from baseline import greedy, prompt
-from families import make_draft, make_target
+from families import make_draft
 
 import dflash
 from dflash.generator import locks_held_here
@@ -82,11 +82,6 @@ def from_inside(place, inside, target, draft, is_call=lambda: True):
     finally:
         if handle is not None:
             getattr(handle, "remove", getattr(handle, "close", None))()
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
 
 
 @pytest.fixture

@@ -2,34 +2,16 @@
 
 import pytest
 import torch
-from baseline import greedy, prompt
+from answers import NEW, answered, one_shot, own
+from baseline import prompt
 from families import make_draft, make_target
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 import dflash
 
-NEW = 10
+pytestmark = pytest.mark.usefixtures("released")
 IDS = prompt(24)
-
-
-@pytest.fixture(autouse=True)
-def _released():
-    yield
-    dflash.release()
-
-
-def expected(model: PreTrainedModel, ids: torch.Tensor = IDS) -> list[int]:
-    return greedy(model, ids, NEW).tolist()
-
-
-def one_shot(model: PreTrainedModel, draft: nn.Module | None = None) -> list[int]:
-    return dflash.generate(model, draft, IDS[None], max_new_tokens=NEW)[0, len(IDS) :].tolist()
-
-
-def answered(generator: dflash.Generator, ids: torch.Tensor = IDS) -> list[int]:
-    return generator.generate(ids[None], max_new_tokens=NEW)[0, len(ids) :].tolist()
 
 
 def num_prefilled(generator: dflash.Generator, ids: torch.Tensor) -> int:
@@ -88,22 +70,22 @@ class TestFrequencies:
         model = make_target(family, num_hidden_layers=2)
         draft = make_draft(model)
         generator = dflash.Generator(model, draft, max_length=64, block_size=4)
-        before = one_shot(model, draft)
-        assert before == answered(generator)
+        before = one_shot(model, draft, IDS)
+        assert before == answered(generator, IDS)
         change(model.model.rotary_emb.inv_freq)
-        after = expected(model)
+        after = own(model, IDS)
         assert after != before
-        assert one_shot(model, draft) == after
+        assert one_shot(model, draft, IDS) == after
         generator.reset()  # for what torch does not count
-        assert answered(generator) == after
+        assert answered(generator, IDS) == after
 
     def test_replaced_frequencies_are_noticed(self):
         model = make_target("llama", num_hidden_layers=2)
-        generator, before = dflash.Generator(model, max_length=64), one_shot(model)
+        generator, before = dflash.Generator(model, max_length=64), one_shot(model, None, IDS)
         model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
-        assert one_shot(model) == expected(model) != before
+        assert one_shot(model, None, IDS) == own(model, IDS) != before
         with pytest.raises(ValueError, match="tensors were replaced since this generator was made"):
-            answered(generator)
+            answered(generator, IDS)
 
 
 class ScaledMLP(modeling_llama.LlamaMLP):
@@ -117,10 +99,10 @@ def test_tensors_in_other_attributes_are_shared():
     model = make_target("llama", num_hidden_layers=2)
     for layer in model.model.layers:
         layer.mlp.__class__, layer.mlp.holder = ScaledMLP, {"scale": [torch.linspace(0.5, 2.0, 64)]}
-    before = one_shot(model)
-    assert before == expected(model)
+    before = one_shot(model, None, IDS)
+    assert before == own(model, IDS)
     model.model.layers[0].mlp.holder["scale"][0].mul_(-1)
-    assert one_shot(model) == expected(model) != before
+    assert one_shot(model, None, IDS) == own(model, IDS) != before
 
 
 class TestReusedPrefix:
@@ -129,26 +111,26 @@ class TestReusedPrefix:
     def test_no_key_of_changed_weights_is_used_again(self, part, change):
         model = make_target("qwen3", num_hidden_layers=2)
         generator = dflash.Generator(model, make_draft(model), max_length=80)
-        answered(generator)
+        answered(generator, IDS)
         for name, parameter in model.named_parameters():
             if part in (name.rpartition(".weight")[0].rpartition(".")[2], "everything"):
                 change(parameter)
         if change not in COUNTED:
             generator.reset()
-        assert answered(generator, longer()) == expected(model, longer())
+        assert answered(generator, longer()) == own(model, longer())
 
     def test_weights_that_are_inference_tensors_may_change_in_one_value(self):
         with torch.inference_mode():
             model = make_target("qwen3", num_hidden_layers=2)
             generator = dflash.Generator(model, max_length=80)
-            answered(generator)
+            answered(generator, IDS)
             model.model.layers[0].self_attn.v_proj.weight[3, 5] = 40.0
-            assert answered(generator, longer()) == expected(model, longer())
+            assert answered(generator, longer()) == own(model, longer())
 
     def test_the_prefix_of_unchanged_weights_is_used_again(self):
         model = make_target("qwen3", num_hidden_layers=2)
         generator = dflash.Generator(model, make_draft(model), max_length=80)
-        answered(generator)
+        answered(generator, IDS)
         assert num_prefilled(generator, longer()) < len(longer()) - 12
         assert num_prefilled(generator, torch.cat([longer(), prompt(3, seed=4)])) < 20
         in_place(model.lm_head.weight)
