@@ -11,6 +11,8 @@ from dflash import DraftConfig, Drafter
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 HIDDEN, VOCAB = 64, 101
+KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what reduced vocabularies hold
+OFFSETS = KNOWN - torch.arange(len(KNOWN))
 
 
 def config_dict(**changes) -> dict:
@@ -179,6 +181,21 @@ def save_checkpoint(folder: Path, config: dict, tensors: dict[str, torch.Tensor]
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def own(*shape: int, seed: int = 7) -> torch.Tensor:
+    """Return a part of a drafter's own."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def reduced() -> dict[str, torch.Tensor]:
+    """Return a head for the tokens of ``KNOWN``."""
+    return {"lm_head.weight": own(len(KNOWN), HIDDEN) / 8, "d2t": OFFSETS}
+
+
+def save_drafter(folder: Path, config: dict, tensors: dict[str, torch.Tensor] | None = None) -> Path:
+    """Save random weights for ``config``, and ``tensors`` beside or in place of them."""
+    return save_checkpoint(folder, config, random_tensors(DraftConfig.from_config(config)) | (tensors or {}))
 
 
 def random_drafter(config: dict | None = None, seed: int = 0, dtype: torch.dtype = torch.float32) -> Drafter:

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from baseline import prompt
-from draft_variants import config_dict, dflash2_dict, dspark_dict, random_tensors, save_checkpoint
+from draft_variants import KNOWN, config_dict, dflash2_dict, dspark_dict, reduced, save_drafter
 from families import VOCAB
 from safetensors.torch import load_file
 
@@ -18,12 +18,7 @@ from dflash.proposers import ChainProposer
 from dflash_tools.train import TrainableDrafter, published_config
 from dflash_tools.train.export import export, vllm_command
 
-KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocabulary holds
 CONFIDENCE = {"confidence_head.proj.weight": torch.ones(1, 72), "confidence_head.proj.bias": torch.zeros(1)}
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
 
 def config(**changes) -> dict:
@@ -31,13 +26,9 @@ def config(**changes) -> dict:
     return dspark_dict(vocab_size=VOCAB, num_target_layers=4, mask_token_id=1, target_layer_ids=[1, 3], **changes)
 
 
-def save(folder, *, reduced: bool = False, tensors=None, **changes):
-    written = config(**changes) | ({"draft_vocab_size": len(KNOWN)} if reduced else {})
-    weights = random_tensors(DraftConfig.from_config(written)) | CONFIDENCE
-    if reduced:
-        weights |= {"lm_head.weight": random(len(KNOWN), 64) / 8, "d2t": KNOWN - torch.arange(len(KNOWN))}
-    weights |= tensors or {}
-    return save_checkpoint(folder, written, {name: tensor for name, tensor in weights.items() if tensor is not None})
+def save(folder, *, head: bool = True, short: bool = False, **changes):
+    parts = (CONFIDENCE if head else {}) | (reduced() if short else {})
+    return save_drafter(folder, config(**changes) | ({"draft_vocab_size": len(KNOWN)} if short else {}), parts)
 
 
 # ---------------------------------------------------------------------------------------------- the config
@@ -81,10 +72,10 @@ def watched(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced"])
+@pytest.mark.parametrize("short", [False, True], ids=["whole", "reduced"])
 @pytest.mark.parametrize("call", [{}, {"temperature": 0.8, "seed": 3, "draft_sharpness": 1.0}], ids=["T=0", "T=0.8"])
-def test_drafts_follow_the_head_over_the_whole_vocabulary(target, tmp_path, watched, monkeypatch, reduced, call):
-    draft, blocks, propose = dflash.load_draft(save(tmp_path, reduced=reduced)), [], ChainProposer.propose
+def test_drafts_follow_the_head_over_the_whole_vocabulary(target, tmp_path, watched, monkeypatch, short, call):
+    draft, blocks, propose = dflash.load_draft(save(tmp_path, short=short)), [], ChainProposer.propose
 
     def record(self, state):
         block = propose(self, state)
@@ -94,7 +85,7 @@ def test_drafts_follow_the_head_over_the_whole_vocabulary(target, tmp_path, watc
     monkeypatch.setattr(ChainProposer, "propose", record)
     dflash.Generator(target, draft, max_length=40).generate(prompt(9)[None], max_new_tokens=12, **call)
     w1, w2 = draft.markov_head.markov_w1.weight, torch.zeros(VOCAB, 8)
-    w2[KNOWN if reduced else slice(None)] = draft.markov_head.markov_w2.weight
+    w2[KNOWN if short else slice(None)] = draft.markov_head.markov_w2.weight
     for block, (logits, sampling, length) in zip(blocks, watched, strict=True):
         assert block.shape == (1, 8), "seven rows, seven drafts"
         for row in range(7):
@@ -102,7 +93,7 @@ def test_drafts_follow_the_head_over_the_whole_vocabulary(target, tmp_path, watc
             positions = length[:, None] + 1 + row
             assert torch.equal(sampling.select(scores[:, None], positions, sampling.sharpness)[:, 0], block[:, row + 1])
     assert len(blocks) > 5
-    assert not reduced or set(torch.cat(blocks)[:, 1:].unique().tolist()) <= set(KNOWN.tolist())
+    assert not short or set(torch.cat(blocks)[:, 1:].unique().tolist()) <= set(KNOWN.tolist())
 
 
 @pytest.mark.parametrize("options", [
@@ -126,7 +117,7 @@ def test_rejection_and_trees(target, tmp_path):
     assert torch.equal(first, again)
     with pytest.raises(ValueError, match="tree=16 needs a drafter of the first generation, got a DFlash 2 or DSpark"):
         dflash.Generator(target, draft, max_length=60, tree=16)
-    plain = dflash.load_draft(save(tmp_path / "plain", markov_rank=0, tensors=dict.fromkeys(CONFIDENCE)))
+    plain = dflash.load_draft(save(tmp_path / "plain", markov_rank=0, head=False))
     ids = dflash.generate(target, plain, prompt(9)[None], max_new_tokens=12, tree=16)
     assert torch.equal(ids, dflash.generate(target, None, prompt(9)[None], max_new_tokens=12))
 
@@ -147,7 +138,7 @@ def test_transformers_loop_training_and_saving_are_refused(tmp_path, rank):
 
 @pytest.mark.parametrize("changes", [{}, {"sample_from_anchor": False}, {"markov_rank": 0}], ids=str)
 def test_a_dspark_drafter_is_exported_and_read_back(tmp_path, changes):
-    folder = save(tmp_path / "draft", reduced=True, **changes)
+    folder = save(tmp_path / "draft", short=True, **changes)
     export(folder, tmp_path / "speculators", "speculators", target="owner/target")
     export(tmp_path / "speculators", tmp_path / "published", "published")
     draft = dflash.load_draft(folder)

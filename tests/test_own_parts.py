@@ -7,25 +7,13 @@ import os
 import pytest
 import torch
 from baseline import prompt
-from draft_variants import random_tensors, save_checkpoint
+from draft_variants import KNOWN, OFFSETS, own, reduced, save_drafter
 from families import VOCAB, draft_config, make_target
 from safetensors.torch import load_file
 
 import dflash
-from dflash import DraftConfig
 from dflash_tools.train import TrainableDrafter
 from dflash_tools.train.export import export
-
-KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocabularies hold
-OFFSETS = KNOWN - torch.arange(len(KNOWN))
-
-
-def own(*shape: int, seed: int = 7) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def reduced() -> dict[str, torch.Tensor]:
-    return {"lm_head.weight": own(len(KNOWN), 64), "d2t": OFFSETS}
 
 
 @pytest.fixture
@@ -33,10 +21,7 @@ def save(tmp_path, target):
     """Return a function that saves a drafter with more tensors and other keys."""
 
     def save(tensors=None, name="draft", **changes):
-        config = draft_config(target) | changes
-        plain = {key: value for key, value in config.items() if key not in ("draft_vocab_size", "markov_rank")}
-        weights = random_tensors(DraftConfig.from_config(plain))
-        return save_checkpoint(tmp_path / name, config, weights | (tensors or {}))
+        return save_drafter(tmp_path / name, draft_config(target) | changes, tensors)
 
     return save
 

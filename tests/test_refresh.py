@@ -5,42 +5,29 @@ import copy
 import pytest
 import torch
 from baseline import prompt
-from draft_variants import dspark_dict, random_tensors, save_checkpoint
-from families import VOCAB, draft_config, make_draft, make_target
+from draft_variants import KNOWN, dspark_dict, own, reduced, save_drafter
+from families import VOCAB, draft_config, make_draft
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dflash
-from dflash import DraftConfig, Drafter
+from dflash import Drafter
 
 NEW = 10
-KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocabulary holds
 
 
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3", num_hidden_layers=4)
-
-
-def own_head(rows: int) -> torch.Tensor:
-    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(7)) / 8
-
-
-def saved(folder, config: dict, tensors: dict) -> Drafter:
-    plain = {key: value for key, value in config.items() if key != "draft_vocab_size"}
-    return dflash.load_draft(save_checkpoint(folder, config, random_tensors(DraftConfig.from_config(plain)) | tensors))
+def saved(folder, config: dict, tensors: dict | None = None) -> Drafter:
+    return dflash.load_draft(save_drafter(folder, config, tensors))
 
 
 def scaled(target, folder) -> Drafter:
-    return saved(folder, draft_config(target) | {"attention_value_scale": 0.7}, {})
+    return saved(folder, draft_config(target) | {"attention_value_scale": 0.7})
 
 
 def dspark(target, folder) -> Drafter:
     """Return a DSpark drafter whose head knows a part of the vocabulary."""
     config = dspark_dict(vocab_size=VOCAB, num_target_layers=4, mask_token_id=1, target_layer_ids=[1, 3])
-    reduced = {"lm_head.weight": own_head(len(KNOWN)), "d2t": KNOWN - torch.arange(len(KNOWN))}
-    reduced["markov_head.markov_w2.weight"] = own_head(len(KNOWN))[:, :8].contiguous()
-    return saved(folder, config | {"draft_vocab_size": len(KNOWN)}, reduced)
+    return saved(folder, config | {"draft_vocab_size": len(KNOWN)}, reduced())
 
 
 DRAFTERS = {
@@ -48,7 +35,7 @@ DRAFTERS = {
     "DSpark": dspark,
     "DFlash 2": lambda target, folder: make_draft(target, "DFlash2"),
     "made in inference mode": lambda target, folder: torch.inference_mode()(make_draft)(target),
-    "own head": lambda target, folder: saved(folder, draft_config(target), {"lm_head.weight": own_head(VOCAB)}),
+    "own head": lambda target, folder: saved(folder, draft_config(target), {"lm_head.weight": own(VOCAB, 64) / 8}),
     "shared head": lambda target, folder: saved(
         folder, draft_config(target), {"lm_head.weight": target.lm_head.weight.detach().clone()}
     ),

@@ -8,6 +8,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for the models that other tes
 import pytest
 import safetensors.torch
 import torch
+from draft_variants import KNOWN, OFFSETS
 from families import VOCAB
 from transformers import Qwen3Config
 
@@ -24,7 +25,6 @@ from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfi
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig  # noqa: E402
 from speculators.proposals.greedy import GreedyTokenProposalConfig  # noqa: E402
 
-KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])
 BLOCK, LENGTH, ANCHOR = 6, 24, 11
 PARTS = ("embed_tokens.weight", "lm_head.weight")
 TYPES = {
@@ -67,7 +67,7 @@ def make(target, kind: str = "dflash", *, reduced: bool = False, **changes) -> D
             model.lm_head.weight.copy_(target.lm_head.weight)
     if reduced:
         known = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, KNOWN, True)
-        model.load_vocab_mappings(known, KNOWN - torch.arange(len(KNOWN)))
+        model.load_vocab_mappings(known, OFFSETS)
     return model
 
 
