@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 import re
 import runpy
 import shutil
@@ -69,51 +68,57 @@ def test_a_device_that_is_not_there_is_named(bench, monkeypatch, capfd):
     assert "sees no GPU" in capfd.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Path:
+    """Write a tiny pair of the first generation, whatever the package's is: no other grows trees."""
+    folder = save_pair(tmp_path_factory.mktemp("pair"))
+    (folder / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n')
+    return folder
+
+
+DRAFTING = "bench_auto.py --model {pair}/target --draft {pair}/draft --limit 2 --new 6"
+SAME = r"( +\S+){3} +2$"  # every answer is that of one token per step
+# Commands, the lines before their rows, and the rows.
+TABLES = [
+    ("bench_step_cpu.py --hidden 64 --repeats 1 --new 2 --without compiled", 2, [" float32 ", " bfloat16 "]),
+    ("bench_rows.py --model {pair}/target --rows 1 3 --new 3 --prompt 8 --repeats 1", 2, ["^ +1 ", "^ +3 "]),
+    ("bench_rows.py --model {pair}/target --rows 3 --new 3 --prompt 8 --repeats 1 --weights int8", 2, ["^ +3 "]),
+    (f"{DRAFTING} --rows 2", 2, [
+        "^one token +1.00 +1.00 +1.0 +2$", f"drafter, whole blocks{SAME}", f"drafter, auto{SAME}",
+        f"useless, whole blocks{SAME}", f"useless, auto{SAME}",
+    ]),
+    (f"{DRAFTING} --tree --draft random", 2, [
+        "^one token", f"trees of 16{SAME}", f"tree auto{SAME}", f"trees of 16{SAME}", f"tree auto{SAME}",
+    ]),
+    ("bench_prefix.py --model {pair}/target --shared 40 --users 2 --conversations 3 --turns 2 --chunk 8 --repeats 1", 1,
+     [
+        "80 of 120 tokens run$", "^turn 1 of 3 conversations, 20 tokens: 0% cached$", "110 tokens: 24% cached$",
+    ]),
+    ("bench_trees.py --pair {pair} --prompts 1 --new 12 --rows 4 auto --noise 0.4 --chain-steps 99", 2, [
+        "^chain .* 1/1 +16", "^tree 4 .* 1/1 +4", "^tree auto .* 1/1 ",
+    ]),
+    ("bench_width.py --prompts 1 --new 12 --widths 4 16 auto", 2, [
+        "^width 4 .* 1/1 +4", "^width 16 .* 1/1 +16", "^width auto .* 1/1 ",
+    ]),
+    ("bench_verify.py --prompts 2 --new 12", 0, [
+        "2 prompts, 2 verified exactly$", "^tokens +12", "^drafted", "^one token per step", "^verify", "^passes",
+    ]),
+    ("bench_first_token.py --prompts 5 40 --dtypes float32 --hidden 64 --repeats 1", 2, [" 5 ", " 40 "]),
+    ("bench_draft_window.py --contexts 40 80 --windows 0 16 --hidden 64 --repeats 1", 2, ["^ *none ", "^ *16 "]),
+]  # fmt: skip
+
+
 @pytest.mark.usefixtures("reference_package")
-def test_steps_on_cpu_are_timed_beside_the_reference_package(bench):
-    lines = bench("bench_step_cpu.py", "--hidden", 64, "--repeats", 1, "--new", 2, "--without", "compiled")
-    rows = [line.split() for line in lines[2:]]
-    assert [row[2] for row in rows] == ["float32", "bfloat16"]
-    assert [row[10:12] for row in rows] == [["-", "-"]] * 2
-    for row in rows:
-        size, floor, ours, share, reference, token = (float(row[column]) for column in (3, 4, 5, 6, 8, 12))
-        assert size > 0
-        assert floor > 0
-        # The time of a step is the difference of two runs, which next to other work may be below zero.
-        assert all(math.isfinite(value) for value in (ours, share, reference, token))
+@pytest.mark.parametrize(("command", "head", "rows"), TABLES, ids=[command.split()[0] for command, *_ in TABLES])
+def test_a_bench_prints_a_row_for_all_that_it_compares(bench, pair, command, head, rows):
+    lines = bench(*command.format(pair=pair).split())[head:]
+    for line, row in zip(lines, rows, strict=True):
+        assert re.search(row, line), line
 
 
-@pytest.mark.parametrize("weights", [[], ["--weights", "int8"]])
-def test_steps_of_more_rows_are_timed_next_to_one_row(bench, tmp_path, weights):
-    target, out = save_pair(tmp_path) / "target", tmp_path / "rows.json"
-    sizes = ["--rows", 1, 3, "--new", 3, "--prompt", 8, "--repeats", 1, "--json", out]
-    lines = bench("bench_rows.py", "--model", target, *sizes, *weights)
-    assert [line.split()[0] for line in lines[2:]] == ["1", "3"]
-    report = json.loads(out.read_text())
-    assert report["weights"] == (weights[1] if weights else None)
-    assert report["weight_mb"] > 0
-    assert [row["rows"] for row in report["rows"]] == [1, 3]
-    assert all(math.isfinite(row[name]) for row in report["rows"] for name in ("ms", "of_one", "share"))
-    assert all(row["head"] + row["choice"] > 0 for row in report["rows"])
-
-
-@pytest.mark.parametrize("options", [["--rows", 1], ["--rows", 2], ["--tree", "--draft", "random"]])
-def test_drafting_is_timed_next_to_one_token_per_step(bench, tmp_path, options):
-    pair = save_pair(tmp_path)
-    models = ["--model", pair / "target", "--draft", pair / "draft"]
-    _, _, *lines = bench("bench_auto.py", *models, "--limit", 2, "--new", 6, *options)
-    found = {line[:24].strip(): line[24:].split() for line in lines}
-    drafts = ("trees of 16", "tree auto") if "--tree" in options else ("whole blocks", "auto")
-    ways = [f"{drafter}, {way}" for drafter in ("drafter", "useless") for way in drafts]
-    assert list(found) == ["one token", *ways]
-    assert {row[3] for row in found.values()} == {"2"}, "every answer is that of one token per step"
-    assert found["one token"][:3] == ["1.00", "1.00", "1.0"]
-
-
-@pytest.mark.parametrize("weights", [[], ["--weights", "int8"]])
-def test_the_parts_of_a_step_and_the_rest_make_up_the_step(bench, tmp_path, weights):
-    sizes = ["--rows", 1, 3, "--new", 3, "--prompt", 8, "--repeats", 1]
-    lines = bench("bench_step_parts.py", "--model", save_pair(tmp_path) / "target", *sizes, *weights)
+def test_the_parts_of_a_step_and_the_rest_make_up_the_step(bench, pair):
+    sizes = ["--rows", 1, 3, "--new", 3, "--prompt", 8, "--repeats", 1, "--weights", "int8"]
+    lines = bench("bench_step_parts.py", "--model", pair / "target", *sizes)
     assert lines[1].split() == ["rows", "1", "3"]
     rows = [[float(ms) for ms in line[24:].split()] for line in lines[2:]]
     assert len(rows) == 16
@@ -123,39 +128,6 @@ def test_the_parts_of_a_step_and_the_rest_make_up_the_step(bench, tmp_path, weig
             assert sum(part[column] for part in parts) == pytest.approx(step, abs=0.06)
 
 
-def test_cached_prompts_are_measured(bench, tmp_path):
-    sizes = ["--shared", 40, "--users", 2, "--conversations", 3, "--turns", 2, "--chunk", 8, "--repeats", 1]
-    _, users, *turns = bench("bench_prefix.py", "--model", save_pair(tmp_path) / "target", *sizes)
-    assert users.endswith("80 of 120 tokens run")
-    assert turns == [
-        "turn 1 of 3 conversations, 20 tokens: 0% cached",
-        "turn 2 of 3 conversations, 110 tokens: 24% cached",
-    ]
-
-
-def test_trees_are_measured_next_to_the_chain(bench, tmp_path):
-    pair = save_pair(tmp_path)  # of the first generation, whatever the package's is: no other grows trees
-    (pair / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n')
-    arguments = ["--pair", pair, "--prompts", 1, "--new", 12, "--rows", 4, "auto", "--noise", 0.4, "--chain-steps", 99]
-    lines = bench("bench_trees.py", *arguments)
-    rows = {line[:10].strip(): line[10:].split() for line in lines[2:]}
-    assert list(rows) == ["chain", "tree 4", "tree auto"]
-    assert {row[-2] for row in rows.values()} == {"1/1"}
-    assert [float(rows[name][-1]) for name in ("chain", "tree 4")] == [16, 4]
-    assert all(float(row[1]) >= 1 for row in rows.values())
-
-
-def test_widths_are_measured_next_to_auto(bench):
-    arguments = ["--prompts", 1, "--new", 12, "--widths", 4, 16, "auto"]
-    rows = {line[:10].strip(): line[10:].split() for line in bench("bench_width.py", *arguments)[2:]}
-    assert list(rows) == ["width 4", "width 16", "width auto"]
-    fixed = [rows["width 4"], rows["width 16"]]
-    promised = [float(row.pop()) for row in fixed]  # of the widest, what it did
-    assert promised[0] <= promised[1] == float(rows["width 16"][1])
-    assert {row[-2] for row in rows.values()} == {"1/1"}
-    assert [float(row[-1]) for row in fixed] == [4, 16]
-
-
 def test_grammars_are_measured_with_and_without_masked_drafts(bench):
     lines = bench("bench_grammar.py", "--prompts", 1, "--rounds", 0, 4)
     rows = {" ".join(line.split()[:-2]): [float(value) for value in line.split()[-2:]] for line in lines}
@@ -163,25 +135,6 @@ def test_grammars_are_measured_with_and_without_masked_drafts(bench):
     assert len(rows) == 7
     assert all(1 <= plain <= 16 and 1 <= masked <= 16 for plain, masked in rows.values())
     assert rows["record: other keys"][0] < rows["record: other keys"][1]
-
-
-def test_verification_is_timed_next_to_generation(bench):
-    lines = bench("bench_verify.py", "--prompts", 2, "--new", 12)
-    assert lines[0].endswith("2 prompts, 2 verified exactly")
-    rows = {line[:20].strip(): float(line[20:].split()[0]) for line in lines[1:]}
-    assert list(rows) == ["tokens", "drafted", "one token per step", "verify", "passes"]
-    assert rows["tokens"] == 12
-    assert rows["verify"] > rows["passes"] > 0
-
-
-@pytest.mark.parametrize(("arguments", "column", "rows", "values"), [
-    (["bench_first_token.py", "--prompts", 5, 40, "--dtypes", "float32"], 3, ["5", "40"], 4),
-    (["bench_draft_window.py", "--contexts", 40, 80, "--windows", 0, 16], 0, ["none", "16"], 1),
-])  # fmt: skip
-def test_prompts_and_windows_are_timed(bench, arguments, column, rows, values):
-    lines = bench(*arguments, "--hidden", 64, "--repeats", 1)[2:]
-    assert [line.split()[column] for line in lines] == rows
-    assert all(float(value) > 0 for line in lines for value in line.removesuffix("x").split()[values:])
 
 
 RELEASE = Path(dflash.__file__).parents[1]
