@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dflash import ops
-from dflash.cache import KVCache, RecurrentCache
+from dflash.cache import KVCache
 
 pytestmark = pytest.mark.op
 
@@ -110,9 +110,3 @@ def test_a_cache_commits_a_path_of_every_layer():
     ):
         cache.commit_(length, num_context, given)
         assert all(torch.equal(*pair) for pair in zip(cache.buffers, wanted, strict=True))
-
-
-def test_a_cache_with_states_takes_chains_only():
-    cache = RecurrentCache(1, 40, 4, device="cpu")
-    with pytest.raises(ValueError, match="recurrent states follow chains only"):
-        cache.commit_(torch.tensor([9]), torch.tensor([3]), torch.tensor([[0, 2, 7, 3]]))

@@ -42,14 +42,6 @@ def test_every_family_is_tested_or_refused():
     assert refused == {"phimoe (windowed)"}  # which has a test of its refusal
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_greedy_equals_generate_for_each_prompt_length(target, draft, length):
-    p = prompt(length, seed=1)
-    for block_size in BLOCK_SIZES:
-        output = dflash.generate(target, draft, p[None], max_new_tokens=NEW, block_size=block_size)
-        check_answers(output, length, [greedy(target, p, NEW)])
-
-
 @pytest.mark.parametrize("variant", VARIANTS | DFLASH2_VARIANTS)
 def test_no_drafter_changes_the_text(variant):
     target = make_target("qwen3")

@@ -9,11 +9,9 @@ import pytest
 import torch
 from baseline import sampled
 from examples import some
-from families import make_draft
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
-from dflash.sampling import fold
 
 NEW = 120
 
@@ -59,52 +57,7 @@ def test_text_and_acceptance(pair_dir, prompts, temperature, sharpness, floor):
     assert acceptance > floor
 
 
-def test_a_ragged_batch_writes_what_single_rows_write(pair_dir, prompts):
-    target, draft = load(pair_dir, torch.float32)
-    rows = prompts[:6]
-    longest = max(map(len, rows))
-    ids = torch.stack([torch.cat([p.new_zeros(longest - len(p)), p]) for p in rows])
-    mask = torch.stack([torch.arange(longest) >= longest - len(p) for p in rows])
-    for temperature in (0.0, 1.0):
-        batch = dflash.generate(
-            target, draft, ids, attention_mask=mask, max_new_tokens=NEW, temperature=temperature, seed=3
-        )
-        for row, p in enumerate(rows):
-            alone = dflash.generate(
-                target, draft, p[None], max_new_tokens=NEW, temperature=temperature, seed=fold(3, row)
-            )
-            answer = alone[0, len(p) :]
-            assert batch[row, longest : longest + len(answer)].tolist() == answer.tolist()
-            assert batch[row, longest + len(answer) :].eq(0).all()
-
-
 class TestBfloat16:
-    @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    def test_equal_to_the_one_token_mode_for_five_drafters(self, pair_dir, prompts, temperature):
-        target, draft = load(pair_dir, torch.bfloat16)
-
-        def spoilt(scale: float, seed: int):
-            other = dflash.load_draft(pair_dir / "draft", dtype=torch.bfloat16)
-            generator = torch.Generator().manual_seed(seed)
-            with torch.no_grad():
-                for parameter in other.parameters():
-                    noise = torch.randn(parameter.shape, generator=generator)
-                    parameter.add_((scale * parameter.float().std().nan_to_num(0.1) * noise).to(parameter.dtype))
-            return other
-
-        drafters = [draft, spoilt(0.1, 1), spoilt(0.2, 2), spoilt(0.4, 3), make_draft(target)]
-        arguments = {"temperature": temperature, "seed": 5}
-        one = dflash.Generator(target, None, max_length=512, block_size=16)
-        expected, length = run(one, prompts[:6], **arguments)
-        assert length == 1
-        reached = []
-        for drafter in drafters:
-            answers, length = run(dflash.Generator(target, drafter, max_length=512), prompts[:6], **arguments)
-            reached.append(length)
-            assert [answer.tolist() for answer in answers] == [answer.tolist() for answer in expected]
-        assert max(reached) > 6
-        assert min(reached) < 2
-
     @pytest.mark.long
     def test_a_difference_from_generate_is_a_near_tie(self, pair_dir, prompts, record_property):
         """One row and sixteen rows sum in different orders. Texts may differ only where the best logits nearly tie."""

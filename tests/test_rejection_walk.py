@@ -4,14 +4,13 @@ import math
 
 import pytest
 import torch
-from test_rejection import DRAWS, VOCAB, case, distance, emit, exact
+from test_rejection import DRAWS, SETTINGS, VOCAB, case, distance, emit, exact
 
 from dflash import ops
 from dflash.sampling import Sampling
 from dflash.sampling import acceptance as rejection
 
 COUNT, FEWER = 2, DRAWS // 4
-SETTINGS = [{}, {"temperature": 0.6, "top_k": 3}, {"temperature": 1.4, "top_p": 0.85, "min_p": 0.02}]
 
 
 def selector(seed):

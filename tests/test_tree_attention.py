@@ -86,20 +86,17 @@ LENGTHS = [0, 1, 47, 50, 63, 64, 65, 130, 191, 240, 255, 256, 257, 500, 511]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "mode"),
-    [*((17, mode) for mode in MODES), (2, "all"), (64, "narrow window"), (128, "all"), (128, "causal")],
+    ("rows", "mode", "heads"),
+    [
+        *((17, mode, (6, 2, 64, 48)) for mode in MODES),
+        *((rows, mode, (6, 2, 64, 48)) for rows, mode in ((2, "all"), (64, "narrow window"), (128, "causal"))),
+        *((33, "all", heads) for heads in ((3, 1, 20, 12), (2, 2, 7, 3), (80, 1, 8, 8), (1, 1, 128, 128))),
+    ],
 )
-def test_a_row_has_the_bits_of_its_chain(rows, mode, dtype):
-    lengths = LENGTHS if rows == 17 else [0, 50, 200]
-    case, tree = draw((6, 2, 64, 48), lengths, rows, dtype, seed=rows), random_shapes(rows, len(lengths), seed=rows)
-    assert_rows_are_their_chains(ops.block_attention, case, tree, options(mode, 6))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(3, 1, 20, 12), (2, 2, 7, 3), (80, 1, 8, 8), (1, 1, 128, 128)])
-def test_bits_with_any_heads(heads, dtype):
-    case, tree = draw(heads, [3, 62, 300], 33, dtype), random_shapes(33, 3)
-    assert_rows_are_their_chains(ops.block_attention, case, tree, options("all", heads[0]))
+def test_a_row_has_the_bits_of_its_chain(rows, mode, heads, dtype):
+    lengths = LENGTHS if rows == 17 else [3, 62, 300]
+    case, tree = draw(heads, lengths, rows, dtype, seed=rows), random_shapes(rows, len(lengths), seed=rows)
+    assert_rows_are_their_chains(ops.block_attention, case, tree, options(mode, heads[0]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ from trees import longest_paths, random_shapes
 
 from dflash import decoder, ops
 from dflash.state import Tree
-from dflash.targets import Target, UnsupportedTargetError
+from dflash.targets import Target
 
 TAPS = (0, 2, 3)
 LENGTHS = [57, 40]  # the first tree crosses the end of a tile of attention
@@ -121,10 +121,3 @@ def test_rows_among_experts_in_torch_have_the_logits_of_their_chains():
 def test_a_wide_tree_has_the_bits_of_its_chains():
     assert_rows_are_their_chains(Target(make_target("qwen3"), TAPS), 70)
     assert_rows_are_their_chains(Target(make_target("qwen3"), TAPS), 128)
-
-
-def test_a_tree_for_recurrent_layers_is_refused():
-    target, (tree, ids) = Target(make_target("qwen3_5")), tree_and_ids(4)
-    cache = target.new_cache(2, 20, 4)
-    with pytest.raises(UnsupportedTargetError, match=r"a tree needs a target without recurrent layers"):
-        target.forward(ids, torch.zeros(2, dtype=torch.int64), cache, tree=tree)
