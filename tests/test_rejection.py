@@ -195,13 +195,12 @@ def test_streams_are_independent():
 
 
 class TestGenerate:
-    def test_the_tokens_of_the_generator_follow_the_target(self):
+    @pytest.mark.parametrize("variant", ["Qwen3-4B", "DFlash2"])
+    def test_the_tokens_of_the_generator_follow_the_target(self, variant):
         """The two tokens after the first new one are compared with one-token probabilities of the same target."""
         target = make_target("qwen3", vocab_size=8, num_hidden_layers=2)
-        draft = make_draft(target)
-        rows, rounds = 500, 16
-        p = prompt(4, vocab=8)
-        generator = dflash.Generator(target, draft, max_length=16, batch_size=rows, block_size=4)
+        rows, rounds, p = 500, 16, prompt(4, vocab=8)
+        generator = dflash.Generator(target, make_draft(target, variant), max_length=16, batch_size=rows, block_size=4)
         tokens, lengths = [], set()
         for index in range(rounds):
             seeds = [fold(index, row) for row in range(rows)]
