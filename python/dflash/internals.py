@@ -52,11 +52,11 @@ from .receipts.verification import Verifier
 from .sampling import Sampling
 from .sampling import fold
 from .session import Session
+from .settings import MAX_STOP_STRINGS
 from .settings import SETTINGS
 from .settings import GenerateArguments
 from .settings import checked
 from .settings import resolve
 from .state import RUNNING
 from .streaming import TextDecoder
-from .streaming import Tokenizer
 from .streaming import open_suffix

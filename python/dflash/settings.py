@@ -24,7 +24,7 @@ MAX_LOGPROBS = 20
 # What one call's rules may cost in memory and time, since strangers send them to servers and in files. Sequences of ids
 # are counted as rows of the longest; those of one id do not count. Every step looks for the stop strings.
 _MAX_NGRAM, _MAX_SEQUENCES = 2**8, 2**16
-_MAX_STRINGS, _MAX_CHARACTERS = 2**6, 2**10
+MAX_STOP_STRINGS, _MAX_CHARACTERS = 2**7, 2**12
 
 TreeSize = int | Literal["auto"] | None
 """Rows of a draft tree; "auto" to choose them as a call proceeds; None for chains."""
@@ -239,8 +239,8 @@ def _strings(name: str, value: object, _: int) -> tuple[str, ...]:
         if not isinstance(text, str) or not text:
             raise ValueError(f"{name} must be strings that are not empty, got {text!r}")
         string(name, text)
-    if len(strings) > _MAX_STRINGS or sum(map(len, strings)) > _MAX_CHARACTERS:
-        wanted = f"be at most {_MAX_STRINGS} strings with {_MAX_CHARACTERS} characters together"
+    if len(strings) > MAX_STOP_STRINGS or sum(map(len, strings)) > _MAX_CHARACTERS:
+        wanted = f"be at most {MAX_STOP_STRINGS} strings with {_MAX_CHARACTERS} characters together"
         raise ValueError(f"{name} must {wanted}, got {len(strings)} with {sum(map(len, strings))}")
     return strings
 
@@ -325,7 +325,7 @@ class GenerateArguments(TypedDict, total=False):
         stop_token_ids: ids that end a row, emitted as its last token; an empty list for none.
         stop_strings: strings that end a row with the token that completes one of them, wherever in a block it stands,
             as one-token decoding would. They are looked for in what prompt and answer decode to, special tokens too,
-            and need ``tokenizer``; at most 64, with 1,024 characters together.
+            and need ``tokenizer``; at most 128, with 4,096 characters together.
         repetition_penalty: positive. Divides the positive logits, and multiplies the negative ones, of tokens in the
             prompt or the answer so far (1).
         presence_penalty, frequency_penalty: -1e30 .. 1e30. A token drawn ``c`` times in the answer so far loses

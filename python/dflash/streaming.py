@@ -63,13 +63,13 @@ class StopFinder(Protocol):
 
 def open_suffix(text: str, patterns: Sequence[str]) -> int:
     """Return the length of the longest suffix of ``text`` that begins a pattern without completing it."""
-    longest = 0
+    first = len(text)
     for pattern in patterns:
-        for length in range(min(len(pattern) - 1, len(text)), longest, -1):
-            if text.endswith(pattern[:length]):
-                longest = length
-                break
-    return longest
+        start = text.find(pattern[:1], max(0, len(text) - len(pattern) + 1), first)
+        while start >= 0 and not pattern.startswith(text[start:]):
+            start = text.find(pattern[:1], start + 1, first)
+        first = start if start >= 0 else first
+    return len(text) - first
 
 
 def byte_ids(tokenizer: Tokenizer) -> set[int | None]:

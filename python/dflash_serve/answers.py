@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dflash import TokenLogprobs
-from dflash.internals import TextDecoder, Tokenizer, open_suffix
+from dflash.internals import TextDecoder, open_suffix
 
 from .forms import ReasoningForm
 
@@ -274,7 +274,7 @@ class MarkedTokenizer:
 
 
 class _Starts:
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
         self._decoder, self._length = TextDecoder(tokenizer, (), skip_special_tokens), 0
 
     def push(self, token: int) -> int:
@@ -293,7 +293,7 @@ class AnswerTokens:
     ``before`` counts the characters of the text before the answer, for ``echo``.
     """
 
-    def __init__(self, pieces: Pieces, tokenizer: Tokenizer, before: int = 0) -> None:
+    def __init__(self, pieces: Pieces, tokenizer: Any, before: int = 0) -> None:
         self._pieces, self._before = pieces, before
         self._starts = _Starts(tokenizer, skip_special_tokens=True)
         self._held: list[ShownToken] = []

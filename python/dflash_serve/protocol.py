@@ -15,7 +15,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dflash.internals import SETTINGS, GenerateArguments
+from dflash.internals import MAX_STOP_STRINGS, SETTINGS, GenerateArguments
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -104,7 +104,7 @@ def _number(value: object) -> object:
 Number = _Number(_number)
 Limit = Annotated[int, Field(ge=-1), AfterValidator(_limit), Number]
 Text = Annotated[str, Field(min_length=1)]
-Stops = Annotated[list[Text], Field(max_length=128), BeforeValidator(_stops, Text | list[Text])]
+Stops = Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_stops, Text | list[Text])]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 # OpenAI's range; numbers near the largest would make logits infinite

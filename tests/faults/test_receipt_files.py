@@ -100,7 +100,7 @@ HOSTILE = [
     ("settings.max_new_tokens", 2**62, "max_new_tokens must be at most"),
     ("settings.no_repeat_ngram_size", 10**9, "no_repeat_ngram_size must be at most 256"),
     ("settings.stop_token_ids", [[1]], "stop_token_ids must hold token ids"),
-    ("settings.stop_strings", ["a"] * 65, "be at most 64 strings with 1024 characters together, got 65"),
+    ("settings.stop_strings", ["a"] * 129, "be at most 128 strings with 4096 characters together, got 129"),
     ("settings.stop_strings", [""], "stop_strings must be strings that are not empty"),
     ("settings.grammar", None, "grammar must not be null"),
     ("settings.grammar", {"kind": "regex"}, "grammar: it must have text"),

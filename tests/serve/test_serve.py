@@ -133,6 +133,14 @@ def test_an_answer_ends_before_a_stop_string(service, stop, stream):
     assert reason == "stop"
 
 
+def test_as_many_stop_strings_as_are_promised_are_looked_for(service):
+    whole = direct(prompt_ids(), max_new_tokens=300)[0]
+    stop = [*(f"this is not in answer {number:03}" for number in range(127)), " makes "]
+    assert answer(ask(service, CHAT, chat(stop=stop))) == [whole[: whole.index(" makes ")]]
+    refused = error(ask(service, CHAT, chat(stop=[*stop, "one more"])))
+    assert (refused["param"], "at most 128 items" in refused["message"]) == ("stop", True)
+
+
 # ---------------------------------------------------------------------------------------------- streams
 
 
@@ -219,7 +227,7 @@ BAD = {
         "messages",
         "context is 512 tokens: the prompt",
     ),
-    "stop": ({"stop": ["a"] * 129}, "stop", "at most 128"),
+    "characters of stops": ({"stop": ["a" * 4097]}, "stop", "at most 128 strings with 4096 characters together"),
     "not whole": ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
     "empty stop": ({"stop": ""}, "stop", "at least 1 character"),
     "seed": ({"seed": 2**63}, "seed", "less than"),
