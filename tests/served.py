@@ -21,8 +21,9 @@ import torch
 import dflash
 from dflash_serve.app import Server, build_app
 from dflash_serve.port import bind
+from dflash_serve.receipts import ReceiptFolder
 from dflash_serve.scheduler import Scheduler
-from dflash_serve.service import ReceiptFolder, Service
+from dflash_serve.service import Service
 
 SUM = "add 48213 and 90377"
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}

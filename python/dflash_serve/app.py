@@ -28,11 +28,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash.internals import terminal
 
-from . import ollama, protocol
-from .formats import ChatFormat, Format, TextFormat
-from .messages import CountRequest, MessagesFormat, MessagesRequest, error_body
-from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, bad_request
-from .responses import Conversations, ResponsesFormat, ResponsesRequest
+from . import ollama, requests
+from .anthropic import CountRequest, MessagesFormat, MessagesRequest, error_body
+from .openai import ChatFormat, Format, TextFormat
+from .openai_responses import Conversations, ResponsesFormat, ResponsesRequest
+from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, bad_request
 from .service import Completion, Service, refusal_of
 
 _CLIENT_GONE = 499  # as nginx logs it; nobody reads it
@@ -479,7 +479,7 @@ async def ollama_version() -> dict[str, str]:
 
 
 @router.post("/tokenize")
-async def tokenize(body: protocol.TokenizeRequest, service: Served) -> dict[str, Any]:
+async def tokenize(body: requests.TokenizeRequest, service: Served) -> dict[str, Any]:
     """Return the tokens of a text or of a conversation."""
     ids = await to_thread.run_sync(service.tokenize, body)
     words = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
@@ -488,7 +488,7 @@ async def tokenize(body: protocol.TokenizeRequest, service: Served) -> dict[str,
 
 
 @router.post("/detokenize")
-async def detokenize(body: protocol.DetokenizeRequest, service: Served) -> dict[str, str]:
+async def detokenize(body: requests.DetokenizeRequest, service: Served) -> dict[str, str]:
     """Return the text of tokens."""
     return {"prompt": await to_thread.run_sync(service.detokenize, body)}
 

@@ -121,8 +121,9 @@ def serve(
     if models.block_size is None and drafts:
         models = dataclasses.replace(models, block_size="auto")
     from .pictures import PictureReader
+    from .receipts import ReceiptFolder
     from .scheduler import Scheduler
-    from .service import ReceiptFolder, Service
+    from .service import Service
 
     free, each = free_memory(model.device), rows * bytes_per_token(model, drafter)
     chunk = prefill_chunk or (64 if model.device.type == "cpu" else 128)
@@ -157,7 +158,8 @@ def serve(
 
 
 def _check_forms(tool_form: str | None, reasoning_form: str | None) -> None:
-    from .forms import REASONING_FORMS, TOOL_FORMS
+    from .reasoning import REASONING_FORMS
+    from .tool_calls import TOOL_FORMS
 
     given = {
         "--tool-form": (tool_form, [*TOOL_FORMS]),

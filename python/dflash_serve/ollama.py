@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from . import protocol
-from .answers import Block, Blocks, ShownToken, arguments_of
-from .formats import Format, chat_logprobs
-from .protocol import ApiError, ChatRequest, CompletionRequest, Fields, Number, Sampling, Stops, Top, not_applied
+from . import requests
+from .answer_text import Block, Blocks, arguments_of
+from .answer_tokens import ShownToken
+from .openai import Format, chat_logprobs
+from .requests import ApiError, ChatRequest, CompletionRequest, Fields, Number, Sampling, Stops, Top, not_applied
 from .service import Completion, Service
 
 VERSION = "0.12.11"  # of Ollama: the first with all that is here; some clients ask for a newer one than ours
@@ -73,7 +74,7 @@ class _Request(Fields):
         return ChatRequest.model_validate({**self._fields(), **thinks, **logprobs, "messages": messages, **more})
 
 
-class OllamaCall(protocol.ToolCall):
+class OllamaCall(requests.ToolCall):
     """A call as it was answered; its id may be missing."""
 
     id: str = ""
@@ -92,8 +93,8 @@ class OllamaChat(_Request):
     """A request of ``/api/chat``. One without messages asks for the model to be loaded. ``tool_choice`` is ours."""
 
     messages: list[OllamaMessage] | None = None
-    tools: Annotated[list[protocol.Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | protocol.NamedChoice | None = None
+    tools: Annotated[list[requests.Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | requests.NamedChoice | None = None
 
     def chat(self) -> ChatRequest:
         """Return the same as a chat request.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash.internals import terminal
 
-from .protocol import ImagePart, Message, bad_request
+from .requests import ImagePart, Message, bad_request
 
 MAX_PICTURES, MAX_BYTES, MAX_PIXELS = 16, 16 * 2**20, 2**25
 """Of one request; bytes are those of a picture's file, pixels those of all together."""

@@ -15,11 +15,12 @@ from torch import Tensor
 from dflash import Grammar
 from dflash.internals import check_template, check_text, render_chat, terminal, text_ids, written_calls
 
-from . import protocol
-from .answers import MarkedTokenizer
-from .forms import QUOTES, TOOL_FORMS, CallText, ReasoningForm, Rules, ToolForm, find_reasoning_form, find_tool_form
+from . import requests
+from .answer_tokens import MarkedTokenizer
 from .pictures import PictureReader
-from .protocol import bad_request, refusing
+from .reasoning import ReasoningForm, find_reasoning_form
+from .requests import bad_request, refusing
+from .tool_calls import QUOTES, TOOL_FORMS, CallText, Rules, ToolForm, find_tool_form
 
 _MAX_WARNING = 200  # characters; they are a header too
 
@@ -84,7 +85,7 @@ def _escaped(text: str) -> str:
     return re.escape(text).replace("/", "\\/").replace("\\ ", " ").replace("\\\n", "\\n")
 
 
-def read_tools(request: protocol.ChatRequest, form: ToolForm, warnings: list[str]) -> Tools | None:
+def read_tools(request: requests.ChatRequest, form: ToolForm, warnings: list[str]) -> Tools | None:
     """Return the tools of a request; None if none may be called. ``form`` is how the model writes calls.
 
     What a schema asks for and its grammar does not is added to ``warnings``.
@@ -93,7 +94,7 @@ def read_tools(request: protocol.ChatRequest, form: ToolForm, warnings: list[str
         ApiError: they contradict each other, or a schema cannot be followed.
     """
     functions, choice = [tool.function for tool in request.tools or ()], request.tool_choice
-    named = choice.function.name if isinstance(choice, protocol.NamedChoice) else None
+    named = choice.function.name if isinstance(choice, requests.NamedChoice) else None
     names = [function.name for function in functions]
     if not names and (named or choice == "required"):
         raise bad_request(f"tool_choice {named or choice!r} needs tools, and there are none", "tool_choice")
@@ -194,7 +195,7 @@ class PromptReader:
         return bool(written_calls(self.tokenizer))
 
     def read_chat(
-        self, request: protocol.ChatRequest, tools: Tools | None = None, warnings: list[str] | None = None
+        self, request: requests.ChatRequest, tools: Tools | None = None, warnings: list[str] | None = None
     ) -> EncodedPrompt:
         """Write a conversation by the chat template, which gets ``tools``.
 
@@ -212,7 +213,7 @@ class PromptReader:
                 raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
         arguments = _thinking(request, template, warnings) | arguments | {"tools": shown}
         messages, pictures = [*map(_message, request.messages)], None
-        if any(isinstance(part, protocol.ImagePart) for said in request.messages for part in said.content or ()):
+        if any(isinstance(part, requests.ImagePart) for said in request.messages for part in said.content or ()):
             ids, text, pictures = self._with_pictures(request, messages, arguments, tools)
         else:
             with refusing("messages"):
@@ -224,7 +225,7 @@ class PromptReader:
         return EncodedPrompt(ids, text, begun, pictures)
 
     def _with_pictures(
-        self, request: protocol.ChatRequest, messages: list[dict[str, Any]], arguments: dict[str, Any],
+        self, request: requests.ChatRequest, messages: list[dict[str, Any]], arguments: dict[str, Any],
         tools: Tools | None,
     ) -> tuple[list[int], str, Mapping[str, Tensor]]:  # fmt: skip
         """Return ids, text and pictures of a conversation, whose template writes placeholders for the processor.
@@ -286,7 +287,7 @@ class PromptReader:
             warnings.append("tools: the chat template does not show them, and takes no system message that could")
             return text
 
-    def read_completion(self, request: protocol.CompletionRequest) -> list[EncodedPrompt]:
+    def read_completion(self, request: requests.CompletionRequest) -> list[EncodedPrompt]:
         """Return the prompts; raises ApiError if one is empty or not Unicode."""
         given = request.prompt
         is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
@@ -303,7 +304,7 @@ class PromptReader:
         return EncodedPrompt(prompt, self.tokenizer.decode(prompt) if needs_text else "")
 
 
-def _message(message: protocol.Message) -> dict[str, Any]:
+def _message(message: requests.Message) -> dict[str, Any]:
     fields = {"content", "reasoning_content", "name", "tool_calls", "tool_call_id"}
     given = message.model_dump(include=fields, exclude_none=True)
     parts = given.get("content") or ()
@@ -332,7 +333,7 @@ def _call_as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
     return {**message, "content": [*(message.get("content") or []), {"type": "text", "text": text}]}
 
 
-def _thinking(request: protocol.ChatRequest, template: str, warnings: list[str]) -> dict[str, Any]:
+def _thinking(request: requests.ChatRequest, template: str, warnings: list[str]) -> dict[str, Any]:
     """Return the template's arguments for ``reasoning_effort`` and ``enable_thinking``; warn if it reads neither."""
     effort, thinks, found = request.reasoning_effort, request.enable_thinking, {}
     names = ("reasoning_effort", "enable_thinking", "thinking")  # as variables, not as fields of messages
@@ -362,7 +363,7 @@ _KINDS: dict[str, Callable[[Any], Grammar]] = {
 
 
 def answer_grammar(
-    request: protocol.GenerationRequest, prompt: EncodedPrompt, tools: Tools | None, warnings: list[str],
+    request: requests.GenerationRequest, prompt: EncodedPrompt, tools: Tools | None, warnings: list[str],
     form: ReasoningForm | None = None, specials: Mapping[str, int] | None = None,
 ) -> Grammar | None:  # fmt: skip
     """Return what an answer must match, its reasoning included; None if its text is free.
@@ -406,7 +407,7 @@ def answer_grammar(
         return Grammar.lark("\n".join(rules.lines))
 
 
-def _asked(request: protocol.GenerationRequest, warnings: list[str]) -> tuple[str, Grammar | None]:
+def _asked(request: requests.GenerationRequest, warnings: list[str]) -> tuple[str, Grammar | None]:
     given = [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in _KINDS]
     given += [("structured_outputs", kind, value) for kind, value in (request.structured_outputs or {}).items()]
     if (form := request.response_format) is not None and form.type != "text":

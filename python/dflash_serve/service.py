@@ -1,4 +1,4 @@
-"""Service behind the server's routes: how a request becomes choices, how these are answered, counters and receipts."""
+"""Service behind the server's routes: how a request becomes choices, how these are answered, and counters."""
 
 from __future__ import annotations
 
@@ -7,44 +7,39 @@ import contextlib
 import functools
 import hashlib
 import logging
-import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from anyio import to_thread
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel
-from torch import nn
 
-from dflash import Receipt, Statistics, StreamEvent, TokenLogprobs
+from dflash import Statistics, StreamEvent, TokenLogprobs
 from dflash.internals import (
     SETTINGS,
     Call,
     GenerateArguments,
-    RecordedAnswer,
     RecordedSettings,
     TextDecoder,
-    Verifier,
     check_text,
     fold,
-    lines_of,
-    picture_digests,
     targets,
     terminal,
 )
 
-from . import protocol
-from .answers import AnswerText, AnswerTokens, Block, Blocks, Delta, Pieces, ShownToken
-from .forms import CallText
+from . import requests
+from .answer_text import AnswerText, Block, Blocks, Delta
+from .answer_tokens import AnswerTokens, Pieces, ShownToken
 from .pictures import PictureReader
 from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools
-from .protocol import ApiError, ChatRequest, GenerationRequest, bad_request, refusing, take_unknown
+from .receipts import ReceiptFolder
+from .requests import ApiError, ChatRequest, GenerationRequest, bad_request, refusing, take_unknown
 from .scheduler import Item, QueueFullError, Scheduler, Ticket
+from .tool_calls import CallText
 
 _ENDS = "the server is about to end: try again later"
 _COMPLETION_TOKENS = 16  # OpenAI's default for text completions
@@ -52,7 +47,6 @@ _MAX_WARNINGS = 16  # they are a header too
 _MAX_NAMES, _MAX_NAME = 1000, 100  # unknown fields that are logged, once each, and characters of one
 _STRICT_STOPS = 4  # as in OpenAI's API
 _NAMES = {row.request: name for name, row in SETTINGS.items() if row.request}  # of arguments, by field
-_RECEIPT = re.compile(r"(chatcmpl|cmpl|msg|resp)-[0-9a-f]{24}")  # the id of a completion: no other path is opened
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _LOG = logging.getLogger(__name__)
 _STEP_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -349,47 +343,6 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class ReceiptFolder:
-    """Writes ``COMPLETION-INDEX.json`` for each answer to a folder that exists, and checks them. Deletes nothing.
-
-    Reads all weights when it is made.
-    """
-
-    def __init__(self, folder: Path, target: nn.Module, tokenizer: Any, scheduler: Scheduler) -> None:
-        self._folder, self._tokenizer, self._generator = folder, tokenizer, scheduler.generator
-        self._verifier = Verifier(target, tokenizer, prepared=self._generator.engine.target)
-        self.fingerprints = self._verifier.fingerprints
-
-    def write(self, completion: str, choice: Choice, index: int, reason: str) -> None:
-        """Write the receipt of an answer that has ended. If that fails, the log says so and the answer goes on."""
-        call, generator = choice.call, self._generator
-        recorded = RecordedAnswer(tuple(call.prompts[0].tolist()), tuple(choice.ids), *call.sampling.seeds(1), reason)
-        shapes = generator.block_size, generator.batch_size, generator.prefill_chunk
-        stated = RecordedSettings.of(call), self.fingerprints, *shapes, generator.weights
-        receipt = Receipt((recorded,), *stated, picture_digests(call.pictures))
-        try:
-            receipt.write(self._path(completion, index))
-        except OSError as error:
-            _LOG.error("the receipt of %s was not written: %s", completion, error)
-
-    def read(self, completion: str, index: int) -> Receipt:
-        """Return the receipt of an answer; raises ApiError if there is none, or its file was changed."""
-        path = self._path(completion, index)
-        if not _RECEIPT.fullmatch(completion) or not path.is_file():
-            message = f"there is no receipt of answer {index} of {completion!r}: only answers that have ended have one"
-            raise ApiError(404, message, code="no_receipt")
-        with refusing(None):
-            return Receipt.read(path)
-
-    def passes(self, receipt: Receipt) -> Generator[None, None, dict[str, Any]]:
-        """Check a receipt, one pass of the target at a time; return what was found as JSON, with ``lines`` in words."""
-        found = yield from self._verifier.passes(receipt)
-        return {**found.to_json(), "lines": lines_of(found, receipt.fingerprints.dtype, self._tokenizer)}
-
-    def _path(self, completion: str, index: int) -> Path:
-        return self._folder / f"{completion}-{index}.json"
-
-
 @dataclass
 class Service:
     """A target that is served, under the ``name`` that clients see.
@@ -470,7 +423,7 @@ class Service:
         tools = read_tools(request, self.reader.tool_form, warnings)
         return [self.reader.read_chat(request, tools, warnings)], tools
 
-    def tokenize(self, request: protocol.TokenizeRequest) -> list[int]:
+    def tokenize(self, request: requests.TokenizeRequest) -> list[int]:
         """Return the tokens of a text or a conversation; raises ApiError if it cannot be encoded."""
         self.name_of(request.model)
         self.check_fields(request)
@@ -481,7 +434,7 @@ class Service:
         fields = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
         return self.encode(ChatRequest.model_construct(**fields))
 
-    def detokenize(self, request: protocol.DetokenizeRequest) -> str:
+    def detokenize(self, request: requests.DetokenizeRequest) -> str:
         """Return the text of tokens; raises ApiError if there is no such token."""
         self.name_of(request.model)
         self.check_fields(request)

@@ -10,8 +10,8 @@ from tiny_tokenizers import byte_fallback, byte_level
 
 import dflash
 from dflash.outputs import TokenLogprobs
-from dflash_serve.answers import AnswerTokens, Pieces
-from dflash_serve.formats import completion_logprobs
+from dflash_serve.answer_tokens import AnswerTokens, Pieces
+from dflash_serve.openai import completion_logprobs
 
 BOUND = 1e-4  # float32, sums in another order; the values are as low as -30
 QUESTION = [{"role": "user", "content": SUM}]

@@ -20,8 +20,9 @@ from transformers import Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTok
 import dflash
 from dflash_serve import pictures as bounds
 from dflash_serve.pictures import PictureReader
+from dflash_serve.receipts import ReceiptFolder
 from dflash_serve.scheduler import Scheduler
-from dflash_serve.service import ReceiptFolder, Service
+from dflash_serve.service import Service
 
 TEMPLATE = (
     "{% for said in messages %}{% for part in said.content %}"

@@ -15,9 +15,10 @@ from llguidance.hf import from_tokenizer
 from served import SUM, ask, chat, direct, pair, prompt_ids, serve, serving
 
 import dflash
-from dflash_serve.forms import REASONING_FORMS, TOOL_FORMS, CallText
 from dflash_serve.prompts import EncodedPrompt, answer_grammar, read_tools
-from dflash_serve.protocol import ApiError, ChatRequest
+from dflash_serve.reasoning import REASONING_FORMS
+from dflash_serve.requests import ApiError, ChatRequest
+from dflash_serve.tool_calls import TOOL_FORMS, CallText
 
 CHAT = "/v1/chat/completions"
 RECORD = "ini to json:\n[item]\nname=oak\nsize=12\ncolor=amber\nport=8080"

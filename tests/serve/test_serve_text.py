@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_serve.answers import AnswerText
-from dflash_serve.forms import REASONING_FORMS
+from dflash_serve.answer_text import AnswerText
+from dflash_serve.reasoning import REASONING_FORMS
 
 THINK = REASONING_FORMS["think"]
 

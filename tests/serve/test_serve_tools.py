@@ -13,10 +13,11 @@ from llguidance.hf import from_tokenizer
 from served import ask, chat, chunks, pair, serving
 
 from dflash.loading import render_chat
-from dflash_serve.answers import AnswerText
-from dflash_serve.forms import REASONING_FORMS, TOOL_FORMS, CallText, ToolForm, find_reasoning_form, find_tool_form
+from dflash_serve.answer_text import AnswerText
 from dflash_serve.prompts import EncodedPrompt, PromptReader, answer_grammar, read_tools
-from dflash_serve.protocol import ChatRequest
+from dflash_serve.reasoning import REASONING_FORMS, find_reasoning_form
+from dflash_serve.requests import ChatRequest
+from dflash_serve.tool_calls import TOOL_FORMS, CallText, ToolForm, find_tool_form
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {

@@ -12,9 +12,9 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from .answers import Block, Blocks, arguments_of
-from .formats import Format, typed_event
-from .protocol import ApiError, ChatRequest, Fields, Limit, Name, Sampling, bad_request, not_applied
+from .answer_text import Block, Blocks, arguments_of
+from .openai import Format, typed_event
+from .requests import ApiError, ChatRequest, Fields, Limit, Name, Sampling, bad_request, not_applied
 from .service import Choice, Completion
 
 _MOST_KEPT = 1000  # responses that later requests can continue

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from .answers import Block, Blocks, arguments_of
-from .formats import Format, typed_event
-from .protocol import ApiError, ChatRequest, Fields, Number, Sampling, Text, not_applied, parts_of
+from .answer_text import Block, Blocks, arguments_of
+from .openai import Format, typed_event
+from .requests import ApiError, ChatRequest, Fields, Number, Sampling, Text, not_applied, parts_of
 from .service import Choice, Completion
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}

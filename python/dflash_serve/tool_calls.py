@@ -1,4 +1,4 @@
-"""How models write tool calls and reasoning: tables of forms, which form a chat template has, and a parser of calls."""
+"""How models write tool calls: a table of forms, which one a chat template has, a parser, and rules for grammars."""
 
 from __future__ import annotations
 
@@ -150,45 +150,6 @@ _OTHERS = TOOL_FORMS | {
 }
 
 
-class ReasoningForm(NamedTuple):
-    """What stands before and after reasoning; ``reply`` before content; ``hidden``: other marks that are not content.
-
-    ``next`` stands between reasoning and what follows it, which may be reasoning again.
-    """
-
-    open: str
-    close: str
-    reply: str = ""
-    next: str = ""
-    hidden: Sequence[str] = ()
-
-    @property
-    def marks(self) -> list[str]:
-        return [mark for mark in (self.open, self.close, self.reply, self.next, *self.hidden) if mark]
-
-
-_HARMONY = ("<|channel|>commentary<|message|>", "<|end|>", "<|return|>", "<|call|>")
-# A template has the first form whose last mark is in its source.
-REASONING_FORMS = {
-    "gpt-oss": ReasoningForm(
-        "<|channel|>analysis<|message|>", "<|end|>", "<|channel|>final<|message|>", "<|start|>assistant", _HARMONY),
-    "gemma4": ReasoningForm("<|channel>thought\n", "<channel|>"),
-    "kimi-k3": ReasoningForm(
-        _K3_TAG % "think", _K3_END % "think", _K3_TAG % "response", "",
-        [_K3_END % "response", _K3_END % "message", "<|end_of_msg|>"]),
-    "command-r": ReasoningForm(
-        "<|START_THINKING|>", "<|END_THINKING|>", hidden=["<|START_RESPONSE|>", "<|END_RESPONSE|>"]),
-    "mistral": ReasoningForm("[THINK]", "[/THINK]"),
-    "seed": ReasoningForm("<seed:think>", "</seed:think>"),
-    "hunyuan": ReasoningForm("<think:opensource>", "</think:opensource>"),
-    "minimax-m3": ReasoningForm("<mm:think>", "</mm:think>"),
-    "kimi": ReasoningForm("◁think▷", "◁/think▷"),
-    "apertus": ReasoningForm("<|inner_prefix|>", "<|inner_suffix|>"),
-    "think": ReasoningForm("<think>", "</think>"),
-}  # fmt: skip
-_SIGNS = {"gpt-oss": "<|channel|>analysis", "kimi-k3": "'<|open|>'"}
-
-
 def find_tool_form(tokenizer: Any, name: str | None = None) -> ToolForm:
     """Return the form of a tokenizer's template, or the one named, with the spaces that the template writes."""
     source, text = str(tokenizer.chat_template), written_calls(tokenizer)
@@ -198,12 +159,6 @@ def find_tool_form(tokenizer: Any, name: str | None = None) -> ToolForm:
             return found
     found = next((form for form in forms.values() if form.sign in source), None)
     return found or [*forms.values()][-1]
-
-
-def find_reasoning_form(tokenizer: Any, name: str | None = None) -> ReasoningForm | None:
-    source = str(tokenizer.chat_template or "")
-    forms = REASONING_FORMS if name is None else {name: REASONING_FORMS[name]}
-    return next((form for key, form in forms.items() if name or _SIGNS.get(key, form.close) in source), None)
 
 
 # ---------------------------------------------------------------------------------------------- patterns

@@ -10,8 +10,9 @@ from typing import Any
 
 from dflash import StreamEvent
 
-from .answers import Delta, Piece, ShownToken
-from .protocol import ApiError, GenerationRequest, StreamOptions
+from .answer_text import Delta
+from .answer_tokens import Piece, ShownToken
+from .requests import ApiError, GenerationRequest, StreamOptions
 from .service import Choice, Completion
 
 
