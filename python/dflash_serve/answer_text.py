@@ -110,7 +110,7 @@ def arguments_of(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-class Block(NamedTuple):
+class BlockEvent(NamedTuple):
     """What happens to a block of an answer: it ``"open"``s, gets more ``text``, or is ``"close"``d.
 
     Attributes:
@@ -128,7 +128,7 @@ class Block(NamedTuple):
     call: tuple[str, str] = ("", "")
 
 
-class Blocks:
+class BlockWriter:
     """Writes an answer as blocks of thoughts, text and calls, one after another."""
 
     def __init__(self) -> None:
@@ -136,12 +136,12 @@ class Blocks:
         self._blank = ""  # white space that is text only if more text follows, or nothing
 
     @classmethod
-    def of(cls, deltas: Sequence[Delta]) -> list[Block]:
+    def of(cls, deltas: Sequence[Delta]) -> list[BlockEvent]:
         """Return what happens in a whole answer."""
         blocks = cls()
         return [block for delta in deltas for block in blocks.push(delta)] + [*blocks.close()]
 
-    def push(self, delta: Delta) -> Iterator[Block]:
+    def push(self, delta: Delta) -> Iterator[BlockEvent]:
         """Yield what new text does."""
         yield from self._add("thinking", delta.reasoning)
         text = self._blank + delta.content
@@ -154,24 +154,24 @@ class Blocks:
                 self._call = piece["id"], function["name"]
             yield from self._add("call", function.get("arguments", ""), is_new="id" in piece)
 
-    def close(self) -> Iterator[Block]:
+    def close(self) -> Iterator[BlockEvent]:
         """End the answer, and the block that is open, if one is."""
         if self._kind == "text":
             yield from self._add("text", self._blank)
         yield from self._end()
 
-    def _end(self) -> Iterator[Block]:
+    def _end(self) -> Iterator[BlockEvent]:
         if self._kind:
-            yield Block("close", self._kind, self._index, self._text, self._call)
+            yield BlockEvent("close", self._kind, self._index, self._text, self._call)
         self._kind = self._text = self._blank = ""
 
-    def _add(self, kind: str, text: str, *, is_new: bool = False) -> Iterator[Block]:
+    def _add(self, kind: str, text: str, *, is_new: bool = False) -> Iterator[BlockEvent]:
         if not text and not is_new:
             return
         if kind != self._kind:
             yield from self._end()
             self._index, self._kind = self._index + 1, kind
-            yield Block("open", kind, self._index, call=self._call)
+            yield BlockEvent("open", kind, self._index, call=self._call)
         self._text += text
         if text:
-            yield Block("add", kind, self._index, text, self._call)
+            yield BlockEvent("add", kind, self._index, text, self._call)

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from .answer_text import Block, Blocks, arguments_of
+from .answer_text import BlockEvent, BlockWriter, arguments_of
 from .openai import Format, typed_event
-from .requests import ApiError, ChatRequest, Fields, Number, Sampling, Text, not_applied, parts_of
+from .requests import ApiError, ChatRequest, Fields, Number, SamplingFields, Text, not_applied, parts_of
 from .service import Choice, Completion
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -29,24 +29,24 @@ def error_body(error: ApiError) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- requests
 
 
-class _Part(Fields):
+class CachedPart(Fields):
     """A part of a message or of the system prompt. Every prompt is cached, so marks that ask for it change nothing."""
 
     cache_control: Annotated[dict[str, Any] | None, Field(exclude=True)] = None
 
 
-class TextBlock(_Part):
+class TextBlock(CachedPart):
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(_Part):
+class ThinkingBlock(CachedPart):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
 
 
-class ToolUseBlock(_Part):
+class ToolUseBlock(CachedPart):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -56,7 +56,7 @@ class ToolUseBlock(_Part):
 Texts = Annotated[list[TextBlock], BeforeValidator(parts_of, str | list[TextBlock])]
 
 
-class ToolResultBlock(_Part):
+class ToolResultBlock(CachedPart):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Texts | None = None
@@ -73,7 +73,7 @@ class MessageParam(Fields):
     content: Annotated[list[ContentBlock], BeforeValidator(parts_of, str | list[ContentBlock])]
 
 
-class MessageTool(_Part):
+class MessageTool(CachedPart):
     """A function that the model may call. Tools that Anthropic's servers run are refused."""
 
     type: Literal["custom"] | None = None
@@ -104,7 +104,7 @@ class OutputConfig(Fields):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class CountRequest(not_applied(_Part, mcp_servers=([],), container=())):
+class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
     """A request of ``/v1/messages/count_tokens``, and what `MessagesRequest` shares with it."""
 
     model: str | None = None
@@ -159,7 +159,7 @@ class CountRequest(not_applied(_Part, mcp_servers=([],), container=())):
         return {}
 
 
-class MessagesRequest(CountRequest, Sampling):
+class MessagesRequest(CountRequest, SamplingFields):
     """A request of ``/v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1), Number]
@@ -214,7 +214,7 @@ _ADDED = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "te
 _ADDED["call"] = ("input_json_delta", "partial_json")
 
 
-def _content_block(block: Block) -> dict[str, Any]:
+def _content_block(block: BlockEvent) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "thinking":
@@ -222,7 +222,7 @@ def _content_block(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call[0], "name": block.call[1], "input": arguments_of(block.text) or {}}
 
 
-def _block_event(block: Block) -> str:
+def _block_event(block: BlockEvent) -> str:
     if block.what == "close":
         return _event("content_block_stop", index=block.index)
     if block.what == "add":
@@ -239,7 +239,7 @@ class MessagesFormat(Format):
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         (choice,) = completion.choices
-        content = [_content_block(block) for block in Blocks.of(choice.deltas) if block.what == "close"]
+        content = [_content_block(block) for block in BlockWriter.of(choice.deltas) if block.what == "close"]
         return {**self._message(content), **self._end(choice), "usage": self.usage([choice])}
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from . import requests
-from .answer_text import Block, Blocks, arguments_of
+from .answer_text import BlockEvent, BlockWriter, arguments_of
 from .answer_tokens import ShownToken
 from .openai import Format, chat_logprobs
-from .requests import ApiError, ChatRequest, CompletionRequest, Fields, Number, Sampling, Stops, Top, not_applied
+from .requests import ApiError, ChatRequest, CompletionRequest, Fields, Number, SamplingFields, Stops, Top, not_applied
 from .service import Completion, Service
 
 VERSION = "0.12.11"  # of Ollama: the first with all that is here; some clients ask for a newer one than ours
@@ -30,14 +30,14 @@ def error_body(error: ApiError) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- requests
 
 
-class OllamaOptions(not_applied(Sampling, mirostat=(0,), repeat_penalty=(1,), tfs_z=(1,), typical_p=(1,))):
+class OllamaOptions(not_applied(SamplingFields, mirostat=(0,), repeat_penalty=(1,), tfs_z=(1,), typical_p=(1,))):
     """How an answer is written. Options of Ollama's runner are left out as unknown."""
 
     num_predict: Annotated[int, Number] | None = None
     stop: Stops | None = None
 
 
-class _Request(Fields):
+class OllamaRequest(Fields):
     """What both kinds of request have. ``keep_alive``, ``truncate`` and ``shift`` change nothing: the model stays."""
 
     model: str | None = None
@@ -89,7 +89,7 @@ class OllamaMessage(not_applied(Fields, images=([],))):
     tool_call_id: str | None = None
 
 
-class OllamaChat(_Request):
+class OllamaChat(OllamaRequest):
     """A request of ``/api/chat``. One without messages asks for the model to be loaded. ``tool_choice`` is ours."""
 
     messages: list[OllamaMessage] | None = None
@@ -122,7 +122,7 @@ class OllamaChat(_Request):
         return self._chat(messages, tools=self.tools, tool_choice=self.tool_choice)
 
 
-class OllamaGenerate(not_applied(_Request, context=([],), images=([],), suffix=("",), template=("",))):
+class OllamaGenerate(not_applied(OllamaRequest, context=([],), images=([],), suffix=("",), template=("",))):
     """A request of ``/api/generate``. One without a prompt asks for the model to be loaded."""
 
     prompt: str | None = None
@@ -175,7 +175,7 @@ class ChatRecords(Format):
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         (choice,) = completion.choices
-        return self._record(Blocks.of(choice.deltas), choice.tokens, **self._end(completion))
+        return self._record(BlockWriter.of(choice.deltas), choice.tokens, **self._end(completion))
 
     async def lines(self, _body: Any, completion: Completion) -> AsyncIterator[str]:
         """Yield the records of a stream. An error after its beginning is a record too."""
@@ -190,18 +190,18 @@ class ChatRecords(Format):
         except ApiError as error:
             yield _line(error_body(error))
 
-    def _record(self, blocks: Sequence[Block], tokens: Sequence[ShownToken] = (), **end: Any) -> dict[str, Any]:
+    def _record(self, blocks: Sequence[BlockEvent], tokens: Sequence[ShownToken] = (), **end: Any) -> dict[str, Any]:
         logprobs = {"logprobs": chat_logprobs(tokens)["content"]} if tokens else {}
         return {"model": self._head["model"], "created_at": _time(), **self._content(blocks), **logprobs, **end}
 
-    def _content(self, blocks: Sequence[Block]) -> dict[str, Any]:
+    def _content(self, blocks: Sequence[BlockEvent]) -> dict[str, Any]:
         found, calls = self._texts(blocks, "content"), []
         for block in blocks:
             if (block.what, block.kind) == ("close", "call") and (arguments := arguments_of(block.text)) is not None:
                 calls.append({"id": block.call[0], "function": {"name": block.call[1], "arguments": arguments}})
         return {"message": {"role": "assistant", **found, **({"tool_calls": calls} if calls else {})}}
 
-    def _texts(self, blocks: Sequence[Block], name: str) -> dict[str, str]:
+    def _texts(self, blocks: Sequence[BlockEvent], name: str) -> dict[str, str]:
         added = [block for block in blocks if block.what == "add"]
         text, thoughts = ("".join(block.text for block in added if block.kind == kind) for kind in ("text", "thinking"))
         return {name: text, **({"thinking": thoughts} if thoughts else {})}
@@ -219,7 +219,7 @@ class ChatRecords(Format):
 
 
 class GenerateRecords(ChatRecords):
-    def _content(self, blocks: Sequence[Block]) -> dict[str, Any]:
+    def _content(self, blocks: Sequence[BlockEvent]) -> dict[str, Any]:
         return self._texts(blocks, "response")
 
 

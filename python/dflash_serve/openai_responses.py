@@ -12,9 +12,9 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-from .answer_text import Block, Blocks, arguments_of
+from .answer_text import BlockEvent, BlockWriter, arguments_of
 from .openai import Format, typed_event
-from .requests import ApiError, ChatRequest, Fields, Limit, Name, Sampling, bad_request, not_applied
+from .requests import ApiError, ChatRequest, Fields, Limit, Name, SamplingFields, bad_request, not_applied
 from .service import Choice, Completion
 
 _MOST_KEPT = 1000  # responses that later requests can continue
@@ -152,7 +152,9 @@ class Reasoning(Fields):
 
 
 class ResponsesRequest(
-    not_applied(Sampling, background=(False,), conversation=(), max_tool_calls=(), prompt=(), truncation=("disabled",))
+    not_applied(
+        SamplingFields, background=(False,), conversation=(), max_tool_calls=(), prompt=(), truncation=("disabled",)
+    )
 ):
     """A request of ``/v1/responses``."""
 
@@ -300,7 +302,7 @@ class ResponsesFormat(Format):
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         (choice,) = completion.choices
-        closed = [block for block in Blocks.of(choice.deltas) if block.what == "close"]
+        closed = [block for block in BlockWriter.of(choice.deltas) if block.what == "close"]
         items = [self._item(block, _status(choice) if block is closed[-1] else "completed") for block in closed]
         return self._finished(choice, items)
 
@@ -330,7 +332,9 @@ class ResponsesFormat(Format):
             failed = {**begun, "status": "failed", "error": {"code": "server_error", "message": error.message}}
             yield line("response.failed", response=failed)
 
-    def _events(self, block: Block, items: list[dict[str, Any]], status: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _events(
+        self, block: BlockEvent, items: list[dict[str, Any]], status: str
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the events of a block, and add its item with ``status`` to ``items`` when it closes."""
         item = self._item(block, status if block.what == "close" else "in_progress")
         place = {"item_id": item["id"], "output_index": block.index}
@@ -353,7 +357,7 @@ class ResponsesFormat(Format):
             yield "response.output_item.done", {"output_index": block.index, "item": item}
             items.append(item)
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: BlockEvent, status: str) -> dict[str, Any]:
         name = f"{self.id}-{block.index}"
         if block.kind == "call":
             call = {"call_id": block.call[0], **self._called[block.call[1]], "arguments": block.text}

@@ -114,7 +114,7 @@ Top = Annotated[int, Field(ge=0, le=20), Number]
 
 
 class Fields(BaseModel):
-    """Takes unknown fields too, see `take_unknown`."""
+    """Takes unknown fields too, see `unknown_fields`."""
 
     model_config = pydantic.ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -125,7 +125,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def take_unknown(model: BaseModel, place: str = "") -> list[str]:
+def unknown_fields(model: BaseModel, place: str = "") -> list[str]:
     """Take the fields that its types do not know out of a request, and return their names, such as ``messages[].id``.
 
     null, and what else asks for nothing, is not named.
@@ -138,7 +138,7 @@ def take_unknown(model: BaseModel, place: str = "") -> list[str]:
         inside = f"{place}{name}[]." if isinstance(value, list) else f"{place}{name}."
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, BaseModel):
-                found += take_unknown(part, inside)
+                found += unknown_fields(part, inside)
     return list(dict.fromkeys(found))
 
 
@@ -178,7 +178,7 @@ _PLAIN: Any = {
 }
 
 
-class Sampling(pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN)):
+class SamplingFields(pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN)):
     """How tokens are chosen, in every API: the engine's settings that are numbers. Some have ranges of OpenAI's."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Number] | None = None
@@ -190,12 +190,12 @@ class Sampling(pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN)):
 
     def sampling(self) -> dict[str, Any]:
         """Return those that are given."""
-        return {name: value for name in Sampling.model_fields if (value := getattr(self, name)) is not None}
+        return {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
 
 
 # Settings of other servers (vLLM, SGLang, llama.cpp) that would change the text.
 _OtherSettings = not_applied(
-    Sampling, add_generation_prompt=(True,), allowed_token_ids=([],), bad_words=([],), chat_template=(),
+    SamplingFields, add_generation_prompt=(True,), allowed_token_ids=([],), bad_words=([],), chat_template=(),
     continue_final_message=(False,), documents=([],), dry_multiplier=(0,), dynatemp_range=(0,), ebnf=(),
     enable_thinking=(), grammar=("",), guided_choice=(), include_stop_str_in_output=(False,), json_schema=(),
     length_penalty=(1,), logits_processors=([],), lora_path=(), mirostat=(0,), mirostat_mode=(0,),

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from anyio import to_thread
@@ -32,12 +32,13 @@ from dflash.internals import (
 )
 
 from . import requests
-from .answer_text import AnswerText, Block, Blocks, Delta
+from .adopt import Adopter
+from .answer_text import AnswerText, BlockEvent, BlockWriter, Delta
 from .answer_tokens import AnswerTokens, Pieces, ShownToken
 from .pictures import PictureReader
 from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools
 from .receipts import ReceiptFolder
-from .requests import ApiError, ChatRequest, GenerationRequest, bad_request, refusing, take_unknown
+from .requests import ApiError, ChatRequest, GenerationRequest, bad_request, refusing, unknown_fields
 from .scheduler import Item, QueueFullError, Scheduler, Ticket
 from .tool_calls import CallText
 
@@ -193,9 +194,9 @@ class Completion:
         """Free the rows of choices that have not ended, and count the request."""
         self._cancel()
         self._service.metrics.add(self)
-        _LOG.info("%s: %s", self._id, self._told())
+        _LOG.info("%s: %s", self._id, self._sent())
 
-    def _told(self) -> str:
+    def _sent(self) -> str:
         """Say in a line how it went."""
         begun = [choice for choice in self.choices if choice.statistics is not None]
         if not begun or self.first_token_seconds is None:
@@ -235,13 +236,13 @@ class Completion:
                 self._tickets[index].cancel()  # the text may show a stop string that the tokens do not
             yield index, delta, event
 
-    async def blocks(self) -> AsyncIterator[list[Block]]:
+    async def blocks(self) -> AsyncIterator[list[BlockEvent]]:
         """Yield what each step does to the blocks of the one answer. The last thing is the end of its last block.
 
         Raises:
             ApiError: as `deltas`.
         """
-        (choice,), blocks = self.choices, Blocks()
+        (choice,), blocks = self.choices, BlockWriter()
         async for _, delta, _ in self.deltas():
             happened = [*blocks.push(delta)]
             yield [*happened, *blocks.close()] if choice.finish_reason is not None else happened
@@ -269,29 +270,11 @@ class Completion:
         return self._loop.time() - self._began
 
 
-class Learner(Protocol):
-    """Who swaps the server's drafter for better ones: a `dflash_tools.learn.Adopter`.
-
-    Attributes:
-        number: of the drafter that is served.
-        now, before: tokens per step with it and with the one before, NaN where there is none.
-    """
-
-    number: int
-
-    @property
-    def now(self) -> float: ...
-    @property
-    def before(self) -> float: ...
-    def observe(self, steps: Sequence[int]) -> None:
-        """Take note of the tokens of each step of an answer."""
-
-
 class Metrics:
     """Counters of one server for Prometheus, in a registry of their own."""
 
-    def __init__(self, scheduler: Scheduler, learner: Learner | None = None) -> None:
-        self._learner = learner
+    def __init__(self, scheduler: Scheduler, adopter: Adopter | None = None) -> None:
+        self._adopter = adopter
         self._registry = CollectorRegistry()
         self.fresh_tokens = 0  # of answers, counted as they are written
         own: dict[str, Any] = {"registry": self._registry}
@@ -308,13 +291,13 @@ class Metrics:
         help = "Tokens that a step added to an answer: accepted drafts and the bonus token."
         sizes = range(1, scheduler.generator.block_size + 1)
         self._step_tokens = Histogram("dflash_step_tokens", help, buckets=sizes, **own)
-        if learner is not None:
+        if adopter is not None:
             help = "The drafter that is served: 0, or the number of one that was learned."
-            Gauge("dflash_drafter", help, **own).set_function(lambda: learner.number)
+            Gauge("dflash_drafter", help, **own).set_function(lambda: adopter.number)
             help = "Mean tokens per step of the last 500 answers with this drafter, and with the one before."
             pace = Gauge("dflash_drafter_step_tokens", help, ["drafter"], **own)
-            pace.labels("now").set_function(lambda: learner.now)
-            pace.labels("before").set_function(lambda: learner.before)
+            pace.labels("now").set_function(lambda: adopter.now)
+            pace.labels("before").set_function(lambda: adopter.before)
         # 3. Times.
         own["buckets"] = _SECONDS
         self._first = Histogram("dflash_first_token_seconds", "From a request to its first token.", **own)
@@ -336,8 +319,8 @@ class Metrics:
             steps = choice.statistics.acceptance_lengths[0]
             for tokens in steps:
                 self._step_tokens.observe(tokens)
-            if self._learner is not None:
-                self._learner.observe(steps)
+            if self._adopter is not None:
+                self._adopter.observe(steps)
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
@@ -354,7 +337,7 @@ class Service:
         takes_any_name: requests may ask for any model, and get this one.
         is_strict: refuse unknown fields, more than four stop strings, and more tokens than fit.
         tool_form, reasoning_form, pictures: as in `PromptReader`.
-        learner: swaps the drafter; None if it stays.
+        adopter: swaps the drafter; None if it stays.
         fingerprint: digest of what a text depends on besides its request: weights, versions, device and shapes. The
             drafter is not part of it: the text is the same with any, and without one.
     """
@@ -371,13 +354,13 @@ class Service:
     tool_form: str | None = None
     reasoning_form: str | None = None
     pictures: PictureReader | None = None
-    learner: Learner | None = None
+    adopter: Adopter | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     is_ending: bool = False
 
     def __post_init__(self) -> None:
         self.reader = PromptReader(self.tokenizer, self.tool_form, self.reasoning_form, self.pictures)
-        self.metrics = Metrics(self.scheduler, self.learner)
+        self.metrics = Metrics(self.scheduler, self.adopter)
         self._said: set[str] = set()  # unknown fields that the log has
         self._pieces = Pieces(self.tokenizer)
         generator = self.scheduler.generator
@@ -405,7 +388,7 @@ class Service:
 
     def check_fields(self, request: BaseModel) -> list[str]:
         """Take unknown fields out of a request; return warnings that name them. Raises ApiError if it is strict."""
-        unknown = take_unknown(request)
+        unknown = unknown_fields(request)
         if self.is_strict and unknown:
             raise bad_request(f"{unknown[0]}: Extra inputs are not permitted", unknown[0].split("[")[0].split(".")[0])
         for name in unknown:

@@ -490,7 +490,7 @@ def test_a_request_of_every_api_may_ask_that_nothing_is_kept():
 
 def test_metrics_show_acceptance_before_and_after(served):
     _, adopter, _ = served
-    with serving(tolerance={"learner": adopter}) as service:
+    with serving(tolerance={"adopter": adopter}) as service:
         assert ask(service, "/v1/chat/completions", {**MESSAGES, "max_tokens": 90}).status_code == 200
         page = ask(service, "/metrics", None).text
     assert "dflash_drafter 0.0" in page
