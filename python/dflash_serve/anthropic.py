@@ -7,11 +7,13 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
+from anyio import to_thread
+from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from . import api
 from .answer_text import BlockEvent, BlockWriter, arguments_of
-from .openai import Format, typed_event
 from .requests import ApiError, ChatRequest, Fields, Number, SamplingFields, Text, not_applied, parts_of
 from .service import Choice, Completion
 
@@ -202,7 +204,7 @@ def _chat_messages(message: MessageParam) -> Iterator[dict[str, Any]]:
 
 
 def _event(kind: str, **content: Any) -> str:
-    return typed_event({"type": kind, **content})
+    return api.typed_event({"type": kind, **content})
 
 
 _BEGUN: dict[str, dict[str, Any]] = {
@@ -232,7 +234,13 @@ def _block_event(block: BlockEvent) -> str:
     return _event("content_block_start", index=block.index, content_block={**_BEGUN[block.kind], **named})
 
 
-class MessagesFormat(Format):
+def _usage(choice: Choice) -> dict[str, Any]:
+    read = choice.cached_tokens
+    counts = {"input_tokens": choice.prompt_tokens - read, "cache_creation_input_tokens": 0}
+    return {**counts, "cache_read_input_tokens": read, "output_tokens": choice.new_tokens}
+
+
+class MessagesFormat(api.AnswerFormat):
     """Writes an answer as a message, whole or as events."""
 
     prefix = "msg"
@@ -240,33 +248,48 @@ class MessagesFormat(Format):
     def whole(self, completion: Completion) -> dict[str, Any]:
         (choice,) = completion.choices
         content = [_content_block(block) for block in BlockWriter.of(choice.deltas) if block.what == "close"]
-        return {**self._message(content), **self._end(choice), "usage": self.usage([choice])}
-
-    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        (choice,) = choices
-        read = choice.cached_tokens
-        counts = {"input_tokens": choice.prompt_tokens - read, "cache_creation_input_tokens": 0}
-        return {**counts, "cache_read_input_tokens": read, "output_tokens": choice.new_tokens}
+        return {**self._message(content), **self._end(choice), "usage": _usage(choice)}
 
     async def lines(self, _body: Any, completion: Completion) -> AsyncIterator[str]:
-        """Yield the events of a stream. An error after its beginning is an event too."""
         (choice,) = completion.choices
-        begin = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self.usage([choice])}
+        begin = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": _usage(choice)}
         yield _event("message_start", message=begin)
         try:
             async for blocks in completion.blocks():
                 for block in blocks:
                     yield _block_event(block)
-            yield _event("message_delta", delta=self._end(choice), usage=self.usage([choice]))
+            yield _event("message_delta", delta=self._end(choice), usage=_usage(choice))
             yield _event("message_stop")
         except ApiError as error:
             yield _event("error", error=error_body(error)["error"])
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {name: self._head[name] for name in ("id", "model", "warnings") if name in self._head}
+        head = {"id": self.id, "model": self.model, **self.warned}
         return {**head, "type": "message", "role": "assistant", "content": content}
 
     def _end(self, choice: Choice) -> dict[str, Any]:
         stopped = choice.text.stopped_by
         reason = "stop_sequence" if stopped else _REASONS[choice.finish_reason or "stop"]
         return {"stop_reason": reason, "stop_sequence": stopped or None}
+
+
+# ---------------------------------------------------------------------------------------------- routes
+
+router = APIRouter(responses=api.document_errors("type", error=api.json_object("type", "message")))
+API = api.Api("/v1/messages", router, error_body)
+_MESSAGE = api.json_object("id", "type", "role", "model", content={"type": "array"}, stop_reason=api.MAYBE)
+
+
+@router.post("/v1/messages", response_model=None, responses=api.document_answer(_MESSAGE, api.TYPED_EVENTS))
+async def messages(body: MessagesRequest, request: Request, service: api.Served) -> Response:
+    """Answer a conversation, as Anthropic's API does."""
+    return await api.respond_translated(service, request, body, MessagesFormat)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountRequest, service: api.Served) -> dict[str, int]:
+    """Count the tokens of a conversation."""
+    service.check_fields(body)
+    with api.refusing_body():
+        chat = body.chat()
+    return {"input_tokens": len(await to_thread.run_sync(service.encode, chat))}

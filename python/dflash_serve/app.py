@@ -1,52 +1,47 @@
-"""The server: its routes, what is refused before a request is read, and its run to an orderly end."""
+"""The server: the APIs that it has, what is refused before a request is read, and its run to an orderly end."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import logging
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import uvicorn
-from anyio import to_thread
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash.internals import terminal
 
-from . import ollama, requests
-from .anthropic import CountRequest, MessagesFormat, MessagesRequest, error_body
-from .openai import ChatFormat, Format, TextFormat
-from .openai_responses import Conversations, ResponsesFormat, ResponsesRequest
-from .requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, bad_request
-from .service import Completion, Service, refusal_of
+from . import anthropic, ollama, openai, openai_responses, receipts
+from .api import Api, Served
+from .requests import ApiError, bad_request
+from .service import Service
 
-_CLIENT_GONE = 499  # as nginx logs it; nobody reads it
+APIS = (openai_responses.API, anthropic.API, ollama.API, receipts.API, openai.API)
+"""The APIs of this server. The last has all other paths: their errors are OpenAI's too."""
+
+_VERSIONED = [route.path for api in APIS for route in api.router.routes if route.path.startswith("/v1/")]
+_SHORT = tuple({path.partition("/{")[0].removeprefix("/v1") for path in _VERSIONED})  # also served without /v1
 # Of a request: 128 bytes per token of a context of 32,768, and ids of one of 500,000.
 _MAX_BODY_BYTES = 4 * 2**20
 _MAX_PICTURES_BYTES = 64 * 2**20  # of a body, where pictures are taken
-_MAX_HEADER = 2048  # bytes of warnings; servers and proxies refuse headers of 4 or 8 KB
 _MAX_REASON = 500  # characters of an error in the log
 _BODY_SECONDS = 30.0  # to send a body
 _AFTER_GRACE = 5.0  # seconds for streams to send their last event
 _LOAD_SECONDS = 10  # between two lines of the log about all answers
 _OPEN = re.compile("/health|/|/page/.*")  # paths without a key
-# Also served without /v1
-_SHORT = re.compile("/(chat/completions|completions|messages|models|receipts|responses)(/.*)?")
 _LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|\[?::1\]?|localhost", re.IGNORECASE)
 _PAGE = Path(__file__).with_name("page")
 _PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -66,56 +61,6 @@ _LOG = logging.getLogger(__name__)
 router = APIRouter()
 
 
-# ---------------------------------------------------------------------------------------------- the OpenAPI document
-
-
-def _object(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": [*properties]}
-
-
-def _documented(description: str, **contents: dict[str, Any]) -> dict[str, Any]:
-    return {"description": description, "content": {kind: {"schema": schema} for kind, schema in contents.items()}}
-
-
-_TEXT, _MAYBE, _COUNT = {"type": "string"}, {"type": ["string", "null"]}, {"type": "integer", "minimum": 0}
-
-
-def _errors(**properties: Any) -> dict[int | str, dict[str, Any]]:  # FastAPI's own 422 is never sent
-    body = {"application/json": _object(**properties)}
-    failed = "The answer failed, took too long, or the server is about to end."
-    return {"4XX": _documented("The request cannot be served.", **body), "5XX": _documented(failed, **body)}
-
-
-_ERRORS = _errors(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE, code=_MAYBE))
-_CHOICE = _object(index=_COUNT, finish_reason=_TEXT, logprobs={"type": ["object", "null"]})
-_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
-_CHOICES = {"type": "array", "minItems": 1, "items": _CHOICE}
-_WHOLE = _object(id=_TEXT, object=_TEXT, created=_COUNT, model=_TEXT, choices=_CHOICES, usage=_USAGE)
-# No type: some readers of the document take it for that of the stream, others for that of each event.
-_EVENTS = {"description": "With stream=true: chunks or an error, then [DONE]."}
-_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: _documented("The answers.", **{"application/json": _WHOLE, "text/event-stream": _EVENTS})
-}
-_TYPED_EVENTS = {"description": "With stream=true: events of the API, each with its type; the last may be an error."}
-_RESPONSE = _object(id=_TEXT, object=_TEXT, status=_TEXT, model=_TEXT, output={"type": "array"})
-_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: _documented("The answer.", **{"application/json": _RESPONSE, "text/event-stream": _TYPED_EVENTS})
-}
-_MESSAGE = _object(id=_TEXT, type=_TEXT, role=_TEXT, model=_TEXT, content={"type": "array"}, stop_reason=_MAYBE)
-_REFUSED_MESSAGES = _errors(type=_TEXT, error=_object(type=_TEXT, message=_TEXT))
-_MESSAGES: dict[int | str, dict[str, Any]] = {
-    200: _documented("The answer.", **{"application/json": _MESSAGE, "text/event-stream": _TYPED_EVENTS}),
-    **_REFUSED_MESSAGES,
-}
-_REFUSED_BY_OLLAMA = _errors(error=_TEXT)
-_RECORD = _object(model=_TEXT, created_at=_TEXT, done={"type": "boolean"})
-_LINES = {"description": "Without stream=false: such records, or an error, one per line."}
-_RECORDS: dict[int | str, dict[str, Any]] = {
-    200: _documented("The answer.", **{"application/json": _RECORD, "application/x-ndjson": _LINES}),
-    **_REFUSED_BY_OLLAMA,
-}
-
-
 # ---------------------------------------------------------------------------------------------- the application
 
 
@@ -125,9 +70,10 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
     Pages of ``origins`` may use it from a browser; ``"*"`` is any.
     """
     # The pages with FastAPI's own documentation load scripts of other hosts.
-    app = FastAPI(title="dflash", version=service.version, docs_url=None, redoc_url=None, responses=_ERRORS)
-    app.state.service, app.state.conversations = service, Conversations()
-    app.include_router(router)
+    app = FastAPI(title="dflash", version=service.version, docs_url=None, redoc_url=None, responses=openai.ERRORS)
+    app.state.service = service
+    for included in (*(api.router for api in APIS), router):
+        app.include_router(included)
     most = _MAX_BODY_BYTES if service.pictures is None else _MAX_PICTURES_BYTES
     app.add_middleware(_Guard, api_key=api_key, most=most)
 
@@ -157,9 +103,9 @@ def _refuse(error: ApiError, method: str, path: str) -> Response:
         terminal.named(path),
         terminal.printable(error.message[:_MAX_REASON]),
     )
-    bodies = {"/v1/messages": error_body, "/api/": ollama.error_body}
-    body = next((body(error) for begin, body in bodies.items() if path.startswith(begin)), error.body)
-    content = json.dumps(body)  # in ASCII: the name of an unknown field may be half of a character
+    content = json.dumps(
+        _api_of(path).error_body(error)
+    )  # in ASCII: the name of an unknown field may be half of a character
     return Response(content, error.status, error.headers, media_type="application/json")
 
 
@@ -183,7 +129,11 @@ def _refusal(request: Request, error: Exception) -> ApiError:
 
 
 def _whole_path(path: str) -> str:
-    return f"/v1{path}" if _SHORT.fullmatch(path) else path
+    return f"/v1{path}" if path in _SHORT or path.startswith(tuple(f"{short}/" for short in _SHORT)) else path
+
+
+def _api_of(path: str) -> Api:
+    return next(api for api in APIS if path.startswith(api.prefix))
 
 
 class _Guard:
@@ -201,7 +151,7 @@ class _Guard:
         path = _whole_path(scope["path"])
         # uvicorn leaves the body of an answer to HEAD out.
         scope = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
-        if path.startswith("/api/") and b"origin" not in headers:  # curl as in Ollama's docs, and no page of a site
+        if _api_of(path).assumes_json and b"origin" not in headers:
             scope["headers"] = [*{**headers, b"content-type": b"application/json"}.items()]
         try:
             self._check(scope, headers)
@@ -255,242 +205,7 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive, most: int) -
     raise ApiError(413, f"a request's body may have {most} bytes, this one has more", code="too_large")
 
 
-# ---------------------------------------------------------------------------------------------- completions
-
-
-async def _service(request: Request) -> Service:  # a plain function would run in a thread
-    return request.app.state.service
-
-
-Served = Annotated[Service, Depends(_service)]
-
-
-@router.post("/v1/chat/completions", response_model=None, responses=_ANSWERS)
-async def chat_completions(body: ChatRequest, request: Request, service: Served) -> Response:
-    """Answer a conversation."""
-    return await _respond(service, request, body, ChatFormat)
-
-
-@router.post("/v1/completions", response_model=None, responses=_ANSWERS)
-async def completions(body: CompletionRequest, request: Request, service: Served) -> Response:
-    """Continue texts, or token ids."""
-    return await _respond(service, request, body, TextFormat)
-
-
-@router.post("/v1/messages", response_model=None, responses=_MESSAGES)
-async def messages(body: MessagesRequest, request: Request, service: Served) -> Response:
-    """Answer a conversation, as Anthropic's API does."""
-    return await _respond_translated(service, request, body, MessagesFormat)
-
-
-@router.post("/v1/messages/count_tokens", responses=_REFUSED_MESSAGES)
-async def count_tokens(body: CountRequest, service: Served) -> dict[str, int]:
-    """Count the tokens of a conversation."""
-    service.check_fields(body)
-    with _refusing_body():
-        chat = body.chat()
-    return {"input_tokens": len(await to_thread.run_sync(service.encode, chat))}
-
-
-@router.post("/v1/responses", response_model=None, responses=_RESPONSES)
-async def create_response(body: ResponsesRequest, request: Request, service: Served) -> Response:
-    """Answer a conversation, or continue that of an earlier response."""
-    warnings, kept = [*service.check_fields(body), *body.warnings], request.app.state.conversations
-    conversation = body.messages_after(kept.of(body.previous_response_id))
-    with _refusing_body():
-        chat = body.chat(conversation)
-    return await _respond(service, request, chat, partial(ResponsesFormat, body, conversation, kept), warnings)
-
-
-@router.post("/api/chat", response_model=None, responses=_RECORDS)
-async def ollama_chat(body: ollama.OllamaChat, request: Request, service: Served) -> Response:
-    """Answer a conversation, as Ollama does."""
-    if not body.messages:
-        return _loaded(service, body, ollama.ChatRecords)
-    return await _respond_translated(service, request, body, ollama.ChatRecords)
-
-
-@router.post("/api/generate", response_model=None, responses=_RECORDS)
-async def ollama_generate(body: ollama.OllamaGenerate, request: Request, service: Served) -> Response:
-    """Answer a prompt, as Ollama does; with ``raw``, continue it."""
-    if not body.prompt:
-        return _loaded(service, body, ollama.GenerateRecords)
-    return await _respond_translated(service, request, body, ollama.GenerateRecords)
-
-
-def _loaded(service: Service, body: Any, kind: type[ollama.ChatRecords]) -> Response:
-    service.check_fields(body)
-    return JSONResponse(kind(service.name_of(body.model), service.fingerprint).empty())
-
-
-async def _respond_translated(service: Service, request: Request, body: Any, kind: type[Format]) -> Response:
-    warnings = service.check_fields(body)
-    with _refusing_body():
-        translated = body.chat()
-    return await _respond(service, request, translated, kind, warnings)
-
-
-@contextlib.contextmanager
-def _refusing_body() -> Iterator[None]:
-    """Refuse a body that cannot be made a chat request of."""
-    try:
-        yield
-    except ValidationError as error:
-        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-
-
-async def _respond(
-    service: Service,
-    request: Request,
-    body: GenerationRequest,
-    kind: Callable[..., Format],
-    warnings: Sequence[str] = (),
-) -> Response:
-    choices = await to_thread.run_sync(service.read, body, warnings)
-    warnings = choices[-1].warnings  # of all prompts
-    form = kind(service.name_of(body.model), service.fingerprint, len(choices) // (body.n or 1), warnings)
-    shown = [*warnings]
-    while len(json.dumps(shown)) > _MAX_HEADER:
-        shown.pop()
-    headers = {"X-DFlash-Warnings": json.dumps(shown)} if warnings else {}
-    completion = Completion(service, choices, form.id)
-    if body.stream:
-        return _Stream(completion, form.lines(body, completion), form.media_type, headers)
-    try:
-        is_finished = await _unless_gone(request, completion.finish())
-    finally:
-        completion.end()
-    if not is_finished:
-        return Response(status_code=_CLIENT_GONE)
-    return JSONResponse(form.whole(completion), headers=headers)
-
-
-async def _unless_gone(request: Request, work: Any) -> bool:
-    """Await ``work`` unless the client leaves before; return True if it was done."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()  # raises what it raised
-        return task.done()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-class _Stream(StreamingResponse):
-    """A stream of events whose rows are freed whatever happens."""
-
-    def __init__(
-        self, completion: Completion, lines: AsyncIterator[str], media_type: str, headers: dict[str, str]
-    ) -> None:
-        headers = {**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(lines, media_type=media_type, headers=headers)
-        self._completion = completion
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._completion.end()
-
-
-# ---------------------------------------------------------------------------------------------- receipts
-
-Index = Annotated[int, Query(ge=0, lt=2**31, description="Of the answer in `choices`.")]
-
-
-@router.get("/v1/receipts/{completion}", response_model=None)
-async def receipt(completion: str, service: Served, index: Index = 0) -> Response:
-    """Return the receipt of an answer, for `dflash verify`."""
-    found = await to_thread.run_sync(service.receipts_or_refuse().read, completion, index)
-    return Response(found.to_json(), media_type="application/json")
-
-
-@router.post("/v1/receipts/{completion}/verify", response_model=None)
-async def verify_receipt(completion: str, request: Request, service: Served, index: Index = 0) -> Response:
-    """Derive every token of an answer again, with the model of this server."""
-    receipts = service.receipts_or_refuse()
-    found = await to_thread.run_sync(receipts.read, completion, index)
-    try:
-        check = service.scheduler.run_between_steps(receipts.passes(found))
-    except RuntimeError as error:
-        raise refusal_of(error) from error
-    try:
-        is_finished = await _unless_gone(request, asyncio.wait_for(asyncio.wrap_future(check), service.timeout))
-    except asyncio.CancelledError:
-        if service.is_ending:  # the scheduler has dropped it
-            raise refusal_of(RuntimeError()) from None
-        raise
-    except asyncio.TimeoutError:
-        raise ApiError(503, f"the check was not ready after {service.timeout:g} s", code="timeout") from None
-    except ValueError as error:
-        raise bad_request(str(error)) from error
-    except (RuntimeError, MemoryError) as error:
-        raise ApiError(500, f"the receipt cannot be checked here: {error}", code="engine_error") from error
-    return JSONResponse(check.result()) if is_finished else Response(status_code=_CLIENT_GONE)
-
-
-# ---------------------------------------------------------------------------------------------- the others
-
-
-@router.get("/v1/models")
-async def models(service: Served) -> dict[str, Any]:
-    """List the model, under each of its names."""
-    return {"object": "list", "data": [await model(name, service) for name in (service.name, *service.aliases)]}
-
-
-@router.get("/v1/models/{name:path}")
-async def model(name: str, service: Served) -> dict[str, Any]:
-    """Describe the model."""
-    generator = service.scheduler.generator
-    return {
-        **{"id": service.name_of(name), "object": "model", "created": service.created, "owned_by": "dflash"},
-        **{"max_model_len": generator.max_length, "has_drafter": generator.block_size > 1},
-        "has_receipts": service.receipts is not None,
-    }
-
-
-@router.get("/api/tags", responses=_REFUSED_BY_OLLAMA)
-@router.get("/api/ps", responses=_REFUSED_BY_OLLAMA)
-async def ollama_models(service: Served) -> dict[str, Any]:
-    """List the model under each of its names, as Ollama does."""
-    return {"models": ollama.models(service)}
-
-
-@router.post("/api/show", responses=_REFUSED_BY_OLLAMA)
-async def ollama_show(body: ollama.ShowRequest, service: Served) -> dict[str, Any]:
-    """Describe the model, as Ollama does."""
-    service.check_fields(body)
-    service.name_of(body.model or body.name)
-    return ollama.show(service)
-
-
-@router.get("/api/version", responses=_REFUSED_BY_OLLAMA)
-async def ollama_version() -> dict[str, str]:
-    """Return the version of Ollama whose API this is."""
-    return {"version": ollama.VERSION}
-
-
-@router.post("/tokenize")
-async def tokenize(body: requests.TokenizeRequest, service: Served) -> dict[str, Any]:
-    """Return the tokens of a text or of a conversation."""
-    ids = await to_thread.run_sync(service.tokenize, body)
-    words = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-    room = service.scheduler.generator.max_length
-    return {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": words}
-
-
-@router.post("/detokenize")
-async def detokenize(body: requests.DetokenizeRequest, service: Served) -> dict[str, str]:
-    """Return the text of tokens."""
-    return {"prompt": await to_thread.run_sync(service.detokenize, body)}
+# ---------------------------------------------------------------------------------------------- the server's own routes
 
 
 @router.get("/version")

@@ -9,17 +9,19 @@ from collections.abc import AsyncIterator, Sequence
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from . import requests
+from . import api, requests
 from .answer_text import BlockEvent, BlockWriter, arguments_of
 from .answer_tokens import ShownToken
-from .openai import Format, chat_logprobs
+from .openai import chat_logprobs
 from .requests import ApiError, ChatRequest, CompletionRequest, Fields, Number, SamplingFields, Stops, Top, not_applied
 from .service import Completion, Service
 
-VERSION = "0.12.11"  # of Ollama: the first with all that is here; some clients ask for a newer one than ours
+_VERSION = "0.12.11"  # of Ollama: the first with all that is here; some clients ask for a newer one than ours
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def _time(seconds: float | None = None) -> str:
     return now.isoformat()
 
 
-class ChatRecords(Format):
+class ChatRecords(api.AnswerFormat):
     """Writes an answer as one record, or as one per step and a last one with its numbers."""
 
     prefix, media_type = "chatcmpl", "application/x-ndjson"
@@ -178,7 +180,6 @@ class ChatRecords(Format):
         return self._record(BlockWriter.of(choice.deltas), choice.tokens, **self._end(completion))
 
     async def lines(self, _body: Any, completion: Completion) -> AsyncIterator[str]:
-        """Yield the records of a stream. An error after its beginning is a record too."""
         (choice,) = completion.choices
         nothing = self._content([])
         try:
@@ -192,7 +193,7 @@ class ChatRecords(Format):
 
     def _record(self, blocks: Sequence[BlockEvent], tokens: Sequence[ShownToken] = (), **end: Any) -> dict[str, Any]:
         logprobs = {"logprobs": chat_logprobs(tokens)["content"]} if tokens else {}
-        return {"model": self._head["model"], "created_at": _time(), **self._content(blocks), **logprobs, **end}
+        return {"model": self.model, "created_at": _time(), **self._content(blocks), **logprobs, **end}
 
     def _content(self, blocks: Sequence[BlockEvent]) -> dict[str, Any]:
         found, calls = self._texts(blocks, "content"), []
@@ -214,7 +215,7 @@ class ChatRecords(Format):
             **{"total_duration": int(1e9 * seconds), "load_duration": 0},
             **{"prompt_eval_count": choice.prompt_tokens, "prompt_eval_duration": int(1e9 * first)},
             **{"eval_count": choice.new_tokens, "eval_duration": int(1e9 * (seconds - first))},
-            **({"warnings": self._head["warnings"]} if "warnings" in self._head else {}),
+            **self.warned,
         }
 
 
@@ -230,9 +231,9 @@ def _line(record: dict[str, Any]) -> str:
 # ---------------------------------------------------------------------------------------------- the model
 
 
-def models(service: Service) -> list[dict[str, Any]]:
+def _models(service: Service) -> list[dict[str, Any]]:
     """Return the model under each of its names, as ``/api/tags`` and ``/api/ps`` list it."""
-    generator, shown = service.scheduler.generator, show(service)
+    generator, shown = service.scheduler.generator, _show(service)
     target = generator.engine.target
     size = sum(weight.nbytes for weight in target.model.parameters())
     found = {
@@ -245,7 +246,7 @@ def models(service: Service) -> list[dict[str, Any]]:
     return [{"name": name, "model": name, **found} for name in names]
 
 
-def show(service: Service) -> dict[str, Any]:
+def _show(service: Service) -> dict[str, Any]:
     """Describe the model, as ``/api/show`` does."""
     generator, reader = service.scheduler.generator, service.reader
     model = generator.engine.target.model
@@ -268,3 +269,55 @@ def show(service: Service) -> dict[str, Any]:
         },
         "capabilities": ["completion", *(["tools"] if has_tools else []), *(["thinking"] if thinks else [])],
     }
+
+
+# ---------------------------------------------------------------------------------------------- routes
+
+router = APIRouter(responses=api.document_errors("error"))
+API = api.Api("/api/", router, error_body, assumes_json=True)  # curl as in Ollama's docs
+_RECORD = api.json_object("model", "created_at", done={"type": "boolean"})
+_LINES = {"description": "Without stream=false: such records, or an error, one per line."}
+_RECORDS = api.document_answer(_RECORD, _LINES, kind=ChatRecords.media_type)
+
+
+@router.post("/api/chat", response_model=None, responses=_RECORDS)
+async def ollama_chat(body: OllamaChat, request: Request, service: api.Served) -> Response:
+    """Answer a conversation, as Ollama does."""
+    if not body.messages:
+        return _loaded(service, body, ChatRecords)
+    return await api.respond_translated(service, request, body, ChatRecords)
+
+
+@router.post("/api/generate", response_model=None, responses=_RECORDS)
+async def ollama_generate(body: OllamaGenerate, request: Request, service: api.Served) -> Response:
+    """Answer a prompt, as Ollama does; with ``raw``, continue it."""
+    if not body.prompt:
+        return _loaded(service, body, GenerateRecords)
+    return await api.respond_translated(service, request, body, GenerateRecords)
+
+
+def _loaded(service: Service, body: OllamaRequest, kind: type[ChatRecords]) -> Response:
+    """Answer a request that asks for the model to be loaded, which it is."""
+    service.check_fields(body)
+    return JSONResponse(kind(service.name_of(body.model), service.fingerprint).empty())
+
+
+@router.get("/api/tags")
+@router.get("/api/ps")
+async def ollama_models(service: api.Served) -> dict[str, Any]:
+    """List the model under each of its names, as Ollama does."""
+    return {"models": _models(service)}
+
+
+@router.post("/api/show")
+async def ollama_show(body: ShowRequest, service: api.Served) -> dict[str, Any]:
+    """Describe the model, as Ollama does."""
+    service.check_fields(body)
+    service.name_of(body.model or body.name)
+    return _show(service)
+
+
+@router.get("/api/version")
+async def ollama_version() -> dict[str, str]:
+    """Return the version of Ollama whose API this is."""
+    return {"version": _VERSION}

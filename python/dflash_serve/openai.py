@@ -1,29 +1,35 @@
-"""Responses of OpenAI's API: chat and text completions, whole and as chunks of a stream."""
+"""OpenAI's API: chat and text completions, whole and as chunks of a stream, and the small routes around them.
+
+Its requests are those that the server reads, so they are in requests.py.
+"""
 
 from __future__ import annotations
 
-import json
-import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from anyio import to_thread
+from fastapi import APIRouter, Request, Response
+
 from dflash import StreamEvent
 
+from . import api, requests
 from .answer_text import Delta
 from .answer_tokens import Piece, ShownToken
 from .requests import ApiError, GenerationRequest, StreamOptions
 from .service import Choice, Completion
 
-
-def event_line(content: dict[str, Any] | str) -> str:
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n"
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERRORS = api.document_errors(error=api.json_object("message", "type", param=api.MAYBE, code=api.MAYBE))
 
 
-def typed_event(content: dict[str, Any]) -> str:
-    """Return an event of the APIs whose events have a ``type``."""
-    return f"event: {content['type']}\n{event_line(content)}"
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return an error as the API writes it."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+# ---------------------------------------------------------------------------------------------- answers
 
 
 def chat_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
@@ -55,28 +61,19 @@ def completion_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
     }
 
 
-class Format:
-    """Writes one response to a request of so many ``prompts``.
+class _CompletionFormat(api.AnswerFormat):
+    """Writes choices.
 
     A subclass has what chats and texts do not share: names, the chunk before a choice's text, and an answer's place.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, model: str, fingerprint: str, prompts: int = 1, warnings: Sequence[str] = ()) -> None:
-        self._prompts, self.id = prompts, f"{self.prefix}-{secrets.token_hex(12)}"
-        self._head = {"id": self.id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
-        if warnings:
-            self._head["warnings"] = warnings
-
     def whole(self, completion: Completion) -> dict[str, Any]:
-        """Return the response to a request without ``stream``."""
         content, choices = [], completion.choices
         for index, choice in enumerate(choices):
             logprobs = None if choice.pieces is None else self.logprobs(choice.tokens)
             end = {"logprobs": logprobs, "finish_reason": choice.finish_reason}
             content.append({"index": index, **self._whole(choice), **end})
-        return {**self._head, "object": self.whole_object, "choices": content, "usage": self.usage(choices)}
+        return {**self._head(self.whole_object), "choices": content, "usage": self.usage(choices)}
 
     def chunk(
         self, index: int, delta: Delta, reason: str | None, drafts: dict[str, int] | None = None
@@ -87,7 +84,6 @@ class Format:
         return self._chunk([choice if drafts is None else {**choice, "drafts": drafts}])
 
     async def lines(self, body: GenerationRequest, completion: Completion) -> AsyncIterator[str]:
-        """Yield the events of a stream. An error after its beginning is an event too."""
         options = body.stream_options or StreamOptions()
 
         def line(chunk: dict[str, Any]) -> str:
@@ -95,7 +91,7 @@ class Format:
                 chunk |= {"usage": self.usage(completion.choices)}
             elif options.include_usage:
                 chunk |= {"usage": None}  # as OpenAI does
-            return event_line(chunk)
+            return api.event_line(chunk)
 
         for index, choice in enumerate(completion.choices):
             if (opening := self.opening(index, choice)) is not None:
@@ -111,24 +107,25 @@ class Format:
                 if (reason := choice.finish_reason) is not None:
                     yield line(self.chunk(index, Delta(), reason))
             if options.include_usage:
-                yield event_line(self.usage_chunk(completion.choices))
+                yield api.event_line({**self._chunk([]), "usage": self.usage(completion.choices)})
         except ApiError as error:
-            yield event_line(error.body)
-        yield event_line("[DONE]")
-
-    def usage_chunk(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        return {**self._chunk([]), "usage": self.usage(choices)}
+            yield api.event_line(error_body(error))
+        yield api.event_line("[DONE]")
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Count the tokens so far. Each prompt counts once, however many answers it has."""
-        firsts = choices[:: len(choices) // self._prompts]
+        firsts = choices[:: len(choices) // self.prompts]
         prompt, new = sum(choice.prompt_tokens for choice in firsts), sum(choice.new_tokens for choice in choices)
         cached = {"cached_tokens": sum(choice.cached_tokens for choice in firsts)}
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
         return {**counts, "prompt_tokens_details": cached}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_object, "choices": choices}
+        return {**self._head(self.chunk_object), "choices": choices}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        head = {"id": self.id, "created": self.created, "model": self.model, "system_fingerprint": self.fingerprint}
+        return {**head, **self.warned, "object": kind}
 
 
 def _drafts(choice: Choice, delta: Delta, event: StreamEvent) -> dict[str, int]:
@@ -142,7 +139,7 @@ def _drafts(choice: Choice, delta: Delta, event: StreamEvent) -> dict[str, int]:
     return {"tokens": len(ids), "accepted": accepted, "characters": max(0, shown - (lengths[0] - lengths[1]))}
 
 
-class ChatFormat(Format):
+class ChatFormat(_CompletionFormat):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     logprobs = staticmethod(chat_logprobs)
 
@@ -163,7 +160,7 @@ class ChatFormat(Format):
         return {"delta": {name: part for name, part in parts.items() if part}}
 
 
-class TextFormat(Format):
+class TextFormat(_CompletionFormat):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
     logprobs = staticmethod(completion_logprobs)
 
@@ -178,3 +175,60 @@ class TextFormat(Format):
 
     def _part(self, delta: Delta) -> dict[str, Any]:
         return {"text": delta.content}
+
+
+# ---------------------------------------------------------------------------------------------- routes
+
+router = APIRouter()
+API = api.Api("", router, error_body)
+_CHOICE = api.json_object("finish_reason", index=api.COUNT, logprobs={"type": ["object", "null"]})
+_CHOICES = {"type": "array", "minItems": 1, "items": _CHOICE}
+_USAGE = api.json_object(prompt_tokens=api.COUNT, completion_tokens=api.COUNT, total_tokens=api.COUNT)
+_WHOLE = api.json_object("id", "object", "model", created=api.COUNT, choices=_CHOICES, usage=_USAGE)
+# No type: some readers of the document take it for that of the stream, others for that of each event.
+_EVENTS = {"description": "With stream=true: chunks or an error, then [DONE]."}
+_ANSWERS = api.document_answer(_WHOLE, _EVENTS, what="The answers.")
+
+
+@router.post("/v1/chat/completions", response_model=None, responses=_ANSWERS)
+async def chat_completions(body: requests.ChatRequest, request: Request, service: api.Served) -> Response:
+    """Answer a conversation."""
+    return await api.respond(service, request, body, ChatFormat)
+
+
+@router.post("/v1/completions", response_model=None, responses=_ANSWERS)
+async def completions(body: requests.CompletionRequest, request: Request, service: api.Served) -> Response:
+    """Continue texts, or token ids."""
+    return await api.respond(service, request, body, TextFormat)
+
+
+@router.get("/v1/models")
+async def models(service: api.Served) -> dict[str, Any]:
+    """List the model, under each of its names."""
+    return {"object": "list", "data": [await model(name, service) for name in (service.name, *service.aliases)]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, service: api.Served) -> dict[str, Any]:
+    """Describe the model."""
+    generator = service.scheduler.generator
+    return {
+        **{"id": service.name_of(name), "object": "model", "created": service.created, "owned_by": "dflash"},
+        **{"max_model_len": generator.max_length, "has_drafter": generator.block_size > 1},
+        "has_receipts": service.receipts is not None,
+    }
+
+
+@router.post("/tokenize")
+async def tokenize(body: requests.TokenizeRequest, service: api.Served) -> dict[str, Any]:
+    """Return the tokens of a text or of a conversation."""
+    ids = await to_thread.run_sync(service.tokenize, body)
+    words = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    room = service.scheduler.generator.max_length
+    return {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": words}
+
+
+@router.post("/detokenize")
+async def detokenize(body: requests.DetokenizeRequest, service: api.Served) -> dict[str, str]:
+    """Return the text of tokens."""
+    return {"prompt": await to_thread.run_sync(service.detokenize, body)}

@@ -6,15 +6,30 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import pydantic
+from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
 from pydantic_core import PydanticCustomError
 
+from . import api
 from .answer_text import BlockEvent, BlockWriter, arguments_of
-from .openai import Format, typed_event
-from .requests import ApiError, ChatRequest, Fields, Limit, Name, SamplingFields, bad_request, not_applied
+from .openai import error_body
+from .requests import (
+    ApiError,
+    ChatRequest,
+    Fields,
+    Function,
+    JsonSchema,
+    Limit,
+    Name,
+    SamplingFields,
+    bad_request,
+    not_applied,
+    parts_of,
+)
 from .service import Choice, Completion
 
 _MOST_KEPT = 1000  # responses that later requests can continue
@@ -38,10 +53,6 @@ class ReasoningPart(Fields):
     text: str
 
 
-def _texts(value: object) -> object:
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
-
-
 class _Item(Fields):
     id: Annotated[str | None, Field(exclude=True)] = None
     status: Annotated[str | None, Field(exclude=True)] = None
@@ -50,7 +61,7 @@ class _Item(Fields):
 class MessageItem(_Item):
     type: Literal["message"]
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[ContentPart], BeforeValidator(_texts, str | list[ContentPart])]
+    content: Annotated[list[ContentPart], BeforeValidator(parts_of, str | list[ContentPart])]
 
 
 class CallItem(_Item):
@@ -64,7 +75,7 @@ class CallItem(_Item):
 class CallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: Annotated[list[ContentPart], BeforeValidator(_texts, str | list[ContentPart])]
+    output: Annotated[list[ContentPart], BeforeValidator(parts_of, str | list[ContentPart])]
 
 
 class ReasoningItem(_Item):
@@ -87,12 +98,8 @@ def _items(value: object) -> object:
     return [{"type": "message", **each} if isinstance(each, dict) and "role" in each else each for each in value]
 
 
-class FunctionTool(Fields):
+class FunctionTool(Function):
     type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 def _hosted(kind: str) -> str:
@@ -131,12 +138,9 @@ class FunctionChoice(Fields):
     name: str
 
 
-class TextForm(Fields):
+class TextForm(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class TextConfig(Fields):
@@ -288,7 +292,7 @@ class Conversations:
 # ---------------------------------------------------------------------------------------------- answers
 
 
-class ResponsesFormat(Format):
+class ResponsesFormat(api.AnswerFormat):
     """Writes an answer as a response, whole or as events."""
 
     prefix = "resp"
@@ -307,7 +311,6 @@ class ResponsesFormat(Format):
         return self._finished(choice, items)
 
     async def lines(self, _body: Any, completion: Completion) -> AsyncIterator[str]:
-        """Yield the events of a stream. An error after its beginning is an event too."""
         (choice,) = completion.choices
         items, number = list[dict[str, Any]](), 0
 
@@ -315,7 +318,7 @@ class ResponsesFormat(Format):
             nonlocal number
             event = {"type": kind, "sequence_number": number, **content}
             number += 1
-            return typed_event(event)
+            return api.typed_event(event)
 
         begun = self._response("in_progress", [], None)
         yield line("response.created", response=begun)
@@ -381,26 +384,25 @@ class ResponsesFormat(Format):
     def _response(self, status: str, items: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
         request, usage = self.request, None
         if choice is not None:
-            counts = self.usage([choice])
             usage = {
-                "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": counts["prompt_tokens_details"],
-                "output_tokens": counts["completion_tokens"],
+                "input_tokens": choice.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": choice.cached_tokens},
+                "output_tokens": choice.new_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
-                "total_tokens": counts["total_tokens"],
+                "total_tokens": choice.prompt_tokens + choice.new_tokens,
             }
         tool_choice: Any = request.tool_choice or "auto"
         tool_choice = _given(tool_choice) if isinstance(tool_choice, FunctionChoice) else tool_choice
         return {
-            **{"id": self.id, "object": "response", "created_at": self._head["created"], "status": status},
+            **{"id": self.id, "object": "response", "created_at": self.created, "status": status},
             **{"error": None, "incomplete_details": _CUT if status == "incomplete" else None},
-            **{"model": self._head["model"], "output": items, "usage": usage},
+            **{"model": self.model, "output": items, "usage": usage},
             **{name: getattr(request, name) for name in ("instructions", "max_output_tokens", "previous_response_id")},
             **{"parallel_tool_calls": request.parallel_tool_calls is not False, "store": request.store is not False},
             **{"temperature": request.temperature, "top_p": request.top_p, "truncation": "disabled"},
             **{"metadata": request.metadata or {}},
             **{"tool_choice": tool_choice, "tools": [_given(tool) for tool in request.tools or ()]},
-            **({"warnings": self._head["warnings"]} if "warnings" in self._head else {}),
+            **self.warned,
         }
 
 
@@ -420,3 +422,23 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     if kind == "thinking":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+# ---------------------------------------------------------------------------------------------- routes
+
+router = APIRouter()
+API = api.Api("/v1/responses", router, error_body)
+_RESPONSE = api.json_object("id", "object", "status", "model", output={"type": "array"})
+
+
+@router.post("/v1/responses", response_model=None, responses=api.document_answer(_RESPONSE, api.TYPED_EVENTS))
+async def create_response(body: ResponsesRequest, request: Request, service: api.Served) -> Response:
+    """Answer a conversation, or continue that of an earlier response."""
+    state = request.app.state
+    if not hasattr(state, "conversations"):
+        state.conversations = Conversations()
+    warnings, kept = [*service.check_fields(body), *body.warnings], state.conversations
+    conversation = body.messages_after(kept.of(body.previous_response_id))
+    with api.refusing_body():
+        chat = body.chat(conversation)
+    return await api.respond(service, request, chat, partial(ResponsesFormat, body, conversation, kept), warnings)

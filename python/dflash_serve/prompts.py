@@ -218,7 +218,7 @@ class PromptReader:
         else:
             with refusing("messages"):
                 text = self._written(messages, arguments, tools, warnings)
-            ids = list(self.tokenizer(_unicode(text, "messages"), add_special_tokens=False).input_ids)
+            ids = list(self.tokenizer(unicode_text(text, "messages"), add_special_tokens=False).input_ids)
         if (form := self.reasoning) is None or text.rstrip().endswith(form.close.rstrip()):
             return EncodedPrompt(ids, text, pictures=pictures)
         begun = "begun" if text.rstrip().endswith(form.open.rstrip()) else "optional"
@@ -242,7 +242,7 @@ class PromptReader:
                 f"the chat template refuses these messages: {terminal.first_line(error)}", "messages"
             ) from error
         self._check_shown(messages, tools, text)
-        ids, made = self._pictures.encode(_unicode(text, "messages"), found)
+        ids, made = self._pictures.encode(unicode_text(text, "messages"), found)
         return ids, text, made
 
     def _check_shown(self, messages: Sequence[dict[str, Any]], tools: Tools | None, text: str) -> None:
@@ -298,7 +298,7 @@ class PromptReader:
 
     def _read(self, prompt: str | list[int], needs_text: bool) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return EncodedPrompt(text_ids(self.tokenizer, _unicode(prompt, "prompt")), prompt)
+            return EncodedPrompt(text_ids(self.tokenizer, unicode_text(prompt, "prompt")), prompt)
         if needs_text and prompt and max(prompt) >= len(self.tokenizer):
             raise bad_request(f"token ids must lie in 0 .. {len(self.tokenizer) - 1}, got {max(prompt)}", "prompt")
         return EncodedPrompt(prompt, self.tokenizer.decode(prompt) if needs_text else "")
@@ -349,7 +349,8 @@ def _thinking(request: requests.ChatRequest, template: str, warnings: list[str])
     return found
 
 
-def _unicode(text: str, field: str) -> str:
+def unicode_text(text: str, field: str) -> str:
+    """Return a text; raise ApiError if it is not Unicode."""
     with refusing(field):
         return check_text(text, field)
 

@@ -1,23 +1,27 @@
-"""Receipts of answers: written to a folder, read and checked."""
+"""Receipts of answers: a folder that they are written to, and the routes that return and check them."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+from anyio import to_thread
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
 from torch import nn
 
 from dflash import Receipt
 from dflash.internals import RecordedAnswer, RecordedSettings, Verifier, lines_of, picture_digests
 
-from .requests import ApiError, refusing
+from . import api
+from .openai import error_body
+from .requests import ApiError, bad_request, refusing
 from .scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from .service import Choice
+from .service import Choice, Service, refusal_of
 
 _RECEIPT = re.compile(r"(chatcmpl|cmpl|msg|resp)-[0-9a-f]{24}")  # the id of a completion: no other path is opened
 _LOG = logging.getLogger(__name__)
@@ -62,3 +66,48 @@ class ReceiptFolder:
 
     def _path(self, completion: str, index: int) -> Path:
         return self._folder / f"{completion}-{index}.json"
+
+
+# ---------------------------------------------------------------------------------------------- routes
+
+router = APIRouter()
+API = api.Api("/v1/receipts", router, error_body)
+Index = Annotated[int, Query(ge=0, lt=2**31, description="Of the answer in `choices`.")]
+
+
+def _folder(service: Service) -> ReceiptFolder:
+    if service.receipts is None:
+        message = "this server writes no receipts: start it with --receipts FOLDER"
+        raise ApiError(404, message, code="receipts_are_off")
+    return service.receipts
+
+
+@router.get("/v1/receipts/{completion}", response_model=None)
+async def receipt(completion: str, service: api.Served, index: Index = 0) -> Response:
+    """Return the receipt of an answer, for `dflash verify`."""
+    found = await to_thread.run_sync(_folder(service).read, completion, index)
+    return Response(found.to_json(), media_type="application/json")
+
+
+@router.post("/v1/receipts/{completion}/verify", response_model=None)
+async def verify_receipt(completion: str, request: Request, service: api.Served, index: Index = 0) -> Response:
+    """Derive every token of an answer again, with the model of this server."""
+    receipts = _folder(service)
+    found = await to_thread.run_sync(receipts.read, completion, index)
+    try:
+        check = service.scheduler.run_between_steps(receipts.passes(found))
+    except RuntimeError as error:
+        raise refusal_of(error) from error
+    try:
+        is_finished = await api.unless_gone(request, asyncio.wait_for(asyncio.wrap_future(check), service.timeout))
+    except asyncio.CancelledError:
+        if service.is_ending:  # the scheduler has dropped it
+            raise refusal_of(RuntimeError()) from None
+        raise
+    except asyncio.TimeoutError:
+        raise ApiError(503, f"the check was not ready after {service.timeout:g} s", code="timeout") from None
+    except ValueError as error:
+        raise bad_request(str(error)) from error
+    except (RuntimeError, MemoryError) as error:
+        raise ApiError(500, f"the receipt cannot be checked here: {error}", code="engine_error") from error
+    return JSONResponse(check.result()) if is_finished else Response(status_code=api.CLIENT_GONE)

@@ -1,4 +1,4 @@
-"""Requests and errors of OpenAI's API.
+"""Requests that the server reads, and the error that refuses one: OpenAI's, which other APIs' are translated to.
 
 Fields that would change the text and cannot be applied are refused by name. Unknown ones are taken and named.
 """
@@ -17,8 +17,6 @@ from pydantic_core import PydanticCustomError
 
 from dflash.internals import MAX_STOP_STRINGS, SETTINGS, GenerateArguments
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
 
 @dataclass(eq=False)
 class ApiError(Exception):
@@ -29,11 +27,6 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] | None = None
-
-    @property
-    def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from anyio import to_thread
@@ -19,28 +19,20 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from pydantic import BaseModel
 
 from dflash import Statistics, StreamEvent, TokenLogprobs
-from dflash.internals import (
-    SETTINGS,
-    Call,
-    GenerateArguments,
-    RecordedSettings,
-    TextDecoder,
-    check_text,
-    fold,
-    targets,
-    terminal,
-)
+from dflash.internals import SETTINGS, Call, GenerateArguments, RecordedSettings, TextDecoder, fold, targets, terminal
 
 from . import requests
 from .adopt import Adopter
 from .answer_text import AnswerText, BlockEvent, BlockWriter, Delta
 from .answer_tokens import AnswerTokens, Pieces, ShownToken
 from .pictures import PictureReader
-from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools
-from .receipts import ReceiptFolder
-from .requests import ApiError, ChatRequest, GenerationRequest, bad_request, refusing, unknown_fields
+from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools, unicode_text
+from .requests import ApiError, ChatRequest, GenerationRequest, bad_request, unknown_fields
 from .scheduler import Item, QueueFullError, Scheduler, Ticket
 from .tool_calls import CallText
+
+if TYPE_CHECKING:
+    from .receipts import ReceiptFolder
 
 _ENDS = "the server is about to end: try again later"
 _COMPLETION_TOKENS = 16  # OpenAI's default for text completions
@@ -411,8 +403,7 @@ class Service:
         self.name_of(request.model)
         self.check_fields(request)
         if request.messages is None:
-            with refusing("prompt"):
-                text = check_text(request.prompt, "prompt")
+            text = unicode_text(request.prompt, "prompt")
             return list(self.tokenizer(text, add_special_tokens=request.add_special_tokens is not False).input_ids)
         fields = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
         return self.encode(ChatRequest.model_construct(**fields))
@@ -500,13 +491,6 @@ class Service:
         if asked > left:
             warnings.append(f"max_tokens: {asked} are asked for, {left} fit after the prompt")
         return min(asked, left)
-
-    def receipts_or_refuse(self) -> ReceiptFolder:
-        """Return where receipts are; raise ApiError if the server writes none."""
-        if self.receipts is None:
-            message = "this server writes no receipts: start it with --receipts FOLDER"
-            raise ApiError(404, message, code="receipts_are_off")
-        return self.receipts
 
 
 def _arguments(request: GenerationRequest) -> GenerateArguments:
