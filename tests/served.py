@@ -52,7 +52,8 @@ def serve(
     generator = dflash.Generator(target, draft, max_length=512, batch_size=rows, prefill_chunk=chunk, **options)
     scheduler = Scheduler(generator, max_waiting=queue)
     folder = None if receipts is None else ReceiptFolder(receipts, target, tokenizer, scheduler)
-    return Service(scheduler, tokenizer, "pair", "0", timeout, folder, **(tolerance or {}))
+    fields = {"scheduler": scheduler, "tokenizer": tokenizer, "name": "pair", "version": "0", "timeout": timeout}
+    return Service(**fields, receipts=folder, **(tolerance or {}))
 
 
 @contextlib.contextmanager

@@ -272,7 +272,7 @@ def test_weights_that_cannot_be_stored_are_refused_before_models_are_loaded(
     [
         ("--tool-form xml", "--tool-form must be one of qwen3-coder, hermes, "),
         ("--reasoning-form xml", "minimax-m3, kimi, apertus, think, none, got 'xml'"),
-        ("--chat-template /missing", "--chat-template needs a text file, got /missing"),
+        ("--chat-template /missing", "--chat-template: there is no file '/missing'"),
     ],
 )
 def test_forms_and_templates_that_are_not_there_are_refused_before_models_are_loaded(shell, options, message):

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,186 +20,201 @@ from .adopt import Adopter
 from .memory import bytes_per_token, free_memory
 from .port import HOST, PORT, port_for
 from .record import AnswerRecorder
+from .scheduler import Scheduler
 
 _LOG = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MOST_UNASKED = 32768  # tokens of a context whose target names no limit
 
 
-@options.command(models=("tree",))
-def serve(
-    models: options.ModelOptions,
-    target: Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)] = None,
-    host: Annotated[str, "Address to listen on; 0.0.0.0 for all."] = HOST,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = PORT,
+@dataclass(frozen=True)
+class ServeOptions:
+    """How the models are served: the options of ``dflash serve`` besides theirs."""
+
+    target: Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)] = None
+    host: Annotated[str, "Address to listen on; 0.0.0.0 for all."] = HOST
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = PORT
     name: Annotated[
         list[str] | None, "A name of the model for clients, may be given several times; default: the target's."
-    ] = None,
-    any_name: Annotated[bool, "Answer requests for any other model too."] = False,
+    ] = None
+    any_name: Annotated[bool, "Answer requests for any other model too."] = False
     api_key: Annotated[
         str | None, typer.Option(envvar="DFLASH_API_KEY", help="Key that clients must send; default: none.")
-    ] = None,
+    ] = None
     allow_origin: Annotated[
         list[str] | None, "Let pages of this origin (http://HOST:PORT, or * for any) use the server; may be repeated."
-    ] = None,
-    strict: Annotated[bool, "Refuse unknown fields, more than four stop strings, and more tokens than fit."] = False,
-    rows: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 4,
-    queue: Annotated[int, typer.Option(min=0, help="Answers that may wait for a row; more get status 429.")] = 64,
+    ] = None
+    strict: Annotated[bool, "Refuse unknown fields, more than four stop strings, and more tokens than fit."] = False
+    rows: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 4
+    queue: Annotated[int, typer.Option(min=0, help="Answers that may wait for a row; more get status 429.")] = 64
     max_length: Annotated[
         int | None,
         typer.Option(min=2, help="Tokens of a prompt and its answer; default: as many as the target and memory allow."),
-    ] = None,
+    ] = None
     prefill_chunk: Annotated[
         int | None,
         typer.Option(min=1, help="Prompt tokens per pass; whole chunks stay cached. Default: 64 on a CPU, else 128."),
-    ] = None,
+    ] = None
     cache_gb: Annotated[
         float | None,
         typer.Option(min=0, help="GB of memory for prompts that stay cached; default: a quarter of what is free."),
-    ] = None,
-    chat_template: Annotated[Path | None, "File with a chat template instead of the tokenizer's own."] = None,
-    tool_form: Annotated[str | None, "How the model writes tool calls; default: as its chat template does."] = None,
+    ] = None
+    chat_template: Annotated[Path | None, "File with a chat template instead of the tokenizer's own."] = None
+    tool_form: Annotated[str | None, "How the model writes tool calls; default: as its chat template does."] = None
     reasoning_form: Annotated[
         str | None, "How the model writes its reasoning, or none; default: by its chat template."
-    ] = None,
-    pictures: Annotated[bool, "Take pictures in chats: loads the vision tower, and needs pillow."] = False,
+    ] = None
+    pictures: Annotated[bool, "Take pictures in chats: loads the vision tower, and needs pillow."] = False
     allow_image_urls: Annotated[
         bool, "Fetch pictures from http and https URLs too, also from hosts that only this machine reaches."
-    ] = False,
-    receipts: Annotated[Path | None, "Folder for a receipt of each answer, see dflash verify; default: none."] = None,
+    ] = False
+    receipts: Annotated[Path | None, "Folder for a receipt of each answer, see dflash verify; default: none."] = None
     learn: Annotated[
         Path | None, "Folder for answers that dflash learn makes the drafter better with; default: none are kept."
-    ] = None,
-    learn_gb: Annotated[float, typer.Option(min=0.001, help="GB of answers in that folder; the oldest go.")] = 1.0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0,
+    ] = None
+    learn_gb: Annotated[float, typer.Option(min=0.001, help="GB of answers in that folder; the oldest go.")] = 1.0
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0
     grace: Annotated[
         float, typer.Option(min=0, max=86400, help="Seconds that answers may still take after SIGTERM.")
-    ] = 30.0,
-) -> None:
+    ] = 30.0
+
+    def check(self) -> None:
+        """Raise ValueError for what is wrong with any models."""
+        from .reasoning import REASONING_FORMS
+        from .tool_calls import TOOL_FORMS
+
+        for option, form, known in (
+            ("--tool-form", self.tool_form, [*TOOL_FORMS]),
+            ("--reasoning-form", self.reasoning_form, [*REASONING_FORMS, "none"]),
+        ):
+            if form is not None and form not in known:
+                raise ValueError(f"{option} must be one of {', '.join(known)}, got {form!r}")
+        if self.allow_image_urls and not self.pictures:
+            raise ValueError("--allow-image-urls needs --pictures: without it no pictures are taken")
+        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
+            raise ValueError(
+                "--api-key must be visible ASCII characters without spaces: a header can hold no other key"
+            )
+        for origin in self.allow_origin or ():
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ValueError(f"--allow-origin must be * or as http://HOST:PORT, got {origin!r}")
+
+    def check_folders(self, models: options.ModelOptions) -> None:
+        """Raise ValueError for folders that these models cannot use; makes that of receipts."""
+        if self.receipts is not None:
+            try:
+                self.receipts.mkdir(parents=True, exist_ok=True)
+                files.check_writable(self.receipts)
+            except OSError as error:
+                reason = "it is a file" if self.receipts.is_file() else error.strerror or error
+                folder = terminal.printable(self.receipts)
+                raise ValueError(f"--receipts needs a folder to write to, got {folder}: {reason}") from error
+        if self.learn is not None:
+            if models.draft is None or models.block_size == 1:
+                raise ValueError("--learn needs a drafter with blocks of at least 2 rows: name one with --draft")
+            Store(self.learn)  # raises for a folder of something else
+
+
+@options.command(models=("tree",))
+def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
     """Serve MODEL, with a drafter or without, to clients of OpenAI's, Anthropic's and Ollama's APIs.
 
     The same request with the same seed gets the same answer, whatever else is running. Without a model, the packaged
     pair answers. Ctrl-C or SIGTERM ends the server when the answers that are being written have ended.
     """
-    # 1. Check everything that needs no model.
+    # 1. Check everything that needs no model, and take the port.
     if any(importlib.util.find_spec(package) is None for package in ("fastapi", "uvicorn", "prometheus_client")):
         raise ValueError("dflash serve needs FastAPI, uvicorn and prometheus-client: pip install '.[serve]'")
     from .app import Server
+    from .pictures import PictureReader
+    from .receipts import ReceiptFolder
+    from .service import Service
 
-    _check_forms(tool_form, reasoning_form)
-    if allow_image_urls and not pictures:
-        raise ValueError("--allow-image-urls needs --pictures: without it no pictures are taken")
-    written = None if chat_template is None else _read_template(chat_template)
-    _check_access(api_key, allow_origin or [])
-    if target is not None:
-        if models.model not in (None, target):
-            raise ValueError(f"name one model: MODEL is {target!r}, --model {models.model!r}")
-        models = dataclasses.replace(models, model=target)
-    first, *aliases = name or [_shown_name(models.model)]
+    asked.check()
+    template = None if asked.chat_template is None else options.read_text(asked.chat_template, "--chat-template")
+    if asked.target is not None:
+        if models.model not in (None, asked.target):
+            raise ValueError(f"name one model: MODEL is {asked.target!r}, --model {models.model!r}")
+        models = dataclasses.replace(models, model=asked.target)
+    name, *aliases = asked.name or [_shown_name(models.model)]
     is_packaged = models.model is None
     models = models.resolve(needs_draft=False)
-    if receipts is not None:
-        _make_folder(receipts)
-    if learn is not None:
-        if models.draft is None or models.block_size == 1:
-            raise ValueError("--learn needs a drafter with blocks of at least 2 rows: name one with --draft")
-        Store(learn)  # raises for a folder of something else
-    listener = port_for(host, port)
+    asked.check_folders(models)
+    listener = port_for(asked.host, asked.port)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    for name in ("dflash", "dflash_serve"):
-        logging.getLogger(name).setLevel(logging.INFO)
+    for house in ("dflash", "dflash_serve"):
+        logging.getLogger(house).setLevel(logging.INFO)
     # 2. Load the models.
-    source = dataclasses.replace(models.source(is_logged=True), pictures=pictures)
-    processor = source.load_processor() if pictures else None
+    source = dataclasses.replace(models.source(is_logged=True), pictures=asked.pictures)
+    processor = source.load_processor() if asked.pictures else None
     tokenizer = options.load_tokenizer(source)
-    if written is not None:
-        tokenizer.chat_template = written
+    if template is not None:
+        tokenizer.chat_template = template
     if tokenizer.chat_template is not None:
         check_template(tokenizer, "user", tools=True)
-    model, drafter, _ = models.load(source)
+    target, drafter, _ = models.load(source)
     drafts = models.prompt_lookup is not None if drafter is None else drafter.config.block_size > 1
     if models.block_size is None and drafts:
         models = dataclasses.replace(models, block_size="auto")
-    from .pictures import PictureReader
-    from .receipts import ReceiptFolder
-    from .scheduler import Scheduler
-    from .service import Service
-
-    free, each = free_memory(model.device), rows * bytes_per_token(model, drafter)
-    chunk = prefill_chunk or (64 if model.device.type == "cpu" else 128)
+    # 3. Make the generator, and what serves it.
     recorder = None
-    if learn is not None:
-        recorder = AnswerRecorder(learn, model, drafter, max_bytes=int(learn_gb * 1e9))
-        each += rows * len(drafter.config.target_layer_ids) * drafter.config.hidden_size * model.dtype.itemsize
-    room = _room(model, rows, max_length, free, each)
-    given = {"max_length": room, "batch_size": rows, "prefill_chunk": chunk, "on_answer": recorder}
-    generator = Generator(model, drafter, **given, **models.generator)
-    cache_bytes = int(_cache_bytes(model, room * each, free) if cache_gb is None else cache_gb * 1e9)
-    _LOG.info("cache of prompts: %.1f GB", cache_bytes / 1e9)
-    scheduler = Scheduler(generator, max_waiting=queue, cache_bytes=cache_bytes)
+    if asked.learn is not None:
+        recorder = AnswerRecorder(asked.learn, target, drafter, max_bytes=int(asked.learn_gb * 1e9))
+    scheduler = _make_scheduler(asked, models, target, drafter, recorder)
     adopter = None if recorder is None else Adopter(recorder, scheduler)
-    folder = None if receipts is None else ReceiptFolder(receipts, model, tokenizer, scheduler)
-    version, forms = targets.versions()["dflash"], (tool_form, reasoning_form)
-    reader = None if processor is None else PictureReader(processor, allows_urls=allow_image_urls)
-    named = scheduler, tokenizer, first, version, timeout, folder, aliases, any_name, strict
-    service = Service(*named, *forms, reader, adopter)
-    # 3. Serve.
-    _log_models(generator, model, is_packaged and models.dtype == "auto")
-    if host not in _LOOPBACK and api_key is None:
+    service = Service(
+        scheduler=scheduler,
+        tokenizer=tokenizer,
+        name=name,
+        aliases=aliases,
+        takes_any_name=asked.any_name,
+        version=targets.versions()["dflash"],
+        timeout=asked.timeout,
+        is_strict=asked.strict,
+        tool_form=asked.tool_form,
+        reasoning_form=asked.reasoning_form,
+        pictures=None if processor is None else PictureReader(processor, allows_urls=asked.allow_image_urls),
+        receipts=None if asked.receipts is None else ReceiptFolder(asked.receipts, target, tokenizer, scheduler),
+        adopter=adopter,
+    )
+    # 4. Serve.
+    _log_models(scheduler.generator, target, is_packaged and models.dtype == "auto")
+    if asked.host not in _LOOPBACK and asked.api_key is None:
         _LOG.warning("anyone who reaches this address can use the server: --api-key asks for a key")
     bound = listener.hand_over()
     address, found = bound.getsockname()[:2]
     root = f"http://{f'[{address}]' if ':' in address else address}:{found}"
-    _LOG.info("%s on %s/v1, with a page to chat on %s/", terminal.printable(first), root, root)
-    Server(service, api_key=api_key, grace=grace, origins=allow_origin or ()).run(sockets=[bound])
+    _LOG.info("%s on %s/v1, with a page to chat on %s/", terminal.printable(name), root, root)
+    server = Server(service, api_key=asked.api_key, grace=asked.grace, origins=asked.allow_origin or ())
+    server.run(sockets=[bound])
     if adopter is not None:
         adopter.close()
         recorder.close()
-
-
-def _check_forms(tool_form: str | None, reasoning_form: str | None) -> None:
-    from .reasoning import REASONING_FORMS
-    from .tool_calls import TOOL_FORMS
-
-    given = {
-        "--tool-form": (tool_form, [*TOOL_FORMS]),
-        "--reasoning-form": (reasoning_form, [*REASONING_FORMS, "none"]),
-    }
-    for option, (form, known) in given.items():
-        if form is not None and form not in known:
-            raise ValueError(f"{option} must be one of {', '.join(known)}, got {form!r}")
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--chat-template needs a text file, got {terminal.printable(path)}: {error}") from error
-
-
-def _check_access(api_key: str | None, origins: Sequence[str]) -> None:
-    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
-        raise ValueError("--api-key must be visible ASCII characters without spaces: a header can hold no other key")
-    for origin in origins:
-        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
-            raise ValueError(f"--allow-origin must be * or as http://HOST:PORT, got {origin!r}")
-
-
-def _make_folder(receipts: Path) -> None:
-    try:
-        receipts.mkdir(parents=True, exist_ok=True)
-        files.check_writable(receipts)
-    except OSError as error:
-        reason = "it is a file" if receipts.is_file() else error.strerror or error
-        raise ValueError(
-            f"--receipts needs a folder to write to, got {terminal.printable(receipts)}: {reason}"
-        ) from error
 
 
 def _shown_name(model: str | None) -> str:
     if model is None:
         return "dflash-pair"
     return Path(model).resolve().name if Path(model).exists() else model
+
+
+def _make_scheduler(
+    asked: ServeOptions, models: options.ModelOptions, target: Any, drafter: Any, recorder: AnswerRecorder | None
+) -> Scheduler:
+    """Make the generator and its scheduler: the context and the cache of prompts share the memory that is free."""
+    free, each = free_memory(target.device), asked.rows * bytes_per_token(target, drafter)
+    if recorder is not None:  # it is given the features of each token
+        each += asked.rows * len(drafter.config.target_layer_ids) * drafter.config.hidden_size * target.dtype.itemsize
+    room = _room(target, asked.rows, asked.max_length, free, each)
+    chunk = asked.prefill_chunk or (64 if target.device.type == "cpu" else 128)
+    sizes = {"max_length": room, "batch_size": asked.rows, "prefill_chunk": chunk}
+    generator = Generator(target, drafter, **sizes, on_answer=recorder, **models.generator)
+    if asked.cache_gb is None:
+        cache_bytes = int(_cache_bytes(target, room * each, free))
+    else:
+        cache_bytes = int(asked.cache_gb * 1e9)
+    _LOG.info("cache of prompts: %.1f GB", cache_bytes / 1e9)
+    return Scheduler(generator, max_waiting=asked.queue, cache_bytes=cache_bytes)
 
 
 def _room(target: Any, rows: int, asked: int | None, free: int, each: int) -> int:

@@ -318,7 +318,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Service:
     """A target that is served, under the ``name`` that clients see.
 

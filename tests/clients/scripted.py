@@ -98,4 +98,4 @@ def service() -> Service:
     )  # fmt: skip
     target = LlamaForCausalLM(config).eval()
     generator = dflash.Generator(target, None, max_length=_CONTEXT, batch_size=4, prefill_chunk=512)
-    return Service(Scheduler(generator), known, "scripted", "0", takes_any_name=True)
+    return Service(scheduler=Scheduler(generator), tokenizer=known, name="scripted", version="0", takes_any_name=True)

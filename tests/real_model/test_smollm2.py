@@ -90,7 +90,9 @@ def test_narrow_text_is_that_of_one_token_decoding(model, prompts, kind, options
 @pytest.fixture(scope="module")
 def service(model, tokenizer):
     generator = dflash.Generator(model, make_draft(model), max_length=256, batch_size=2)
-    service = Service(Scheduler(generator, max_waiting=2), tokenizer, "smollm2", "0", 300.0, None)
+    service = Service(
+        scheduler=Scheduler(generator, max_waiting=2), tokenizer=tokenizer, name="smollm2", version="0", timeout=300.0
+    )
     yield service
     service.scheduler.close(drain=False)
 

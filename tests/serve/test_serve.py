@@ -557,7 +557,7 @@ def test_metrics_count_requests_and_tokens():
 def fingerprint(generator: Generator, version: str = "0") -> str:
     scheduler = Scheduler(generator)
     scheduler.close()
-    return Service(scheduler, pair()[2], "pair", version).fingerprint
+    return Service(scheduler=scheduler, tokenizer=pair()[2], name="pair", version=version).fingerprint
 
 
 def test_the_fingerprint_follows_weights_and_their_storage_and_not_the_drafter(service):

@@ -64,7 +64,8 @@ def serve(target):
         reader = None if options.pop("refuses", False) else PictureReader(processor(), **options)
         tokenizer = processor().tokenizer
         folder = None if receipts is None else ReceiptFolder(receipts, target, tokenizer, scheduler)
-        return Service(scheduler, tokenizer, "pair", "0", receipts=folder, pictures=reader)
+        fields = {"scheduler": scheduler, "tokenizer": tokenizer, "name": "pair", "version": "0"}
+        return Service(**fields, receipts=folder, pictures=reader)
 
     yield make
     for scheduler in made:
