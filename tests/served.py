@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import json
+import queue
 import re
 import subprocess
 import sys
@@ -115,6 +116,20 @@ def direct(ids: torch.Tensor, **arguments: Any) -> list[str]:
     target, draft, tokenizer = pair()
     out = dflash.generate(target, draft, ids, tokenizer=tokenizer, **arguments)
     return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+
+
+class Reader:
+    """A request's events, one after another; raises its error where it is read."""
+
+    def __init__(self, scheduler: Scheduler, ids: torch.Tensor, **arguments: Any) -> None:
+        self._items = queue.SimpleQueue()
+        self.cancel = scheduler.submit(scheduler.resolve(ids[None], **arguments), self._items.put).cancel
+
+    def __iter__(self) -> Iterator[dflash.StreamEvent]:
+        while (item := self._items.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
 
 
 class Gate:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from torch import Tensor
@@ -30,32 +29,15 @@ class QueueFullError(RuntimeError):
 
 
 class Ticket:
-    """A request that was submitted: an iterator of its events for one reader, unless it has an ``emit`` of its own.
+    """A request that was submitted."""
 
-    Reading slowly holds up nobody: events wait in memory, at most one per token. Errors are raised where it is read.
-    """
-
-    def __init__(self, call: Call, skip_special_tokens: bool, emit: Callable[[Item], None] | None) -> None:
-        self.call, self.skip_special_tokens = call, skip_special_tokens
+    def __init__(self, call: Call, skip_special_tokens: bool, emit: Callable[[Item], None]) -> None:
+        self.call, self.skip_special_tokens, self.emit = call, skip_special_tokens, emit
         self.is_cancelled = False
-        self._items: SimpleQueue[Item] = SimpleQueue()
-        self.emit = emit or self._items.put
 
     def cancel(self) -> None:
         """Ask for the end of the request; its events end soon."""
         self.is_cancelled = True
-
-    def __iter__(self) -> Iterator[StreamEvent]:
-        return self
-
-    def __next__(self) -> StreamEvent:
-        item = self._items.get()
-        if isinstance(item, StreamEvent):
-            return item
-        self._items.put(None)  # for whoever asks again
-        if item is None:
-            raise StopIteration
-        raise item
 
 
 class Scheduler:
@@ -109,16 +91,14 @@ class Scheduler:
         """Check a request as `dflash.session.Session.resolve` does; nothing is run."""
         return self.session.resolve(ids, **arguments)
 
-    def submit(
-        self, call: Call, *, skip_special_tokens: bool = False, emit: Callable[[Item], None] | None = None
-    ) -> Ticket:
+    def submit(self, call: Call, emit: Callable[[Item], None], *, skip_special_tokens: bool = False) -> Ticket:
         """Queue a request.
 
         Args:
             call: from `resolve`.
-            skip_special_tokens: as in ``tokenizer.decode``, for the events' text.
             emit: called from the scheduler's thread with each event, then with None or an exception; must return at
-                once. By default the ticket collects them.
+                once.
+            skip_special_tokens: as in ``tokenizer.decode``, for the events' text.
 
         Raises:
             QueueFullError: ``max_waiting`` requests wait already.

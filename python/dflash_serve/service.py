@@ -161,7 +161,7 @@ class Completion:
         try:
             for index, choice in enumerate(choices):
                 emit = functools.partial(self._emit, index)
-                self._tickets.append(service.scheduler.submit(choice.call, skip_special_tokens=True, emit=emit))
+                self._tickets.append(service.scheduler.submit(choice.call, emit, skip_special_tokens=True))
         except RuntimeError as error:
             self._cancel()
             raise refusal_of(error) from error

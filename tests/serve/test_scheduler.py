@@ -9,7 +9,7 @@ import pytest
 import torch
 from baseline import greedy, prompt
 from families import make_draft, make_target
-from served import Gate, wait_until
+from served import Gate, Reader, wait_until
 
 import dflash
 from dflash_serve.scheduler import QueueFullError, Scheduler
@@ -32,7 +32,7 @@ def scheduler():
 
 
 def submit(scheduler, ids, **arguments):
-    return scheduler.submit(scheduler.resolve(ids[None], **{"max_new_tokens": NEW} | arguments))
+    return Reader(scheduler, ids, **{"max_new_tokens": NEW} | arguments)
 
 
 def written(ticket) -> list[int]:
@@ -69,7 +69,6 @@ def test_a_reader_that_reads_nothing_holds_up_nobody(scheduler):
     assert written(submit(scheduler, prompt(5))) == greedy(pair()[0], prompt(5), NEW).tolist()
     assert written(submit(scheduler, prompt(6))) == greedy(pair()[0], prompt(6), NEW).tolist()
     assert written(unread) == greedy(pair()[0], prompt(9), NEW).tolist()
-    assert list(unread) == []
 
 
 def test_a_cancelled_request_gives_up_its_place_before_the_next_step(scheduler):

@@ -16,7 +16,7 @@ import torch
 from baseline import prompt
 from families import make_draft, make_target
 from schedules import PAIRS, alone, options, play, requests
-from served import SUM, ask, serving, wait_until
+from served import SUM, Reader, ask, serving, wait_until
 
 import dflash
 from dflash.answers import Drafters, RunningRequests, Store
@@ -404,7 +404,7 @@ def test_a_server_swaps_drafters_between_requests(served, pair):
     weight, ended = draft.fc.weight.clone(), threading.Event()
 
     def ask(seed):
-        return scheduler.submit(scheduler.resolve(prompt(9)[None], max_new_tokens=24, temperature=1.0, seed=seed))
+        return Reader(scheduler, prompt(9), max_new_tokens=24, temperature=1.0, seed=seed)
 
     def swap_often():
         for number in range(1, 6):
@@ -462,7 +462,7 @@ def test_the_lock_is_held_while_requests_run(served):
     busy = []
     hold = scheduler.on_busy
     scheduler.on_busy = lambda is_busy: (hold(is_busy), busy.append(is_busy))
-    assert list(scheduler.submit(scheduler.resolve(prompt(9)[None], max_new_tokens=9)))
+    assert list(Reader(scheduler, prompt(9), max_new_tokens=9))
     wait_until(lambda: busy == [True, False])
 
 
