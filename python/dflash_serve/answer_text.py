@@ -42,15 +42,11 @@ class AnswerText:
         self._held = ""  # may be the beginning of a mark
         self._is_blank = is_thinking  # spaces at the beginning of a part are dropped
 
-    @property
-    def is_stopped(self) -> bool:
-        return bool(self.stopped_by)
-
     def push(self, piece: str, *, is_last: bool) -> Delta:
         """Add a piece of the answer; return what can be shown."""
         piece = self._before_stop(piece)
         self._held, self.length = self._held + piece, self.length + len(piece)
-        parts, is_last = {False: "", True: ""}, is_last or self.is_stopped  # content, reasoning
+        parts, is_last = {False: "", True: ""}, is_last or bool(self.stopped_by)  # content, reasoning
         while self._form is not None:
             begin, end = self._form.open, self._form.close
             if self._is_first:
@@ -75,7 +71,7 @@ class AnswerText:
 
     def _before_stop(self, piece: str) -> str:
         """Return what of a piece comes before a stop string. One that began in earlier pieces was held back there."""
-        if self.is_stopped:
+        if self.stopped_by:
             return ""
         if not self._stop:
             return piece

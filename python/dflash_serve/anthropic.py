@@ -85,6 +85,9 @@ class MessageTool(CachedPart):
     strict: bool | None = None
 
 
+_SHARED = {"name", "description", "strict"}  # fields of a tool that a chat's function has too
+
+
 class MessageToolChoice(Fields):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -139,11 +142,9 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
         fields: dict[str, Any] = {"messages": messages, "model": self.model}
         if self.tools:
             fields["tools"] = [
-                {"type": "function", "function": {
-                    "name": tool.name, "description": tool.description, "parameters": tool.input_schema,
-                    "strict": tool.strict,
-                }} for tool in self.tools
-            ]  # fmt: skip
+                {"type": "function", "function": {**tool.model_dump(include=_SHARED), "parameters": tool.input_schema}}
+                for tool in self.tools
+            ]
         if (choice := self.tool_choice) is not None:
             named = {"type": "function", "function": {"name": choice.name or ""}}
             fields["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]

@@ -126,13 +126,13 @@ class Choice:
         if self._decoder is not None:
             text = self._decoder.push(event.ids[0]) + (self._decoder.finish() if reason is not None else "")
         delta = self.text.push(text, is_last=reason is not None)
-        reason = "stop" if self.text.is_stopped else reason
+        reason = "stop" if self.text.stopped_by else reason
         if self.calls is not None:
             content, calls = self.calls.push(delta.content, is_last=reason is not None)
             delta = delta._replace(content=content, calls=calls)
             reason = "tool_calls" if reason == "stop" and self.calls.is_whole else reason
         if event.logprobs is not None:
-            is_whole = reason is not None and not self.text.is_stopped
+            is_whole = reason is not None and not self.text.stopped_by
             shown = self._held.push(event.ids[0], event.logprobs[0], self.text.length, is_whole=is_whole)
             self.tokens += shown
             delta = delta._replace(tokens=shown)

@@ -497,13 +497,10 @@ def test_the_model_is_listed(service):
     (found,) = ask(service, "/v1/models", None).json()["data"]
     assert (found["id"], found["object"], found["max_model_len"]) == ("pair", "model", 512)
     assert ask(service, "/v1/models/pair", None).json() == found
-    assert ask(service, "/health", None).json() == {"status": "ok"}
-
-
-def test_the_model_says_whether_its_steps_are_drafted(service):
-    assert ask(service, "/v1/models/pair", None).json()["has_drafter"]
+    assert (found["has_drafter"], found["has_receipts"]) == (True, False)
     with serving(block_size=1) as plain:
         assert not ask(plain, "/v1/models/pair", None).json()["has_drafter"]
+    assert ask(service, "/health", None).json() == {"status": "ok"}
 
 
 def test_the_page_loads_its_own_files_only(service):

@@ -10,7 +10,7 @@ import threading
 import httpx
 import openai
 import pytest
-from served import SUM, TRIP, Gate, chat, direct, live, prompt_ids, serve, slow_down, wait_until
+from served import TRIP, Gate, chat, direct, live, prompt_ids, serve, slow_down, wait_until
 
 from dflash_serve.app import Server
 from dflash_serve.port import Port
@@ -47,13 +47,6 @@ def test_chats_whole_and_streamed(client):
     assert found[-1].usage.completion_tokens == client.chat.completions.create(**call).usage.completion_tokens
     with client.chat.completions.stream(**call) as stream:
         assert stream.get_final_completion().choices[0].message.content == text
-
-
-def test_texts(client):
-    done = client.completions.create(model="pair", prompt=[SUM, TRIP], max_tokens=9, echo=True, stop=["@"])
-    assert [choice.text.startswith(text) for choice, text in zip(done.choices, (SUM, TRIP), strict=True)] == [True] * 2
-    pieces = [c.choices[0] for c in client.completions.create(model="pair", prompt=SUM, max_tokens=9, stream=True)]
-    assert SUM + "".join(piece.text for piece in pieces) == done.choices[0].text
 
 
 def test_errors_have_their_classes(client, server):

@@ -146,8 +146,6 @@ def test_the_server_says_whether_it_has_receipts(service):
     (model,) = ask(service, "/v1/models", None).json()["data"]
     assert model["has_receipts"]
     with serving() as plain:
-        (model,) = ask(plain, "/v1/models", None).json()["data"]
-        assert not model["has_receipts"]
         response = ask(plain, f"/v1/receipts/chatcmpl-{'0' * 24}/verify", b"")
         assert (response.status_code, response.json()["error"]["code"]) == (404, "receipts_are_off")
 
