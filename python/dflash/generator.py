@@ -21,7 +21,7 @@ from .engine import Direct, Engine, Replay, step
 from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
 from .engine.run import Answer, Run, event_of, output_of
-from .options import GeneratorArguments, Pair, check_pair, tree_rows
+from .options import CheckedPair, GeneratorArguments, check_pair, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .state import State
 from .streaming import BatchDecoder
@@ -147,14 +147,14 @@ class Generator:
         self._make(check_pair(check_target(target), draft, options))
 
     @classmethod
-    def of_pair(cls, pair: Pair) -> Generator:
+    def of_pair(cls, pair: CheckedPair) -> Generator:
         """Return the generator of a checked pair."""
         generator = cls.__new__(cls)
         generator._make(pair)
         return generator
 
     @torch.inference_mode(False)  # what is made here is also written outside of inference mode
-    def _make(self, pair: Pair) -> None:
+    def _make(self, pair: CheckedPair) -> None:
         target, self._loaded, self.block_size, options = pair
         self.max_length, self.batch_size = options["max_length"], options["batch_size"]
         self.denoise_steps, self.prefill_chunk = options["denoise_steps"], options["prefill_chunk"]

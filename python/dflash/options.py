@@ -183,7 +183,7 @@ def resolve_options(given: Mapping[str, object]) -> GeneratorArguments:
 # ---------------------------------------------------------------------------------------------------------------- pair
 
 
-class Pair(NamedTuple):
+class CheckedPair(NamedTuple):
     """A target and a drafter that can be run together.
 
     Attributes:
@@ -199,7 +199,7 @@ class Pair(NamedTuple):
     options: GeneratorArguments
 
 
-def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, object]) -> Pair:
+def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, object]) -> CheckedPair:
     """Check all that a generator needs before anything is made; ``target`` has passed `check_target`."""
     if "max_length" not in given:
         raise TypeError("Generator needs max_length: the most tokens of a prompt and its answer together")
@@ -231,7 +231,7 @@ def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, o
         raise ValueError("on_answer needs a drafter with blocks of at least 2 rows, and tree=None")
     if options["weights"] is not None:
         check_int8(target)
-    return Pair(target, loaded, block_size, options)
+    return CheckedPair(target, loaded, block_size, options)
 
 
 def check_fit(target: nn.Module, draft: Drafter) -> None:
