@@ -12,20 +12,26 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / "python"
 ENGINE = PYTHON / "dflash"
-ORACLE = ENGINE / "ops" / "reference.py"  # the tests' plain-torch twins of the ops
+# The tests' plain-torch twins of the ops, and the check that compares kernels with them when a GPU is first used.
+ORACLE = {ENGINE / "ops" / name for name in ("reference.py", "check.py", "examples.py")}
 # What stands around the core of the engine: entry points, files, receipts, commands.
 AROUND = {"hf", "grammar", "receipts", "answers", "loading", "internals", "public", "cli"}
 SOURCES = {".h", ".cuh", ".cpp", ".cu", ".def"}
 
 # Code lines of Python: no blank lines, comments or docstrings. To raise a number, say next to it what was weighed and
-# what could not go.
+# what could not go. The goals were 12,200, 8,700, 3,500, 4,700, 12,100 and 34,000.
 BUDGETS = {
-    "engine": 12_200,
+    # The store of answers (160) must be here, because the server writes it and the workshop reads it; the list of
+    # internals takes 60, weight formats and 8-bit drafters on GPUs 80.
+    "engine": 12_650,
     "core": 8_700,
-    "server": 3_500,
-    "workshop": 4_700,
+    # Each API's documented answers and errors now stand in its own file, with imports of their own.
+    "server": 3_650,
+    # The demo (190) measures, so it is not in the engine. What is left is tables, report fields and checks.
+    "workshop": 5_150,
     "csrc": 12_100,  # all lines
-    "tests": 34_000,  # all lines of Python
+    # All lines of Python. Further cuts would take the only test of a behavior; to be looked through again by subject.
+    "tests": 36_300,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -49,7 +55,7 @@ def lines_of(folder: Path, suffixes: set[str], count: Callable[[str], int] = lam
 
 
 def is_core(path: Path) -> bool:
-    return path.relative_to(ENGINE).parts[0].removesuffix(".py") not in AROUND and path != ORACLE
+    return path.relative_to(ENGINE).parts[0].removesuffix(".py") not in AROUND and path not in ORACLE
 
 
 SIZES = {
