@@ -144,8 +144,12 @@ class Contract {
     const auto get = [&spec](const char* name, auto& field) {
       field = spec[name].cast<std::decay_t<decltype(field)>>();
     };
-    get("arguments", arguments_), get("rules", rules_), get("derived", derived_), get("choices", choices_);
-    get("format", format_);
+    get("arguments", arguments_), get("rules", rules_), get("derived", derived_), get("format", format_);
+    for (const auto& codes : spec["choices"].cast<std::vector<std::map<std::string, int>>>()) {
+      choices_.emplace_back();
+      for (const auto& [name, code] : codes)
+        choices_.back().emplace_back(PyUnicode_InternFromString(name.c_str()), code);
+    }
     for (pybind11::handle entry : spec["tensors"]) tensors_.emplace_back(entry);
     for (pybind11::handle entry : spec["outputs"]) outputs_.emplace_back(entry);
     for (const auto& [key, names] : {std::pair("parameters", &parameters_), std::pair("names", &names_)})
@@ -280,9 +284,15 @@ class Contract {
         PyFloat_AsDouble(object);  // too large a number sets an error
         return !PyErr_Occurred();
       case 'c': {
-        PyObject* code = PyUnicode_CheckExact(object) ? PyDict_GetItem(choices_[i].ptr(), object) : nullptr;
-        if (code) call.slots[slot] = PyLong_AsLongLong(code);
-        return code != nullptr;
+        if (!PyUnicode_CheckExact(object)) return false;
+        const auto find = [&](auto is_it) {  // the very object nearly always
+          return std::any_of(choices_[i].begin(), choices_[i].end(), [&](const auto& choice) {
+            call.slots[slot] = choice.second;
+            return is_it(choice.first);
+          });
+        };
+        return find([object](PyObject* name) { return name == object; }) ||
+               find([object](PyObject* name) { return PyUnicode_Compare(name, object) == 0; });
       }
       default:
         return true;
@@ -450,9 +460,9 @@ class Contract {
   std::vector<Program> rules_;
   std::vector<std::pair<int, Program>> derived_;
   std::vector<Output> outputs_;
-  std::vector<PyObject*> parameters_, names_;  // of the arguments and of the slots
-  std::vector<pybind11::object> choices_;      // of each argument: the codes of its strings by name, or None
-  int format_;                                 // the slot of the weights' format, or -1
+  std::vector<PyObject*> parameters_, names_;                    // of the arguments and of the slots
+  std::vector<std::vector<std::pair<PyObject*, int>>> choices_;  // of each argument: its strings and their codes
+  int format_;                                                   // the slot of the weights' format, or -1
   Body body_;
   const CpuKernel* kernel_ = nullptr;
   bool has_dtype_ = true;  // false for kernels that only move bytes, of any dtype

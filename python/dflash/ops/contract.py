@@ -141,7 +141,7 @@ class Contract:
                 for spec in self.outputs
             ],
             "parameters": names, "names": [*self.slots], "kernel": self.kernel, "sources": sources,
-            "choices": [self.choices.get(name) for name in names], "format": self.slots.get("format", -1),
+            "choices": [self.choices.get(name, {}) for name in names], "format": self.slots.get("format", -1),
         }  # fmt: skip
 
     def _shape(self, spec: Spec) -> tuple[list[int], list[tuple[int, list]]]:

@@ -13,8 +13,8 @@ from .contract import Scope
 from .formats import DENSE, FORMATS, PackedWeight
 from .registry import Launcher, op, skinny
 
-# Of the products below: `in` is the kernel's name for the width, and rows of packed weights are padded.
-_SIZES = "in = width; columns = row_size(format, width)"
+# Of the products below: rows of packed weights are padded.
+_SIZES = "columns = row_size(format, width)"
 _WHERE = "ndim(x) >= 2: x must be [..., rows, width]; has(scales) == (format > 0): only packed weights have scales"
 
 
@@ -65,6 +65,7 @@ def _plan(
     s.scales = [None] * len(weights) if s.scales is None else s.scales.split(features)
     s.x, s.prefetch, s.gated = launch.aligned(s.x), s.prefetch and switches.PREFETCH, gated
     s.num_weights, s.weights, s.biases, s.features = len(weights), weights, biases, features
+    setattr(s, "in", width)  # as the kernel calls it
     return True
 
 
