@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import test_layout
 
 ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / "python"
 ENGINE = PYTHON / "dflash"
 # The tests' plain-torch twins of the ops, and the check that compares kernels with them when a GPU is first used.
 ORACLE = {ENGINE / "ops" / name for name in ("reference.py", "check.py", "examples.py")}
-# What stands around the core of the engine: entry points, files, receipts, commands.
-AROUND = {"hf", "grammar", "receipts", "answers", "loading", "internals", "public", "cli"}
+AROUND = {*test_layout.AROUND, "public"}  # what stands around the core
 SOURCES = {".h", ".cuh", ".cpp", ".cu", ".def"}
 
 # Code lines of Python: no blank lines, comments or docstrings. To raise a number, say next to it what was weighed and

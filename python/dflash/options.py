@@ -35,7 +35,7 @@ class Option:
     """One option of a generator.
 
     Attributes:
-        check: ``(name, value) -> checked value``; raises TypeError or ValueError.
+        check: ``(name, value) -> checked value``; raises TypeError or ValueError. None is not given, and not checked.
         default: its value if nobody gives one.
         of_drafts: it means nothing without drafts.
         help: of the commands' option; empty if they have none.
@@ -58,7 +58,7 @@ def _switch(name: str, value: object) -> object:
 
 
 def _weights(name: str, value: object) -> object:
-    if value not in ("int8", None):
+    if value != "int8":
         raise ValueError(f'{name} must be "int8" or None, got {value!r}')
     return value
 
@@ -66,11 +66,7 @@ def _weights(name: str, value: object) -> object:
 def _rows(name: str, value: object) -> object:
     if isinstance(value, str) and value != "auto":
         raise ValueError(f'{name} must be an integer of at least 1, "auto" or None, got {value!r}')
-    return value if value is None or isinstance(value, str) else integer_from(1, name, value)
-
-
-def _lookup(name: str, value: object) -> object:
-    return None if value is None else integer_from(1, name, value)
+    return value if isinstance(value, str) else integer_from(1, name, value)
 
 
 # -------------------------------------------------------------------------------------------------------------- table
@@ -107,7 +103,7 @@ class OneShotOptions(TypedDict, total=False):
         _weights, of_drafts=True,
         help="Add copies of the drafter's in 8 bits: changes the speed, never the text.")]
     prompt_lookup: Annotated[int | None, Option(
-        _lookup, of_drafts=True,
+        _at_least(1), of_drafts=True,
         help="Draft what followed the last so many tokens where they stood before, such as 3.")]
     # fmt: on
 
@@ -165,7 +161,7 @@ OPTIONS: dict[str, Option] = {
 
 
 def resolve_options(given: Mapping[str, object]) -> GeneratorArguments:
-    """Return every option's checked value: the given one, else the default.
+    """Return every option's checked value: the given one, or the default for None.
 
     Raises:
         ValueError: a value is out of range, or two contradict each other.
@@ -173,7 +169,9 @@ def resolve_options(given: Mapping[str, object]) -> GeneratorArguments:
     """
     if unknown := given.keys() - OPTIONS.keys():
         raise TypeError(f"Generator got an unexpected keyword argument {min(unknown)!r}")
-    values = {name: row.check(name, given[name]) if name in given else row.default for name, row in OPTIONS.items()}
+    values = {
+        name: row.default if given.get(name) is None else row.check(name, given[name]) for name, row in OPTIONS.items()
+    }
     options = cast(GeneratorArguments, values)
     check_combination(options["tree"], options["block_size"], options["denoise_steps"])
     check_lookup(options["prompt_lookup"], options["block_size"], options["tree"])
@@ -201,7 +199,7 @@ class CheckedPair(NamedTuple):
 
 def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, object]) -> CheckedPair:
     """Check all that a generator needs before anything is made; ``target`` has passed `check_target`."""
-    if "max_length" not in given:
+    if given.get("max_length") is None:
         raise TypeError("Generator needs max_length: the most tokens of a prompt and its answer together")
     options = resolve_options(given)
     # 1. The target
