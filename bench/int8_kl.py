@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from dflash import ops
 from dflash.loading import Pretrained, prompt_ids
-from dflash_tools.measure.compare import machine_name
+from dflash.targets import machine_name
 from dflash_tools.measure.datasets import load_conversations
 
 _RANGE = 16.0  # of log probabilities below the largest that llama.cpp's format keeps

@@ -29,14 +29,14 @@ from peers import checkpoint, reference_loop
 import dflash
 from dflash.loading import Pretrained, prompt_ids
 from dflash.outputs import mean_acceptance
+from dflash.targets import machine_name
 from dflash_tools.measure.compare import (
-    Answer,
     Comparison,
     Decoding,
     GeneratorRunner,
+    TimedAnswer,
     TransformersRunner,
     add_up,
-    machine_name,
 )
 from dflash_tools.measure.datasets import load_conversations
 from dflash_tools.train.export import export
@@ -52,8 +52,8 @@ class LlamaRunner:
     def __init__(self, url: str, new: int) -> None:
         self.url, self.new = url, new
 
-    def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
-        return Answer(*llama_server.complete(self.url, ids, max_new_tokens or self.new))
+    def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> TimedAnswer:
+        return TimedAnswer(*llama_server.complete(self.url, ids, max_new_tokens or self.new))
 
 
 class ReferenceRunner:
@@ -65,10 +65,10 @@ class ReferenceRunner:
         self.new = new
 
     @torch.no_grad()
-    def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
+    def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> TimedAnswer:
         began = time.perf_counter()
         out, steps = self.loops[max_new_tokens or self.new](torch.tensor([ids]))
-        return Answer(out[0, len(ids) :].tolist(), steps, time.perf_counter() - began)
+        return TimedAnswer(out[0, len(ids) :].tolist(), steps, time.perf_counter() - began)
 
 
 def runners(arguments: argparse.Namespace, length: int, folder: Path, stack: ExitStack) -> dict[str, Callable]:
@@ -102,7 +102,7 @@ def runners(arguments: argparse.Namespace, length: int, folder: Path, stack: Exi
     return found
 
 
-def report(answers: Sequence[dict[str, Answer]]) -> list[dict[str, object]]:
+def report(answers: Sequence[dict[str, TimedAnswer]]) -> list[dict[str, object]]:
     """Return a row per runner."""
     rows = []
     for name in answers[0]:

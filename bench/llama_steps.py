@@ -31,7 +31,7 @@ from torch import Tensor
 import dflash
 from dflash.loading import Pretrained
 from dflash.session import Session
-from dflash_tools.measure.compare import machine_name
+from dflash.targets import machine_name
 
 STEPS, PROMPTS, ROWS, BEFORE, NEW = (1, 8, 16), (128, 512, 2048), 32, 64, 33
 KINDS = {"int8": "Q8_0", "bf16": "BF16"}  # of llama.cpp, by the name of the same precision here

@@ -162,3 +162,16 @@ def test_the_import_warns_of_the_other_distribution(tmp_path):
         command = [sys.executable, "-c", code, str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=elsewhere)
         assert ("dflash and dflash-engine are both installed" in done.stderr) == warned
+
+
+def test_what_stands_outside_imports_names_that_exist():
+    for path in (path for folder in ("bench", "recipes", "docs") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in HOUSES:
+                module = importlib.import_module(node.module)
+                missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                assert not missing, f"{path.relative_to(ROOT)}: {node.module} has no {missing}"
+
+
+def test_every_house_says_that_it_is_typed():
+    assert all((PYTHON / house / "py.typed").is_file() for house in HOUSES)

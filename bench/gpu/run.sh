@@ -102,7 +102,13 @@ build() {
   [ "$on_cpu" ] || nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,clocks_throttle_reasons.active --format=csv
   use_build || return
   [ "$on_cpu" ] || attempt registers "$(left)" python3 tests/cuda_emulation/ptxas_table.py <build/gpu/plain/log >"$(named registers txt)"
-  attempt doctor "$(left)" python3 -c 'from dflash.cli import main; main()' doctor >"$work/doctor"
+  # Not by the command's name: this build has no entry points.
+  attempt doctor "$(left)" python3 -c 'import typer
+from dflash.cli.running import run
+from dflash_tools.commands.doctor import doctor
+app = typer.Typer()
+app.command()(doctor)
+run(app)' >"$work/doctor"
   tee "$(named doctor txt)" <"$work/doctor"
 }
 

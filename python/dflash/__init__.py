@@ -23,7 +23,7 @@ if any(_metadata.distributions(name="dflash")):
 
 _MOVED = {
     **{"serve": "dflash_serve", "train": "dflash_tools.train", "doctor": "dflash_tools.doctor"},
-    "learn": "dflash_tools.learn (and its Recorder is dflash_serve.record.AnswerRecorder)",
+    "learn": "dflash_tools.learn (its Recorder is dflash_serve.record.AnswerRecorder, its Store dflash.answers.Store)",
     "evaluate": "dflash.loading (models, prompts, chats) and dflash_tools.measure",
     "gguf": "dflash.loading.gguf",
 }
@@ -47,6 +47,8 @@ def __getattr__(name: str) -> object:
 
     The command takes its port before, and ``import dflash`` takes no time.
     """
+    if name in _MOVED:
+        raise AttributeError(f"{__name__}.{name} is now {_MOVED[name]}")
     if not name.startswith("__") and _util.find_spec(f"{__name__}.{name}") is not None:
         return _importlib.import_module(f".{name}", __name__)
     if not name.startswith("__") or name == "__all__":

@@ -255,10 +255,10 @@ def _generator_for(one_shot: OneShot) -> Generator:
     if pair.draft is not None and pair.draft is draft:  # the caller's modules are not held
         pair = pair._replace(draft=cast(Drafter, structural_copy(draft)))
     generator = Generator.of_pair(pair)
-    generator.engine.check_pictures(call)
     _our_locks.add(generator.lock)
     if not is_inside:
         _cached = _CachedGenerator(target, draft, options, generator)
+    generator.engine.check_pictures(call)
     return generator
 
 

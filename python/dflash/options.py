@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, TypedDict, cast
 
+import torch
 from torch import nn
 
 from .drafter import DraftConfig, Drafter, check_draft_weights
@@ -98,10 +99,10 @@ class OneShotOptions(TypedDict, total=False):
         help="Rows that a step verifies, or auto: chosen before each step; default: the drafter's.")]
     weights: Annotated[WeightStorage, Option(
         _weights,
-        help="Add copies of the target's in 8 bits and multiply by these (CPU): the text is that target's.")]
+        help="Multiply by 8-bit copies of the target's weights (CPU); the text is the quantized target's.")]
     draft_weights: Annotated[WeightStorage, Option(
         _weights, of_drafts=True,
-        help="Add copies of the drafter's in 8 bits: changes the speed, never the text.")]
+        help="Multiply by 8-bit copies of the drafter's weights: changes the speed, never the text.")]
     prompt_lookup: Annotated[int | None, Option(
         _at_least(1), of_drafts=True,
         help="Draft what followed the last so many tokens where they stood before, such as 3.")]
@@ -197,6 +198,7 @@ class CheckedPair(NamedTuple):
     options: GeneratorArguments
 
 
+@torch.inference_mode(False)  # a drafter that is loaded here is also written outside of inference mode
 def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, object]) -> CheckedPair:
     """Check all that a generator needs before anything is made; ``target`` has passed `check_target`."""
     if given.get("max_length") is None:

@@ -64,10 +64,11 @@ def document_answer(
     return {200: _documented(what, **{"application/json": whole, kind: stream})}
 
 
-def document_errors(
-    *texts: str, **others: dict[str, Any]
-) -> dict[int | str, dict[str, Any]]:  # FastAPI's own 422 is never sent
-    """Document the errors of an API by the fields of their body, as `json_object` takes them."""
+def document_errors(*texts: str, **others: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """Document the errors of an API by the fields of their body, as `json_object` takes them.
+
+    FastAPI's own 422 is never sent.
+    """
     body = {"application/json": json_object(*texts, **others)}
     failed = "The answer failed, took too long, or the server is about to end."
     return {"4XX": _documented("The request cannot be served.", **body), "5XX": _documented(failed, **body)}

@@ -103,9 +103,7 @@ def _refuse(error: ApiError, method: str, path: str) -> Response:
         terminal.named(path),
         terminal.printable(error.message[:_MAX_REASON]),
     )
-    content = json.dumps(
-        _api_of(path).error_body(error)
-    )  # in ASCII: the name of an unknown field may be half of a character
+    content = json.dumps(_api_of(path).error_body(error))  # ASCII: an unknown field's name may be half a character
     return Response(content, error.status, error.headers, media_type="application/json")
 
 

@@ -9,19 +9,31 @@ import typer
 
 from .running import set_debug
 
-# In the order of the help, each with the extra that brings it.
-COMMANDS = {
-    **{"generate": "", "chat": "", "serve": "serve", "verify": "", "train": "train", "learn": "train"},
-    **{"regenerate": "train", "export": "train", "demo": "bench", "benchmark": "bench", "doctor": "bench"},
-}
+# In the order of the help.
+COMMANDS = [
+    "generate",
+    "chat",
+    "serve",
+    "verify",
+    "train",
+    "learn",
+    "regenerate",
+    "export",
+    "demo",
+    "benchmark",
+    "doctor",
+]
+EXTRAS = {"serve": "serve", "train": "train", "learn": "train", "regenerate": "train", "export": "train"}
 
 
 def application(named: str = "") -> typer.Typer:
     """Return the command with the subcommand ``named``, or with all that are installed."""
     found = {entry.name: entry for entry in importlib.metadata.entry_points(group="dflash.commands")}
     if named in COMMANDS and named not in found:
-        extra = f"[{COMMANDS[named]}]" if COMMANDS[named] else ""
-        raise ValueError(f"dflash {named} is not installed: pip install 'dflash-engine{extra}'")
+        extra = f"[{EXTRAS[named]}]" if named in EXTRAS else ""
+        raise ValueError(
+            f"dflash {named} is not installed: pip install 'dflash-engine{extra}', or '.{extra}' in a clone"
+        )
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_options)
     for name in [named] if named in found else [name for name in COMMANDS if name in found]:

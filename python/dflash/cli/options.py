@@ -282,7 +282,7 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
 
 def read_text(path: Path, option: str) -> str:
     """Read the text file that an option names; raises ValueError if there is none or it is not Unicode."""
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise ValueError(f"{option}: there is no file {str(path)!r}")
     return check_text(path.read_text(encoding="utf-8", errors="surrogateescape"), f"{option} {path}")
 

@@ -40,10 +40,6 @@ class SparseFamily(NamedTuple):
 
 FAMILIES = (
     SparseFamily(
-        deepseek_v32.recognize, {"indexed_attention"}, "indexed_attention", bind_to_cache=deepseek_v32.bind_to_cache,
-        tried=(5, 15),
-    ),
-    SparseFamily(
         deepseek_v4.recognize, {"sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"},
         "sliding_attention", "sliding_window", deepseek_v4.bind_to_cache,
     ),
@@ -53,6 +49,11 @@ FAMILIES = (
     SparseFamily(
         qwen4_exp.recognize, {"indexed_attention", "linear_attention"}, "indexed_attention", view=qwen4_exp.BlockView,
         compile_obstacle="the indexers of its model loop over rows in Python",
+    ),
+    # The last: the names that it looks for are also in indexers that do more.
+    SparseFamily(
+        deepseek_v32.recognize, {"indexed_attention"}, "indexed_attention", bind_to_cache=deepseek_v32.bind_to_cache,
+        tried=(5, 15),
     ),
 )  # fmt: skip
 

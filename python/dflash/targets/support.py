@@ -264,7 +264,7 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
     if sparse is not None:
         if transformers_version() < sparse.tried:
             least = ".".join(map(str, sparse.tried))
-            return f"{family} pools keys, by modules that were tried with transformers >= {least} only"
+            return f"{family} was tried with transformers >= {least} only"
         known = sparse.layer_types
     elif config_values(config, "index_topk"):
         return f"{family} selects keys with an indexer: those of transformers >= 5.18 run"

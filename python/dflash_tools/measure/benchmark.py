@@ -281,10 +281,8 @@ def run_benchmark(
     # 3. Report
     header = {**(about or {}), "finished": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     header |= {**describe(target, draft), **settings, "block_size": block_size}
-    header |= {
-        "auto_width": settings.get("block_size") == "auto",
-        "draft_sharpness": str(config.draft_sharpness),
-    }  # may be inf
+    # The sharpness may be infinite, which JSON has no number for.
+    header |= {"auto_width": settings.get("block_size") == "auto", "draft_sharpness": str(config.draft_sharpness)}
     report = {"header": header, "datasets": summaries}
     if folder is not None:
         _write(folder / "summary.json", json.dumps(report, indent=1) + "\n")
