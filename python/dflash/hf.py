@@ -382,7 +382,8 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module, *, draft_weights: We
         )
     if own := loaded.config.own_parts:
         raise ValueError(f"as_assistant uses the target's parts, this drafter has its own {', '.join(own)}. {instead}")
-    OPTIONS["draft_weights"].check("draft_weights", draft_weights)
+    if draft_weights is not None:
+        OPTIONS["draft_weights"].check("draft_weights", draft_weights)
     check_draft_weights(draft_weights, loaded)
     # 2. Refuse versions that do not stop where they should
     version = transformers_version()
