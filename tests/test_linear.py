@@ -177,7 +177,7 @@ def test_emulated_slices_are_never_empty(emulation):
         for width in (8, 64, 72, 520, 2880, 4096, 12288, 20480):
             steps = -(-width // 64)
             for weights, gated in (([128 * tiles], False), ([64 * tiles] * 2, True)):
-                shapes = (_C.DTYPES["bfloat16"], 16, width, [None] * len(weights), weights, gated)
+                shapes = (_C.DTYPES["bfloat16"], 16, width, [None] * len(weights), weights, gated, 0)
                 slices, _ = emulation.linear_workspace(*shapes)
                 assert 1 <= slices <= max(1, steps // 4)
                 assert (slices - 1) * -(-steps // slices) < steps

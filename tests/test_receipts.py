@@ -343,7 +343,7 @@ class TestRefusals:
             ({"logits_processor": [lambda _, scores: scores]}, "cannot state logits_processor: use rules"),
             ({"no_repeat_ngram_size": 1000}, "no_repeat_ngram_size must be at most 256, got 1000"),
             ({"bad_words_ids": [[5, 6], [5] * 40_000]}, "must be at most 65536, got 80000"),
-            ({"stop_strings": ["a" * 1025], "tokenizer": byte_level()}, "1024 characters together, got 1 with 1025"),
+            ({"stop_strings": ["a" * 4097], "tokenizer": byte_level()}, "4096 characters together, got 1 with 4097"),
             ({"temprature": 1.0}, "unexpected keyword argument"),
         ],
         ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",

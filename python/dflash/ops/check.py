@@ -165,7 +165,7 @@ def _calls(sizes: Sizes) -> Iterator[tuple[str, Call]]:
 
 def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> KernelResult:
     op = getattr(ops, name).op
-    stored = {spec.name for spec in op.contract.tensors if spec.dtype is None or spec.dtype.startswith("T|")}
+    stored = {spec.name for spec in op.contract.tensors if spec.dtype in (None, "W") or spec.dtype.startswith("T|")}
     for argument, value in call.items():
         to = dtype if argument in stored else None
         call[argument] = tree_map_only(Tensor, functools.partial(_moved, device=gpu.device, dtype=to), value)
