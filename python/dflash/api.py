@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_stream_arguments
 from .drafter import Drafter
 from .generator import CallLock, Generator, locks_held_here
-from .options import OneShotOptions, check_pair, tree_rows
+from .options import OPTIONS, OneShotOptions, check_pair, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .targets import Fingerprint, check_target, forget_trials, max_positions, structural_copy, unwrap
 
@@ -212,7 +212,9 @@ class OneShot(NamedTuple):
 def _resolve(target: nn.Module, draft: nn.Module | None, ids: Tensor, arguments: OneShotArguments) -> OneShot:
     """Split the arguments of a one-shot call, and check those of the call."""
     given = cast(dict[str, object], arguments)
-    options = cast(OneShotOptions, {name: given.pop(name, None) for name in OneShotOptions.__annotations__})
+    options = cast(
+        OneShotOptions, {name: given.pop(name, OPTIONS[name].default) for name in OneShotOptions.__annotations__}
+    )
     cached, target = _cached, unwrap(target)
     is_new = cached is None or not cached.fingerprints[0].is_of(target)
     if is_new:

@@ -36,7 +36,8 @@ class Option:
     """One option of a generator.
 
     Attributes:
-        check: ``(name, value) -> checked value``; raises TypeError or ValueError. None is not given, and not checked.
+        check: ``(name, value) -> checked value``; raises TypeError or ValueError. A None that is the
+            default is not checked.
         default: its value if nobody gives one.
         of_drafts: it means nothing without drafts.
         help: of the commands' option; empty if they have none.
@@ -162,7 +163,7 @@ OPTIONS: dict[str, Option] = {
 
 
 def resolve_options(given: Mapping[str, object]) -> GeneratorArguments:
-    """Return every option's checked value: the given one, or the default for None.
+    """Return every option's checked value: the given one, else the default.
 
     Raises:
         ValueError: a value is out of range, or two contradict each other.
@@ -170,9 +171,10 @@ def resolve_options(given: Mapping[str, object]) -> GeneratorArguments:
     """
     if unknown := given.keys() - OPTIONS.keys():
         raise TypeError(f"Generator got an unexpected keyword argument {min(unknown)!r}")
-    values = {
-        name: row.default if given.get(name) is None else row.check(name, given[name]) for name, row in OPTIONS.items()
-    }
+    values = {}
+    for name, row in OPTIONS.items():
+        value = given.get(name, row.default)
+        values[name] = value if value is None and row.default is None else row.check(name, value)
     options = cast(GeneratorArguments, values)
     check_combination(options["tree"], options["block_size"], options["denoise_steps"])
     check_lookup(options["prompt_lookup"], options["block_size"], options["tree"])
