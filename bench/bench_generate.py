@@ -54,7 +54,6 @@ from torch import Tensor, nn
 
 import dflash
 from dflash import ops
-from dflash.loading import draft_folder
 
 BASE, ONE_TOKEN = "transformers", "one-token"
 
@@ -102,7 +101,7 @@ def _makers(arguments: argparse.Namespace, pair: Loaded) -> dict[str, Callable[[
         return theirs(assistant_model=drafter, speculation_type="dflash", prompt_is_step=False)
 
     dtype = getattr(torch, arguments.dtype)
-    best, first = (checkpoint(draft_folder(arguments.pair, generation), dtype) for generation in (None, 1))
+    best, first = (checkpoint(package_pair.draft_folder(arguments.pair, generation), dtype) for generation in (None, 1))
     return {
         BASE: theirs,
         "prompt lookup": lambda: theirs(prompt_lookup_num_tokens=arguments.lookup),

@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
-from dflash.loading import draft_folder
+
+try:
+    from dflash.loading import draft_folder
+except ModuleNotFoundError:  # with --against: a release in which these were one package
+    from dflash.evaluate import draft_folder
 
 PAIR = Path(dflash.__file__).parent / "pair"
 

@@ -69,16 +69,16 @@ def save_pairs(folder: Path) -> dict[str, tuple[str, str]]:
 
 def cases(pairs: dict[str, tuple[str, str]]) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield every case: its name, and what runs it."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    import transformers
 
     import dflash
 
     ids = torch.randint(2, 90, (2, 37), generator=torch.Generator().manual_seed(1))
     output = {"return_dict_in_generate": True}
     for name, (target_folder, draft_folder) in pairs.items():
-        auto = AutoModelForImageTextToText if "multimodal" in name or "kimi_k25" in name else AutoModelForCausalLM
+        model_class = getattr(transformers, transformers.AutoConfig.from_pretrained(target_folder).architectures[0])
         for dtype in (torch.float32,) if " x " in name else (torch.float32, torch.bfloat16):
-            target = auto.from_pretrained(target_folder, dtype=dtype).eval()
+            target = model_class.from_pretrained(target_folder, dtype=dtype).eval()
             draft = dflash.load_draft(draft_folder, dtype=dtype)
             case, run = f"{name} | {dtype}", functools.partial(dflash.generate, target, draft, ids, **output)
             is_thorough = " x " in name or (name in THOROUGH and dtype == torch.float32)
