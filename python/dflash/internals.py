@@ -1,62 +1,31 @@
 """The names that ``dflash_serve`` and ``dflash_tools`` use of the engine, besides its public ones: imports only."""
 
-# ruff: noqa: F401, I001 - one name per line
-from . import files
-from . import ops
-from . import targets
-from . import terminal
-from .answers import Store
-from .answers import StoredAnswer
+# ruff: noqa: F401
+from . import files, ops, targets, terminal
+from .answers import Store, StoredAnswer
 from .call import Call
-from .cli import options
-from .cli import running
-from .loading import MASK_EMBEDDING_FILE
-from .drafter import CandidateSelector
-from .drafter import GroupedConv
-from .loading import find_draft
-from .loading import read_draft_config
-from .drafter import scale_logits
+from .cli import options, running
+from .drafter import CandidateSelector, GroupedConv, scale_logits
 from .drafter import config as drafter_config
-from .drafter.drafter import MarkovHead
-from .drafter.drafter import target_ids
+from .drafter.drafter import MarkovHead, target_ids
 from .engine import context_bucket
 from .engine.graphs import captured
 from .engine.prefill import Prefill
-from .ops.check import OVERLAPPING
-from .ops.check import check_gpu
-from .loading import PAIR
-from .loading import WRITTEN
-from .loading import Pretrained
-from .loading import check_encoding
-from .loading import check_template
-from .loading import check_text
-from .loading import gguf
-from .loading import gguf_draft
-from .loading import prompt_ids
-from .loading import render_chat
-from .loading import render_prompt
-from .loading import text_ids
-from .loading import written_calls
-from .loading.pair import check_folder
-from .loading.prompts import as_messages
-from .options import OPTIONS
-from .options import check_config
-from .outputs import FinishedAnswer
-from .outputs import mean_acceptance
+from .loading import gguf, gguf_draft
+from .loading.chat import WRITTEN, check_template, render_chat, written_calls
+from .loading.drafters import MASK_EMBEDDING_FILE, find_draft, read_draft_config
+from .loading.pair import PAIR, check_folder
+from .loading.pretrained import Pretrained
+from .loading.prompts import as_messages, check_encoding, check_text, prompt_ids, render_prompt, text_ids
+from .ops.check import OVERLAPPING, check_gpu
+from .options import OPTIONS, check_config
+from .outputs import FinishedAnswer, mean_acceptance
 from .proposers import ChainProposer
-from .receipts import RecordedSettings
-from .receipts import lines_of
-from .receipts.receipt import RecordedAnswer
-from .receipts.receipt import picture_digests
+from .receipts import RecordedSettings, lines_of
+from .receipts.receipt import RecordedAnswer, picture_digests
 from .receipts.verification import Verifier
-from .sampling import Sampling
-from .sampling import fold
+from .sampling import Sampling, fold
 from .session import Session
-from .settings import MAX_STOP_STRINGS
-from .settings import SETTINGS
-from .settings import GenerateArguments
-from .settings import checked
-from .settings import resolve
+from .settings import MAX_STOP_STRINGS, SETTINGS, GenerateArguments, checked, resolve
 from .state import RUNNING
-from .streaming import TextDecoder
-from .streaming import open_suffix
+from .streaming import TextDecoder, open_suffix
