@@ -204,8 +204,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(file, 1):
                 yield number, line.decode("utf-8")
     except UnicodeDecodeError as error:
-        what = f"the byte {error.object[error.start]:#x}"
-        raise ValueError(f"{path}, line {number}: not UTF-8 text: {what}") from error
+        raise ValueError(f"{path}, line {number}: not UTF-8 text: the byte {error.object[error.start]:#x}") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: not a whole gzip file after line {number}: {error}") from error
 
@@ -220,13 +219,12 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
         ValueError: as `read_lines`, and for a line that is not a JSON object.
     """
     for number, content in read_lines(path):
-        if not content.strip():
-            continue
-        where = f"{path}, line {number}"
-        row = parse_json(content, where)
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
-        yield where, number, row
+        if content.strip():
+            where = f"{path}, line {number}"
+            row = parse_json(content, where)
+            if not isinstance(row, dict):
+                raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
+            yield where, number, row
 
 
 # ---------------------------------------------------------------------------------------------- packages

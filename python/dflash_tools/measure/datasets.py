@@ -87,10 +87,9 @@ def _rows(dataset: str, data: str | Path | None) -> Iterator[tuple[str, dict[str
         yield from ((f"{dataset}, row {index}", row) for index, row in enumerate(rows))
         return
     if source is not None:
-        found = [path for name in source.files if (path := Path(data) / name).is_file()]
-        if not found:
+        path = next(filter(Path.is_file, (Path(data) / name for name in source.files)), None)
+        if path is None:
             raise ValueError(f"--data {str(data)!r} holds no {' or '.join(source.files)} for {dataset}")
-        path = found[0]
     elif not path.is_file():
         raise ValueError(f"--dataset {dataset!r} is neither one of {', '.join(DATASETS)} nor a file of JSON lines")
     yield from ((where, row) for where, _, row in files.read_jsonl(path))
