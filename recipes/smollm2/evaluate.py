@@ -12,11 +12,10 @@ import torch
 from recipes.demo_pair.evaluate import prompt_lookup_length
 
 from dflash import Drafter, Generator
-from dflash.files import read_jsonl
 from dflash.loading import prompt_ids
 from dflash.session import Session
 from dflash_tools.measure.benchmark import distinct_ngrams
-from dflash_tools.measure.datasets import first_prompt
+from dflash_tools.measure.datasets import first_prompt, read_jsonl
 
 WAYS = {"T=0": (True, 0.0), "T=0.7": (True, 0.7), "one-token": (False, 0.0)}  # with the drafter?, temperature
 Progress = Callable[[str, int, int], None]

@@ -22,10 +22,10 @@ import torch
 
 from dflash import load_draft
 from dflash.cli.commands import application
-from dflash.files import read_jsonl, write_atomically
+from dflash.files import write_atomically
 from dflash.loading import Pretrained
 from dflash_tools.measure.compare import describe
-from dflash_tools.measure.datasets import parse_prompt
+from dflash_tools.measure.datasets import parse_prompt, read_jsonl
 from dflash_tools.measure.progress import bars
 from dflash_tools.train.data import load_prompts
 from dflash_tools.train.features import FeatureCache

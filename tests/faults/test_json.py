@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from dflash.files import parse_json, read_jsonl
+from dflash.files import parse_json
+from dflash_tools.measure.datasets import read_jsonl
 
 
 @pytest.mark.parametrize(("text", "words"), [

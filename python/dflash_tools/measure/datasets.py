@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,7 +94,7 @@ def _rows(dataset: str, data: str | Path | None) -> Iterator[tuple[str, dict[str
             raise ValueError(f"--data {str(data)!r} holds no {' or '.join(source.files)} for {dataset}")
     elif not path.is_file():
         raise ValueError(f"--dataset {dataset!r} is neither one of {', '.join(DATASETS)} nor a file of JSON lines")
-    yield from ((where, row) for where, _, row in files.read_jsonl(path))
+    yield from ((where, row) for where, _, row in read_jsonl(path))
 
 
 def _from_hub(failed: str, extra: str, *place: Any, **options: Any) -> Any:
@@ -113,6 +115,42 @@ def import_datasets(extra: str = "train") -> Any:
     return datasets
 
 
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Read the lines of a UTF-8 text file, gzipped if its name ends in ``.gz``, with their numbers from 1.
+
+    Raises:
+        ValueError: a line is not UTF-8, and is named; or the file is cut short, and the last good line is named.
+    """
+    opened = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opened(path, "rb") as file:  # as text, a wrong byte would be found with its whole buffer, lines too early
+            for number, line in enumerate(file, 1):
+                yield number, line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not UTF-8 text: the byte {error.object[error.start]:#x}") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file after line {number}: {error}") from error
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Read the objects of a JSONL file; empty lines are skipped.
+
+    Yields:
+        The place for error messages, the line's number, the object.
+
+    Raises:
+        ValueError: as `read_lines`, and for a line that is not a JSON object.
+    """
+    for number, content in read_lines(path):
+        if content.strip():
+            where = f"{path}, line {number}"
+            row = files.parse_json(content, where)
+            if not isinstance(row, dict):
+                raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
+            yield where, number, row
+
+
 def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yield place (for error messages), line and content of each row of a source.
 
@@ -125,8 +163,8 @@ def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, i
         raise ValueError(f"data {name!r} is a folder: name its files")
     if path.is_file():
         if not name.endswith(_TEXT_SUFFIXES):
-            yield from files.read_jsonl(path)
-        elif (text := "".join(line for _, line in files.read_lines(path))).strip():
+            yield from read_jsonl(path)
+        elif (text := "".join(line for _, line in read_lines(path))).strip():
             yield str(path), 1, {"text": text}
         return
     if name.startswith((".", "/", "~")) or name.endswith(_TEXT_SUFFIXES + _JSON_SUFFIXES) or name.count("/") > 1:

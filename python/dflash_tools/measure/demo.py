@@ -13,9 +13,10 @@ from rich.console import Console
 from torch import Tensor
 
 from dflash import Drafter, demo_pair
-from dflash.internals import PAIR, check_folder, files, mean_acceptance, prompt_ids, targets, text_ids
+from dflash.internals import PAIR, check_folder, mean_acceptance, prompt_ids, targets, text_ids
 
 from .compare import Comparison, Decoding, GeneratorRunner, TransformersRunner, add_up, pair_runners
+from .datasets import read_jsonl
 from .report import print_answer, print_demo, print_legend, print_tree
 from .trees import TreeWatch
 
@@ -47,7 +48,7 @@ Show = Callable[[Prompt, GeneratorRunner, Sequence[int]], None]  # the runner an
 def demo_prompts(folder: str | Path = PAIR) -> list[Prompt]:
     """Load the pair's held-out prompts: the first of each kind, then the second of each kind, and so on."""
     kinds: dict[str, list[Prompt]] = {}
-    for _, _, record in files.read_jsonl(check_folder(folder) / "prompts.jsonl"):
+    for _, _, record in read_jsonl(check_folder(folder) / "prompts.jsonl"):
         prompt = Prompt(record["prompt"], record.get("answer"), record.get("kind") or "")
         kinds.setdefault(prompt.kind, []).append(prompt)
     return [prompt for row in itertools.zip_longest(*kinds.values()) for prompt in row if prompt is not None]

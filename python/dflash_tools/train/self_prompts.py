@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash.internals import files, fold, render_chat, targets, terminal
+from dflash.internals import fold, render_chat, targets, terminal
 
+from ..measure.datasets import read_jsonl
 from .data import special_ids
 from .regenerate import LocalWriter, RegenerateConfig, Summary, regenerate
 
@@ -97,7 +98,7 @@ def write_prompts(
     # 2. Drop the useless ones. Of two that are alike, the lower line is kept
     marks, starts, prompts = [before.strip().splitlines()[-1], *after], set[tuple[int, ...]](), list[dict[str, Any]]()
     counts = {"written": count, "kept": 0, "duplicates": 0, "loops": 0, "cut_off": 0, "empty": 0, "with_marks": 0}
-    for row in sorted((row for _, _, row in files.read_jsonl(Path(out))), key=lambda row: row["line"]):
+    for row in sorted((row for _, _, row in read_jsonl(Path(out))), key=lambda row: row["line"]):
         ids, begun, asked_ids = row["response_ids"], row["prompt"], row["prompt_ids"]
         said, head = (tokenizer.decode(each, skip_special_tokens=True) for each in ([*asked_ids, *ids], asked_ids))
         text = (begun + said.removeprefix(head)).partition(after[0])[0].strip()  # with a space between, if there is one
