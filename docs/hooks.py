@@ -29,7 +29,7 @@ def root_file(name: str) -> str:
 def command_help() -> str:
     """Return typer's own Markdown for all commands, one section per command."""
     code = (
-        "import typer.cli\nfrom dflash.cli.commands import application\n"
+        "import typer.cli\nfrom dflash.cli import application\n"
         "command = typer.main.get_command(application())\n"
         "context = command.make_context('dflash', ['generate'])\n"
         "print(typer.cli.get_docs_for_click(obj=command, ctx=context, name='dflash'))"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dflash import load_draft
-from dflash.cli.commands import application
+from dflash.cli import application
 from dflash.files import write_atomically
 from dflash.loading import Pretrained
 from dflash_tools.measure.compare import describe
