@@ -311,30 +311,11 @@ def _drop(schema: dict[str, Any], drops_all: bool) -> list[str]:
     return left_out
 
 
-class _Kept:
-    """Cache of compiled grammars; the oldest go when all would take too many bytes."""
-
-    def __init__(self, make: Callable[[Grammar], LLMatcher]) -> None:
-        self._make, self._kept = make, dict[Grammar, Any]()
-
-    def __call__(self, grammar: Grammar) -> LLMatcher:
-        matcher = self._kept.pop(grammar, None)
-        # Copies share the states that they visit, and fail once these reach llguidance's limits.
-        if matcher is not None:
-            (trial := matcher.deep_copy()).compute_bitmask()
-        if matcher is None or trial.is_error():
-            matcher = self._make(grammar)
-        self._kept[grammar] = matcher
-        size = 0
-        for kept in reversed(list(self._kept)):  # the newest first, which stays
-            size += _STATES_BYTES + _TEXT_BYTES * len(kept.text)
-            if size > _MAX_KEPT_BYTES:
-                self._kept.pop(kept, None)
-        return matcher
-
-
 class _Vocabulary:
-    """A tokenizer as llguidance reads it, with ``eos`` as its end, and the grammars compiled for it."""
+    """A tokenizer as llguidance reads it, with ``eos`` as its end, and the grammars compiled for it.
+
+    Of these the oldest go when all would take too many bytes.
+    """
 
     def __init__(self, tokenizer: Any, eos: int) -> None:
         try:
@@ -342,12 +323,24 @@ class _Vocabulary:
             self._tokens = _llguidance().hf.from_tokenizer(tokenizer, eos_token=eos)
         except (TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"grammars cannot be used with this {type(tokenizer).__name__}: {error}") from error
-        self._compiled = _Kept(self._compile)
+        self._compiled: dict[Grammar, Any] = {}
 
     def begin(self, grammar: Grammar, stop: frozenset[int]) -> Matcher:
         if plain := [token for token in sorted(stop) if not self._tokens.is_special_token(token)]:
             raise ValueError(f"stop_token_ids {plain} are text to this tokenizer: with a grammar, name special ones")
-        return Matcher(grammar, self._compiled(grammar), self._tokens.vocab_size, self._eos, stop)
+        matcher = self._compiled.pop(grammar, None)
+        # Copies share the states that they visit, and fail once these reach llguidance's limits.
+        if matcher is not None:
+            (trial := matcher.deep_copy()).compute_bitmask()
+        if matcher is None or trial.is_error():
+            matcher = self._compile(grammar)
+        self._compiled[grammar] = matcher
+        size = 0
+        for kept in reversed(list(self._compiled)):  # the newest first, which stays
+            size += _STATES_BYTES + _TEXT_BYTES * len(kept.text)
+            if size > _MAX_KEPT_BYTES:
+                self._compiled.pop(kept, None)
+        return Matcher(grammar, matcher, self._tokens.vocab_size, self._eos, stop)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         make = functools.partial(_llguidance().LLMatcher, log_level=0, limits=grammar.limits)

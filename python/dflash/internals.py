@@ -8,22 +8,18 @@ from .cli import options, running
 from .drafter import CandidateSelector, GroupedConv, scale_logits
 from .drafter import config as drafter_config
 from .drafter.drafter import MarkovHead, target_ids
-from .engine import context_bucket
+from .engine import Prefill, context_bucket
 from .engine.graphs import captured
-from .engine.prefill import Prefill
-from .loading import gguf, gguf_draft
+from .loading import Pretrained, gguf, gguf_draft
 from .loading.chat import WRITTEN, check_template, render_chat, written_calls
 from .loading.drafters import MASK_EMBEDDING_FILE, find_draft, read_draft_config
 from .loading.pair import PAIR, check_folder
-from .loading.pretrained import Pretrained
 from .loading.prompts import as_messages, check_encoding, check_text, prompt_ids, render_prompt, text_ids
 from .ops.check import OVERLAPPING, check_gpu
 from .options import OPTIONS, check_config
 from .outputs import FinishedAnswer, mean_acceptance
 from .proposers import ChainProposer
-from .receipts import RecordedSettings, lines_of
-from .receipts.receipt import RecordedAnswer, picture_digests
-from .receipts.verification import Verifier
+from .receipts import RecordedAnswer, RecordedSettings, Verifier, lines_of, picture_digests
 from .sampling import Sampling, fold
 from .session import Session
 from .settings import MAX_STOP_STRINGS, SETTINGS, GenerateArguments, checked, resolve

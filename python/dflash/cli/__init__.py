@@ -14,21 +14,9 @@ import typer
 
 from .running import run, set_debug
 
-# In the order of the help.
-COMMANDS = (
-    "generate",
-    "chat",
-    "serve",
-    "verify",
-    "train",
-    "learn",
-    "regenerate",
-    "export",
-    "demo",
-    "benchmark",
-    "doctor",
-)
-EXTRAS = {"serve": "serve", "train": "train", "learn": "train", "regenerate": "train", "export": "train"}
+_TRAINING = ("train", "learn", "regenerate", "export")
+COMMANDS = ("generate", "chat", "serve", "verify", *_TRAINING, "demo", "benchmark", "doctor")  # in the help's order
+EXTRAS = {"serve": "serve", **dict.fromkeys(_TRAINING, "train")}  # that install them
 
 
 def main() -> None:

@@ -22,10 +22,7 @@ from rich.markup import escape
 
 from ..files import check_writable, read_json
 from ..grammar import Grammar
-from ..loading.drafters import load_draft
-from ..loading.pair import PAIR, draft_folder
-from ..loading.pretrained import Pretrained
-from ..loading.prompts import check_text
+from ..loading import PAIR, Pretrained, check_text, draft_folder, load_draft
 from ..options import OPTIONS, GeneratorArguments, OneShotOptions, check_combination, check_tree, resolve_options
 from ..settings import SETTINGS, GenerateArguments, TreeSize, checked
 from ..targets import is_quantized, max_positions
@@ -262,15 +259,13 @@ class GrammarOptions:
 
     def resolve(self, tokenizer: Any) -> Grammar | None:
         """Return the grammar, None without one; raises ValueError for several, or one that cannot be used."""
-        given = [(name, value) for name, value in vars(self).items() if value is not None]
+        given = {name: value for name, value in vars(self).items() if value is not None}
         if len(given) > 1:
-            raise ValueError(f"give one of {' and '.join(option_of(name) for name, _ in given)}, not both")
-        for name, value in given:
-            grammar = _GRAMMARS[name](value)
-            if tokenizer.eos_token_id is not None:  # before a large model is loaded
-                grammar.begin(tokenizer, [tokenizer.eos_token_id])
-            return grammar
-        return None
+            raise ValueError(f"give one of {' and '.join(map(option_of, given))}, not both")
+        grammar = next((_GRAMMARS[name](value) for name, value in given.items()), None)
+        if grammar is not None and tokenizer.eos_token_id is not None:  # before a large model is loaded
+            grammar.begin(tokenizer, [tokenizer.eos_token_id])
+        return grammar
 
 
 _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {

@@ -19,9 +19,7 @@ from rich.console import Console
 
 from ..api import stream
 from ..generator import Generator
-from ..loading.chat import check_template
-from ..loading.pair import PAIR
-from ..loading.prompts import check_encoding, check_text, prompt_ids
+from ..loading import PAIR, check_encoding, check_template, check_text, prompt_ids
 from ..outputs import mean_acceptance
 from ..receipts import Receipt, Recorder, lines_of
 from ..receipts import verify as verify_receipt
@@ -304,7 +302,6 @@ def verify(
     weights. Near-ties, which rounding decides, are counted and shown.
     """
     # 1. Read the receipt: what is wrong with it is said before a model is loaded.
-
     receipt = Receipt.read(file)
     if receipt.pictures:
         raise ValueError(
