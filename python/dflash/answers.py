@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -24,6 +24,7 @@ from .targets import describe_config, sample_digest
 from .terminal import printable
 
 _MARK, _STATE, _SUFFIX = "store.json", "drafters.json", ".safetensors"
+_TENSORS, _NUMBERS = ("features", "top_ids", "top_logits"), ("prompt_length", "seed", "draft_sharpness", "drafter")
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,8 @@ class StoredAnswer:
 
     def to_bytes(self) -> bytes:
         """Return a safetensors file of it."""
-        tensors = {"ids": self.ids.int(), "features": self.features, "top_ids": self.top_ids}
-        tensors["top_logits"] = self.top_logits
-        numbers = ("prompt_length", "seed", "draft_sharpness", "drafter")
-        about: dict[str, Any] = {name: getattr(self, name) for name in numbers}
+        tensors = {"ids": self.ids.int()} | {name: getattr(self, name) for name in _TENSORS}
+        about = {name: getattr(self, name) for name in _NUMBERS}
         about |= {"settings": self.settings.to_json(), "steps": list(self.steps)}
         return save({name: x.contiguous() for name, x in tensors.items()}, {"answer": json.dumps(about)})
 
@@ -189,7 +188,7 @@ class Store:
     @contextlib.contextmanager
     def changing_drafters(self) -> Iterator[Drafters]:
         """Yield what is to be served, and write it; a server that reads the folder takes it up."""
-        with open(self._lock("drafters"), "r+b") as lock:
+        with self._lock("drafters") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             drafters = self.drafters()
             yield drafters
@@ -213,7 +212,7 @@ class Store:
         Raises:
             ValueError: there is one already.
         """
-        with open(self._lock(who), "r+b") as lock:
+        with self._lock(who) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -223,13 +222,11 @@ class Store:
     @contextlib.contextmanager
     def requests(self) -> Iterator[RunningRequests]:
         """Yield what tells other processes whether requests run. Open it once in a process."""
-        with open(self._lock("requests"), "r+b") as lock:
+        with self._lock("requests") as lock:
             yield RunningRequests(lock.fileno())
 
-    def _lock(self, name: str) -> Path:
-        path = self.folder / f"{name}.lock"
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        return path
+    def _lock(self, name: str) -> BinaryIO:
+        return open(os.open(self.folder / f"{name}.lock", os.O_CREAT | os.O_RDWR, 0o600), "r+b")
 
     @staticmethod
     def write(path: Path, content: bytes) -> None:

@@ -181,8 +181,7 @@ def _load(
     for given, name in names.items():
         for part in parts[name]:
             if part in origins:
-                both = f"{named(origins[part])} and {named(given)}"
-                raise ValueError(f"{source}: tensors {both} both hold {part}")
+                raise ValueError(f"{source}: tensors {named(origins[part])} and {named(given)} both hold {part}")
             origins[part] = given
     if missing := [name for name in skeleton.state_dict() if name not in origins]:
         raise ValueError(f"{source}: missing tensors: {listed(missing)} ({_sizes(config)})")

@@ -107,9 +107,7 @@ class Pretrained:
         config, folder = self.load_config(), (self._base() or self)._folder()
         if self.gguf is not None and dtype == "auto":
             dtype = self.gguf.dtype
-        files = (
-            check_target_weights(folder) if folder is not None else [self.gguf.path] if self.gguf is not None else []
-        )
+        files = [self.gguf.path] if self.gguf is not None else [] if folder is None else check_target_weights(folder)
         if files:  # before transformers allocates anything
             is_quantized = self.gguf is not None or getattr(config, "quantization_config", None) is not None
             check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)

@@ -55,13 +55,9 @@ def check_encoding(tokenizer: Any, raw: bool, bos: bool, options: Mapping[str, b
 
 
 def prompt_ids(
-    tokenizer: Any,
-    prompt: Mapping[str, Any],
-    *,
-    raw: bool = False,
-    bos: bool = False,
+    tokenizer: Any, prompt: Mapping[str, Any], *, raw: bool = False, bos: bool = False,
     template: Mapping[str, Any] | None = None,
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """Encode a prompt, ``{"prompt": text}`` or ``{"messages": [...]}``, as the target's input ids.
 
     A text becomes a user's message if the tokenizer has a chat template, unless ``raw``. ``tools`` need a template.

@@ -169,8 +169,6 @@ def _parse_biases(pairs: Sequence[Any]) -> dict[tuple[int, ...], object]:
 
 # ---------------------------------------------------------------------------------------------- the fingerprints
 
-DTYPES = ("float32", "bfloat16", "float16")
-
 
 @dataclass(frozen=True)
 class Fingerprints:
@@ -227,7 +225,7 @@ class Fingerprints:
         wanted, is_text = _text(MAX_SHOWN)
         checks = {field.name: (wanted, is_text) for field in dataclasses.fields(cls)}
         checks |= dict.fromkeys(("tokenizer", "chat_template"), (wanted, lambda text: text is None or is_text(text)))
-        checks |= {"dtype": _one_of(*DTYPES), "vocab_size": _within(1, MAX_VOCABULARY)}
+        checks |= {"dtype": _one_of("float32", "bfloat16", "float16"), "vocab_size": _within(1, MAX_VOCABULARY)}
         return cls(**parse_object(content, checks, "fingerprints"))
 
     def differences(self, other: Fingerprints) -> dict[str, tuple[object, object]]:
@@ -324,12 +322,11 @@ class Receipt:
         Raises:
             ValueError: this version cannot check it; the message begins with the path.
         """
-        where = printable(path)
         content = read_json(Path(path), MAX_BYTES, unique_keys=True)
         try:
             return cls.parse(content)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{where} is not a receipt that can be checked: {error}") from error
+            raise ValueError(f"{printable(path)} is not a receipt that can be checked: {error}") from error
 
     @classmethod
     def parse(cls, content: object) -> Receipt:
@@ -390,13 +387,9 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        target: nn.Module,
-        ids: Tensor,
-        *,
-        fingerprints: Fingerprints | None = None,
+        self, target: nn.Module, ids: Tensor, *, fingerprints: Fingerprints | None = None,
         **arguments: Unpack[GenerateArguments],
-    ) -> None:
+    ) -> None:  # fmt: skip
         target = check_target(target)
         call = Call.resolve(TargetDefaults.of(target), ids, arguments)
         if call.acceptance == "rejection":

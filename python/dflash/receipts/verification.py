@@ -165,13 +165,9 @@ class Verifier:
     """
 
     def __init__(
-        self,
-        target: nn.Module,
-        tokenizer: object = None,
-        *,
-        fingerprints: Fingerprints | None = None,
+        self, target: nn.Module, tokenizer: object = None, *, fingerprints: Fingerprints | None = None,
         prepared: Target | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._model, self._tokenizer, self._fingerprints = check_target(target), tokenizer, fingerprints
         self._targets: dict[WeightStorage, Target] = {} if prepared is None else {prepared.weights: prepared}
 
@@ -345,8 +341,7 @@ def _mismatches_of(
         engine.check_ranks_agree(call, chunk)
     engine.refresh()
     engine.configure(call)
-    nothing = [0] * len(answers)
-    prompts = Prefill(engine, call, nothing, chunk=chunk, snapshot=False)
+    prompts = Prefill(engine, call, [0] * len(answers), chunk=chunk, snapshot=False)
     while prompts.chunks:
         prompts.run_chunk()
         yield
