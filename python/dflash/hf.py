@@ -243,9 +243,8 @@ def _with_named(function: Callable[..., Any], names: Iterable[str]) -> inspect.S
     return signature.replace(parameters=[*first, *named, rest])
 
 
-custom_generate.__signature__ = _with_named(  # type: ignore[attr-defined]
-    custom_generate, [*_OWN_SETTINGS, *OneShotOptions.__annotations__]
-)
+_names = [*_OWN_SETTINGS, *OneShotOptions.__annotations__]
+custom_generate.__signature__ = _with_named(custom_generate, _names)  # type: ignore[attr-defined]
 
 
 def _check_model_arguments(given: Mapping[str, Any], ids: Tensor) -> None:

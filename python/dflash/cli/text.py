@@ -67,13 +67,11 @@ def generate(
     target, drafter, device = models.load(source)
     # 3. Stream the answer.
     prompts = torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1)
-    arguments: Any = {
-        **{"tokenizer": tokenizer, "max_new_tokens": max_new_tokens, "stop_strings": stop or None, "grammar": grammar},
-        **{"draft_sharpness": draft_sharpness, "tree": models.tree, **dataclasses.asdict(sampling)},
-    }
+    arguments: Any = {"tokenizer": tokenizer, "max_new_tokens": max_new_tokens, "stop_strings": stop or None}
+    arguments |= {"grammar": grammar, "draft_sharpness": draft_sharpness, "tree": models.tree}
+    arguments |= dataclasses.asdict(sampling)
     recorder = None if receipt is None else Recorder(target, prompts, **arguments)
-    if recorder is not None:
-        arguments = recorder.arguments
+    arguments = arguments if recorder is None else recorder.arguments
     answer = _StreamedAnswer(models.tree, quiet=as_json)
     for event in stream(target, drafter, prompts, skip_special_tokens=True, **models.generator, **arguments):
         answer.add(event)

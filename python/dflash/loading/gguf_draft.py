@@ -51,10 +51,7 @@ _LAYER_TENSORS = {
     "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
 }
 # fmt: on
-_FORK_TENSORS = {
-    **dict.fromkeys(("dflash.fc.weight", "dflash_fc.weight"), "fc.weight"),
-    **dict.fromkeys(("dflash.hidden_norm.weight", "dflash_hidden_norm.weight"), "hidden_norm.weight"),
-}
+_FORK_TENSORS = {f"dflash{mark}{ours}": ours for mark in "._" for ours in ("fc.weight", "hidden_norm.weight")}
 _REFUSED = {  # parts of tensors' names, and what they are
     "attn_gate": "gated attention", ".domino.": "a Domino head", ".dspark.": "a fork's DSpark head",
     "post_attention_norm": "a norm after attention", "post_ffw_norm": "a norm after the MLP",

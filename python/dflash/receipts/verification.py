@@ -199,7 +199,7 @@ class Verifier:
             yield
 
     def _answers(
-        self, receipt: Receipt, pictures: Mapping[str, Tensor] | None = None
+        self, receipt: Receipt, pictures: Mapping[str, Tensor] | None
     ) -> Iterator[tuple[CheckedAnswer, ...] | None]:
         """Derive the tokens again: yields None after each pass of the target, and finally the checked answers."""
         if receipt.weights not in self._targets:
@@ -277,19 +277,17 @@ def _capacity(answers: Sequence[RecordedAnswer]) -> int:
 
 
 def _call_of(
-    answers: Sequence[RecordedAnswer], receipt: Receipt, device: torch.device, tokenizer: object = None,
-    pictures: Mapping[str, Tensor] | None = None,
+    answers: Sequence[RecordedAnswer], receipt: Receipt, device: torch.device, tokenizer: object,
+    pictures: Mapping[str, Tensor] | None,
 ) -> Call:  # fmt: skip
     """Return the call behind some answers of a receipt, without stop strings; ``tokenizer`` must be the receipt's."""
     prompts = [torch.tensor(answer.prompt, dtype=torch.int64, device="cpu") for answer in answers]
     left = {"batch_first": True, "padding_side": "left"}  # as prompts with pictures must be
     ids, mask = (pad_sequence(rows, **left) for rows in (prompts, [*map(torch.ones_like, prompts)]))
-    arguments = receipt.settings.arguments()
-    if pictures:
-        arguments |= {"pictures": pictures}
-    if receipt.settings.grammar is not None:
-        arguments |= {"grammar": receipt.settings.grammar, "tokenizer": cast("Tokenizer", tokenizer)}
+    arguments, grammar = receipt.settings.arguments(), receipt.settings.grammar
+    arguments |= {"grammar": grammar, "tokenizer": None if grammar is None else cast("Tokenizer", tokenizer)}
     arguments |= {"attention_mask": mask.to(device), "seed": [answer.seed for answer in answers]}
+    arguments |= {"pictures": pictures or None}
     # The generation_config of the target here does not count: a receipt states every setting.
     defaults = TargetDefaults({}, receipt.fingerprints.vocab_size, device)
     return Call.resolve(defaults, ids.to(device), arguments)
@@ -436,8 +434,7 @@ def lines_of(found: Verification, dtype: str, tokenizer: Any) -> list[str]:
     lines = []
     for number, answer in enumerate(found.answers, 1):
         where = f"answer {number}: " if len(found.answers) > 1 else ""
-        for mismatch in answer.near_ties:
-            lines.append(f"{where}near-tie in {dtype}: {_describe(mismatch, tokenizer)}")
+        lines += [f"{where}near-tie in {dtype}: {_describe(mismatch, tokenizer)}" for mismatch in answer.near_ties]
         lines.append(where + _verdict(answer, tokenizer))
     return lines
 
