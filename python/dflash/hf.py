@@ -20,7 +20,7 @@ from .call import Call, TargetDefaults
 from .drafter import Drafter, check_draft_weights, quantized_draft
 from .loading.drafters import load_draft
 from .ops import WeightStorage
-from .options import OPTIONS, OneShotOptions
+from .options import OPTIONS, OneShotOptions, resolve_options
 from .outputs import GenerateOutput
 from .settings import SETTINGS, LogitsProcessor, StoppingCriterion
 from .streaming import Streamer, check_streamer
@@ -216,17 +216,10 @@ def custom_generate(
     rules, processors = _processors(logits_processor or (), config, defaults)
     _check_called([*processors, *criteria], mask, input_ids.shape[0])
     settings = {name: value for name, value in defaults.settings.items() if name not in _RULE_NAMES} | rules
-    given: Any = {
-        "attention_mask": mask,
-        "max_new_tokens": new,
-        "stop_token_ids": [token for token in stop if 0 <= token < defaults.vocab_size],  # others are never emitted
-        "stop_strings": (),  # they come as criteria
-        "num_return_sequences": 1,  # the rows have been repeated
-        "logits_processor": processors or None,
-        "stopping_criteria": criteria or None,
-        "streamer": streamer,
-        **own,
-    }
+    given: Any = own | {"attention_mask": mask, "max_new_tokens": new, "streamer": streamer}
+    given |= {"logits_processor": processors or None, "stopping_criteria": criteria or None}
+    given |= {"stop_strings": (), "num_return_sequences": 1}  # they come as criteria; the rows have been repeated
+    given["stop_token_ids"] = [token for token in stop if 0 <= token < defaults.vocab_size]  # others are never emitted
     call = Call.resolve(dataclasses.replace(defaults, settings=settings), input_ids, given)
     if strings:
         call = dataclasses.replace(call, stops=functools.partial(_StopCriteria, strings))
@@ -381,8 +374,7 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module, *, draft_weights: We
         )
     if own := loaded.config.own_parts:
         raise ValueError(f"as_assistant uses the target's parts, this drafter has its own {', '.join(own)}. {instead}")
-    if draft_weights is not None:
-        OPTIONS["draft_weights"].check("draft_weights", draft_weights)
+    resolve_options({"draft_weights": draft_weights})
     check_draft_weights(draft_weights, loaded)
     # 2. Refuse versions that do not stop where they should
     version = transformers_version()

@@ -11,25 +11,6 @@ from .outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from .receipts import Receipt, Recorder, Verification, verify
 from .targets import UnsupportedTargetError
 
-__all__ = [
-    "DraftConfig",
-    "Drafter",
-    "GenerateOutput",
-    "Generator",
-    "Grammar",
-    "Receipt",
-    "Recorder",
-    "Statistics",
-    "StreamEvent",
-    "TokenLogprobs",
-    "UnsupportedTargetError",
-    "Verification",
-    "as_assistant",
-    "custom_generate",
-    "demo_pair",
-    "generate",
-    "load_draft",
-    "release",
-    "stream",
-    "verify",
-]
+__all__ = ["DraftConfig", "Drafter", "GenerateOutput", "Generator", "Grammar", "Receipt", "Recorder", "Statistics"]
+__all__ += ["StreamEvent", "TokenLogprobs", "UnsupportedTargetError", "Verification"]
+__all__ += ["as_assistant", "custom_generate", "demo_pair", "generate", "load_draft", "release", "stream", "verify"]

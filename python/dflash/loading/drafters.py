@@ -23,13 +23,8 @@ MASK_EMBEDDING_FILE = "mask_embedding.pt"
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MASK_EMBEDDING_BYTES = 2**24  # at most: 2**20 values of 8 bytes, and room for what torch adds
 # Serving engines use other names for the same tensors.
-_PREFIXES = (
-    ("model.", ""),
-    ("midlayer.", "layers.0."),
-    ("encoder.fc.", "fc."),
-    ("encoder.output_norm_enc.", "hidden_norm."),
-    (MASK_EMBEDDING_FILE, "mask_embedding"),
-)
+_PREFIXES = {"model.": "", "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_PREFIXES[MASK_EMBEDDING_FILE] = "mask_embedding"
 # The reference package saves them under these names, files on the hub have them without the suffix.
 _CODEBOOKS = ("predecessor_codebook.weight", "successor_codebook.weight")
 _DFLASH2_PARTS = ("attention_conv", "mlp_conv", "candidate_selector")
@@ -212,7 +207,7 @@ def _load(
 
 
 def _translate(name: str) -> str:
-    for prefix, replacement in _PREFIXES:
+    for prefix, replacement in _PREFIXES.items():
         if name.startswith(prefix):
             name = replacement + name[len(prefix) :]
     return name.removesuffix(".weight") if name.endswith(_CODEBOOKS) else name

@@ -399,13 +399,12 @@ class Recorder:
         if unstated := [name for name, value in arguments.items() if not SETTINGS[name].receipt and value is not None]:
             raise ValueError(f"a receipt cannot state {listed(unstated)}: use rules of dflash.call.GenerateArguments")
         self._settings = RecordedSettings.of(call)
-        rows = len(call.prompts)
-        self._seeds = call.sampling.seeds(rows)  # drawn now if the call names none
+        self._seeds = call.sampling.seeds(len(call.prompts))  # drawn now if the call names none
         self.arguments = cast("GenerateArguments", {**arguments, "seed": self._seeds})
         self._target, self._fingerprints, self._tokenizer = target, fingerprints, arguments.get("tokenizer")
         self._prompts: list[list[int]] = [prompt.tolist() for prompt in call.prompts]
         self._width = call.ids.shape[1]
-        self._answers: list[list[int]] = [[] for _ in range(rows)]
+        self._answers: list[list[int]] = [[] for _ in call.prompts]
         self._last: StreamEvent | GenerateOutput | None = None
 
     def add(self, event: StreamEvent) -> None:
