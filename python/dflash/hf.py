@@ -23,7 +23,7 @@ from .ops import WeightStorage
 from .options import OPTIONS, OneShotOptions, resolve_options
 from .outputs import GenerateOutput
 from .settings import SETTINGS, LogitsProcessor, StoppingCriterion
-from .streaming import Streamer, check_streamer
+from .streaming import Streamer
 from .targets import check_target, transformers_version
 
 if TYPE_CHECKING:
@@ -208,8 +208,6 @@ def custom_generate(
     for name, value in defaults.settings["unsupported"].items():
         raise _refuse(f"generation_config.{name}={value!r}")
     _check_model_arguments(arguments, input_ids)
-    if streamer is not None:
-        check_streamer(streamer, input_ids.shape[0])
     # 2. What transformers made of the settings, as our arguments.
     mask: Any = arguments.get("attention_mask")
     new, stop, strings, criteria = _criteria(stopping_criteria or (), input_ids)
