@@ -91,9 +91,6 @@ def plant(fault: Planted, folder: Path, count: int = 8) -> tuple[Pair, Prompts]:
     return pair, Prompts(PROMPTS[:count], tokenizer)
 
 
-# ---------------------------------------------------------------------------------------------- changes of weights
-
-
 def interleave(weights: Weights) -> None:
     """Store q and k as checkpoints for interleaved RoPE do."""
     order = torch.arange(HEAD_DIM).view(2, -1).t().flatten()
@@ -149,9 +146,6 @@ def forget_fc(weights: Weights) -> None:
 def enlarge_fc(weights: Weights) -> None:
     """Make products that no dtype holds, of weights that are finite."""
     weights["fc.weight"] *= 2.0**126
-
-
-# ---------------------------------------------------------------------------------------------- healthy pairs
 
 
 def frequencies() -> Tensor:

@@ -50,9 +50,6 @@ def check_written(events, answers) -> None:
         assert [token for event in events for token in event.ids[row]] == answer.tolist()
 
 
-# ---------------------------------------------------------------------------------------------- the choice
-
-
 def report(length: int, done: int = 0) -> RowReport:
     return RowReport(length, done, [], [], [])
 
@@ -120,9 +117,6 @@ class TestBudget:
         bad, good = widths[: 60 * steps], widths[60 * steps :]
         assert sum(width > 1 for width in bad[60:]) < len(bad) / 6
         assert good[-1] == 16
-
-
-# ---------------------------------------------------------------------------------------------- the text
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -212,9 +206,6 @@ def test_a_second_generation_drafter_changes_width(target, plain, drawn, prompts
     check_cycling(target, make_draft(target, "DFlash2"), prompts, answers, temperature=temperature, seed=3)
 
 
-# ---------------------------------------------------------------------------------------------- the device
-
-
 def test_a_step_of_every_width_neither_waits_nor_reads(target, draft, prompts):
     generator = made(target, draft, batch_size=3)
     ids, mask = left_padded(prompts)
@@ -245,9 +236,6 @@ def test_the_compiled_step_follows_the_width(monkeypatch):
     generator = made(target, draft, EQUAL, max_length=61, batch_size=2, compile=True)
     events = cycling(generator, ids, (16, 4), attention_mask=mask, temperature=1.0, seed=2)
     check_written(events, [sampled(target, p, NEW, fold(2, row), 1.0) for row, p in enumerate(prompts)])
-
-
-# ---------------------------------------------------------------------------------------------- costs
 
 
 def test_costs_are_measured_once_per_length_and_leave_the_text_as_it_was(target, draft):

@@ -21,9 +21,6 @@ def with_dflash(**more) -> dict:
     return {"mask_token_id": 100, "target_layer_ids": [1, 9, 17], **more}
 
 
-# ---------------------------------------------------------------------------------------------- what is read
-
-
 def test_every_field_is_read():
     config = parse(attention_bias=True, output_multiplier=0.5, input_embedding_scale=4, final_logit_softcapping=30)
     assert config == DraftConfig(
@@ -114,8 +111,6 @@ def test_a_transformers_config_reads_the_same(name):
         assert DraftConfig.from_config(Qwen3Config(**json.loads(json.dumps(VARIANTS[name])))) == parsed
 
 
-# ---------------------------------------------------------------------------------------------- rope
-
 OLD = {"original_max_position_embeddings": 512}
 ROPES = [
     {"rope_type": "default", "rope_theta": 1e7}, {"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5},
@@ -147,8 +142,6 @@ def test_the_original_length_is_read_at_the_top_level():
     config = config_dict(rope_scaling=YARN | OLD, original_max_position_embeddings=256)
     assert DraftConfig.from_config(config).rope.original_max_position_embeddings == 256
 
-
-# ---------------------------------------------------------------------------------------------- what is refused
 
 BAD_ROPES = [
     ({"rope_type": "dynamic", "factor": 2.0}, "RoPE type 'dynamic' is not supported: default, linear, llama3, yarn"),

@@ -18,9 +18,6 @@ from dflash.drafter import DFlash2Config
 KEYS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 5}
 
 
-# ---------------------------------------------------------------------------------------------- the config
-
-
 @pytest.mark.parametrize("architecture", ["DFlash2DraftModel", "Qwen3DFlash2DraftModel"])
 def test_a_dflash_2_config_is_recognized_at_either_level(architecture):
     expected = DFlash2Config(2, 16, 8, 5)
@@ -48,9 +45,6 @@ def test_what_a_dflash_2_config_gets_wrong_is_named(section, changes, message):
         DraftConfig.from_config(config)
 
 
-# ---------------------------------------------------------------------------------------------- the tensors
-
-
 @pytest.fixture
 def tensors():
     return random_tensors(DraftConfig.from_config(dflash2_dict()))
@@ -69,9 +63,6 @@ def test_a_codebook_under_both_names_is_refused(tensors, tmp_path):
     save_checkpoint(tmp_path, dflash2_dict(), tensors | {f"{name}.weight": tensors[name].clone()})
     with pytest.raises(ValueError, match=f"tensors {name} and {name}.weight both hold {name}"):
         load_draft(tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------- the forward pass
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

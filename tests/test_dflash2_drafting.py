@@ -112,9 +112,6 @@ def test_rejection_remembers_the_distribution_given_the_draft_before():
     assert q.gather(-1, drafts[..., None]).gt(0).all()
 
 
-# ---------------------------------------------------------------------------------------------- whole calls
-
-
 def watched(generator: dflash.Generator) -> list[torch.Tensor]:
     """Return a list that gets the drafts ``[batch, drafts]`` of every step from now on."""
     propose, drafted = generator.engine.proposer.propose, []

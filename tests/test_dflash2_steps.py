@@ -86,8 +86,6 @@ def test_steps_compile_into_one_graph_of_each_kind(target, draft, batch, monkeyp
     assert len(graphs) == 2
 
 
-# ---------------------------------------------------------------------------------------------- the text
-
 SAMPLED = {"temperature": 0.9, "top_p": 0.95}
 
 

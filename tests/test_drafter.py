@@ -73,9 +73,6 @@ def inputs(config: DraftConfig, batch: int, rows: int = 40, seed: int = 0, dtype
     return context.to(dtype), block.to(dtype)
 
 
-# ---------------------------------------------------------------------------------------------- the forward pass
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_row_gives_the_same_alone_and_in_a_batch(name):
     draft = random_drafter(VARIANTS[name])
@@ -202,9 +199,6 @@ def test_sinks_take_a_share_of_the_attention():
     assert (with_sinks - none).abs().max() > 1e-2
 
 
-# ---------------------------------------------------------------------------------------------- packed parameters
-
-
 def test_moves_copies_and_loads_keep_parameters_packed():
     draft = random_drafter(ODD)
     assert_packed(draft)
@@ -251,9 +245,6 @@ def test_replaced_parameters_and_storages_are_read_after_a_refresh():
     down = draft.layers[0].mlp.down_proj.weight
     down.data = down * 2
     assert not torch.equal(run(), normed)
-
-
-# ---------------------------------------------------------------------------------------------- loading
 
 
 @pytest.fixture

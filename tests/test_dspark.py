@@ -31,9 +31,6 @@ def save(folder, *, head: bool = True, short: bool = False, **changes):
     return save_drafter(folder, config(**changes) | ({"draft_vocab_size": len(KNOWN)} if short else {}), parts)
 
 
-# ---------------------------------------------------------------------------------------------- the config
-
-
 def test_a_dspark_config_is_read_with_a_draft_per_row(recwarn):
     read = DraftConfig.from_config(dspark_dict())
     assert (read.block_size, read.rows_per_pass, read.predicts_from_anchor, read.markov_rank) == (8, 7, True, 8)
@@ -52,9 +49,6 @@ def test_a_dspark_config_is_read_with_a_draft_per_row(recwarn):
 def test_a_dspark_config_that_is_not_supported_is_refused_by_name(written, message):
     with pytest.raises(ValueError, match=message):
         DraftConfig.from_config(written)
-
-
-# ---------------------------------------------------------------------------------------------- drafting
 
 
 @pytest.fixture
@@ -120,9 +114,6 @@ def test_rejection_and_trees(target, tmp_path):
     plain = dflash.load_draft(save(tmp_path / "plain", markov_rank=0, head=False))
     ids = dflash.generate(target, plain, prompt(9)[None], max_new_tokens=12, tree=16)
     assert torch.equal(ids, dflash.generate(target, None, prompt(9)[None], max_new_tokens=12))
-
-
-# ---------------------------------------------------------------------------------------------- elsewhere
 
 
 @pytest.mark.parametrize("rank", [8, 0])

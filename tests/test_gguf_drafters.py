@@ -57,9 +57,6 @@ def target(tmp_path_factory):
     return folder
 
 
-# ---------------------------------------------------------------------------------------------- reading
-
-
 @pytest.mark.parametrize("arch", ["dflash", "dflash-draft"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_converted_file_is_the_same_drafter_as_its_safetensors(tmp_path, kind, arch):
@@ -184,8 +181,6 @@ def test_what_changes_nothing_known_is_warned_about(tmp_path):
     assert any("dflash.attention.causal is missing: no layer is causal" in text for text in texts)
     assert any("unknown keys are ignored: dflash.new_key" in text for text in texts)
 
-
-# ---------------------------------------------------------------------------------------------- the export
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 128}
 OWN = {"lm_head.weight": torch.randn(9, 64), "d2t": torch.tensor([0, 1, 1, 4, 5, 8, 50, 70, 92])}

@@ -66,9 +66,6 @@ def prompts():
     return [prompt(length, seed=51) for length in LENGTHS]
 
 
-# ---------------------------------------------------------------------------------------------- the text
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_text_equals_one_token_decoding(target, draft, prompts, name, temperature):
@@ -172,9 +169,6 @@ def test_only_steps_with_a_grammar_are_kept_from_graphs(target, draft, prompts):
     assert generator.engine.graph_obstacle(masked, "") == "a grammar's masks are made on the host"
 
 
-# ---------------------------------------------------------------------------------------------- its end
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("pattern", ["a{3,6}", "a(bc)*d|ef", "(ab)?", "j[a-d]{2}"])
 def test_a_row_stops_at_a_match_and_nowhere_else(target, draft, prompts, pattern, temperature):
@@ -252,9 +246,6 @@ def test_rules_that_ban_everything_allowed_are_an_error(target, draft, prompts):
         dflash.generate(target, draft, prompts[1][None], **arguments)
 
 
-# ---------------------------------------------------------------------------------------------- masks
-
-
 def test_drafts_keep_to_the_grammar(target, draft, prompts, monkeypatch):
     """Nothing else can be written, so every draft that is drawn again is accepted."""
     p, arguments = prompts[1][None], call(GRAMMARS["forced"], return_dict_in_generate=True)
@@ -263,9 +254,6 @@ def test_drafts_keep_to_the_grammar(target, draft, prompts, monkeypatch):
         assert output.statistics.acceptance_length > 7
     monkeypatch.setattr(ChainProposer, "ROUNDS", 0)
     assert dflash.generate(target, draft, p, **arguments).statistics.acceptance_length < 2
-
-
-# ---------------------------------------------------------------------------------------------- the trained pair
 
 
 @pytest.fixture(scope="module")
@@ -315,8 +303,6 @@ def test_whitespace_between_json_tokens_is_bounded(pair):
     for text in ('{"a":  1}', '{"a":\n\n1}'):
         assert not allows(text)
 
-
-# ---------------------------------------------------------------------------------------------- wrong input
 
 WRONG_GRAMMARS = [
     (lambda: Grammar.regex("(ab"), ValueError, r"this regex cannot be used: .*unclosed group"),
@@ -445,9 +431,6 @@ def test_a_tokenizer_may_get_more_tokens(target, prompts):
     wide = make_target("qwen3", vocab_size=98)
     output = dflash.generate(wide, None, prompts[1][None], **call(grammar, tokenizer=tokenizer))
     assert output[0, len(prompts[1]) :].tolist() == [97, EOS]
-
-
-# ---------------------------------------------------------------------------------------------- the command
 
 
 @pytest.fixture(scope="module")

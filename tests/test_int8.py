@@ -177,9 +177,6 @@ def test_several_weights_side_by_side(rows, dtype):
     assert torch.equal(ops.swiglu(x, gate.packed, up.packed, scales=scales, format="w8a8"), ops.silu_mul(both))
 
 
-# ---------------------------------------------------------------------------------------------- kernels of both devices
-
-
 def stored(kernels, weight):
     """Return a weight in the format that kernels read."""
     return PackedWeight.of(weight, "w8a8" if kernels is ops else "w8a16")

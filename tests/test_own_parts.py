@@ -30,9 +30,6 @@ def answers(target, draft, **options) -> torch.Tensor:
     return dflash.generate(target, draft, prompt(9)[None], max_new_tokens=20, **options)
 
 
-# ---------------------------------------------------------------------------------------------- head and embedding
-
-
 def test_an_own_head_and_an_own_embedding_are_used(target, save):
     head, table = own(VOCAB, 64), own(VOCAB, 64, seed=8)
     draft = dflash.load_draft(save({"lm_head.weight": head, "embed_tokens.weight": table}))
@@ -112,9 +109,6 @@ def test_a_mask_embedding_is_exported_as_the_file_that_engines_read(save, tmp_pa
         export(folder, tmp_path / "other", "speculators", target="owner/target")
 
 
-# ---------------------------------------------------------------------------------------------- reduced vocabularies
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -173,9 +167,6 @@ def test_a_selectors_candidates_are_of_the_reduced_vocabulary(target, save):
         assert torch.equal(ids, answers(target, None, **call))
 
 
-# ---------------------------------------------------------------------------------------------- mask embeddings
-
-
 @pytest.mark.parametrize("stored", ["tensor", "file", "dict"])
 def test_a_mask_embedding_replaces_the_row_of_the_mask(target, save, stored):
     mask = own(64)
@@ -213,8 +204,6 @@ def test_a_mask_embedding_of_another_drafter_is_refused(save, content, message):
     with pytest.raises(ValueError, match=message):
         dflash.load_draft(path.parent)
 
-
-# ---------------------------------------------------------------------------------------------- bad input
 
 SMALL = {"draft_vocab_size": len(KNOWN)}
 

@@ -36,9 +36,6 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-# ---------------------------------------------------------------------------------------------- the tokenizer
-
-
 def test_a_message_becomes_the_prompt_that_was_trained(tokenizer):
     for example in held_out(60):
         trained = encode(tokenizer, example.prompt)[0].tolist()
@@ -65,9 +62,6 @@ def test_a_conversation_with_its_answer_is_a_training_row(tokenizer):
 def test_messages_that_the_pair_cannot_read_are_refused(tokenizer, messages, reason):
     with pytest.raises(ValueError, match=f"the chat template refuses these messages: .*{reason}"):
         prompt_ids(tokenizer, {"messages": messages})
-
-
-# ---------------------------------------------------------------------------------------------- the doors
 
 
 def test_apply_chat_template_and_generate():

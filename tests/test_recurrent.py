@@ -33,9 +33,6 @@ def cheat(target, prompts, answers, spoil=5, **options) -> families.Cheat:
     return families.cheat(target, make_draft(target), prompts, answers, spoil, **options)
 
 
-# ---------------------------------------------------------------------------------------------- exactness
-
-
 @pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_greedy_equals_generate_in_chunks(family, chunk):
@@ -56,9 +53,6 @@ def test_bf16_logits_do_not_depend_on_what_is_accepted(family):
         played = play(target, prompts, NEW, seed, one.tokens)
         assert played.steps < one.steps / 2
         assert all(map(torch.equal, played.logits, one.logits))
-
-
-# ---------------------------------------------------------------------------------------------- states
 
 
 @torch.no_grad()
@@ -100,9 +94,6 @@ def test_nan_in_a_rejected_row_reaches_nothing(family):
         outs.append([first[:, :4], second, *standing(cache)])
     assert not any(tensor.isnan().any() for tensor in outs[1])
     assert all(map(torch.equal, *outs))
-
-
-# ---------------------------------------------------------------------------------------------- the whole loop
 
 
 CALLS = {
@@ -168,9 +159,6 @@ def test_a_recorded_step_writes_the_same_tokens(family):
     assert generator.runner.device.steps["replayed"] > 5
 
 
-# ---------------------------------------------------------------------------------------------- the user's model
-
-
 def test_modules_classes_and_globals_stay_as_they_were():
     model = make_target("qwen3_5").train()
     kinds = {base for module in model.modules() for base in type(module).__mro__}
@@ -224,9 +212,6 @@ def test_a_freed_generator_frees_its_states_at_once(interrupted, monkeypatch):
         assert cache() is None
     finally:
         gc.enable()
-
-
-# ---------------------------------------------------------------------------------------------- refusals
 
 
 class TestProbe:

@@ -55,8 +55,6 @@ def test_a_second_call_runs_only_what_is_new(target, tmp_path, kind):
     assert torch.equal(again.state.block, fresh.state.block), "what is drafted is the same"
 
 
-# ---------------------------------------------------------------------------------------------- weights that follow
-
 FOLLOWING = ("value scale", "DSpark")
 
 

@@ -118,9 +118,6 @@ def plain(target, prompts):
     return [greedy(target, p, NEW) for p in prompts]
 
 
-# ---------------------------------------------------------------------------------------------- one block
-
-
 BLOCK_RULES = {
     "repetition": {"repetition_penalty": 1.3}, "repetition reward": {"repetition_penalty": 0.8},
     "presence": {"presence_penalty": 0.7}, "frequency": {"frequency_penalty": -0.4},
@@ -309,9 +306,6 @@ def test_drafts_know_bans_and_forced_tokens():
     known |= {"logit_bias": {1: -100.0}, "bad_words_ids": [[5]], "forced_bos_token_id": 1, "forced_eos_token_id": 4}
     expected = Rules(known, *sizes, 11).apply(logits, tokens, length, torch.zeros(2, 4, dtype=torch.int64))
     assert torch.equal(got, expected)
-
-
-# ---------------------------------------------------------------------------------------------- generations
 
 
 def biting(plain: list[torch.Tensor]) -> dict[str, dict]:
@@ -517,9 +511,6 @@ def test_contradictions_are_named_before_any_work(target, draft, kept, rule, mes
     with pytest.raises(ValueError, match=message):
         dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4, **rule)
     assert kept() is None
-
-
-# ---------------------------------------------------------------------------------------------- processors, criteria
 
 
 def only_near_the_last(input_ids, scores):

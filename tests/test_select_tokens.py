@@ -79,9 +79,6 @@ def test_kernel_equals_twin_on_a_full_vocabulary(kernels):
         )
 
 
-# ---- an independent implementation, token by token
-
-
 def slow_philox(counter, key):
     counter, key = list(counter), list(key)
     for _ in range(10):
@@ -149,9 +146,7 @@ def test_against_the_definition(implementation):
     assert select(logits, positions, *rest)[:, 0].tolist() == expected
 
 
-# ---- the bits: an argmax hardly ever shows the last one, so each is driven to where it decides
-
-
+# An argmax hardly ever shows the last bit, so each is driven to where it decides.
 def assert_flips_at_the_same_bits(kernels, batch, low, high, arguments, wanted):
     """Bisect between the positive floats ``low`` and ``high`` (one per row) to where the twin's choice becomes
     ``wanted``; the kernel's must on the same two neighbours. Rows that do not flip in between are left out."""
@@ -211,9 +206,6 @@ def test_probabilities_have_the_bits_of_the_twin(kernels):
     assert_flips_at_the_same_bits(kernels, batch, 1e-6, 0.9999999, arguments, noisiest)
 
 
-# ---- the noise
-
-
 def test_noise_is_a_function_of_seed_position_and_token():
     seeds, positions = torch.tensor([9, 9 + 2**32, -9]), torch.tensor([[4, 4 + 2**32, -4]] * 3)
     noise = reference.gumbel_noise(seeds, positions, 10)
@@ -223,9 +215,6 @@ def test_noise_is_a_function_of_seed_position_and_token():
             exact = torch.tensor([slow_noise(seed, position, token) for token in range(10)])
             assert torch.allclose(noise[batch, row], exact, rtol=1e-6)
     assert torch.equal(reference.gumbel_noise(seeds[1:], positions[1:, 2:], 7), noise[1:, 2:, :7])
-
-
-# ---- the filters
 
 
 @pytest.mark.parametrize(
@@ -271,9 +260,6 @@ def test_tokens_equal_to_a_threshold_are_kept(implementation):
         assert set(ids.flatten().tolist()) == kept, settings
 
 
-# ---- greedy, infinities, NaN
-
-
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"sharpness": math.inf}, {"top_k": 1}, {"top_p": 1e-7}])
 def test_greedy_is_argmax(implementation, settings, dtype):
     select = implementation.select_tokens
@@ -304,9 +290,6 @@ def test_infinities_and_nan(implementation, temperature):
     for settings in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"sharpness": 0.0}, {"sharpness": 3.0}):
         ids = select(logits, torch.zeros(6, 1, dtype=torch.int64), *parameters(6, 3, temperature, **settings))
         assert ids[:, 0].tolist() == [0, 70, -1, -1, 130, 199], settings
-
-
-# ---- the distribution
 
 
 def chi_squared(pairs, expected):
@@ -346,9 +329,6 @@ def test_two_positions_follow_the_exact_softmax_jointly(settings):
     reused = x * vocab + draw(second[x][:, None], 100)  # wrong: both positions see the same noise
     assert chi_squared(right, joint) > 1e-3
     assert chi_squared(reused, joint) < 1e-12
-
-
-# ---- the op
 
 
 def test_a_filtered_token_is_not_chosen_where_all_scores_are_too_low_for_a_float(implementation):

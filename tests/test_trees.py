@@ -71,9 +71,6 @@ def grown(kind: type, target, draft, answers=None, prompts=None, **options) -> d
     return generator
 
 
-# ---------------------------------------------------------------------------------------------- the text
-
-
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_greedy_equals_generate_in_ragged_batches(family):
     target = make_target(family)
@@ -141,9 +138,6 @@ def test_bfloat16_equals_the_chain_at_the_same_padded_shapes(prompts):
         assert output.statistics.acceptance_length > 4, "right drafts should have been accepted"
 
 
-# ---------------------------------------------------------------------------------------------- the state
-
-
 def prefilled(generator, row: int) -> tuple[KVCache, Tensor, KVCache]:
     """Run a row's text as a prompt: the target's cache, the features of every position, and the drafter's cache."""
     state, target, draft = generator.state, generator.engine.target, generator.draft
@@ -204,9 +198,6 @@ def test_nan_in_a_tree_stays_in_its_row(draft, prompts, plain):
     assert output.statistics.acceptance_length > 6
 
 
-# ---------------------------------------------------------------------------------------------- ends
-
-
 def test_rows_end_at_stop_tokens_and_limits_in_the_middle_of_a_path(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
     # Position 20 of the second row and 45 of the third leave the spine: stops there are on a sibling branch.
@@ -241,9 +232,6 @@ def test_the_last_learned_position_can_be_reached(family):
         output = generator.generate(p[None], max_new_tokens=NEW, tree=size, return_dict_in_generate=True)
         check_answers(output.sequences, len(p), [expected])
         assert output.statistics.acceptance_length > 3
-
-
-# ---------------------------------------------------------------------------------------------- the rest of a call
 
 
 def only_even(ids: Tensor, scores: Tensor) -> Tensor:
@@ -308,9 +296,6 @@ def test_stop_strings_and_reused_prefixes(target, draft, prompts):
     assert max(prefilled[1:]) < prefilled[0]
 
 
-# ---------------------------------------------------------------------------------------------- how steps run
-
-
 def test_a_step_neither_waits_nor_breaks_the_graph(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
     generator = grown(TreeProposer, target, draft, batch_size=3)
@@ -345,9 +330,6 @@ def test_the_compiled_step_writes_the_same_tokens(backend, monkeypatch):
     )
     output = generator.generate(ids, attention_mask=mask, max_new_tokens=12, temperature=1.0, seed=2)
     check_answers(output, 20, [sampled(target, p, 12, fold(2, row), 1.0) for row, p in enumerate(prompts)])
-
-
-# ---------------------------------------------------------------------------------------------- "auto"
 
 
 def report(expected: tuple[float, ...], done: int = 0) -> RowReport:
@@ -435,9 +417,6 @@ def test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was(target, dra
         check_answers(output.sequences, ids.shape[1], plain)
     assert first.statistics.acceptance_lengths == second.statistics.acceptance_lengths
     assert first.statistics.rows == second.statistics.rows
-
-
-# ---------------------------------------------------------------------------------------------- errors
 
 
 def test_a_generator_names_what_its_trees_lack(target, draft, prompts):

@@ -29,9 +29,6 @@ def models(folder: Path) -> list:
     return ["--model", folder / "target", "--draft", folder / "draft", "--max-new-tokens", 3]
 
 
-# ---------------------------------------------------------------------------------------------- bytes that are no text
-
-
 @pytest.mark.parametrize(("data", "where"), [
     (b"w5\nw6 \xff w7", "line 2: not UTF-8 text: the byte 0xff"),
     (b"\n" * 100_000 + b"\xc3", "line 100001: not UTF-8 text: the byte 0xc3"),
@@ -73,8 +70,6 @@ def test_a_file_of_prompts_that_is_not_text_is_named_with_its_line(shell, pair, 
         path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
         shell(command, *call[command]).assert_refused(f"{path}, line 3")
 
-
-# ---------------------------------------------------------------------------------------------- streams and pipes
 
 # A child of its own per attempt would take minutes. A fork does what Python does if a stream was closed at its start.
 ATTEMPTS = """
@@ -152,8 +147,6 @@ def test_closed_streams_and_pipes_end_a_command_in_one_line(copied):
     assert found == {"doctor": "0", "regenerate": "0", "strange names": "0"}
     assert "rows 1" in child.stdout.splitlines()
 
-
-# ---------------------------------------------------------------------------------------------- broken files
 
 DEEP = "[" * 100_000 + "]" * 100_000
 BROKEN = {

@@ -77,8 +77,6 @@ def test_the_configs_that_the_tests_change_load(tmp_path, layout):
     assert load_draft(save_drafter(tmp_path, layout())).config == DraftConfig.from_config(published())
 
 
-# ---------------------------------------------------------------------------------------------- random changes
-
 BOUNDARIES = [0, 1, -1, 2, 3, 2**31 - 1, 2**31, 2**40, 2**62, 2**63, 2**64, HUGE, -HUGE, 0.5, 1e-300, 1e300, 5e-324]
 NAMES = ["qwen3", "yarn", "llama3", "linear", "dflash", "full_attention", "sliding_attention"]
 WORDS = ["", *NAMES, "a\x1b[2Jb", "\u202e"]

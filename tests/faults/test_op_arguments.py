@@ -18,8 +18,6 @@ pytestmark = [pytest.mark.op, pytest.mark.long]
 INT64 = (-(2**63), 2**63 - 1)
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
-# ---- ways to hold the same values
-
 DISGUISES = {
     "as it is": lambda x: x,
     "offset": lambda x: torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape),
@@ -72,9 +70,6 @@ def test_disguised_tensors_give_what_plain_ones_do(op, data):
             assert_same(ours, run_twin(op, plain, layers), 1e-3, 1e-3)
         else:
             assert re.search("must be contiguous|evenly spaced", refusal)
-
-
-# ---- shapes and values
 
 
 ODD = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-30, 3e38, 1.0, 0.7, 0.9, 5.0)

@@ -95,9 +95,6 @@ def test_a_tensor_whose_storage_was_freed_or_cut_is_refused_by_name():
         assert outcome.startswith(wanted), attempt
 
 
-# ---- what the device alone knows: lengths, limits, positions
-
-
 @pytest.mark.parametrize("limit", [-(2**63), -1, 0, CAPACITY, 2**63 - 1])
 def test_a_length_without_room_emits_nothing(limit, implementation):
     for length in HOSTILE_LENGTHS:
@@ -132,8 +129,6 @@ def test_positions_outside_the_cache_append_nothing(op, kernels):
             call["positions"][0, 0] = 2**40
         assert_same(run(op, copied(call), kernels), run_twin(op, copied(call)), 1e-3, 1e-3)
 
-
-# ---- weights behind a handle
 
 AFTER = """
     def run_layers(change, kind="decoder_layers", make=make_layers, index=1):
@@ -206,9 +201,6 @@ def test_weights_spoiled_after_their_handle_was_made_are_refused_by_name():
                 "strided",
             )  # nothing changes in one dimension
             assert flat or (name == "sinks" and kind in ("double", "half")), attempt
-
-
-# ---- written tensors
 
 
 @pytest.mark.parametrize(("op", "change", "message"), [

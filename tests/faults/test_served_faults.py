@@ -21,9 +21,6 @@ def content(events: list[str]) -> str:
     return "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events)
 
 
-# ---------------------------------------------------------------------------------------------- logits
-
-
 def test_nan_logits_end_one_request_and_leave_the_others():
     bad, whole = prompt_ids(SUM)[0], direct(prompt_ids(TRIP), max_new_tokens=300)[0]
     with live() as server, httpx.Client(base_url=server.url, timeout=60) as client:
@@ -48,9 +45,6 @@ def test_nan_logits_end_one_request_and_leave_the_others():
     assert after["choices"][0]["message"]["content"] == whole
 
 
-# ---------------------------------------------------------------------------------------------- signals
-
-
 def test_a_signal_in_mid_stream_ends_every_stream():
     body = chat(TRIP, model="dflash-pair", stream=True, max_tokens=400, ignore_eos=True)
     with command("--grace", "0") as server, httpx.Client(base_url=server.url, timeout=60) as client:
@@ -67,9 +61,6 @@ def test_a_signal_in_mid_stream_ends_every_stream():
         assert json.loads(last)["error"]["code"] == "shutting_down"
     assert code in (0, -signal.SIGTERM)
     assert "Traceback" not in log
-
-
-# ---------------------------------------------------------------------------------------------- clients
 
 
 def test_a_client_that_never_reads_loses_its_connection_and_holds_up_nobody(monkeypatch):

@@ -24,9 +24,6 @@ def longer() -> torch.Tensor:
     return torch.cat([IDS, prompt(5, seed=3)])
 
 
-# ---------------------------------------------------------------------------------------------- ways to change
-
-
 @torch.no_grad()
 def in_place(tensor: torch.Tensor) -> None:
     tensor.mul_(0.5)

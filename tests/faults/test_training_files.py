@@ -35,9 +35,6 @@ def trainer(target, rows, folder, **changes) -> Trainer:
     return Trainer(target, drafter, rows, TrainConfig(**{**CONFIG.__dict__, **changes}), folder, quiet=True)
 
 
-# ---------------------------------------------------------------------------------------------- checkpoints
-
-
 @pytest.fixture(scope="module")
 def trained(target, rows, tmp_path_factory) -> Path:
     """Return the folder of a finished run."""
@@ -97,9 +94,6 @@ def test_a_damaged_checkpoint_is_named_and_runs_no_code(kind, trained, target, r
     assert len(str(refused.value)) < 600
     assert run.step == 0
     assert not (tmp_path / "code-ran").exists()
-
-
-# ---------------------------------------------------------------------------------------------- features, exports
 
 
 def test_a_damaged_feature_cache_is_named(target, rows, tmp_path):

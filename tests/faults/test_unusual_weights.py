@@ -27,9 +27,6 @@ def in_every_way(model: PreTrainedModel):
     yield lambda: model.generate(IDS[None], max_new_tokens=2, do_sample=False, custom_generate=dflash.custom_generate)
 
 
-# ---------------------------------------------------------------------------------------------- quantized
-
-
 def quantized(model: PreTrainedModel) -> PreTrainedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -44,9 +41,6 @@ def test_dynamic_quantization_is_refused(family, whole):
     for call in in_every_way(quantized(model) if whole else model):
         with pytest.raises(UnsupportedTargetError, match="quantizes activations with one scale for all rows"):
             call()
-
-
-# ---------------------------------------------------------------------------------------------- odd, but right
 
 
 LAYOUTS = {
@@ -114,8 +108,6 @@ def test_weights_shared_by_all_layers_give_the_same_text():
         layer.self_attn.k_proj.weight = layer.self_attn.v_proj.weight
     assert one_shot(model) == own(model) == answered(dflash.Generator(model, max_length=64))
 
-
-# ---------------------------------------------------------------------------------------------- freed, or elsewhere
 
 FREED = """
 import copy, warnings

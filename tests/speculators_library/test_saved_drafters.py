@@ -207,9 +207,6 @@ def test_a_saved_drafter_with_a_reduced_vocabulary_gives_the_same_logits(target,
     assert torch.equal(*answers)
 
 
-# ---------------------------------------------------------------------------------------------- DFlash 2 and DSpark
-
-
 @pytest.mark.parametrize(("kind", "changes"), [
     ("dflash2", {}),
     ("dflash2", {"layer_types": ["sliding_attention"] * 2}),
