@@ -1,5 +1,7 @@
 """One-token decoding with only transformers: its own cache and attention, one row, one token at a time; and prompts."""
 
+from collections.abc import Callable
+
 import torch
 
 from dflash.ops import reference
@@ -64,3 +66,16 @@ def check_answers(output: torch.Tensor, width: int, expected: list[torch.Tensor]
     for row, answer in zip(output, expected, strict=True):
         assert row[width : width + len(answer)].tolist() == answer.tolist()
         assert row[width + len(answer) :].eq(0).all()
+
+
+def check_batch(generate: Callable, prompts: list[torch.Tensor], expected: list[torch.Tensor], **call):
+    """Assert that a call answers a ragged batch of prompts as expected; return its ``GenerateOutput``."""
+    ids, mask = left_padded(prompts)
+    output = generate(ids, attention_mask=mask, return_dict_in_generate=True, **call)
+    check_answers(output.sequences, ids.shape[1], expected)
+    return output
+
+
+def written(events: list, row: int = 0) -> list[int]:
+    """Return the tokens that a stream's events hold for a row."""
+    return [token for event in events for token in event.ids[row]]

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from baseline import check_answers, greedy, prompt
+from baseline import check_answers, check_batch, greedy, prompt
 from families import cheat, make_draft, make_target
 from rollback import play
 
@@ -42,8 +42,7 @@ def test_rows_are_rejected_at_every_place_of_a_window(family, accepted):
         p = prompt(length)
         expected = greedy(target, p, new)
         generator = cheat(target, draft, [p], [expected], spoil=accepted, block_size=9)
-        output = generator.generate(p[None], max_new_tokens=new, return_dict_in_generate=True)
-        check_answers(output.sequences, length, [expected])
+        output = check_batch(generator.generate, [p], [expected], max_new_tokens=new)
         if accepted > 2 and family != SLOW:
             assert output.statistics.acceptance_length > min(accepted, 9) / 2
 

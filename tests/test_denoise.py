@@ -1,10 +1,11 @@
 """Test denoise_steps: the schedule, the input of later passes, and that the text never changes."""
 
+import functools
 import math
 
 import pytest
 import torch
-from baseline import greedy, left_padded, prompt, sampled
+from baseline import check_batch, greedy, left_padded, prompt, sampled
 from families import make_draft, make_target
 
 import dflash
@@ -34,17 +35,13 @@ def test_the_most_confident_tokens_are_fixed():
 @pytest.mark.parametrize("steps", [2, 4, 40])
 def test_the_text_is_unchanged(variant, steps):
     target = make_target("qwen3")
-    draft = make_draft(target, variant)
+    call = {"max_new_tokens": NEW, "denoise_steps": steps}
+    generate = functools.partial(dflash.generate, target, make_draft(target, variant), **call)
     prompts = [prompt(length, seed=9) for length in (1, 17, 40)]
-    ids, mask = left_padded(prompts)
-    call = {"attention_mask": mask, "max_new_tokens": NEW, "denoise_steps": steps}
-    output = dflash.generate(target, draft, ids, **call)
-    assert output[:, 40:].tolist() == [greedy(target, p, NEW).tolist() for p in prompts]
+    check_batch(generate, prompts, [greedy(target, p, NEW) for p in prompts])
+    drawn = [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)]
     for sharpness in (math.inf, 1.0):
-        output = dflash.generate(target, draft, ids, temperature=1.0, seed=3, draft_sharpness=sharpness, **call)
-        assert output[:, 40:].tolist() == [
-            sampled(target, p, NEW, fold(3, r), 1.0).tolist() for r, p in enumerate(prompts)
-        ]
+        check_batch(generate, prompts, drawn, temperature=1.0, seed=3, draft_sharpness=sharpness)
 
 
 def test_each_pass_sees_the_fixed_tokens_and_injects_nothing_twice():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from baseline import check_answers, greedy, left_padded, prompt
+from baseline import check_answers, check_batch, greedy, prompt
 from families import cheat, make_draft, make_target
 from op_checks import Emulated
 
@@ -15,11 +15,8 @@ NEW = 24
 
 def check(target, prompts, **options):
     expected = [greedy(target, p, NEW) for p in prompts]
-    ids, mask = left_padded(prompts)
     generator = cheat(target, make_draft(target), prompts, expected, spoil=5, **options)
-    output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True)
-    check_answers(output.sequences, ids.shape[1], expected)
-    return output.statistics.acceptance_length
+    return check_batch(generator.generate, prompts, expected, max_new_tokens=NEW).statistics.acceptance_length
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,10 +1,11 @@
 """Test that the output is the target's own: greedy, sampled, in bf16, for every family, drafter and block size."""
 
+import functools
 import math
 
 import pytest
 import torch
-from baseline import check_answers, greedy, left_padded, prompt, sampled
+from baseline import check_answers, check_batch, greedy, left_padded, prompt, sampled
 from draft_variants import DFLASH2_VARIANTS, VARIANTS
 from families import FAMILIES, RECURRENT, cheat, make_draft, make_target
 from transformers import Gemma2Config, Gemma2ForCausalLM
@@ -28,11 +29,9 @@ def test_greedy_equals_generate_in_ragged_batches(family):
     draft = make_draft(target)
     prompts = [prompt(length) for length in LENGTHS]
     expected = [greedy(target, p, NEW) for p in prompts]
-    ids, mask = left_padded(prompts)
     for block_size in BLOCK_SIZES:
         generator = cheat(target, draft, prompts, expected, spoil=5, block_size=block_size)
-        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True)
-        check_answers(output.sequences, ids.shape[1], expected)
+        output = check_batch(generator.generate, prompts, expected, max_new_tokens=NEW)
         if block_size > 2:
             assert output.statistics.acceptance_length > 2, "correct drafts should have been accepted"
 
@@ -46,12 +45,10 @@ def test_every_family_is_tested_or_refused():
 def test_no_drafter_changes_the_text(variant):
     target = make_target("qwen3")
     prompts = [prompt(3, seed=2), prompt(30, seed=2)]
-    ids, mask = left_padded(prompts)
-    draft = make_draft(target, variant)
-    output = dflash.generate(target, draft, ids, attention_mask=mask, max_new_tokens=NEW)
-    check_answers(output, ids.shape[1], [greedy(target, p, NEW) for p in prompts])
-    output = dflash.generate(target, draft, ids, attention_mask=mask, max_new_tokens=NEW, temperature=1.0, seed=3)
-    check_answers(output, ids.shape[1], [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)])
+    generate = functools.partial(dflash.generate, target, make_draft(target, variant), max_new_tokens=NEW)
+    check_batch(generate, prompts, [greedy(target, p, NEW) for p in prompts])
+    expected = [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)]
+    check_batch(generate, prompts, expected, temperature=1.0, seed=3)
 
 
 RULES = [
@@ -66,15 +63,12 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_sampled_output_equals_the_independent_baseline(rule):
     target = make_target("llama")
-    draft = make_draft(target)
+    generate = functools.partial(dflash.generate, target, make_draft(target), max_new_tokens=NEW, **rule)
     prompts = [prompt(length, seed=3) for length in (1, 16, 40)]
     expected = [sampled(target, p, NEW, fold(11, row), **rule) for row, p in enumerate(prompts)]
-    ids, mask = left_padded(prompts)
     for block_size, sharpness in ((16, 1.0), (5, math.inf), (2, 2.0), (1, 1.0)):
-        call = {"attention_mask": mask, "max_new_tokens": NEW, "seed": 11, "draft_sharpness": sharpness, **rule}
-        check_answers(dflash.generate(target, draft, ids, block_size=block_size, **call), ids.shape[1], expected)
-    alone = dflash.generate(target, draft, prompts[2][None], max_new_tokens=NEW, seed=fold(11, 2), **rule)
-    check_answers(alone, 40, expected[2:])
+        check_batch(generate, prompts, expected, seed=11, block_size=block_size, draft_sharpness=sharpness)
+    check_batch(generate, prompts[2:], expected[2:], seed=fold(11, 2))
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
@@ -92,11 +86,8 @@ def test_stop_tokens_end_a_row_in_the_middle_of_a_block():
     stop = (int(full[0][6]), int(full[1][13]))
     expected = [greedy(target, p, NEW, stop) for p in prompts]
     assert any(len(answer) < NEW for answer in expected)
-    ids, mask = left_padded(prompts)
     generator = cheat(target, make_draft(target), prompts, full)
-    call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stop}
-    output = generator.generate(ids, return_dict_in_generate=True, **call)
-    check_answers(output.sequences, ids.shape[1], expected)
+    output = check_batch(generator.generate, prompts, expected, max_new_tokens=NEW, stop_token_ids=stop)
     assert output.finish_reasons == ["stop" if answer[-1] in stop else "length" for answer in expected]
 
 

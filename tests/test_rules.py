@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from baseline import check_answers, greedy, left_padded, prompt
+from baseline import check_answers, check_batch, greedy, left_padded, prompt
 from families import VOCAB, cheat, make_draft, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -111,11 +111,6 @@ def one_token_decoding(
 @pytest.fixture(scope="module")
 def prompts():
     return [prompt(length, seed=21) for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def plain(target, prompts):
-    return [greedy(target, p, NEW) for p in prompts]
 
 
 BLOCK_RULES = {
@@ -347,11 +342,9 @@ def test_greedy_equals_transformers_generate(target, draft, prompts, plain, name
     rule = biting(plain)[name]
     expected = [by_transformers(target, p, rule) for p in prompts]
     assert any(not torch.equal(a, b) for a, b in zip(expected, plain, strict=True)), "the rule should bite"
-    ids, mask = left_padded(prompts)
     for block_size in (1, 5, 16):
         generator = cheat(target, draft, prompts, expected, block_size=block_size, spoil=9)
-        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True, **rule)
-        check_answers(output.sequences, ids.shape[1], expected)
+        output = check_batch(generator.generate, prompts, expected, max_new_tokens=NEW, **rule)
         assert block_size < 16 or output.statistics.acceptance_length > 5
     for row in (0, 2):  # single rows, with a drafter that is always wrong
         alone = dflash.generate(target, draft, prompts[row][None], max_new_tokens=NEW, **rule)
@@ -368,11 +361,9 @@ def test_sampled_equals_one_token_decoding(target, draft, prompts, plain, name):
     expected = [one_token_decoding(target, p, NEW, rule, seed=seed, **sampling) for p, seed in each]
     without = [one_token_decoding(target, p, NEW, seed=seed, **sampling) for p, seed in each]
     assert any(not torch.equal(a, b) for a, b in zip(expected, without, strict=True)), "the rule should bite"
-    ids, mask = left_padded(prompts)
     for block_size in (1, 5, 16):
         generator = cheat(target, draft, prompts, expected, block_size=block_size, spoil=7)
-        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, seed=5, **sampling, **rule)
-        check_answers(output, ids.shape[1], expected)
+        check_batch(generator.generate, prompts, expected, max_new_tokens=NEW, seed=5, **sampling, **rule)
     alone = dflash.generate(target, draft, prompts[2][None], max_new_tokens=NEW, seed=seeds[2], **sampling, **rule)
     check_answers(alone, len(prompts[2]), expected[2:3])
 
@@ -385,11 +376,9 @@ def test_no_stop_token_before_the_shortest_length(target, draft, prompts, plain,
     without = [greedy(target, p, NEW, tuple(stop)) for p in prompts]
     assert any(len(a) > len(b) for a, b in zip(expected, without, strict=True)), "the rule should bite"
     assert any(len(a) < NEW for a in expected)
-    ids, mask = left_padded(prompts)
     for block_size in (1, 5, 16):
         generator = cheat(target, draft, prompts, expected, block_size=block_size)
-        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, stop_token_ids=stop, **rule)
-        check_answers(output, ids.shape[1], expected)
+        check_batch(generator.generate, prompts, expected, max_new_tokens=NEW, stop_token_ids=stop, **rule)
 
 
 def test_none_follows_the_generation_config_and_a_neutral_value_switches_it_off(draft, prompts, plain):
@@ -546,15 +535,14 @@ def test_python_processors_equal_one_token_decoding(target, draft, prompts, plai
         for p, seed in zip(prompts, seeds, strict=True)
     ]
     assert any(not torch.equal(a, b) for a, b in zip(expected, plain, strict=True)), "the processor should bite"
-    ids, mask = left_padded(prompts)
-    call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": temperature, "seed": 6}
+    call = {"max_new_tokens": NEW, "temperature": temperature, "seed": 6}
     for block_size in (1, 5, 16):
         generator = cheat(target, draft, prompts, expected, block_size=block_size, spoil=8)
-        output = generator.generate(ids, logits_processor=make(), return_dict_in_generate=True, **call)
-        check_answers(output.sequences, ids.shape[1], expected)
+        output = check_batch(generator.generate, prompts, expected, logits_processor=make(), **call)
         assert block_size < 16 or output.statistics.acceptance_length > 4
         assert output.finish_reasons == ["length"] * 4
-    check_answers(dflash.generate(target, draft, ids, logits_processor=make(), **call), ids.shape[1], expected)
+    generate = functools.partial(dflash.generate, target, draft)
+    check_batch(generate, prompts, expected, logits_processor=make(), **call)
 
 
 def test_processors_see_what_one_token_decoding_shows_them(target, draft, prompts):
@@ -590,11 +578,9 @@ def test_stopping_criteria_end_a_row_where_one_token_decoding_ends(target, draft
     call = {"stop": stop, "criteria": criteria}
     expected = [one_token_decoding(target, p, NEW, **call) for p in prompts]
     assert len({len(answer) for answer in expected}) > 2
-    ids, mask = left_padded(prompts)
     generator = cheat(target, draft, prompts, plain, block_size=block_size)
-    call = {"attention_mask": mask, "stop_token_ids": stop, "stopping_criteria": StoppingCriteriaList(criteria)}
-    output = generator.generate(ids, max_new_tokens=NEW, return_dict_in_generate=True, **call)
-    check_answers(output.sequences, ids.shape[1], expected)
+    call = {"stop_token_ids": stop, "stopping_criteria": StoppingCriteriaList(criteria)}
+    output = check_batch(generator.generate, prompts, expected, max_new_tokens=NEW, **call)
     assert output.finish_reasons == ["length" if len(answer) == NEW else "stop" for answer in expected]
 
 

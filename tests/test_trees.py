@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from baseline import check_answers, greedy, left_padded, prompt, sampled
+from baseline import check_answers, check_batch, greedy, left_padded, prompt, sampled, written
 from draft_variants import random_drafter
 from families import FAMILIES, RECURRENT, VOCAB, draft_config, make_draft, make_target
 from recorded import no_host_reads, record
@@ -61,7 +61,8 @@ class RandomTree(TreeProposer):
 
 def grown(kind: type, target, draft, answers=None, prompts=None, **options) -> dflash.Generator:
     """Return a generator whose trees are of this kind, around the ``answers`` to ``prompts``."""
-    generator = dflash.Generator(target, draft, **{"max_length": 160, "tree": 128} | options)
+    options = {"max_length": 160, "tree": 128, "batch_size": 1 if prompts is None else len(prompts)} | options
+    generator = dflash.Generator(target, draft, **options)
     engine, sizes = generator.engine, (generator.batch_size, generator.block_size)
     engine.tree = kind(generator.draft, engine.target, *sizes)
     if answers is not None:
@@ -76,65 +77,49 @@ def test_greedy_equals_generate_in_ragged_batches(family):
     target = make_target(family)
     prompts = [prompt(length) for length in (1, 2, 15, 17, 60)]
     expected = [greedy(target, p, NEW) for p in prompts]
-    ids, mask = left_padded(prompts)
-    generator = grown(ScriptedTree, target, make_draft(target), expected, prompts, batch_size=len(prompts))
+    generator = grown(ScriptedTree, target, make_draft(target), expected, prompts)
     generator.engine.tree.spoil = 7
     for size in (2, 17, 64, 128):
-        call = {"attention_mask": mask, "max_new_tokens": NEW, "tree": size}
-        output = generator.generate(ids, return_dict_in_generate=True, **call)
-        check_answers(output.sequences, ids.shape[1], expected)
+        output = check_batch(generator.generate, prompts, expected, max_new_tokens=NEW, tree=size)
         assert size < 16 or output.statistics.acceptance_length > 2.5, "right drafts should have been accepted"
 
 
 @pytest.mark.parametrize("kind", [TreeProposer, ScriptedTree, RandomTree])
 def test_sampled_text_equals_the_baseline_whatever_the_tree_holds(target, draft, prompts, kind):
-    ids, mask = left_padded(prompts)
     for rule in ({"temperature": 1.0}, {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "min_p": 0.01}):
         expected = [sampled(target, p, NEW, fold(11, row), **rule) for row, p in enumerate(prompts)]
-        generator = grown(kind, target, draft, expected, prompts, batch_size=3)
-        means = []
+        generator, means = grown(kind, target, draft, expected, prompts), []
         for size in (2, 16, 33, 64, 128):
-            call = {"attention_mask": mask, "max_new_tokens": NEW, "seed": 11, "tree": size}
-            output = generator.generate(ids, return_dict_in_generate=True, **call, **rule)
-            check_answers(output.sequences, ids.shape[1], expected)
+            call = {"max_new_tokens": NEW, "seed": 11, "tree": size, **rule}
+            output = check_batch(generator.generate, prompts, expected, **call)
             means.append(output.statistics.acceptance_length)
         assert kind is not ScriptedTree or means[-1] > 6
 
 
 def test_small_blocks_grow_shallow_trees(target, draft, prompts, plain):
-    ids, mask = left_padded(prompts)
     for block_size, size in ((2, 2), (2, 40), (5, 3), (5, 64)):
-        options = {"batch_size": 3, "block_size": block_size}
-        generator = grown(ScriptedTree, target, draft, plain, prompts, **options)
-        output = generator.generate(
-            ids, attention_mask=mask, max_new_tokens=NEW, tree=size, return_dict_in_generate=True
-        )
-        check_answers(output.sequences, ids.shape[1], plain)
+        generator = grown(ScriptedTree, target, draft, plain, prompts, block_size=block_size)
+        output = check_batch(generator.generate, prompts, plain, max_new_tokens=NEW, tree=size)
         assert max(map(max, output.statistics.acceptance_lengths)) <= min(block_size, size)
 
 
 def test_a_call_may_ask_for_a_chain_or_a_smaller_tree(target, draft, prompts, plain):
     generator = dflash.Generator(target, draft, max_length=80, tree=32)
-    p = prompts[1][None]
-    for tree, rows in ((32, 32), (None, 16), (9, 9), (16, 16)):
-        output = generator.generate(p, max_new_tokens=NEW, tree=tree, return_dict_in_generate=True)
-        check_answers(output.sequences, p.shape[1], plain[1:2])
+    for asked, rows in (({"tree": 32}, 32), ({"tree": None}, 16), ({"tree": 9}, 9), ({"tree": 16}, 16), ({}, 32)):
+        output = check_batch(generator.generate, prompts[1:2], plain[1:2], max_new_tokens=NEW, **asked)
         assert set(output.statistics.rows) == {rows}
-    default = generator.generate(p, max_new_tokens=NEW, return_dict_in_generate=True)
-    assert set(default.statistics.rows) == {32}
 
 
 def test_bfloat16_equals_the_chain_at_the_same_padded_shapes(prompts):
     """Every kernel gives a row the same bits for any number of rows, so one-token mode may run a block of 16."""
     target = make_target("qwen3", dtype=torch.bfloat16)
     ids, mask = left_padded(prompts)
-    call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": 0.8, "seed": 4}
-    one = dflash.Generator(target, None, max_length=80, batch_size=3, block_size=16).generate(ids, **call)
-    answers = list(one[:, ids.shape[1] :])
-    generator = grown(ScriptedTree, target, make_draft(target), answers, prompts, batch_size=3)
+    call = {"max_new_tokens": NEW, "temperature": 0.8, "seed": 4}
+    one = dflash.Generator(target, None, max_length=80, batch_size=3, block_size=16)
+    answers = [*one.generate(ids, attention_mask=mask, **call)[:, ids.shape[1] :]]
+    generator = grown(ScriptedTree, target, make_draft(target), answers, prompts)
     for size in (16, 64):
-        output = generator.generate(ids, tree=size, return_dict_in_generate=True, **call)
-        assert torch.equal(output.sequences, one)
+        output = check_batch(generator.generate, prompts, answers, tree=size, **call)
         assert output.statistics.acceptance_length > 4, "right drafts should have been accepted"
 
 
@@ -158,7 +143,7 @@ def test_after_every_step_the_state_is_that_of_a_prompt(family):
     prompts = [prompt(9, seed=32), prompt(26, seed=32)]
     answers = [greedy(target, p, NEW) for p in prompts]
     ids, mask = left_padded(prompts)
-    generator = grown(ScriptedTree, target, draft, answers, prompts, batch_size=2, tree=70)
+    generator = grown(ScriptedTree, target, draft, answers, prompts, tree=70)
     generator.engine.tree.spoil, moved = 11, 0
     for _ in generator.stream(ids, attention_mask=mask, max_new_tokens=NEW):
         state = generator.state
@@ -191,28 +176,21 @@ def test_nan_in_a_tree_stays_in_its_row(draft, prompts, plain):
             ids[..., 2] = torch.where((ids == poison).any(-1), ids[..., 2], poison)
             return ids, scores
 
-    ids, mask = left_padded(prompts)
-    generator = grown(Poisoned, target, draft, plain, prompts, batch_size=3)
-    output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True)
-    check_answers(output.sequences, ids.shape[1], plain)
-    assert output.statistics.acceptance_length > 6
+    generator = grown(Poisoned, target, draft, plain, prompts)
+    assert check_batch(generator.generate, prompts, plain, max_new_tokens=NEW).statistics.acceptance_length > 6
 
 
 def test_rows_end_at_stop_tokens_and_limits_in_the_middle_of_a_path(target, draft, prompts, plain):
-    ids, mask = left_padded(prompts)
     # Position 20 of the second row and 45 of the third leave the spine: stops there are on a sibling branch.
     stop = [int(plain[1][20 - 16]), int(plain[2][45 - 40])]
     expected = [greedy(target, p, NEW, tuple(stop)) for p in prompts]
     assert len(expected[1]) <= 5
     assert len(expected[2]) <= 6
-    generator = grown(ScriptedTree, target, draft, plain, prompts, batch_size=3)
-    call = {"attention_mask": mask, "stop_token_ids": stop, "return_dict_in_generate": True}
-    output = generator.generate(ids, max_new_tokens=NEW, **call)
-    check_answers(output.sequences, ids.shape[1], expected)
+    generator = grown(ScriptedTree, target, draft, plain, prompts)
+    output = check_batch(generator.generate, prompts, expected, max_new_tokens=NEW, stop_token_ids=stop)
     assert output.finish_reasons == ["stop" if int(answer[-1]) in stop else "length" for answer in expected]
     for new in (1, 2, 3, 8):
-        output = generator.generate(ids, attention_mask=mask, max_new_tokens=new, return_dict_in_generate=True)
-        check_answers(output.sequences, ids.shape[1], [answer[:new] for answer in plain])
+        output = check_batch(generator.generate, prompts, [answer[:new] for answer in plain], max_new_tokens=new)
         assert output.finish_reasons == ["length"] * 3
 
 
@@ -229,8 +207,7 @@ def test_the_last_learned_position_can_be_reached(family):
     expected = greedy(target, p, NEW)
     generator = grown(ScriptedTree, target, draft, [expected], [p], max_length=90)
     for size in (16, 128):
-        output = generator.generate(p[None], max_new_tokens=NEW, tree=size, return_dict_in_generate=True)
-        check_answers(output.sequences, len(p), [expected])
+        output = check_batch(generator.generate, [p], [expected], max_new_tokens=NEW, tree=size)
         assert output.statistics.acceptance_length > 3
 
 
@@ -269,7 +246,7 @@ def test_rules_write_what_they_write_with_chains(target, draft, prompts, plain, 
     one_token = dflash.Generator(target, None, max_length=80, batch_size=3)
     expected = one_token.generate(ids, stop_token_ids=[3], return_dict_in_generate=True, **call)
     answers = list(expected.sequences[:, ids.shape[1] :])
-    generator = grown(ScriptedTree, target, draft, answers, prompts, batch_size=3)
+    generator = grown(ScriptedTree, target, draft, answers, prompts)
     output = generator.generate(ids, stop_token_ids=[3], tree=64, return_dict_in_generate=True, **call)
     assert torch.equal(output.sequences, expected.sequences)
     assert output.finish_reasons == expected.finish_reasons
@@ -297,20 +274,16 @@ def test_stop_strings_and_reused_prefixes(target, draft, prompts):
 
 
 def test_a_step_neither_waits_nor_breaks_the_graph(target, draft, prompts, plain):
-    ids, mask = left_padded(prompts)
     generator = grown(TreeProposer, target, draft, batch_size=3)
-    call = {"attention_mask": mask, "max_new_tokens": NEW, "tree": 70}
-    check_answers(generator.generate(ids, **call), ids.shape[1], plain)
+    check_batch(generator.generate, prompts, plain, max_new_tokens=NEW, tree=70)
     with no_host_reads():
         generator.step()
 
 
 def test_replayed_steps_write_the_same_at_every_size(target, draft, prompts, plain):
-    ids, mask = left_padded(prompts)
     generator = record(grown(TreeProposer, target, draft, batch_size=3))
     for size in (16, 64, None, 16):
-        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, tree=size)
-        check_answers(output, ids.shape[1], plain)
+        check_batch(generator.generate, prompts, plain, max_new_tokens=NEW, tree=size)
     assert generator.runner.graphs == 3
     assert generator.runner.device.steps["replayed"] > generator.runner.device.steps["eager"]
 
@@ -323,13 +296,10 @@ def test_the_compiled_step_writes_the_same_tokens(backend, monkeypatch):
     target = make_target("qwen3", num_hidden_layers=2)
     draft = make_draft(target, "Qwen3.6-27B")
     prompts = [prompt(3), prompt(20)]
-    ids, mask = left_padded(prompts)
     generator = dflash.Generator(target, draft, max_length=60, batch_size=2, compile=True, tree=40)
-    check_answers(
-        generator.generate(ids, attention_mask=mask, max_new_tokens=12), 20, [greedy(target, p, 12) for p in prompts]
-    )
-    output = generator.generate(ids, attention_mask=mask, max_new_tokens=12, temperature=1.0, seed=2)
-    check_answers(output, 20, [sampled(target, p, 12, fold(2, row), 1.0) for row, p in enumerate(prompts)])
+    check_batch(generator.generate, prompts, [greedy(target, p, 12) for p in prompts], max_new_tokens=12)
+    expected = [sampled(target, p, 12, fold(2, row), 1.0) for row, p in enumerate(prompts)]
+    check_batch(generator.generate, prompts, expected, max_new_tokens=12, temperature=1.0, seed=2)
 
 
 def report(expected: tuple[float, ...], done: int = 0) -> RowReport:
@@ -396,25 +366,22 @@ def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, pla
         budget.costs, budget.choose = EQUAL, itertools.cycle((1, *TREE_SIZES)).__next__
         events += stream
         for row, answer in enumerate(expected):
-            assert [token for event in events for token in event.ids[row]] == answer.tolist()
+            assert written(events, row) == answer.tolist()
         statistics = events[-1].statistics
         assert statistics.rows == [(1, *TREE_SIZES)[step % 6] for step in range(len(statistics.rows))]
         assert len(statistics.rows) == max(map(len, statistics.acceptance_lengths)) > 4
 
 
 def test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was(target, draft, prompts, plain):
-    ids, mask = left_padded(prompts)
     options = {"max_length": 160, "batch_size": 3, "tree": "auto", "reuse_prefix": False}
     measures, knows = (dflash.Generator(target, draft, **options) for _ in range(2))
-    call = {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
-    first = measures.generate(ids, **call)
+    first = check_batch(measures.generate, prompts, plain, max_new_tokens=NEW)
     measured = dict(measures.engine.costs)
     assert all(cost > 0 for costs in measured.values() for cost in costs.values())
     knows.engine.costs = dict(measured)
-    second, third = knows.generate(ids, **call), measures.generate(ids, **call)
+    second = check_batch(knows.generate, prompts, plain, max_new_tokens=NEW)
+    check_batch(measures.generate, prompts, plain, max_new_tokens=NEW)
     assert measures.engine.costs == knows.engine.costs == measured
-    for output in (first, second, third):
-        check_answers(output.sequences, ids.shape[1], plain)
     assert first.statistics.acceptance_lengths == second.statistics.acceptance_lengths
     assert first.statistics.rows == second.statistics.rows
 
