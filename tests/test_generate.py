@@ -8,6 +8,8 @@ import pytest
 import torch
 from baseline import greedy, left_padded, prompt
 from families import cheat, draft_config, make_draft, make_target
+from tiny_tokenizers import byte_level
+from transformers import RepetitionPenaltyLogitsProcessor, TextStreamer
 
 import dflash
 from dflash.options import check_config
@@ -19,6 +21,7 @@ def ids(rows: int = 1, length: int = 5) -> torch.Tensor:
     return torch.arange(rows * length).view(rows, length) % 90 + 1
 
 
+REJECTION = {"acceptance": "rejection", "temperature": 1.0}
 BAD_CALLS = [
     ({"ids": torch.zeros(1, 0, dtype=torch.int64)}, ValueError, r"at least one token in each row, got shape \[1, 0\]"),
     ({"ids": ids()[None]}, ValueError, r"ids must be \[batch, length\], got 3 dimensions"),
@@ -46,9 +49,36 @@ BAD_CALLS = [
     ({"tree": 16, "denoise_steps": 2}, ValueError, "tree=16 cannot be combined with denoise_steps=2"),
     ({"tree": 16, "draft_sharpness": 2.0}, ValueError, r"cannot be combined with draft_sharpness=2\.0"),
     ({"denoise_steps": 0}, ValueError, "denoise_steps must be an integer of at least 1, got 0"),
-    ({"acceptance": "rejection", "temperature": 1.0, "denoise_steps": 2}, ValueError, "needs denoise_steps=1, got 2"),
-    ({"acceptance": "rejection", "temperature": 1.0, "block_size": 1}, ValueError, "needs drafts to reject"),
+    ({**REJECTION, "denoise_steps": 2}, ValueError, "needs denoise_steps=1, got 2"),
+    ({**REJECTION, "block_size": 1}, ValueError, "needs drafts to reject"),
     ({"draft_weights": "int4"}, ValueError, r'draft_weights must be "int8" or None, got'),
+    ({"weights": "int4"}, ValueError, r'weights must be "int8" or None, got \'int4\''),
+    ({"draft_weights": "int8", "block_size": 1}, ValueError, "needs a drafter, got draft=None or block_size=1: leave"),
+    ({"prompt_lookup": 0}, ValueError, "prompt_lookup must be an integer of at least 1, got 0"),
+    ({"prompt_lookup": 2.5}, TypeError, "prompt_lookup must be an integer of at least 1, got 2.5"),
+    ({"prompt_lookup": 2, "block_size": 1}, ValueError, "needs blocks of at least 2 rows, got block_size=1"),
+    ({"prompt_lookup": 2, "tree": 16}, ValueError, "drafts chains, got tree=16: leave one of them out"),
+    ({**REJECTION, "draft_sharpness": 2.0}, ValueError, "draft_sharpness must be 1 there"),
+    ({**REJECTION, "logits_processor": [print]}, ValueError, "with logits_processor or stopping_criteria"),
+    ({"logprobs": 21}, ValueError, "logprobs must be at most 20, got 21"),
+    ({"logprobs": -1}, ValueError, "logprobs must be an integer of at least 0, got -1"),
+    ({"logprobs": True}, TypeError, "logprobs must be an integer"),
+    ({"prompt_logprobs": True}, ValueError, "prompt_logprobs=True needs logprobs too"),
+    ({"logprobs": 1, "prompt_logprobs": 1}, TypeError, "prompt_logprobs must be True or False, got 1"),
+    ({"logprobs": 1, "tree": 16}, ValueError, "logprobs cannot be combined with tree=16: pass tree=None"),
+    ({"suppress_tokens": range(97)}, ValueError, "together leave no token to choose"),
+    ({"bad_words_ids": [[x] for x in range(97)]}, ValueError, "together leave no token to choose"),
+    ({"forced_eos_token_id": 3, "suppress_tokens": [3]}, ValueError, r"_eos_token_id \[3\] is also in suppress_tokens"),
+    ({"repetition_penalty": 1.1, "logits_processor": [RepetitionPenaltyLogitsProcessor(1.2)]}, ValueError,
+     r"repetition_penalty is 1\.1 .* and logits_processor holds a RepetitionPenaltyLogitsProcessor: choose one"),
+    ({"stop_strings": "x"}, ValueError, r"stop_strings \['x'\] need the target's tokenizer"),
+    ({"stop_strings": "x", "tokenizer": object()}, ValueError, "tokenizer, got object: pass tokenizer="),
+    ({"stop_strings": ["a", ""], "tokenizer": byte_level()}, ValueError, "must be strings that are not empty, got ''"),
+    ({"stop_strings": [7], "tokenizer": byte_level()}, ValueError, "must be strings that are not empty, got 7"),
+    ({"streamer": TextStreamer(byte_level()), "ids": ids(2)}, ValueError, "takes a batch of one row, got 2 rows"),
+    ({"streamer": []}, TypeError, r"streamer must have put\(\) and end\(\).* got list"),
+    ({"num_return_sequences": 2}, ValueError, "num_return_sequences must be 1, got 2"),
+    ({"num_return_sequences": 0}, ValueError, "num_return_sequences must be an integer of at least 1, got 0"),
 ]  # fmt: skip
 
 
@@ -73,6 +103,8 @@ def test_a_generator_refuses_calls_that_do_not_fit(target, draft):
         generator.generate(ids(), max_new_tokens=16)
     with pytest.raises(ValueError, match="ids has 3 rows, this generator was made for 2"):
         generator.generate(ids(3), max_new_tokens=4)
+    with pytest.raises(ValueError, match="ids has 3 rows, this generator was made for 2"):
+        generator.generate(ids(), max_new_tokens=4, num_return_sequences=3, temperature=1.0)
     with pytest.raises(ValueError, match="max_length 600 is past the target's max_position_embeddings, 512"):
         dflash.Generator(target, draft, max_length=600)
     with pytest.raises(ValueError, match="max_length must be an integer of at least 2"):

@@ -146,20 +146,3 @@ def test_values_are_the_same_bits_alone_and_among_others(replays, dtype):
         assert run(session(), [*silent, wanted[index]], 1)[index] == together[index]
     assert together[1][1] is None
     assert together[5][1][0][0].top_ids == []
-
-
-WRONG = {
-    "too many": ({"logprobs": 21}, ValueError, "logprobs must be at most 20, got 21"),
-    "negative": ({"logprobs": -1}, ValueError, "logprobs must be an integer of at least 0, got -1"),
-    "a truth value": ({"logprobs": True}, TypeError, "logprobs must be an integer"),
-    "of the prompt alone": ({"prompt_logprobs": True}, ValueError, "prompt_logprobs=True needs logprobs too"),
-    "a number": ({"logprobs": 1, "prompt_logprobs": 1}, TypeError, "prompt_logprobs must be True or False, got 1"),
-    "a tree": ({"logprobs": 1, "tree": 16}, ValueError, "logprobs cannot be combined with tree=16: pass tree=None"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_given_is_refused_by_name(name):
-    arguments, error, message = WRONG[name]
-    with pytest.raises(error, match=message):
-        dflash.generate(*pair(), PROMPTS[0][None], **arguments)

@@ -95,17 +95,3 @@ def test_a_session_looks_up_in_each_row():
     rows = {test_session.admit(session, p, max_new_tokens=NEW): p for p in (REPEATED, prompt(9))}
     for row, (ids, _) in test_session.finish(session).items():
         assert ids == greedy(target, rows[row], NEW).tolist()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"prompt_lookup": 0}, ValueError, "prompt_lookup must be an integer of at least 1, got 0"),
-        ({"prompt_lookup": 2.5}, TypeError, "prompt_lookup must be an integer of at least 1, got 2.5"),
-        ({"prompt_lookup": 2, "block_size": 1}, ValueError, "needs blocks of at least 2 rows, got block_size=1"),
-        ({"prompt_lookup": 2, "tree": 16}, ValueError, "drafts chains, got tree=16: leave one of them out"),
-    ],
-)
-def test_bad_options_are_named(target, draft, options, error, message):
-    with pytest.raises(error, match=message):
-        dflash.Generator(target, draft, max_length=64, **options)

@@ -484,24 +484,6 @@ def test_a_penalty_leaves_the_acceptance_of_a_trained_pair(pair_dir):
     assert sum(steps) / len(steps) > 9.3  # 9.7 measured; 8.2 if the drafter applies the penalty too
 
 
-CONTRADICTIONS = [
-    ({"suppress_tokens": range(97)}, "together leave no token to choose"),
-    ({"bad_words_ids": [[x] for x in range(97)]}, "together leave no token to choose"),
-    ({"forced_eos_token_id": 3, "suppress_tokens": [3]}, r"forced_eos_token_id \[3\] is also in suppress_tokens"),
-    (
-        {"repetition_penalty": 1.1, "logits_processor": [RepetitionPenaltyLogitsProcessor(1.2)]},
-        r"repetition_penalty is 1\.1 .* and logits_processor holds a RepetitionPenaltyLogitsProcessor: choose one",
-    ),
-]
-
-
-@pytest.mark.parametrize(("rule", "message"), CONTRADICTIONS, ids=lambda value: str(value)[:40])
-def test_contradictions_are_named_before_any_work(target, draft, kept, rule, message):
-    with pytest.raises(ValueError, match=message):
-        dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4, **rule)
-    assert kept() is None
-
-
 def only_near_the_last(input_ids, scores):
     """A user's processor that allows only ids within 30 of the last one."""
     distance = (torch.arange(VOCAB) - input_ids[0, -1]).abs()
