@@ -17,14 +17,26 @@ from dflash.session import Session
 NEW, CHUNK = 12, 8
 
 
-@functools.cache
-def pair() -> tuple:
-    target = make_target("qwen3")
+def new_pair(family: str) -> tuple:
+    target = make_target(family)
     return target, make_draft(target)
 
 
-def session(*, replays: bool = False, cache_bytes: int = 2**20, **options) -> Session:
-    generator = dflash.Generator(*pair(), **{"max_length": 96, "batch_size": 3, "prefill_chunk": CHUNK} | options)
+@functools.cache
+def pair() -> tuple:
+    return new_pair("qwen3")
+
+
+def own(text: torch.Tensor, new: int = NEW) -> list[int]:
+    """Return what the shared pair's target writes by itself."""
+    return greedy(pair()[0], text, new).tolist()
+
+
+def session(family: str = "", *, replays: bool = False, cache_bytes: int = 2**20, **options) -> Session:
+    """Return a session on the shared pair, or on a new one of a family."""
+    target, draft = new_pair(family) if family else pair()
+    sizes = {"max_length": 96, "batch_size": 3, "prefill_chunk": CHUNK}
+    generator = dflash.Generator(target, draft, **sizes | options)
     return Session(record(generator) if replays else generator, cache_bytes=cache_bytes)
 
 
@@ -44,6 +56,12 @@ def finish(of: Session) -> dict[int, tuple[list[int], int]]:
             if event.finish_reasons[0] is not None:
                 of.retire(row)
     return {row: (ids, prefilled[row]) for row, ids in written.items()}
+
+
+def answer(of: Session, text: torch.Tensor) -> tuple[list[int], int]:
+    """Run a request next to those that are there; return its ids, and the prompt tokens that were run."""
+    row = admit(of, text)
+    return finish(of)[row]
 
 
 def finish_but(of: Session, bad: int, good: int) -> tuple[dict[int, list[int]], str]:
@@ -103,10 +121,9 @@ def rows_of_steps(of: Session, texts: list[torch.Tensor]) -> list[int]:
         for row, event, _ in of.step():
             written[row] += event.ids[0]
             seen = event.statistics.rows
-    target, _ = pair()
     for row, text in taken.items():
         of.retire(row)
-        assert written[row] == greedy(target, text, 40).tolist()
+        assert written[row] == own(text, 40)
     return seen
 
 
@@ -161,7 +178,7 @@ def test_steps_leave_out_rows_that_are_done(draft, monkeypatch):
     wanted = {}
     for new in (40, 4, 20):
         ids = prompt(new)
-        wanted[admit(of, ids, max_new_tokens=new, stop_token_ids=[])] = greedy(target, ids, new).tolist()
+        wanted[admit(of, ids, max_new_tokens=new, stop_token_ids=[])] = own(ids, new)
     assert {row: ids for row, (ids, _) in finish(of).items()} == wanted
     passes = 2 if draft else 1
     assert sizes[-passes:] == [1] * passes
@@ -169,7 +186,6 @@ def test_steps_leave_out_rows_that_are_done(draft, monkeypatch):
 
 
 def test_a_long_prompt_adds_one_chunk_to_three_steps_of_the_others():
-    target, _ = pair()
     of = session()
     first = admit(of, prompt(5), stop_token_ids=[], max_new_tokens=60)
     of.step()
@@ -184,27 +200,21 @@ def test_a_long_prompt_adds_one_chunk_to_three_steps_of_the_others():
             begun.setdefault(row, steps)
     assert begun == {third: 0, second: 6 * 3}, "a short prompt comes before a long one"
     assert finish(of).keys() == {first, second, third}
-    row = admit(of, long)
-    assert finish(of)[row][0] == greedy(target, long, NEW).tolist()
+    assert answer(of, long)[0] == own(long)
 
 
 def test_whole_chunks_of_a_prompt_are_not_run_again():
-    target, _ = pair()
     of, text = session(), prompt(40, seed=1)
-    row = admit(of, text[:29])
-    assert finish(of)[row][1] == 29
-    for length, cached in ((29, 24), (40, 24), (33, 32), (32, 24)):  # a prompt's last token is always run
-        row = admit(of, text[:length])
-        assert finish(of) == {row: (greedy(target, text[:length], NEW).tolist(), length - cached)}
+    for length, cached in ((29, 0), (29, 24), (40, 24), (33, 32), (32, 24)):  # a prompt's last token is always run
+        assert answer(of, text[:length]) == (own(text[:length]), length - cached)
 
 
 @pytest.mark.parametrize(("family", "passes"), [("qwen3", 2), ("qwen3_5", 3), ("qwen3_moe", 3)])
 def test_a_short_end_joins_the_chunk_before_it_where_that_changes_no_bits(family, passes):
-    target, text = make_target(family), prompt(2 * CHUNK + 1, seed=1)
+    text = prompt(2 * CHUNK + 1, seed=1)
     longer, held = torch.cat([text, prompt(2 * CHUNK, seed=2)]), []
-    options = {"max_length": 96, "batch_size": 3, "prefill_chunk": CHUNK}
     for first in (text, longer):
-        of = Session(dflash.Generator(target, make_draft(target), **options))
+        of = session(family)
         row, steps = admit(of, first, max_new_tokens=1), 1
         while not of.step():
             steps += 1
@@ -213,33 +223,29 @@ def test_a_short_end_joins_the_chunk_before_it_where_that_changes_no_bits(family
         keys = of.generator.state.target_cache.keys
         held.append(torch.stack([layer[row, :, : 2 * CHUNK] for layer in keys.values()]))
     assert torch.equal(*held)
-    row = admit(of, text)
-    assert finish(of) == {row: (greedy(target, text, NEW).tolist(), 1)}, "the joined chunk was kept"
+    wanted = greedy(make_target(family), text, NEW).tolist()
+    assert answer(of, text) == (wanted, 1), "the joined chunk was kept"
 
 
 def test_a_block_is_found_by_all_tokens_up_to_its_end():
-    target, _ = pair()
     of, same = session(), prompt(2 * CHUNK, seed=1)
-    texts = [torch.cat([prompt(CHUNK, seed=seed), same]) for seed in (2, 3)]
-    for text in texts:
-        row = admit(of, text)
-        assert finish(of)[row] == (greedy(target, text, NEW).tolist(), len(text))
+    for seed in (2, 3):
+        text = torch.cat([prompt(CHUNK, seed=seed), same])
+        assert answer(of, text) == (own(text), len(text))
 
 
 @pytest.mark.parametrize("options", [{"cache_bytes": 0}, {"reuse_prefix": False}], ids=str)
 def test_without_a_cache_every_prompt_is_run_whole(options):
     of = session(**options)
     for _ in range(2):
-        row = admit(of, prompt(29))
-        assert finish(of)[row][1] == 29
+        assert answer(of, prompt(29))[1] == 29
         assert not of.settle()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_prompts_that_arrive_together_run_their_common_beginning_once(family):
     target = make_target(family)
-    of = Session(dflash.Generator(target, make_draft(target), max_length=96, batch_size=3, prefill_chunk=CHUNK))
-    stem = prompt(44, seed=1)
+    of, stem = session(family), prompt(44, seed=1)
     texts = [torch.cat([stem, prompt(3 + n, seed=n)]) for n in (2, 3, 4)]
     rows = [admit(of, text) for text in texts]
     results = finish(of)
@@ -250,12 +256,11 @@ def test_prompts_that_arrive_together_run_their_common_beginning_once(family):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_conversations_that_outnumber_the_rows_run_only_what_is_new(family):
     target = make_target(family)
-    of = Session(dflash.Generator(target, make_draft(target), max_length=96, batch_size=2, prefill_chunk=CHUNK))
+    of = session(family, batch_size=2)
     texts, cached = [prompt(20, seed=seed) for seed in range(5)], [0] * 5
     for turn in range(3):
         for number, text in enumerate(texts):
-            row = admit(of, text)
-            ids, run = finish(of)[row]
+            ids, run = answer(of, text)
             assert (ids, run) == (greedy(target, text, NEW).tolist(), len(text) - cached[number])
             while of.settle():
                 pass
@@ -266,8 +271,7 @@ def test_conversations_that_outnumber_the_rows_run_only_what_is_new(family):
 
 def test_an_answer_settles_while_others_run_until_its_row_is_taken():
     of, texts = session(batch_size=2), [prompt(20, seed=seed) for seed in (1, 2, 3)]
-    row = admit(of, texts[0])
-    (ids, _), text = finish(of)[row], texts[0]
+    ids, _ = answer(of, texts[0])
     admit(of, texts[1], max_new_tokens=40)
     of.step()
     assert of.settle()
@@ -275,33 +279,28 @@ def test_an_answer_settles_while_others_run_until_its_row_is_taken():
     admit(of, texts[2])
     assert of.is_settled
     finish(of)
-    row = admit(of, torch.cat([text, torch.tensor(ids)]))
-    assert finish(of)[row][1] == 32 - 24, "one chunk had been run again"
+    assert answer(of, torch.cat([texts[0], torch.tensor(ids)]))[1] == 32 - 24, "one chunk had been run again"
 
 
 def test_the_cache_keeps_to_its_bytes_and_drops_what_was_used_least_recently():
     of = session()
-    admit(of, prompt(33))
-    finish(of)
+    answer(of, prompt(33))
     block = of.prefix.num_bytes // 4
     of, texts = session(cache_bytes=5 * block), [prompt(33, seed=seed) for seed in (1, 2)]
     runs = []
     for text in (texts[0], texts[1], texts[1], texts[0], prompt(60)):
-        row = admit(of, text)
-        runs.append(finish(of)[row][1])
+        runs.append(answer(of, text)[1])
         assert of.prefix.num_bytes <= 5 * block
     assert runs == [33, 33, 33 - 32, 33 - 8, 60], "of a prompt its last chunks go first"
 
 
 def test_a_beginning_that_is_used_often_stays_cached():
     of = session()
-    admit(of, prompt(9))
-    finish(of)
+    answer(of, prompt(9))
     of, stem, runs = session(cache_bytes=6 * of.prefix.num_bytes), prompt(24, seed=1), []
     for seed in range(2, 7):
         for text in (torch.cat([stem, prompt(3, seed=seed)]), prompt(18, seed=10 * seed)):
-            row = admit(of, text)
-            runs.append(finish(of)[row][1])
+            runs.append(answer(of, text)[1])
     assert runs == [27, 18, 3, 18, 3, 18, 3, 18, 3, 18]
 
 
@@ -313,18 +312,13 @@ def test_a_call_of_the_generator_ends_the_session_and_a_new_one_begins_afresh():
     for act in (of.step, lambda: admit(of, text), lambda: of.retire(0)):
         with pytest.raises(RuntimeError, match="runs another call"):
             act()
-    again = Session(of.generator)
-    row = admit(again, text)
-    assert finish(again) == {row: (expected, 20)}
+    assert answer(Session(of.generator), text) == (expected, 20)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_a_step_that_fails_ends_the_session_and_the_next_one_begins_afresh(family):
     """The target raises between its layers: some recurrent states have moved, others have not."""
-    target = make_target(family)
-    options = {"max_length": 96, "batch_size": 2, "prefill_chunk": CHUNK, "fused": False}
-    generator = dflash.Generator(target, make_draft(target), **options)
-    of, passes = Session(generator), []
+    target, of, passes = make_target(family), session(family, batch_size=2, fused=False), []
 
     def fail(*_) -> None:
         passes.append(1)
@@ -332,7 +326,7 @@ def test_a_step_that_fails_ends_the_session_and_the_next_one_begins_afresh(famil
             raise KeyboardInterrupt
 
     row = admit(of, prompt(16))
-    layer = generator.engine.target.model.get_decoder().layers[2].mlp
+    layer = of.generator.engine.target.model.get_decoder().layers[2].mlp
     handle = layer.register_forward_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt):
         finish(of)
@@ -340,13 +334,11 @@ def test_a_step_that_fails_ends_the_session_and_the_next_one_begins_afresh(famil
     for use in (of.step, lambda: of.retire(row), lambda: admit(of, prompt(16))):
         with pytest.raises(RuntimeError, match="or a step failed"):
             use()
-    of, longer = Session(generator), torch.cat([prompt(16), prompt(5)])
-    row = admit(of, longer)
-    assert finish(of)[row] == (greedy(target, longer, NEW).tolist(), 21)
+    longer = torch.cat([prompt(16), prompt(5)])
+    assert answer(Session(of.generator), longer) == (greedy(target, longer, NEW).tolist(), 21)
 
 
 def test_nan_logits_end_one_request_and_leave_the_others():
-    target, _ = pair()
     of, marked = session(), torch.tensor([96, 5, 6])
     verify, state = of.generator.engine.target.verify, of.generator.state
 
@@ -358,7 +350,7 @@ def test_nan_logits_end_one_request_and_leave_the_others():
     seen, error = finish_but(of, bad, good)
     assert error == f"the target's logits are NaN in row {bad} for position 4"
     assert len(seen[bad]) == 1
-    assert seen[good] == greedy(target, prompt(9), NEW).tolist()
+    assert seen[good] == own(prompt(9))
 
 
 def test_only_steps_beside_a_grammar_wait_for_masks():
@@ -396,12 +388,11 @@ def test_grammars_of_two_tokenizers_cannot_run_at_the_same_time():
 
 def test_a_grammar_that_cannot_go_on_ends_its_row_only():
     """The vocabulary has no z."""
-    target, _ = pair()
     of, arguments = session(), MASKED | {"grammar": dflash.Grammar.regex("aéz")}
     good, bad = admit(of, prompt(9)), admit(of, prompt(6), **arguments)
     seen, error = finish_but(of, bad, good)
     assert re.search(rf"grammar (of row {bad} cannot go on|and the other rules together leave no token)", error)
-    assert seen[good] == greedy(target, prompt(9), NEW).tolist()
+    assert seen[good] == own(prompt(9))
 
 
 def test_one_captured_step_serves_requests_that_come_and_go():
