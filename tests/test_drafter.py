@@ -22,6 +22,7 @@ from dflash.drafter import drafter
 from dflash.ops import reference
 
 ODD = config_dict(attention_bias=True, attention_sink_bias=True, num_key_value_heads=1)
+KINDS = [VARIANTS["Qwen3-4B"], VARIANTS["gpt-oss-20b"], ODD]
 
 
 def assert_packed(draft: Drafter) -> None:
@@ -108,9 +109,7 @@ def test_a_value_scale_is_as_good_as_scaled_values(rows):
 
 
 @pytest.mark.parametrize("batch", [9, 70], ids=["one op", "op by op"])
-@pytest.mark.parametrize(
-    "config", [VARIANTS["Qwen3-4B"], DFLASH2_VARIANTS["DFlash2"], ODD], ids=["qwen", "conv", "bias"]
-)
+@pytest.mark.parametrize("config", [KINDS[0], DFLASH2_VARIANTS["DFlash2"], ODD], ids=["qwen", "conv", "bias"])
 def test_context_without_a_block_is_appended_as_by_a_pass(config, batch):
     draft = random_drafter(config)
     context, block = inputs(draft.config, batch, 8)
@@ -125,24 +124,21 @@ def test_context_without_a_block_is_appended_as_by_a_pass(config, batch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [VARIANTS["Qwen3-4B"], VARIANTS["gpt-oss-20b"], ODD], ids=["qwen", "bias", "sinks"])
+@pytest.mark.parametrize("config", KINDS, ids=["qwen", "bias", "sinks"])
 def test_prefill_appends_the_same_kv_as_a_pass(config, dtype):
     """Prefill projects all layers at once, a pass projects layer by layer."""
-    draft, exact = random_drafter(config, dtype=dtype), None
+    draft = random_drafter(config, dtype=dtype)
     context, block = inputs(draft.config, 1, 8, dtype=dtype)
     full = torch.tensor([8])
     features = draft.fuse(context, full)
     at_once, by_pass = poisoned(draft, 1, 32), poisoned(draft, 1, 32)
     draft.inject_(features, torch.arange(8)[None], at_once)
     draft(features, full, block, full, by_pass)
-    wide = random_drafter(config)
-    cos, sin = wide.rotary(torch.arange(8)[None])
+    cos, sin = random_drafter(config).rotary(torch.arange(8)[None])
     for i, layer in enumerate(draft.layers):
         attention = layer.self_attn
-        key = torch.nn.functional.linear(features.double(), attention.k_proj.weight.double())
-        value = torch.nn.functional.linear(features.double(), attention.v_proj.weight.double())
-        if draft.config.attention_bias:
-            key, value = key + attention.k_proj.bias.double(), value + attention.v_proj.bias.double()
+        double = [copy.deepcopy(each).double() for each in (attention.k_proj, attention.v_proj)]
+        key, value = (each(features.double()) for each in double)
         key, value = (t.unflatten(-1, (-1, draft.config.head_dim)).transpose(1, 2) for t in (key, value))
         key = key * (key.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * attention.k_norm.weight.double()
         one, two = key.chunk(2, -1)
@@ -152,28 +148,16 @@ def test_prefill_appends_the_same_kv_as_a_pass(config, dtype):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("config", [VARIANTS["Qwen3-4B"], VARIANTS["gpt-oss-20b"], ODD], ids=["qwen", "bias", "sinks"])
-def test_a_pass_op_by_op_is_as_exact_as_torch(config, kernels, dtype, monkeypatch):
-    """This is the path on a GPU, where no op takes all layers."""
-    draft = random_drafter(config, dtype=dtype)
-    (context, block), counts = inputs(draft.config, 2, dtype=dtype), [3, draft.config.block_size]
-
-    def passes(place, dtype=dtype):
-        monkeypatch.setattr(drafter, "ops", place)
-        monkeypatch.setattr(decoder, "ops", OpByOp(place))
-        return two_passes(copy.deepcopy(draft).to(dtype), context.to(dtype), block.to(dtype), [17, 3], counts)[:2]
-
-    ours, plain, exact = passes(kernels), passes(reference), passes(reference, torch.float64)
-    for out, twin, wanted in zip(ours, plain, exact, strict=True):
-        assert_as_exact_as_torch(out, twin, wanted)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("config", [VARIANTS["Qwen3-4B"], ODD], ids=["qwen", "sinks"])
-def test_a_pass_in_8_bits_op_by_op_is_as_exact_as_torch(config, kernels, dtype, monkeypatch):
-    """As on a GPU: what fuses the features and the layers read the format of its kernels."""
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [*((config, None) for config in KINDS), *((config, "int8") for config in (KINDS[0], ODD))],
+    ids=["qwen", "bias", "sinks", "qwen in 8 bits", "sinks in 8 bits"],
+)
+def test_a_pass_op_by_op_is_as_exact_as_torch(config, weights, kernels, dtype, monkeypatch):
+    """This is the path on a GPU, where no op takes all layers, and 8 bits have the format of its kernels."""
     monkeypatch.setattr(drafter, "format_of", lambda *_: "w8a16")
-    draft = drafter.quantized_draft("int8", random_drafter(config, dtype=dtype))
+    draft = random_drafter(config, dtype=dtype)
+    draft = drafter.quantized_draft(weights, draft) if weights else draft
     (context, block), counts = inputs(draft.config, 2, dtype=dtype), [3, draft.config.block_size]
 
     def passes(place, dtype=dtype):
@@ -209,9 +193,8 @@ def test_moves_copies_and_loads_keep_parameters_packed():
         assert all(torch.equal(value, tensors[name]) for name, value in other.state_dict().items())
     other.load_state_dict(random_tensors(draft.config, 1), assign=True)
     assert_packed(other)
-    assert torch.equal(
-        other.layers[1].self_attn.k_proj.weight, random_tensors(draft.config, 1)["layers.1.self_attn.k_proj.weight"]
-    )
+    name = "layers.1.self_attn.k_proj.weight"
+    assert torch.equal(other.get_parameter(name), random_tensors(draft.config, 1)[name])
     before = list(draft.parameters())
     assert draft.to(torch.bfloat16) is draft
     assert draft.dtype == torch.bfloat16
