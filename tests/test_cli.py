@@ -246,13 +246,10 @@ def test_caches_take_the_memory_that_is_counted(folders):
         assert each <= bytes_per_token(target, draft) <= each + 256
 
 
-@pytest.mark.parametrize(
-    ("command", "options", "message"),
-    [
-        ("generate", "--weights int8", "--weights int8 needs the models on the CPU, got cuda: pass --device cpu"),
-        ("benchmark", "--draft-weights int8 --block-size 1 --device cpu", "--draft-weights int8 needs a drafter, and"),
-    ],
-)
+@pytest.mark.parametrize(("command", "options", "message"), [
+    ("generate", "--weights int8", "--weights int8 needs the models on the CPU, got cuda: pass --device cpu"),
+    ("benchmark", "--draft-weights int8 --block-size 1 --device cpu", "--draft-weights int8 needs a drafter, and"),
+])  # fmt: skip
 def test_weights_that_cannot_be_stored_are_refused_before_models_are_loaded(
     shell, chat_folders, tmp_path, monkeypatch, command, options, message
 ):
@@ -267,14 +264,11 @@ def test_weights_that_cannot_be_stored_are_refused_before_models_are_loaded(
     assert message in done.err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--tool-form xml", "--tool-form must be one of qwen3-coder, hermes, "),
-        ("--reasoning-form xml", "minimax-m3, kimi, apertus, think, none, got 'xml'"),
-        ("--chat-template /missing", "--chat-template: there is no file '/missing'"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ("--tool-form xml", "--tool-form must be one of qwen3-coder, hermes, "),
+    ("--reasoning-form xml", "minimax-m3, kimi, apertus, think, none, got 'xml'"),
+    ("--chat-template /missing", "--chat-template: there is no file '/missing'"),
+])  # fmt: skip
 def test_forms_and_templates_that_are_not_there_are_refused_before_models_are_loaded(shell, options, message):
     done = shell("serve", "--port", "0", *options.split())
     assert (done.code, message in done.err) == (2, True), done.err
@@ -287,24 +281,21 @@ def test_chat_needs_a_template(shell, folders):
     assert "has no chat template: use dflash generate" in done.err
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--model", "./nowhere"], "dflash: no folder './nowhere', and it is not a hub id"),
-        (["--draft", "./nowhere"], "dflash: draft './nowhere' is neither a folder nor a reachable hub repository"),
-        (["--temperature", "-1"], "dflash: temperature must be a finite number of at least 0, got -1.0"),
-        (["--max-new-tokens", "0"], "dflash: max_new_tokens must be an integer of at least 1, got 0"),
-        (["--dtype", "int8"], "dflash: --dtype must be auto, float32, bfloat16 or float16, got 'int8'"),
-        (["--device", "nonsense"], "dflash: --device 'nonsense'"),
-        (["--bos"], "dflash: --bos: this tokenizer has no BOS token"),
-        (["--tree", "1"], 'dflash: tree must be a number of rows in 2 .. 128, "auto" or None, got 1'),
-        (["--tree", "+-5"], "dflash: tree must be a number of rows in 2 .. 128, \"auto\" or None, got '+-5'"),
-        (["--tree", "16", "--block-size", "1"], "dflash: tree=16 needs a drafter to grow from, got"),
-        (["--block-size", "most"], 'dflash: block_size must be an integer of at least 1, "auto" or None, got'),
-        (["--block-size", "auto", "--tree", "16"], "dflash: block_size='auto' cannot be combined with tree=16"),
-        (["--tree", "16", "--draft-sharpness", "2"], "dflash: tree=16 cannot be combined with draft_sharpness=2.0"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (["--model", "./nowhere"], "dflash: no folder './nowhere', and it is not a hub id"),
+    (["--draft", "./nowhere"], "dflash: draft './nowhere' is neither a folder nor a reachable hub repository"),
+    (["--temperature", "-1"], "dflash: temperature must be a finite number of at least 0, got -1.0"),
+    (["--max-new-tokens", "0"], "dflash: max_new_tokens must be an integer of at least 1, got 0"),
+    (["--dtype", "int8"], "dflash: --dtype must be auto, float32, bfloat16 or float16, got 'int8'"),
+    (["--device", "nonsense"], "dflash: --device 'nonsense'"),
+    (["--bos"], "dflash: --bos: this tokenizer has no BOS token"),
+    (["--tree", "1"], 'dflash: tree must be a number of rows in 2 .. 128, "auto" or None, got 1'),
+    (["--tree", "+-5"], "dflash: tree must be a number of rows in 2 .. 128, \"auto\" or None, got '+-5'"),
+    (["--tree", "16", "--block-size", "1"], "dflash: tree=16 needs a drafter to grow from, got"),
+    (["--block-size", "most"], 'dflash: block_size must be an integer of at least 1, "auto" or None, got'),
+    (["--block-size", "auto", "--tree", "16"], "dflash: block_size='auto' cannot be combined with tree=16"),
+    (["--tree", "16", "--draft-sharpness", "2"], "dflash: tree=16 cannot be combined with draft_sharpness=2.0"),
+])  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(generate, change, message):
     done = generate(*change, "w5 w6")
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)

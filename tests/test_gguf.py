@@ -57,15 +57,11 @@ def test_a_file_and_its_folder_are_loaded_with_tokenizer_and_template(pair, tmp_
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
-        {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+], ids=lambda rope: rope["rope_type"])  # fmt: skip
 def test_scaled_rope_is_that_of_the_file(tmp_path, rope):
     model, ids = write_llama(tmp_path / "x.gguf", rope=rope), torch.arange(100)[None] % 97
     found = Pretrained(tmp_path / "x.gguf").load_target("auto")
@@ -142,20 +138,17 @@ def broken(folder, kind):
     return path
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("several", "several GGUF files: name one of .*target.gguf.*x.gguf"),
-        ("draft", "is a DFlash drafter .dflash., not a target"),
-        ("unknown", "lxama"),
-        ("missing", "there is no file"),
-        ("truncated", "not a complete GGUF file"),
-        ("header", "not a complete GGUF file"),
-        ("other", "is not a GGUF file"),
-        ("llama.rope.scaling.type", "RoPE is scaled as transformers cannot read it here .rope.scaling.type = longrope"),
-        ("split.count", "one of 3 parts of a model: merge them"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "message"), [
+    ("several", "several GGUF files: name one of .*target.gguf.*x.gguf"),
+    ("draft", "is a DFlash drafter .dflash., not a target"),
+    ("unknown", "lxama"),
+    ("missing", "there is no file"),
+    ("truncated", "not a complete GGUF file"),
+    ("header", "not a complete GGUF file"),
+    ("other", "is not a GGUF file"),
+    ("llama.rope.scaling.type", "RoPE is scaled as transformers cannot read it here .rope.scaling.type = longrope"),
+    ("split.count", "one of 3 parts of a model: merge them"),
+])  # fmt: skip
 def test_what_is_no_target_is_refused_by_name(pair, tmp_path, kind, message):
     shutil.copy(pair[0] / "target.gguf", tmp_path)
     path = broken(tmp_path, kind)

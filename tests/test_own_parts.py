@@ -109,18 +109,14 @@ def test_a_mask_embedding_is_exported_as_the_file_that_engines_read(save, tmp_pa
         export(folder, tmp_path / "other", "speculators", target="owner/target")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"temperature": 1.0, "seed": 3},
-        {"temperature": 0.7, "seed": 3, "draft_sharpness": math.inf},
-        {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.3, "suppress_tokens": [5, 8]},
-        {"denoise_steps": 2},
-        {"tree": 32},
-    ],
-    ids=lambda options: ", ".join(options) or "greedy",
-)
+@pytest.mark.parametrize("options", [
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.7, "seed": 3, "draft_sharpness": math.inf},
+    {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.3, "suppress_tokens": [5, 8]},
+    {"denoise_steps": 2},
+    {"tree": 32},
+], ids=lambda options: ", ".join(options) or "greedy")  # fmt: skip
 def test_a_reduced_vocabulary_drafts_its_tokens_only_and_keeps_the_text(target, save, options):
     draft = dflash.load_draft(save(reduced(), draft_vocab_size=len(KNOWN)))
     generator = dflash.Generator(target, draft, max_length=40, block_size=6, tree=options.get("tree"))
@@ -182,16 +178,13 @@ def test_a_mask_embedding_replaces_the_row_of_the_mask(target, save, stored):
     assert torch.equal(answers(target, draft), answers(target, None))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (torch.zeros(32), r"mask_embedding.pt: the mask embedding must have hidden_size = 64 values, got \[32\]"),
-        ({"embedding": torch.zeros(64), "mask_token_id": 4}, "its mask_token_id is 4, and the config's is 1"),
-        ({"other": torch.zeros(64)}, "must hold a floating tensor, or a dict with one under 'embedding'"),
-        (b"not a file of torch", "mask_embedding.pt: cannot be read"),
-        (2**40, "mask_embedding.pt: must have at most 16777216 bytes, got 1099511627776"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (torch.zeros(32), r"mask_embedding.pt: the mask embedding must have hidden_size = 64 values, got \[32\]"),
+    ({"embedding": torch.zeros(64), "mask_token_id": 4}, "its mask_token_id is 4, and the config's is 1"),
+    ({"other": torch.zeros(64)}, "must hold a floating tensor, or a dict with one under 'embedding'"),
+    (b"not a file of torch", "mask_embedding.pt: cannot be read"),
+    (2**40, "mask_embedding.pt: must have at most 16777216 bytes, got 1099511627776"),
+])  # fmt: skip
 def test_a_mask_embedding_of_another_drafter_is_refused(save, content, message):
     path = save() / "mask_embedding.pt"
     if isinstance(content, bytes):
@@ -208,21 +201,18 @@ def test_a_mask_embedding_of_another_drafter_is_refused(save, content, message):
 SMALL = {"draft_vocab_size": len(KNOWN)}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "changes", "message"),
-    [
-        ({"d2t": OFFSETS}, SMALL, "missing tensors: lm_head.weight .*draft_vocab_size 9"),
-        ({"lm_head.weight": own(9, 64)}, SMALL, "missing tensors: d2t"),
-        ({"d2t": OFFSETS}, {}, "unknown tensors: d2t .*draft_vocab_size None"),
-        (reduced() | {"d2t": OFFSETS + 10}, SMALL, "a token below vocab_size 97, and it maps 8 to 99"),
-        (reduced() | {"d2t": -torch.arange(9)}, SMALL, "to another token, and it maps some to the same"),
-        (reduced() | {"d2t": OFFSETS.float()}, SMALL, "tensor d2t must be stored as torch.int64, got torch.float32"),
-        (reduced() | {"d2t": OFFSETS[:5]}, SMALL, r"the config makes tensor d2t \[9\], got \[5\]"),
-        ({"embed_tokens.weight": own(97, 32)}, {}, r"the config makes tensor embed_tokens.weight \[97, 64\]"),
-        ({"lm_head.weight": own(97, 64)}, {"vocab_size": None}, "must state vocab_size, since .* own lm_head.weight"),
-        ({}, {"has_lm_head": True}, "missing tensors: lm_head.weight"),
-    ],
-)
+@pytest.mark.parametrize(("tensors", "changes", "message"), [
+    ({"d2t": OFFSETS}, SMALL, "missing tensors: lm_head.weight .*draft_vocab_size 9"),
+    ({"lm_head.weight": own(9, 64)}, SMALL, "missing tensors: d2t"),
+    ({"d2t": OFFSETS}, {}, "unknown tensors: d2t .*draft_vocab_size None"),
+    (reduced() | {"d2t": OFFSETS + 10}, SMALL, "a token below vocab_size 97, and it maps 8 to 99"),
+    (reduced() | {"d2t": -torch.arange(9)}, SMALL, "to another token, and it maps some to the same"),
+    (reduced() | {"d2t": OFFSETS.float()}, SMALL, "tensor d2t must be stored as torch.int64, got torch.float32"),
+    (reduced() | {"d2t": OFFSETS[:5]}, SMALL, r"the config makes tensor d2t \[9\], got \[5\]"),
+    ({"embed_tokens.weight": own(97, 32)}, {}, r"the config makes tensor embed_tokens.weight \[97, 64\]"),
+    ({"lm_head.weight": own(97, 64)}, {"vocab_size": None}, "must state vocab_size, since .* own lm_head.weight"),
+    ({}, {"has_lm_head": True}, "missing tensors: lm_head.weight"),
+])  # fmt: skip
 def test_parts_that_do_not_fit_are_refused(save, tensors, changes, message):
     with pytest.raises(ValueError, match=message):
         dflash.load_draft(save(tensors, **changes))

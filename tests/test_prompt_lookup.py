@@ -15,15 +15,12 @@ REPEATED = prompt(6).repeat(5)  # what follows its last tokens stood there befor
 TEXTS = torch.tensor([[7, 1, 2, 3, 1, 2, 9, 1, 2, 0, 0, 0], [5, 5, 5, 5, 0, 0, 0, 0, 0, 0, 0, 0], [1, 2, 3] + 9 * [0]])
 
 
-@pytest.mark.parametrize(
-    ("ngram", "found"),
-    [
-        (1, [[9, 1, 2, 9], [5, 5, 5, 5], [-1, -1, -1, -1]]),
-        (2, [[9, 1, 2, 9], [5, 5, 5, 5], [-1, -1, -1, -1]]),  # the last of two places, and its text again
-        (3, [[-1, -1, -1, -1], [5, 5, 5, 5], [-1, -1, -1, -1]]),
-        (4, [[-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]]),
-    ],
-)
+@pytest.mark.parametrize(("ngram", "found"), [
+    (1, [[9, 1, 2, 9], [5, 5, 5, 5], [-1, -1, -1, -1]]),
+    (2, [[9, 1, 2, 9], [5, 5, 5, 5], [-1, -1, -1, -1]]),  # the last of two places, and its text again
+    (3, [[-1, -1, -1, -1], [5, 5, 5, 5], [-1, -1, -1, -1]]),
+    (4, [[-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]]),
+])  # fmt: skip
 def test_what_followed_the_last_place_is_found(ngram, found):
     assert look_up(TEXTS, torch.tensor([8, 3, 2]), ngram, 4).tolist() == found
 

@@ -83,19 +83,15 @@ class TestAnswersThatFollow:
         monkeypatch.setattr(verification, "_TOKENS_AT_ONCE", 100)
         assert dflash.verify(receipt, target).is_exact
 
-    @pytest.mark.parametrize(
-        "rules",
-        [
-            {"temperature": 0.0},
-            {"temperature": 0.7, "top_p": 0.8, "min_p": 0.02},
-            {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
-            {"no_repeat_ngram_size": 2, "logit_bias": {5: 3.0, 9: -math.inf, (4, 7): 20.0, (3, 4, 8): -2.0}},
-            {"bad_words_ids": [[11], [5, 6], [7, 8, 9]], "suppress_tokens": [12], "begin_suppress_tokens": [13, 14]},
-            {"stop_token_ids": list(range(20, 40)), "min_new_tokens": 9, "forced_eos_token_id": 22},
-            {"stop_token_ids": list(range(20, 40)), "min_length": 14},
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize("rules", [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.8, "min_p": 0.02},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+        {"no_repeat_ngram_size": 2, "logit_bias": {5: 3.0, 9: -math.inf, (4, 7): 20.0, (3, 4, 8): -2.0}},
+        {"bad_words_ids": [[11], [5, 6], [7, 8, 9]], "suppress_tokens": [12], "begin_suppress_tokens": [13, 14]},
+        {"stop_token_ids": list(range(20, 40)), "min_new_tokens": 9, "forced_eos_token_id": 22},
+        {"stop_token_ids": list(range(20, 40)), "min_length": 14},
+    ], ids=str)  # fmt: skip
     def test_every_rule_is_applied_as_in_the_call(self, target, draft, rules):
         ids, mask = left_padded([prompt(1), prompt(4), prompt(9)])
         rules = {"temperature": 1.2, "stop_token_ids": [], **rules}
@@ -137,15 +133,11 @@ class TestChangesAreFound:
         other = with_answer(receipt, seed=receipt.answers[0].seed + 1)
         assert [answer.follows for answer in dflash.verify(other, target).answers] == [False] + [True] * 5
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            *({"temperature": 0.8}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {"repetition_penalty": 1.5}),
-            *({"presence_penalty": 1.0}, {"frequency_penalty": -2.0}, {"no_repeat_ngram_size": 1}),
-            *({"logit_bias": (((50,), 8.0),)}, {"suppress_tokens": tuple(range(48))}, {"forced_eos_token_id": (1,)}),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize("changes", [
+        *({"temperature": 0.8}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {"repetition_penalty": 1.5}),
+        *({"presence_penalty": 1.0}, {"frequency_penalty": -2.0}, {"no_repeat_ngram_size": 1}),
+        *({"logit_bias": (((50,), 8.0),)}, {"suppress_tokens": tuple(range(48))}, {"forced_eos_token_id": (1,)}),
+    ], ids=str)  # fmt: skip
     def test_another_setting(self, receipt, target, changes):
         found = dflash.verify(with_settings(receipt, **changes), target)
         assert not found.follows
@@ -336,18 +328,14 @@ class TestBfloat16:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("arguments", "words"),
-        [
-            ({"acceptance": "rejection", "temperature": 1.0}, 'needs acceptance="keyed"'),
-            ({"logits_processor": [lambda _, scores: scores]}, "cannot state logits_processor: use rules"),
-            ({"no_repeat_ngram_size": 1000}, "no_repeat_ngram_size must be at most 256, got 1000"),
-            ({"bad_words_ids": [[5, 6], [5] * 40_000]}, "must be at most 65536, got 80000"),
-            ({"stop_strings": ["a" * 4097], "tokenizer": byte_level()}, "4096 characters together, got 1 with 4097"),
-            ({"temprature": 1.0}, "unexpected keyword argument"),
-        ],
-        ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
-    )
+    @pytest.mark.parametrize(("arguments", "words"), [
+        ({"acceptance": "rejection", "temperature": 1.0}, 'needs acceptance="keyed"'),
+        ({"logits_processor": [lambda _, scores: scores]}, "cannot state logits_processor: use rules"),
+        ({"no_repeat_ngram_size": 1000}, "no_repeat_ngram_size must be at most 256, got 1000"),
+        ({"bad_words_ids": [[5, 6], [5] * 40_000]}, "must be at most 65536, got 80000"),
+        ({"stop_strings": ["a" * 4097], "tokenizer": byte_level()}, "4096 characters together, got 1 with 4097"),
+        ({"temprature": 1.0}, "unexpected keyword argument"),
+    ], ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "")  # fmt: skip
     def test_what_cannot_be_checked_is_refused_before_any_work(self, target, arguments, words):
         passes = []
         handle = target.register_forward_hook(lambda *_: passes.append(1))

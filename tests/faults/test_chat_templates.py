@@ -140,20 +140,17 @@ USER = {"role": "user", "content": "w1"}
 CALL = {"type": "function", "function": {"arguments": {}}}
 
 
-@pytest.mark.parametrize(
-    ("message", "tools", "wrong"),
-    [
-        (USER | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, None, "message 1 must be text, or"),
-        (USER | {"content": [{"type": "image", "text": "w1"}]}, None, "message 1 must be text, or have only parts"),
-        (USER | {"content": ["w1"]}, None, "message 1 must be text, or have only parts of text, got 'w1'"),
-        (USER | {"content": 3}, None, "message 1 must be a list, got 3"),
-        ({"content": "w1"}, None, "message 1 must be an object with a role"),
-        ({"role": "assistant", "content": "", "tool_calls": [CALL]}, None, "tool_calls of message 1 must be objects"),
-        (USER, [{"name": "find"}], "tools must be objects with a function that has a name"),
-        (USER, ["find"], "tools must be objects with a function that has a name"),
-        (USER, {"function": {"name": "find"}}, "tools must be a list"),
-    ],
-)
+@pytest.mark.parametrize(("message", "tools", "wrong"), [
+    (USER | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, None, "message 1 must be text, or"),
+    (USER | {"content": [{"type": "image", "text": "w1"}]}, None, "message 1 must be text, or have only parts"),
+    (USER | {"content": ["w1"]}, None, "message 1 must be text, or have only parts of text, got 'w1'"),
+    (USER | {"content": 3}, None, "message 1 must be a list, got 3"),
+    ({"content": "w1"}, None, "message 1 must be an object with a role"),
+    ({"role": "assistant", "content": "", "tool_calls": [CALL]}, None, "tool_calls of message 1 must be objects"),
+    (USER, [{"name": "find"}], "tools must be objects with a function that has a name"),
+    (USER, ["find"], "tools must be objects with a function that has a name"),
+    (USER, {"function": {"name": "find"}}, "tools must be a list"),
+])  # fmt: skip
 def test_what_is_no_text_is_an_error(message, tools, wrong):
     with pytest.raises(ValueError, match=wrong):
         render_chat(spoken("{% for m in messages %}{{ m.content }}{% endfor %}"), [message], True, {"tools": tools})

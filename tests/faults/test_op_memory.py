@@ -2,20 +2,7 @@
 
 import pytest
 import torch
-from op_calls import (
-    BATCH,
-    CALLS,
-    CAPACITY,
-    HIDDEN,
-    ROWS,
-    assert_same,
-    copied,
-    make_layers,
-    op_of,
-    pack,
-    run,
-    run_twin,
-)  # fmt: skip
+from op_calls import BATCH, CALLS, CAPACITY, HIDDEN, ROWS, assert_same, copied, make_layers, op_of, pack, run, run_twin
 from process import python
 
 from dflash import ops

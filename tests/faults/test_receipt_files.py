@@ -58,18 +58,14 @@ def refused(shell, path: Path, text: str | bytes) -> str:
     return done.err.removeprefix(f"dflash: {path}")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "not JSON that can be read"),
-        (DEEP, "not JSON that can be read"),
-        ('{"format": 1, "format": 2}', "is there twice"),
-        ("[]", "must be a JSON object, got list"),
-        (" " * (MAX_BYTES + 1), f"must have at most {MAX_BYTES} bytes"),
-        (json.dumps({"format": "dflash-receipt-1"}), "a receipt must have answers"),
-    ],
-    ids=lambda value: value[:20] if isinstance(value, str) else "bytes",
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("", "not JSON that can be read"),
+    (DEEP, "not JSON that can be read"),
+    ('{"format": 1, "format": 2}', "is there twice"),
+    ("[]", "must be a JSON object, got list"),
+    (" " * (MAX_BYTES + 1), f"must have at most {MAX_BYTES} bytes"),
+    (json.dumps({"format": "dflash-receipt-1"}), "a receipt must have answers"),
+], ids=lambda value: value[:20] if isinstance(value, str) else "bytes")  # fmt: skip
 def test_what_is_no_receipt_is_refused(shell, tmp_path, text, words):
     assert words in refused(shell, tmp_path / "receipt.json", text)
 
