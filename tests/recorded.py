@@ -159,23 +159,16 @@ def no_peeking(generator: dflash.Generator) -> Iterator[None]:
 
 
 class Recorded(Device):
-    """A `Device` without a GPU.
-
-    Attributes:
-        steps: number of steps that ran before their capture, ``"eager"``, and that were ``"replayed"``.
-        captures: number of captures.
-        most_ahead: largest number of reports that were on their way.
-        waits: where `watch` says that a step waits for the device.
-        broken: exception that the next captures raise, as if the step could not be captured.
-        settled: number of waits for what was queued before a call.
-    """
+    """A `Device` without a GPU, which counts what it does."""
 
     def __init__(self, report: Tensor) -> None:
         self.report, self.underway = report, [None, None]
         self.slots = [torch.empty_like(report) for _ in range(2)]  # these are the host's
-        self.steps = {"eager": 0, "replayed": 0}
-        self.captures = self.most_ahead = 0
-        self.waits, self.broken, self.settled = "", None, 0
+        self.steps = {"eager": 0, "replayed": 0}  # before their capture, and after it
+        self.captures = self.settled = 0  # settled: waits for what was queued before a call
+        self.most_ahead = 0  # largest number of reports that were on their way
+        self.waits = ""  # where `watch` says that a step waits for the device
+        self.broken = None  # the exception that the next captures raise
 
     def warm_up(self, step) -> None:
         self.steps["eager"] += 1

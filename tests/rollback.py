@@ -14,34 +14,21 @@ BLOCK = 16
 
 @dataclass
 class Played:
-    """What a run wrote.
+    """What a run wrote."""
 
-    Attributes:
-        tokens: per row, the new tokens.
-        logits: per row, ``[new, vocab]``, those that chose them.
-        cache: the target's, after the last step.
-        steps: blocks that were run.
-    """
-
-    tokens: list[list[int]]
-    logits: list[Tensor]
-    cache: RecurrentCache
-    steps: int
+    tokens: list[list[int]]  # per row, the new tokens
+    logits: list[Tensor]  # per row, [new, vocab], those that chose them
+    cache: RecurrentCache  # the target's, after the last step
+    steps: int  # blocks that were run
 
 
 @torch.no_grad()
 def play(
     target: Target, prompts: list[Tensor], new: int, seed: int | None = None, truth=None, chunk: int = 16
 ) -> Played:
-    """Decode greedily in blocks of fixed shape.
+    """Decode greedily in blocks of fixed shape, prompts in chunks: one token per block if there is no seed.
 
-    Args:
-        target: runs them.
-        prompts: per row, ``[length]``.
-        new: tokens to write.
-        seed: of how many of a block's drafts are right, and of what the others are. None for one token per block.
-        truth: per row, the tokens to draft; needed with a seed.
-        chunk: prompt tokens per pass.
+    ``seed`` draws how many of a block's drafts are right, which ``truth`` then holds per row, and what the others are.
     """
     rng, vocab = random.Random(seed), target.embedding_weight.shape[0]
     ends = torch.tensor([len(p) for p in prompts])

@@ -28,15 +28,10 @@ A_FEW = ["qwen3", "gemma3", "gpt_oss"]
 
 
 class ScriptedTree(TreeProposer):
-    """Grows trees around a given text, which leaves the first candidates at every fifth position.
+    """Grows trees around a given text, which leaves the first candidates at every fifth position."""
 
-    Attributes:
-        script: ``[batch, capacity]`` int64, the text by position.
-        spoil: every so many positions the text is not among the candidates; 0 for never.
-    """
-
-    script: Tensor
-    spoil = 0
+    script: Tensor  # [batch, capacity] int64, the text by position
+    spoil = 0  # every so many positions the text is not among the candidates; 0 for never
 
     def candidates(self, logits, positions, sampling):
         super().candidates(logits, positions, sampling)

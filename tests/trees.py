@@ -14,19 +14,12 @@ from dflash.state import Tree
 
 
 class SlowTree(NamedTuple):
-    """A tree per sequence, in the tensors of the package's `Tree` and the ids of its `Block`.
+    """A tree per sequence, in the tensors of the package's `Tree` and the ids of its `Block`."""
 
-    Attributes:
-        ids: ``[batch, rows]`` int64.
-        parents: ``[batch, rows]`` int64, -1 for the root and for missing rows.
-        depth: ``[batch, rows]`` int64.
-        ancestors: ``[batch, rows, ceil(rows / 64)]`` int64, bit j % 64 of word j // 64 for row j.
-    """
-
-    ids: Tensor
-    parents: Tensor
-    depth: Tensor
-    ancestors: Tensor
+    ids: Tensor  # [batch, rows] int64
+    parents: Tensor  # [batch, rows] int64, -1 for the root and for missing rows
+    depth: Tensor  # [batch, rows] int64
+    ancestors: Tensor  # [batch, rows, ceil(rows / 64)] int64, bit j % 64 of word j // 64 for row j
 
 
 def path_to(parents: list[int], row: int) -> list[int]:
@@ -73,14 +66,8 @@ def random_tree(
 ) -> SlowTree:
     """Draw trees at most ``depths`` deep, siblings with different ids.
 
-    Args:
-        generator: of the draws.
-        batch: sequences.
-        rows: of each tree.
-        depths: the deepest rows' depth.
-        vocab: ids are below this.
-        missing: at most so many rows are missing from a tree; more if ``vocab`` and ``depths`` leave no room.
-        wide: how often a parent is any row; otherwise it is the row before, if that is not at the last depth.
+    At most ``missing`` rows are missing from a tree, more if ``vocab`` and ``depths`` leave no room. ``wide`` is how
+    often a parent is any row; otherwise it is the row before, if that is not at the last depth.
     """
 
     def draw(low: int, high: int) -> int:
@@ -116,11 +103,7 @@ def random_shapes(rows: int, batch: int = 1, seed: int = 0) -> Tree:
 
 
 def choices_along(generator: torch.Generator, tree: SlowTree, vocab: int = 40) -> tuple[Tensor, list[list[int]]]:
-    """Draw a path of each tree and choices that follow it to its end, where they leave the tree.
-
-    Returns:
-        ``(choices [batch, rows], paths)``: random ids at the rows beside the path.
-    """
+    """Draw a path per tree, and choices ``[batch, rows]`` that follow it and leave the tree; both are returned."""
     choices = torch.randint(0, vocab, tree.ids.shape, generator=generator)
     paths = []
     for b, (ids, parents) in enumerate(zip(tree.ids.tolist(), tree.parents.tolist(), strict=True)):

@@ -37,30 +37,20 @@ _DYNAMIC_ALIGNMENT = 128
 
 
 class Program(NamedTuple):
-    """A kernel, as the emulation takes it (``Program`` of ptx.h).
+    """A kernel, as the emulation takes it (``Program`` of ptx.h)."""
 
-    Attributes:
-        static_shared: bytes of shared memory ahead of the dynamic ones.
-        slots: the registers and constants of a thread as it begins.
-        named: slots of special registers by their names, and of parameters' addresses by their offsets.
-        lines: (opcode, slot of the predicate or -1, negated, operands as (slot, width, extra)) of each instruction.
-    """
-
-    static_shared: int
-    slots: bytes
-    named: list[tuple[int, str]]
+    static_shared: int  # bytes of shared memory ahead of the dynamic ones
+    slots: bytes  # the registers and constants of a thread as it begins
+    named: list[tuple[int, str]]  # slots of special registers by name, and of parameters' addresses by offset
+    # Per instruction: opcode, slot of the predicate or -1, negated, operands as (slot, width, extra).
     lines: list[tuple[str, int, bool, list[tuple[int, int, int]]]]
 
 
 def use(emulation: ModuleType, path: Path, edit: Callable[[str], str] = str) -> None:
-    """Run PTX at every launch from now on; a kernel without PTX fails.
+    """Run the PTX of a library or folder at every launch from now on; a kernel without PTX fails.
 
-    Args:
-        emulation: the module.
-        path: the library or folder.
-        edit: what becomes of the body of each kernel: faults that a test plants.
-
-    The names of kernels that ran are added to the file that DFLASH_PTX_RAN names, if it does.
+    ``edit`` plants a test's faults in the body of each kernel. The names of kernels that ran are added to the file that
+    DFLASH_PTX_RAN names, if it does.
     """
     kernels, names = _kernels(path), functions_of(emulation.__file__)
 

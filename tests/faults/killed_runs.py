@@ -145,10 +145,7 @@ def _fill(name: str, folder: Path, size: int) -> str:
 def attempts(kind: str, root: Path, count: int) -> None:
     """Print a line per attempt: ``the same`` if the files after continuing are those of a whole run.
 
-    Args:
-        kind: killed; or limited, a full disk: no file above a size.
-        root: an empty folder.
-        count: attempts per work.
+    They are killed, or limited as by a full disk: no file above a size. ``root`` is empty, ``count`` is per work.
     """
     for name, work in WORKS.items():
         # 1. A run without a fault

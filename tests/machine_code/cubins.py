@@ -39,15 +39,10 @@ Meetings = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction.
+    """One instruction."""
 
-    Attributes:
-        text: opcode and operands, without the predicate.
-        conditional: True if a predicate may skip it.
-    """
-
-    text: str
-    conditional: bool
+    text: str  # opcode and operands, without the predicate
+    conditional: bool  # True if a predicate may skip it
 
     @property
     def opcode(self) -> str:
@@ -60,12 +55,9 @@ class Instruction:
 
 
 class Kernel:
-    """The instructions of one kernel, in the order of their addresses.
+    """The instructions of a kernel, in the order of their addresses, from what nvdisasm prints of its body.
 
-    Args:
-        name: mangled.
-        body: what nvdisasm prints of it.
-        target: the architecture, 90 for sm_90.
+    Its name is mangled, and its target is 90 for sm_90.
     """
 
     def __init__(self, name: str, body: str, target: int) -> None:

@@ -22,21 +22,13 @@ HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB, ROWS = 4096, 12288, 32, 8, 128,
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel.
+    """One launch of a kernel."""
 
-    Attributes:
-        kernel: its readable name.
-        grid: blocks.
-        threads: of a block.
-        shared: bytes of dynamic shared memory of a block.
-        overlaps: True if it may start before the kernel ahead has ended.
-    """
-
-    kernel: str
-    grid: int
-    threads: int
-    shared: int
-    overlaps: bool
+    kernel: str  # its readable name
+    grid: int  # blocks
+    threads: int  # per block
+    shared: int  # bytes of dynamic shared memory per block
+    overlaps: bool  # True if it may start before the kernel ahead has ended
 
 
 def record_step(emulation: ModuleType, context: int) -> list[Launch]:

@@ -61,10 +61,7 @@ _NOTHING = Need(0, 0, 0, 0)
 def need(registers: int, threads: int, shared: int) -> Need:
     """Return what one block takes: a warp gets registers in portions of 256.
 
-    Args:
-        registers: per thread.
-        threads: of the block.
-        shared: bytes, with the 1024 that every block costs besides its own.
+    ``registers`` are per thread, ``shared`` bytes include the 1024 that every block costs.
     """
     per_warp = -(-registers * 32 // 256) * 256
     return Need(-(-threads // 32) * per_warp, threads, shared)
