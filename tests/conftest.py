@@ -161,6 +161,11 @@ class Done:
     out: str
     err: str
 
+    def assert_done(self) -> "Done":
+        """Check that the command succeeded; return itself."""
+        assert self.code == 0, self.err
+        return self
+
     def assert_refused(self, *words: str) -> None:
         """Check that the command wrote nothing but one line, an error with these words."""
         assert (self.code, self.out, self.err.count("\n")) == (2, "", 1), self.err
