@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 
 import pytest
@@ -51,6 +51,18 @@ def let_rows_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
 
 
+def skip_float32_on_cuda(kernels: object, dtype: torch.dtype) -> None:
+    """Skip a test of our products' bits where torch multiplies."""
+    if dtype == torch.float32 and kernels is not ops:
+        pytest.skip("float32 goes through torch there")
+
+
+def same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> bool:
+    """True if both hold equal tensors, NaN in the same places."""
+    pairs = zip(ours, theirs, strict=True)
+    return all(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in pairs)
+
+
 class Emulated(CudaLauncher):
     """The functions of ``dflash.ops`` with their CUDA kernels run on CPU tensors, by the emulation.
 
@@ -89,6 +101,15 @@ class Emulated(CudaLauncher):
         yield
         self._queues = False
         self.kernels.synchronize()
+
+    def check_overlapping(self, run: Callable[[], Iterable[torch.Tensor]], seed: int = 0) -> list[torch.Tensor]:
+        """Return what ``run()`` gives, which must be the same where kernels start before the one ahead has ended."""
+        self.kernels.seed(seed)
+        want = list(run())
+        with self.overlapping():
+            have = list(run())
+        assert same(have, want)
+        return want
 
 
 class OpByOp:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from op_checks import same
 from test_accept_prefix import INVALID, LIMIT, RUNNING, STALE, STOP, draw_case, slow_accept, state
 from trees import SlowTree, chain, choices_along, from_parents, random_tree
 
@@ -71,8 +72,7 @@ def check(accept, case):
     assert accept(*case) is None
     for name, have, want in zip(NAMES[5:], case[5:], wanted, strict=True):
         assert torch.equal(have, want), name
-    for have, want in zip(case[:5], before, strict=True):
-        assert torch.equal(have, want)
+    assert same(case[:5], before)
 
 
 # Rows, path_rows
@@ -93,8 +93,7 @@ def test_a_chain_is_accepted_as_accept_prefix_does(rows, implementation):
         ops.accept_prefix_(block_ids, posterior, stops, limits, *theirs)
         told = [torch.full((17, rows), STALE) for _ in range(3)]
         implementation.accept_path_(block_ids, chain(block_ids).parents, posterior, stops, limits, *state, *told)
-        for have, want in zip(state, theirs, strict=True):
-            assert torch.equal(have, want)
+        assert same(state, theirs)
         path, choices, ids = told
         assert path.tolist() == [[*range(rows)]] * 17
         for b, count in enumerate(state[2].tolist()):

@@ -122,20 +122,10 @@ def test_tensor_core_layouts(emulation, dtype, transposed):
     torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
 
 
-def check_overlapping(emulated, run):
-    """Return what ``run()`` gives, which must be the same where kernels start before the one ahead has ended."""
-    want = run()
-    with emulated.overlapping():
-        have = run()
-    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
-    return want
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed):
     """A chain through every kind of small kernel: none reads what the one ahead writes before its wait."""
     on, g = Emulated(emulation), torch.Generator().manual_seed(0)
-    emulation.seed(seed)
     x, residual = torch.randn(2, 2, 3, 64, generator=g)
     weight, positions = torch.ones(64), torch.tensor([[3, 4, 5], [0, 7, 2]])
     lengths, cos, sin = torch.tensor([3, 0]), torch.ones(9, 4), torch.zeros(9, 4)
@@ -143,11 +133,8 @@ def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed):
     block, stops, limits = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[99], [98]]), torch.tensor([20, 20])
 
     def chain():
-        q_out, sums, caches = (
-            torch.zeros(2, 3, 4, 8),
-            torch.zeros(2, 3, 64),
-            [torch.zeros(2, 2, 9, 8) for _ in range(4)],
-        )
+        q_out, sums = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 64)
+        caches = [torch.zeros(2, 2, 9, 8) for _ in range(4)]
         state = [torch.zeros(2, 30, dtype=torch.int64), torch.tensor([3, 4]), *torch.zeros(2, 2, dtype=torch.int64)]
         a = on.rms_norm(x, weight, 1e-6)
         b, total = on.add_rms_norm(a, residual, weight, 1e-6, sums)
@@ -158,13 +145,12 @@ def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed):
         on.accept_prefix_(block, ids, stops, limits, *state)
         return a, b, total, c, ids, q_out, *caches, sums, *state
 
-    assert check_overlapping(on, chain)[4].unique().numel() > 1
+    assert on.check_overlapping(chain, seed)[4].unique().numel() > 1
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_kernels_of_a_trees_candidates_may_start_early(emulation, seed):
     on, g = Emulated(emulation), torch.Generator().manual_seed(0)
-    emulation.seed(seed)
     x, y = torch.randn(2, 3, 600, generator=g), torch.randn(2, 3, 80, generator=g)
     codebooks, positions = torch.randn(2, 300, 40, generator=g), torch.tensor([[3, 4, 5], [0, 7, 2]])
     row, anchor, sharpness = torch.tensor([1, 2]), torch.tensor([8, 9]), torch.tensor([math.inf, 1.0])
@@ -182,15 +168,14 @@ def test_the_kernels_of_a_trees_candidates_may_start_early(emulation, seed):
         walked = on.walk_candidates(hidden, *codebooks, anchor, ids, values, *settings)
         return logits, ids, values, *walked, hidden
 
-    assert check_overlapping(on, build)[3].unique().numel() > 10
-    assert check_overlapping(on, walk)[3].unique().numel() > 4
+    assert on.check_overlapping(build, seed)[3].unique().numel() > 10
+    assert on.check_overlapping(walk, seed)[3].unique().numel() > 4
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_kernels_that_commit_a_tree_may_start_early(emulation, seed):
     """Choice, walk, compaction, gather: each reads what the one ahead of it writes."""
     emulated, g = Emulated(emulation), torch.Generator().manual_seed(seed)
-    emulation.seed(seed)
     batch, rows, path_rows = 3, 40, 8
     tree = random_tree(g, batch, rows, path_rows)
     choices, paths = choices_along(g, tree)
@@ -211,7 +196,7 @@ def test_the_kernels_that_commit_a_tree_may_start_early(emulation, seed):
         on.gather_rows_(features, chain[0], gathered)
         return chosen, *state, *chain, *moved, gathered
 
-    want = check_overlapping(emulated, run)
+    want = emulated.check_overlapping(run, seed)
     assert all(torch.equal(a, b) for a, b in zip(want, run(ops), strict=True))
     kept = [row[:count] for row, count in zip(want[5].tolist(), want[3].tolist(), strict=True)]
     assert kept == [path[:path_rows] for path in paths]

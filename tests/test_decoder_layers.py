@@ -5,7 +5,7 @@ from itertools import pairwise
 import layers_oracle
 import pytest
 import torch
-from op_checks import DTYPES, OpByOp, assert_as_exact_as_torch, relative_error
+from op_checks import DTYPES, OpByOp, assert_as_exact_as_torch, relative_error, same
 from torch import Tensor
 from trees import random_shapes
 
@@ -269,27 +269,25 @@ def test_bits_do_not_depend_on_the_threads(options, dtype, weights, monkeypatch,
         copied = changed(call, torch.clone)
         return [*copied.run(), *copied.caches]
 
-    def same(results, wanted):
-        for got, want in zip(results, wanted, strict=True):
-            assert torch.equal(got.nan_to_num(9.0), want.nan_to_num(9.0))
-
     wanted = everything(1)
     for count in [2] * 10 + [3] * 10 + [8] * 10:
-        same(everything(count), wanted)
+        assert same(everything(count), wanted)
     with ThreadPoolExecutor(2) as pool:  # and from two callers at a time
         for results in pool.map(everything, [2, 3] * 8):
-            same(results, wanted)
+            assert same(results, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_against_float64(options, dtype):
-    call = make_call(dtype, **options)
+    check_against_float64(make_call(dtype, **options), Call.run)
+
+
+def check_against_float64(call, run):
+    """What is returned and what is written are as exact as the twin's, and nothing else is written."""
     ours, twin, exact = (changed(call, change) for change in (torch.clone, torch.clone, widened))
-    got, theirs, wanted = ours.run(), twin.run_twin(), exact.run_twin()
-    for a, b, c in zip(got, theirs, wanted, strict=True):
-        assert_as_exact_as_torch(a, b, c, factor=3.0)
-    for a, b, c in zip(ours.caches, twin.caches, exact.caches, strict=True):
+    got, theirs, wanted = run(ours), twin.run_twin(), exact.run_twin()
+    for a, b, c in zip((*got, *ours.caches), (*theirs, *twin.caches), (*wanted, *exact.caches), strict=True):
         assert torch.equal(a.isnan(), c.isnan()), "other slots were written"
         assert_as_exact_as_torch(a.nan_to_num(), b.nan_to_num(), c.nan_to_num(), factor=3.0)
 
@@ -299,11 +297,7 @@ def test_a_stack_op_by_op_is_as_exact_as_torch(options, kernels, dtype, monkeypa
     """As it runs on a GPU, and on the CPU for many rows."""
     call = make_call(dtype, **options)
     monkeypatch.setattr(decoder, "ops", OpByOp(kernels))
-    ours, twin, exact = (changed(call, change) for change in (torch.clone, torch.clone, widened))
-    got, theirs, wanted = ours.run_stack(), twin.run_twin(), exact.run_twin()
-    for a, b, c in zip((*got, *ours.caches), (*theirs, *twin.caches), (*wanted, *exact.caches), strict=True):
-        assert torch.equal(a.isnan(), c.isnan())
-        assert_as_exact_as_torch(a.nan_to_num(), b.nan_to_num(), c.nan_to_num(), factor=3.0)
+    check_against_float64(call, Call.run_stack)
 
 
 @pytest.mark.parametrize("options", [options for options in OPTIONS if options not in RECURRENT])
@@ -340,30 +334,20 @@ def test_weights_in_8_bits_are_as_exact_as_in_plain_torch(options, dtype):
         assert relative_error(a, c) < 3 * relative_error(b, c) + 0.005
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"biases": True}, RECURRENT[0], RECURRENT[1], CONVS[0],
-     {"biases": True, "causal": (1, 1, 1), "batch": 3, "rows": 16, "context_rows": 5}],
-)  # fmt: skip
-def test_weights_in_8_bits_give_one_op_the_bits_of_op_by_op(options, monkeypatch):
-    call = make_call(torch.bfloat16, **({"batch": 1, "rows": 10, "context_rows": 0} | options))
-    check_op_by_op(replace(call, layers=[ops.packed_layer(layer, "w8a8") for layer in call.layers]), monkeypatch)
-
-
-def check_op_by_op(call, monkeypatch):
-    """One op gives the bits of op by op."""
+@pytest.mark.parametrize(("weights", "dtype", "options"), [
+    *((None, dtype, options) for options in ({"causal": (1, 1, 1)}, *CONVS) for dtype in DTYPES),
+    *(("w8a8", torch.bfloat16, {"batch": 1, "rows": 10, "context_rows": 0} | options)
+      for options in ({"biases": True}, *RECURRENT, CONVS[0])),
+    ("w8a8", torch.bfloat16, {"biases": True, "causal": (1, 1, 1)}),
+])  # fmt: skip
+def test_one_op_has_the_bits_of_op_by_op(weights, dtype, options, monkeypatch):
+    call = make_call(dtype, **({"context_rows": 5} | options))  # rows that all go through the kernel of ops.linear
+    if weights is not None:
+        call = replace(call, layers=[ops.packed_layer(layer, weights) for layer in call.layers])
     whole, parts = changed(call, torch.clone), changed(call, torch.clone)
     wanted = whole.run()
     monkeypatch.setattr(decoder, "ops", OpByOp(ops))
-    for a, b in zip((*parts.run_stack(), *parts.caches), (*wanted, *whole.caches), strict=True):
-        assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{"causal": (1, 1, 1)}, *CONVS])
-def test_one_op_has_the_bits_of_op_by_op(options, dtype, monkeypatch):
-    call = make_call(dtype, **({"context_rows": 5} | options))  # rows that all go through the kernel of ops.linear
-    check_op_by_op(call, monkeypatch)
+    assert same((*parts.run_stack(), *parts.caches), (*wanted, *whole.caches))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -386,11 +370,10 @@ def test_some_sequences_have_the_bits_that_they_have_among_all(options, dtype):
     part = replace(part, sequences=chosen, tree=None if part.tree is None else Tree(*(x[chosen] for x in part.tree)))
     for name in ("hidden", "context", "num_context", "lengths"):
         setattr(part, name, getattr(part, name)[chosen])
-    for got, want in zip(part.run(), whole.run(), strict=True):
-        assert torch.equal(got, want[chosen])
-    for got, want, before in zip(part.caches, whole.caches, call.caches, strict=True):
+    assert same(part.run(), [want[chosen] for want in whole.run()])
+    for want, before in zip(whole.caches, call.caches, strict=True):
         want[1] = before[1]
-        assert torch.equal(got.nan_to_num(9.0), want.nan_to_num(9.0)), "another sequence was written"
+    assert same(part.caches, whole.caches), "another sequence was written"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -420,8 +403,7 @@ def test_rows_of_recurrent_layers_have_the_same_bits_however_they_are_cut(option
         assert torch.equal(step.run()[0], wanted[:, first : first + rows])
         parts.pending.zero_()  # every row was kept
         first += rows
-    for a, b in zip(parts.states, whole.states, strict=True):
-        assert torch.equal(a, b)
+    assert same(parts.states, whole.states)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -438,10 +420,8 @@ def test_accepted_rows_move_recurrent_layers_as_if_no_other_had_run(options, dty
     lengths, keep = call.lengths + accepted, torch.zeros_like(call.keep)
     after = replace(block, hidden=following, lengths=lengths, pending=accepted, keep=keep)
     wanted = replace(exact, hidden=following, lengths=lengths, pending=torch.zeros_like(accepted), keep=keep)
-    for a, b in zip(after.run(), wanted.run(), strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip(after.states, wanted.states, strict=True):
-        assert torch.equal(a, b)
+    assert same(after.run(), wanted.run())
+    assert same(after.states, wanted.states)
 
 
 @pytest.mark.parametrize(("options", "change", "message"), [

@@ -55,7 +55,6 @@ def test_nothing_to_copy(implementation):
 def test_emulated_kernels_behind_it_may_read_a_tree_early_that_was_built_before_it(seed, emulation):
     """It lets the next kernel start after its own wait, so a rotation behind it may read the depths early."""
     kernels, g = Emulated(emulation), torch.Generator().manual_seed(0)
-    emulation.seed(seed)
     scores, qkv = torch.randn(2, 4, 8, generator=g).sort(descending=True).values, torch.randn(2, 12, 128, generator=g)
     ids, anchor, lengths = torch.arange(64).view(2, 4, 8), torch.tensor([8, 9]), torch.tensor([3, 0])
     table, norm, angles = torch.randn(1, 70, 64, generator=g), torch.ones(16), torch.rand(2, 30, 8, generator=g)
@@ -69,8 +68,4 @@ def test_emulated_kernels_behind_it_may_read_a_tree_early_that_was_built_before_
         kernels.qkv_norm_rope_append_(x, *places, norm, norm, 1e-6, queries, *caches, prefetch=True)
         return *tree, rows, x, queries, *caches
 
-    want = run()
-    with kernels.overlapping():
-        have = run()
-    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
-    assert want[2].unique().numel() > 2
+    assert kernels.check_overlapping(run, seed)[2].unique().numel() > 2

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from op_checks import assert_as_exact_as_torch
+from op_checks import assert_as_exact_as_torch, skip_float32_on_cuda
 
 from dflash import ops
 from dflash.ops import reference
@@ -53,8 +53,7 @@ def test_swiglu_has_the_bits_of_its_parts(rows, out, width, dtype, kernels):
 
 
 def test_a_row_of_swiglu_has_the_same_bits_among_others(dtype, kernels):
-    if dtype == torch.float32 and kernels is not ops:
-        pytest.skip("float32 goes through torch there")
+    skip_float32_on_cuda(kernels, dtype)
     counts = (1, 17, 40, 64) if kernels is ops else (1, 40, 64, 140)
     x, gate, up = gated_operands(counts[-1], 150, 1040, dtype)
     whole = kernels.swiglu(x, gate, up)
