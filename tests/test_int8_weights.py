@@ -8,11 +8,12 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import test_refresh
 import torch
 from baseline import check_answers, greedy, left_padded, prompt
-from draft_variants import random_drafter
-from families import Cheat, draft_config, hinted, make_draft, make_target
+from families import Cheat, hinted, make_draft, make_target
 from test_dspark import save as save_dspark
+from torch import nn
 
 import dflash
 from dflash.drafter import check_draft_weights
@@ -46,9 +47,9 @@ def standing_for(target):
     """A copy of a target whose products have the operands that 8 bits stand for; its embedding stays."""
     wide = copy.deepcopy(target)
     head = wide.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.clone())  # not the embedding's any more
+    head.weight = nn.Parameter(head.weight.clone())  # not the embedding's any more
     for module in wide.modules():
-        if isinstance(module, torch.nn.Linear):
+        if isinstance(module, nn.Linear):
             module.weight.copy_(PackedWeight.of(module.weight, "w8a8").dense())
             module.register_forward_pre_hook(round_input)
     return wide
@@ -228,7 +229,7 @@ def test_changed_weights_of_a_drafter_are_quantized_again(change):
         if change == "in place":
             linear.weight.mul_(-1)
         elif change == "another parameter":
-            linear.weight = torch.nn.Parameter(-linear.weight, requires_grad=False)
+            linear.weight = nn.Parameter(-linear.weight, requires_grad=False)
         else:
             linear.weight.numpy(force=True)[:] *= -1
             made.reset()
@@ -248,32 +249,30 @@ def test_weights_that_are_not_of_linear_layers_are_refused_by_name(family, reaso
         generator(make_target(family))
 
 
-def test_a_subclass_of_a_linear_layer_is_refused_by_name():
-    class Scaled(torch.nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    target = make_target("gemma3")
-    target.model.layers[1].mlp.up_proj.__class__ = Scaled
-    with pytest.raises(UnsupportedTargetError, match=r"layers\.1\.mlp\.up_proj\.weight is a weight of Scaled\. Leave"):
-        generator(target)
-
-
-class Linear8bitLt(torch.nn.Linear):
+class Linear8bitLt(nn.Linear):
     """What bitsandbytes puts in a linear layer's place, as far as it is looked at."""
 
 
 Linear8bitLt.__module__ = "bitsandbytes.nn.modules"
 
 
-@pytest.mark.parametrize("says", ["a layer", "the config"])
-def test_a_target_that_is_quantized_already_is_refused(says):
-    target = make_target("qwen3")
-    if says == "a layer":
-        target.model.layers[2].mlp.up_proj.__class__ = Linear8bitLt
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(("kind", "says"), [
+    (Scaled, r"layers\.1\.mlp\.up_proj\.weight is a weight of Scaled\. Leave"),
+    (Linear8bitLt, r"got Qwen3For.*: its weights are quantized already\. Leave"),
+    (None, r"got Qwen3For.*: its weights are quantized already\. Leave"),
+], ids=["a subclass", "a layer", "the config"])  # fmt: skip
+def test_linear_layers_of_others_and_targets_that_are_quantized_already_are_refused(kind, says):
+    target = make_target("gemma3" if kind is Scaled else "qwen3")
+    if kind is not None:
+        target.model.layers[1].mlp.up_proj.__class__ = kind
     else:
-        target.config.quantization_config, target.model.layers[2].mlp.act_fn = {"bits": 8}, torch.nn.GELU()
-    with pytest.raises(UnsupportedTargetError, match=r"got Qwen3For.*: its weights are quantized already\. Leave"):
+        target.config.quantization_config, target.model.layers[2].mlp.act_fn = {"bits": 8}, nn.GELU()
+    with pytest.raises(UnsupportedTargetError, match=says):
         generator(target)
 
 
@@ -368,18 +367,8 @@ def test_a_receipt_of_int8_weights_needs_a_target_that_can_store_them():
         dflash.verify(receipt, target)
 
 
-def scaled(target, folder):
-    config = draft_config(target)
-    config["dflash_config"]["attention_value_scale"] = 0.5
-    return random_drafter(config)
-
-
-DRAFTERS = {
-    "DFlash 2": lambda target, folder: make_draft(target, "DFlash2"),
-    "DSpark": lambda target, folder: dflash.load_draft(save_dspark(folder)),
-    "own head of a part of the vocabulary": lambda target, folder: dflash.load_draft(save_dspark(folder, reduced=True)),
-    "attention_value_scale": scaled,
-}
+DRAFTERS = {name: test_refresh.DRAFTERS[name] for name in ("value scale", "DSpark", "DFlash 2")}
+DRAFTERS |= {"whole DSpark": lambda target, folder: dflash.load_draft(save_dspark(folder))}
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

@@ -14,6 +14,8 @@ from dflash import ops
 from dflash.ops import check, reference, registry
 from dflash.ops.examples import calls
 
+GPU = torch.device("cuda", 0)
+
 
 class EmulatedGpu:
     """An emulated GPU, with faults: ``{kernel: change(fields of its params)}``."""
@@ -141,7 +143,7 @@ def test_overlap_goes_off_alone(monkeypatch, none_off):
 
 @pytest.mark.cuda
 def test_the_kernels_of_this_gpu_pass():
-    found = check.check_kernels(check.Gpu(torch.device("cuda", 0)))
+    found = check.check_kernels(check.Gpu(GPU))
     assert not [each for each in found if each.fault]
 
 
@@ -168,29 +170,23 @@ def new_process():
 
 
 def test_a_machine_is_checked_once(machine, monkeypatch):
-    gpu = torch.device("cuda", 0)
-    for _ in range(2):
-        check.self_check(gpu)
-    check._CHECKED.clear()  # as in another process
-    check.self_check(gpu)
-    assert len(machine) == 1
-    for dtype in (torch.float32, torch.float16, torch.float16):
-        check.self_check(gpu, dtype)
+    def checks(*dtypes: torch.dtype) -> int:
+        check._CHECKED.clear()  # as in another process
+        for dtype in dtypes or (torch.bfloat16,) * 2:
+            check.self_check(GPU, dtype)
+        return len(machine)
+
+    assert [checks(), checks()] == [1, 1]
+    assert checks(torch.float32, torch.float16, torch.float16) == 2
     assert machine == [torch.bfloat16, torch.float16]
     machine.pop()
-    check._CHECKED.clear()
     monkeypatch.setattr(torch, "__version__", "another")
-    check.self_check(gpu)
-    assert len(machine) == 2
-    check._CHECKED.clear()
+    assert checks() == 2
     monkeypatch.setattr(check, "SELF_CHECK", "always")
-    check.self_check(gpu)
-    assert len(machine) == 3
+    assert checks() == 3
     monkeypatch.setattr(check, "SELF_CHECK", "0")
-    check._CHECKED.clear()
-    check.self_check(gpu)
     check.self_check(torch.device("cpu"))
-    assert len(machine) == 3
+    assert checks() == 3
 
 
 def test_an_error_counts_in_its_process_only_and_a_full_gpu_is_not_checked(machine, monkeypatch, none_off):
@@ -198,7 +194,7 @@ def test_an_error_counts_in_its_process_only_and_a_full_gpu_is_not_checked(machi
         registry._OFF.clear()
         check._CHECKED.clear()
         monkeypatch.setattr(check, "check_kernels", lambda *_: [check.KernelResult("linear", 1, 0.1, 0, "x", raised)])
-        check.self_check(torch.device("cuda", 0))
+        check.self_check(GPU)
         return [*ops.kernels_off()]
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 28, 1 << 34))
@@ -217,23 +213,23 @@ def test_a_fault_is_remembered_and_what_torch_raises_is_not(machine, monkeypatch
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(check, "check_kernels", full)
-    check.self_check(torch.device("cuda", 0))
+    check.self_check(GPU)
     check._CHECKED.clear()
     monkeypatch.setattr(check, "check_kernels", lambda *_: [check.KernelResult("linear", 1.0, 0.1, 0, "it differs")])
     with pytest.warns(UserWarning, match=r"turns off CUDA kernels on a GPU.* linear: it differs") as warned:
-        check.self_check(torch.device("cuda", 0))
+        check.self_check(GPU)
     assert len(warned) == 1
     assert check._file().exists()
     new_process()
     monkeypatch.setattr(check, "check_kernels", full)  # not asked
     with pytest.warns(UserWarning, match="linear: it differs"):
-        check.self_check(torch.device("cuda", 0))
+        check.self_check(GPU)
 
 
 def test_a_kernel_that_breaks_the_gpu_is_off_in_the_next_process_and_the_others_are_checked(
     machine, monkeypatch, none_off
 ):
-    gpu, off = torch.device("cuda", 0), []
+    off = []
 
     def check_kernels(*_):
         off.append([*ops.kernels_off()])
@@ -242,19 +238,19 @@ def test_a_kernel_that_breaks_the_gpu_is_off_in_the_next_process_and_the_others_
 
     monkeypatch.setattr(check, "check_kernels", check_kernels)
     with pytest.raises(RuntimeError, match=r"the CUDA kernel linear failed \(illegal\).* Start it again"):
-        check.self_check(gpu)
+        check.self_check(GPU)
     for _ in range(2):
         new_process()
         with pytest.warns(UserWarning, match="linear: illegal; silu_mul: it differs"):
-            check.self_check(gpu)
+            check.self_check(GPU)
         assert ops.kernels_off().keys() == {"linear", "silu_mul"}
     assert off == [[], ["linear"]]  # once each: the second check is remembered
     new_process()
     monkeypatch.setattr(check, "SELF_CHECK", "always")
     with pytest.warns(UserWarning, match="linear: illegal"):
-        check.self_check(gpu)
+        check.self_check(GPU)
     new_process()
-    assert {each.kernel: each.fault for each in check.check_gpu(gpu)} == {"silu_mul": "it differs", "linear": "illegal"}
+    assert {each.kernel: each.fault for each in check.check_gpu(GPU)} == {"silu_mul": "it differs", "linear": "illegal"}
     assert off[2:] == [["linear"]] * 2
 
 
@@ -263,10 +259,10 @@ def test_a_gpu_that_broke_elsewhere_is_no_kernels_fault(machine, monkeypatch):
         raise RuntimeError("an illegal address")
 
     monkeypatch.setattr(check, "check_kernels", fails)
-    check.self_check(torch.device("cuda", 0))  # plain torch could not; the next use asks again
+    check.self_check(GPU)  # plain torch could not; the next use asks again
     monkeypatch.setattr(check.Gpu, "is_broken", lambda _gpu: True)
     with pytest.raises(RuntimeError, match="an illegal address"):
-        check.self_check(torch.device("cuda", 0))
+        check.self_check(GPU)
     assert not check._file().exists()
 
 
@@ -277,7 +273,7 @@ def test_a_kernel_that_does_not_end_is_given_up(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream())
     monkeypatch.setattr(check, "PATIENCE", 0.01)
-    gpu = check.Gpu(torch.device("cuda", 0))
+    gpu = check.Gpu(GPU)
     with pytest.raises(TimeoutError, match="did not end"):
         gpu.wait()
     assert gpu.is_broken()
