@@ -3,11 +3,12 @@
 import json
 import re
 import sys
+from functools import partial
 
 import llguidance.hf
 import pytest
 import torch
-from baseline import check_answers, left_padded, prompt, sampled
+from baseline import check_answers, check_batch, left_padded, prompt, sampled
 from families import cheat, make_draft, make_target
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
@@ -30,6 +31,9 @@ GRAMMARS = {
     "nested": Grammar.lark('start: pair\npair: "a" pair "b" | "c" pair "d" | pair pair | /[e-g]+/'),
     "free": Grammar.regex(r"(?s:.*)"),
 }
+
+
+WAYS = [{}, {"block_size": 5}, {"denoise_steps": 2}, {"prompt_lookup": 1}, {"tree": 2}, {"tree": 16}, {"tree": 70}]
 
 
 class Allowed:
@@ -71,10 +75,20 @@ def prompts():
 def test_text_equals_one_token_decoding(target, draft, prompts, name, temperature):
     grammar, p = GRAMMARS[name], prompts[1]
     expected = oracle(target, grammar, p, seed=3, temperature=temperature)
-    drafts = [(draft, options) for options in ({}, {"block_size": 5}, {"denoise_steps": 2}, {"prompt_lookup": 1})]
+    drafts = [(draft, options) for options in WAYS]
     for drafter, options in (*drafts, (None, {}), (None, {"prompt_lookup": 1})):
         arguments = call(grammar, temperature=temperature, seed=3, **options)
-        check_answers(dflash.generate(target, drafter, p[None], **arguments), len(p), [expected])
+        check_batch(partial(dflash.generate, target, drafter), [p], [expected], **arguments)
+
+
+@pytest.mark.parametrize(("options", "filters"), [
+    ({}, {"top_k": 3, "top_p": 0.9}), ({"block_size": "auto"}, {}), ({"compile": True}, {}),
+], ids=["filters", "widths", "compiled"])  # fmt: skip
+def test_filters_widths_and_compiled_steps_keep_to_the_text(target, draft, prompts, options, filters):
+    grammar, p = GRAMMARS["regex"], prompts[1]
+    expected = oracle(target, grammar, p, seed=3, temperature=1.5, **filters)
+    generator = dflash.Generator(target, draft, max_length=80, **options)
+    check_batch(generator.generate, [p], [expected], **call(grammar, temperature=1.5, seed=3, **filters))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -84,9 +98,7 @@ def test_a_grammar_bites_inside_blocks(target, draft, prompts, name, spoil, temp
     grammar, p = GRAMMARS[name], prompts[1]
     answer = oracle(target, grammar, p, seed=3, temperature=temperature)
     generator = cheat(target, draft, [p], [answer], spoil, max_length=80)
-    arguments = call(grammar, temperature=temperature, seed=3, return_dict_in_generate=True)
-    output = generator.generate(p[None], **arguments)
-    check_answers(output.sequences, len(p), [answer])
+    output = check_batch(generator.generate, [p], [answer], **call(grammar, temperature=temperature, seed=3))
     if spoil == 0 and len(answer) > 2:
         assert output.statistics.acceptance_length > min(len(answer) - 1, 16) / 2
 
@@ -104,24 +116,6 @@ def test_every_prompt_of_a_batch_has_its_own_grammar(target, draft, prompts, tem
     check_answers(dflash.generate(target, draft, ids, **arguments), ids.shape[1], expected)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("rows", [2, 16, 70])
-@pytest.mark.parametrize("name", ["regex", "nested"])
-def test_trees_write_the_same_text(target, draft, prompts, name, rows, temperature):
-    grammar, p = GRAMMARS[name], prompts[1]
-    expected = oracle(target, grammar, p, seed=3, temperature=temperature)
-    arguments = call(grammar, temperature=temperature, seed=3, tree=rows)
-    check_answers(dflash.generate(target, draft, p[None], **arguments), len(p), [expected])
-
-
-def test_filters_choose_among_what_is_allowed(target, draft, prompts):
-    grammar, p = GRAMMARS["regex"], prompts[1]
-    filters = {"top_k": 3, "top_p": 0.9}
-    expected = oracle(target, grammar, p, seed=3, temperature=1.5, **filters)
-    output = dflash.generate(target, draft, p[None], **call(grammar, temperature=1.5, seed=3, **filters))
-    check_answers(output, len(p), [expected])
-
-
 def test_rules_come_before_and_processors_after(target, draft, prompts):
     grammar, p, top = GRAMMARS["regex"], prompts[1], TopKLogitsWarper(2)
     allowed, bias = Allowed(grammar), torch.zeros(97)
@@ -134,15 +128,6 @@ def test_rules_come_before_and_processors_after(target, draft, prompts):
     rules = {"logit_bias": {TOKENIZER.encode("c")[0]: 3.0}, "logits_processor": [top]}
     output = dflash.generate(target, draft, p[None], **call(grammar, temperature=1.0, seed=3, **rules))
     check_answers(output, len(p), [expected])
-
-
-def test_widths_are_chosen_and_a_compiled_generator_runs(target, draft, prompts):
-    grammar, p = GRAMMARS["regex"], prompts[1]
-    expected = oracle(target, grammar, p, seed=3, temperature=1.0)
-    arguments = call(grammar, temperature=1.0, seed=3)
-    for options in ({"block_size": "auto"}, {"compile": True}):
-        generator = dflash.Generator(target, draft, max_length=80, **options)
-        check_answers(generator.generate(p[None], **arguments), len(p), [expected])
 
 
 def test_a_step_that_failed_leaves_nothing_to_the_next_call(target, prompts):
@@ -175,14 +160,11 @@ def test_a_row_stops_at_a_match_and_nowhere_else(target, draft, prompts, pattern
     ids, mask = left_padded(prompts)
     arguments = call(Grammar.regex(pattern), attention_mask=mask, temperature=temperature, seed=5)
     output = dflash.generate(target, draft, ids, return_dict_in_generate=True, **arguments)
-    for row, reason in zip(output.sequences[:, ids.shape[1] :], output.finish_reasons, strict=True):
-        answer = row.tolist()
+    for answer, reason in zip(output.sequences[:, ids.shape[1] :].tolist(), output.finish_reasons, strict=True):
         if reason == "stop":
-            text = TOKENIZER.decode(answer[: answer.index(EOS)])
-            assert re.fullmatch(pattern, text)
+            assert re.fullmatch(pattern, TOKENIZER.decode(answer[: answer.index(EOS)]))
         else:
-            assert len(answer) == NEW
-            assert EOS not in answer
+            assert (len(answer), EOS in answer) == (NEW, False)
     assert "stop" in output.finish_reasons
 
 
@@ -446,15 +428,12 @@ def test_the_command_takes_each_kind_of_grammar(shell, model, tmp_path):
     schema, lark = tmp_path / "schema.json", tmp_path / "words.lark"
     schema.write_text('{"enum": [11, 22]}')
     lark.write_text('start: "a" start "b" | "c"\n')
-    done = shell("generate", *model, "--regex", "a(b|cd){2,4}", "abc")
-    assert done.code == 0, done.err
+    done = shell("generate", *model, "--regex", "a(b|cd){2,4}", "abc").assert_done()
     assert re.fullmatch("a(b|cd){2,4}", done.out.removesuffix("\n"))
-    done = shell("generate", *model, "--grammar", lark, "--json", "abc")
-    assert done.code == 0, done.err
-    assert re.fullmatch("(a*)c(b*)", json.loads(done.out)["text"]) or json.loads(done.out)["finish_reason"] == "length"
-    done = shell("generate", *model, "--json-schema", schema, "abc")
-    assert done.code == 2
-    assert "no token of this tokenizer can begin a match of this JSON schema" in done.err  # it has no digits
+    report = json.loads(shell("generate", *model, "--grammar", lark, "--json", "abc").assert_done().out)
+    assert re.fullmatch("(a*)c(b*)", report["text"]) or report["finish_reason"] == "length"
+    refused = shell("generate", *model, "--json-schema", schema, "abc")
+    refused.assert_refused("no token of this tokenizer can begin a match of this JSON schema")  # it has no digits
 
 
 def test_wrong_options_are_named_before_the_target_is_loaded(shell, model, tmp_path, monkeypatch):
@@ -474,7 +453,4 @@ def test_wrong_options_are_named_before_the_target_is_loaded(shell, model, tmp_p
         (["--regex", "z"], "no token of this tokenizer can begin a match"),
     ]
     for options, message in cases:
-        done = shell("generate", *model, *options, "abc")
-        assert done.code == 2
-        assert message in done.err
-        assert not done.out
+        shell("generate", *model, *options, "abc").assert_refused(message)
