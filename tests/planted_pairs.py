@@ -33,27 +33,16 @@ LAST_LAYER = HEALTHY["num_target_layers"] - 1
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault.
+    """A fault."""
 
-    Attributes:
-        named: what the doctor must call it.
-        config: keys of the drafter's config.json.
-        dflash: keys of its dflash_config.
-        weights: changes the drafter's weights.
-        template: replaces this text of the chat template by the other.
-        repair: the keys that the doctor must advise; None if no config repairs it.
-        words: what its advice must say then.
-        kind: the healthy pair in which it is planted, of `KINDS`.
-    """
-
-    named: str
-    config: dict[str, Any] = field(default_factory=dict)
-    dflash: dict[str, Any] = field(default_factory=dict)
-    weights: Callable[[Weights], None] | None = None
-    template: tuple[str, str] | None = None
-    repair: dict[str, Any] | None = None
-    words: str = ""
-    kind: str = "as it is"
+    named: str  # what the doctor must call it
+    config: dict[str, Any] = field(default_factory=dict)  # keys of the drafter's config.json
+    dflash: dict[str, Any] = field(default_factory=dict)  # keys of its dflash_config
+    weights: Callable[[Weights], None] | None = None  # changes the drafter's weights
+    template: tuple[str, str] | None = None  # replaces this text of the chat template by the other
+    repair: dict[str, Any] | None = None  # the keys that the doctor must advise; None if no config repairs it
+    words: str = ""  # what its advice must say then
+    kind: str = "as it is"  # the healthy pair in which it is planted, of `KINDS`
 
 
 @functools.cache
@@ -263,12 +252,18 @@ KINDS = {
 THETA = HEALTHY["rope_parameters"]["rope_theta"]
 MASK = SECTION["mask_token_id"]
 BLOCK = HEALTHY["block_size"]
+NO_WINDOW, _SCALE = {"layer_types": ["full_attention"] * LAYERS}, "input_embedding_scale"
 SMALL_WINDOW = {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 8, "use_sliding_window": True}
 
 
 def _taps(layers: list[int], name: str) -> Planted:
     repair = {"dflash_config": {"target_layer_ids": TAPS}}
     return Planted(name, dflash={"target_layer_ids": layers}, repair=repair)
+
+
+def _mask(token: int) -> Planted:
+    repair = {"dflash_config": {"mask_token_id": MASK}}
+    return Planted("mask id", dflash={"mask_token_id": token}, repair=repair)
 
 
 def _rope(**settings: Any) -> dict[str, Any]:
@@ -289,25 +284,15 @@ FAULTS = {
     "another RoPE theta": Planted("rope theta", _rope(rope_theta=100 * THETA), repair=_rope()),
     "another RoPE scaling": Planted("rope scaling", _rope(rope_type="linear", factor=4.0), repair=_rope()),
     "interleaved RoPE": Planted("rope layout", weights=interleave, words="q_proj and k_proj"),
-    "another mask id": Planted(
-        "mask id", dflash={"mask_token_id": 700}, repair={"dflash_config": {"mask_token_id": MASK}}
-    ),
-    "the end as mask": Planted(
-        "mask id", dflash={"mask_token_id": 0}, repair={"dflash_config": {"mask_token_id": MASK}}
-    ),
+    "another mask id": _mask(700),
+    "the end as mask": _mask(0),
     # The package's own drafter drafts nearly as well with causal attention, and in blocks of 64 even better.
     "causal": Planted("causality", {"is_causal": True}, repair={"is_causal": False}, kind="counts its masks"),
-    "a window": Planted(
-        "window", {**SMALL_WINDOW, "is_causal": False}, repair={"layer_types": ["full_attention"] * LAYERS}
-    ),
-    "a causal window": Planted(
-        "window", SMALL_WINDOW, repair={"layer_types": ["full_attention"] * LAYERS, "is_causal": False}
-    ),
-    "embeddings scaled": Planted(
-        "embedding scale", {"input_embedding_scale": 40.0}, repair={"input_embedding_scale": 1.0}
-    ),
+    "a window": Planted("window", SMALL_WINDOW | {"is_causal": False}, repair=NO_WINDOW),
+    "a causal window": Planted("window", SMALL_WINDOW, repair=NO_WINDOW | {"is_causal": False}),
+    "embeddings scaled": Planted("embedding scale", {_SCALE: 40.0}, repair={_SCALE: 1.0}),
     "scale of embeddings missing": Planted(
-        "embedding scale", weights=scale_residual, repair={"input_embedding_scale": 1 / math.sqrt(WIDTH)}
+        "embedding scale", weights=scale_residual, repair={_SCALE: 1 / math.sqrt(WIDTH)}
     ),
     "blocks too large": Planted(
         "block size", {"block_size": 4 * BLOCK}, repair={"block_size": BLOCK}, kind="counts its masks"
