@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from draft_variants import DFLASH2_VARIANTS, VARIANTS, random_drafter
+from recorded import record
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -236,13 +237,16 @@ class Cheat(dflash.Generator):
         self.engine.chain.spoil = spoil
 
 
-def cheat(target, draft, prompts, answers, spoil: int = 0, **options) -> Cheat:
-    """Return a generator that drafts ``answers`` for ``prompts``, with every ``spoil``-th token wrong."""
+def cheat(target, draft, prompts, answers, spoil: int = 0, ahead: bool = False, **options) -> Cheat:
+    """Return a generator that drafts ``answers`` for ``prompts``, with every ``spoil``-th token wrong.
+
+    With ``ahead`` its steps are recorded, and read one step late.
+    """
     generator = Cheat(target, draft, **{"max_length": 160, "batch_size": len(prompts)} | options)
     generator.script, generator.spoil = torch.zeros(generator.batch_size, 600, dtype=torch.int64), spoil
     for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
         generator.script[row, : len(p) + len(answer)] = torch.cat([p, answer])
-    return generator
+    return record(generator) if ahead else generator
 
 
 class GivenCosts(dict):

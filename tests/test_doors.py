@@ -269,17 +269,21 @@ class TestAssistant:
         with pytest.raises(ValueError, match=r"needs a drafter on CPU in .* got one on cpu in .*16"):
             dflash.as_assistant(make_draft(target).half(), draft_weights="int8")
 
-    def test_its_proposals_equal_our_own(self, pair_dir):
-        """On a trained pair, the text equals plain generate's and the steps equal our own loop's."""
-        target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
-        draft = dflash.load_draft(draft_folder(pair_dir, 1), dtype=torch.float32)
+    @pytest.fixture(scope="class")
+    def trained(self, pair_dir):
+        """Return the trained target, its drafter of the first generation, and its first prompts."""
         tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
+        texts = [json.loads(line)["prompt"] for line in (pair_dir / "prompts.jsonl").read_text().splitlines()[:8]]
+        prompts = [torch.tensor([[0, *tokenizer.encode(text, add_special_tokens=False)]]) for text in texts]
+        target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
+        return target, dflash.load_draft(draft_folder(pair_dir, 1), dtype=torch.float32), prompts
+
+    def test_its_proposals_equal_our_own(self, trained):
+        """On a trained pair, the text equals plain generate's and the steps equal our own loop's."""
+        target, draft, prompts = trained
         assistant = Counting(dflash.as_assistant(draft))
-        lines = (pair_dir / "prompts.jsonl").read_text().splitlines()[:8]
         tokens = steps = 0
-        for line in lines:
-            ids = tokenizer.encode(json.loads(line)["prompt"], add_special_tokens=False)
-            ids = torch.tensor([[0, *ids]])
+        for ids in prompts:
             expected = target.generate(ids, do_sample=False, max_new_tokens=100)
             before = assistant.calls
             output = self.call(target, assistant, ids, max_new_tokens=100)
@@ -290,12 +294,8 @@ class TestAssistant:
             steps += assistant.calls - before
         assert tokens / steps > 7
 
-    def test_left_padding_is_not_context(self, pair_dir):
-        target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
-        draft = dflash.load_draft(draft_folder(pair_dir, 1), dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
-        line = json.loads((pair_dir / "prompts.jsonl").read_text().splitlines()[0])
-        ids = torch.tensor([[0, *tokenizer.encode(line["prompt"], add_special_tokens=False)]])
+    def test_left_padding_is_not_context(self, trained):
+        target, draft, (ids, *_) = trained
         padded = torch.cat([ids.new_zeros(1, 5), ids], 1)
         mask = torch.cat([ids.new_zeros(1, 5), torch.ones_like(ids)], 1)
         assistants = [Counting(dflash.as_assistant(draft)) for _ in range(2)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from baseline import greedy, left_padded, prompt
 from families import RECURRENT, make_draft, make_target
-from recorded import no_host_reads, record
+from recorded import no_host_reads
 from rollback import BLOCK, play, run_prompts, standing
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -29,8 +29,8 @@ KINDS = ["qwen3_5", "kimi_linear", "nemotron_h (dt under its limit)", "lfm2"]  #
 NAN = float("nan")
 
 
-def cheat(target, prompts, answers, spoil=5, **options) -> families.Cheat:
-    return families.cheat(target, make_draft(target), prompts, answers, spoil, **options)
+def cheat(target, prompts, answers, spoil=5, ahead=False, **options) -> families.Cheat:
+    return families.cheat(target, make_draft(target), prompts, answers, spoil, ahead, **options)
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -151,7 +151,7 @@ def test_a_recorded_step_writes_the_same_tokens(family):
     target, prompts = make_target(family), [prompt(length) for length in LENGTHS]
     answers = [greedy(target, p, NEW) for p in prompts]
     ids, mask = left_padded(prompts)
-    generator = record(cheat(target, prompts, answers))
+    generator = cheat(target, prompts, answers, ahead=True)
     for spoil in (5, 3):
         generator.spoil = spoil
         output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from baseline import greedy, left_padded, prompt
 from families import make_draft, make_target
-from recorded import record
 from test_recurrent import cheat
 from tiny_tokenizers import byte_level
 
@@ -32,9 +31,7 @@ def turn(generator, target, *prompts: torch.Tensor) -> tuple[torch.Tensor, list[
 @pytest.mark.parametrize("spoil", [0, 5])
 def test_only_new_tokens_are_run(target, ahead, spoil):
     ids = prompt(20, seed=6)
-    generator = cheat(target, [ids], [greedy(target, ids, NEW)], spoil)
-    if ahead:
-        record(generator)
+    generator = cheat(target, [ids], [greedy(target, ids, NEW)], spoil, ahead)
     ran = 20
     for number in range(3):
         sequences, prefilled = turn(generator, target, ids)
@@ -66,9 +63,7 @@ def test_a_template_that_drops_reasoning_goes_on_from_the_snapshot(target):
 def test_a_stop_string_in_the_middle_of_a_block(target, ahead, end):
     p, tokenizer = prompt(30, seed=2), byte_level()
     answer = greedy(target, p, 40)
-    generator = cheat(target, [p], [answer], spoil=0, prefill_chunk=16)
-    if ahead:
-        record(generator)
+    generator = cheat(target, [p], [answer], 0, ahead, prefill_chunk=16)
     string = tokenizer.decode(answer[end - 1 : end + 1])
     call = {"stop_strings": string, "tokenizer": tokenizer}
     plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -85,9 +80,7 @@ def test_a_stop_string_in_the_middle_of_a_block(target, ahead, end):
 def test_a_closed_stream_is_continued(target, ahead):
     p = prompt(14, seed=4)
     answer = greedy(target, p, 40)
-    generator = cheat(target, [p], [answer])
-    if ahead:
-        record(generator)
+    generator = cheat(target, [p], [answer], 5, ahead)
     events = generator.stream(p[None], max_new_tokens=40)
     got = [token for _ in range(3) for token in next(events).ids[0]]
     events.close()

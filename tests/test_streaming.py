@@ -13,7 +13,6 @@ from examples import examples
 from families import cheat, make_draft, make_target
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import record
 from tiny_tokenizers import byte_fallback, byte_level, random_tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -42,9 +41,7 @@ class TestEvents:
         stop = [int(answers[1][12])]
         expected = [greedy(target, p, NEW, stop=tuple(stop)) for p in prompts]
         ids, mask = left_padded(prompts)
-        generator = cheat(target, draft, prompts, answers, spoil=5)
-        if ahead:
-            record(generator)
+        generator = cheat(target, draft, prompts, answers, 5, ahead)
         call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stop}
         events = list(generator.stream(ids, tokenizer=tokenizer, **call))
         assert joined(events, 3) == [answer.tolist() for answer in expected]
@@ -151,9 +148,7 @@ class TestStopStrings:
         prompts = [prompt(length, seed=2) for length in (2, 11, 25)]
         answers = [greedy(target, p, NEW) for p in prompts]
         ids, mask = left_padded(prompts)
-        generator = cheat(target, draft, prompts, answers, spoil=7, block_size=block_size)
-        if ahead:
-            record(generator)
+        generator = cheat(target, draft, prompts, answers, 7, ahead, block_size=block_size)
         texts = [tokenizer.decode(answer) for answer in answers]
         chance, cut = random.Random(block_size), 0
         for _ in range(4):
@@ -243,9 +238,7 @@ class TestStopStrings:
         text = tokenizer.decode(answer[:14])[-2:]
         assert "\ufffd" not in text
         for ahead in (False, True):
-            generator = cheat(target, draft, [p], [answer], spoil=0)
-            if ahead:
-                record(generator)
+            generator = cheat(target, draft, [p], [answer], 0, ahead)
             call = {"max_new_tokens": NEW, "stop_strings": text, "tokenizer": tokenizer}
             first = generator.generate(p[None], **call)
             kept = first.shape[1] - len(p)
@@ -446,9 +439,7 @@ class TestLeaving:
         p = prompt(14, seed=4)
         answer = greedy(target, p, NEW)
         for ahead in (False, True):
-            generator = cheat(target, draft, [p], [answer], spoil=5)
-            if ahead:
-                record(generator)
+            generator = cheat(target, draft, [p], [answer], 5, ahead)
             events = generator.stream(p[None], max_new_tokens=NEW)
             got = [token for _ in range(3) for token in next(events).ids[0]]
             events.close()
