@@ -76,10 +76,7 @@ def demo(
         raise typer.Exit(1)
 
 
-@options.command(
-    config=("draft_sharpness", "tree", "thinking", "generator"),
-    models=("model", "draft"),
-)
+@options.command(config=("draft_sharpness", "tree", "thinking", "generator"), models=("model", "draft"))
 def benchmark(
     model: options.Model,
     draft: options.Draft,

@@ -14,14 +14,7 @@ from typing import Annotated, Any
 from torch import nn
 
 from dflash import Drafter, Statistics
-from dflash.internals import (
-    check_encoding,
-    context_bucket,
-    files,
-    mean_acceptance,
-    prompt_ids,
-    targets,
-)
+from dflash.internals import check_encoding, context_bucket, files, mean_acceptance, prompt_ids, targets
 
 from .compare import Comparison, Decoding, TimedAnswer, describe, pair_runners
 from .datasets import Conversation

@@ -95,12 +95,7 @@ class TransformersRunner:
 
 
 def pair_runners(
-    target: nn.Module,
-    draft: Drafter,
-    decoding: Decoding,
-    *,
-    padded: bool = False,
-    **options: Any,
+    target: nn.Module, draft: Drafter, decoding: Decoding, *, padded: bool = False, **options: Any
 ) -> dict[str, GeneratorRunner]:
     """Return one-token decoding and DFlash for one pair, as ``"one-token"`` and ``"dflash"``.
 
