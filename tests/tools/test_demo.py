@@ -1,6 +1,5 @@
 """Test ``dflash demo``: its claims are true, and a missing pair is reported in one clear line."""
 
-import io
 import json
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from recipes.demo_pair.evaluate import held_out_examples
 from recipes.demo_pair.pretrain import build_tokenizer
 from recipes.demo_pair.tasks import held_out
-from rich.console import Console
 from tiny_pair import save_pair
 from transformers import AutoTokenizer
 
@@ -124,11 +122,9 @@ def test_the_watched_steps_write_the_answer_and_the_proposer_is_put_back(tiny):
     assert len(watch.best.path) + len(watch.best.bonus) == len(watch.best.emitted) + 1
 
 
-def test_a_given_prompt_is_asked_as_the_pair_was_trained():
+def test_a_given_prompt_is_asked_as_the_pair_was_trained(shell):
     for text in ("add 48213 and 90377", "add 48213 and 90377\n=>\n"):
-        file = io.StringIO()
-        demo.run_demo(Decoding(200), prompt=text, console=Console(file=file))
-        assert "The sum of 48213 and 90377 is 138590." in file.getvalue()
+        assert "The sum of 48213 and 90377 is 138590." in shell("demo", "--prompt", text, "--max-new-tokens", 200).out
 
 
 @pytest.mark.parametrize(("drafted", "temperature"), [(True, 1.0), (True, 0.0), (None, 0.0)])

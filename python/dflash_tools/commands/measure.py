@@ -6,22 +6,22 @@ import dataclasses
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from dflash import demo_pair
 from dflash.internals import PAIR, check_text, checked, options
 
+from ..measure import demo as demos
 from ..measure import report as reports
 from ..measure.benchmark import BenchmarkConfig, run_benchmark
-from ..measure.compare import Decoding
+from ..measure.compare import Decoding, GeneratorRunner
 from ..measure.datasets import DATASETS, load_conversations
-from ..measure.demo import run_demo
-
-if TYPE_CHECKING:
-    from dflash import Drafter
+from ..measure.trees import TreeWatch
 
 
 @options.command()
@@ -48,30 +48,63 @@ def demo(
 
     With --tree, draft trees are compared too, and one step's tree is drawn.
     """
+    # 1. Check the options.
     options.check_sampling(max_new_tokens, temperature=temperature, seed=seed)
     if prompt is not None:
         check_text(prompt, "--prompt")
     options.check_pair(model, draft, "without both, the pair inside the package answers")
     if model is None and dtype != "float32":
         raise ValueError(f"--dtype {dtype} is for another pair, the package's runs in float32: add --model and --draft")
-
-    def load() -> tuple[Any, Drafter, Any]:
+    decoding = Decoding(max_new_tokens, temperature, seed, tree=checked("tree", options.as_number(tree)))
+    if prompt is not None and prompts is not None:
+        raise ValueError("--prompts counts held-out prompts: it does not go with --prompt")
+    if prompts is not None and prompts < 1:
+        raise ValueError(f"--prompts must be at least 1, got {prompts}")
+    if prompts is not None and seconds is not None:
+        raise ValueError("--prompts answers exactly that many prompts: it does not go with --seconds")
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"--seconds must be above 0, got {seconds}")
+    if 0 < temperature < demos.LEAST_TEMPERATURE:
+        raise ValueError(f"temperature must be 0 or at least {demos.LEAST_TEMPERATURE} here, got {temperature}")
+    # 2. Choose the prompts.
+    budget = demos.TimeLimit(None if prompts is not None else demos.SECONDS if seconds is None else seconds)
+    folder = PAIR if pair is None else pair
+    known = demos.demo_prompts(folder) if model is None else list(map(demos.Prompt, demos.QUESTIONS))
+    if prompt is not None and not prompt.endswith(demos.ARROW) and all(one.text.endswith(demos.ARROW) for one in known):
+        prompt += demos.ARROW
+    asked = known[:prompts] if prompt is None else [demos.Prompt(prompt)]
+    # 3. Load the pair. Trees take no DFlash 2 drafter.
+    if model is None:
+        target, drafter, tokenizer = demo_pair(folder, generation=None if tree is None else 1)
+    else:
         models = options.ModelOptions(model, draft, dtype, tree=tree).resolve()
         source = models.source(quiet=as_json)
         tokenizer = options.load_tokenizer(source)
-        return *models.load(source)[:2], tokenizer
+        target, drafter, _ = models.load(source)
+    # 4. Answer the prompts, and show the first few answers as they are written.
+    console, trees = Console(), TreeWatch()
 
-    report = run_demo(
-        Decoding(max_new_tokens, temperature, seed, tree=checked("tree", options.as_number(tree))),
-        folder=PAIR if pair is None else pair,
-        load=None if model is None else load,
-        prompt=prompt,
-        prompts=prompts,
-        seconds=seconds,
-        console=None if as_json else Console(),
-    )
+    def show(prompt: demos.Prompt, runner: GeneratorRunner, ids: Sequence[int]) -> None:
+        events = runner.stream(ids)
+        events = events if tree is None else trees.watch(runner.generator, events)
+        reports.print_answer(console, tokenizer, prompt.text, events)
+
+    if not as_json:
+        reports.print_legend(console)
+    how: dict[str, Any] = {"budget": budget, "show": None if as_json else show}
+    how["encode"] = demos.encode if model is None else demos.encode_message
+    report = demos.measure(target, drafter, tokenizer, asked, decoding, **how)
+    report["available"] = len(known) if prompt is None else 1
+    # 5. Report.
     if as_json:
         typer.echo(json.dumps(report))
+    else:
+        if trees.best is not None:
+            reports.print_tree(console, tokenizer, trees.best)
+        kind = str(target.dtype).removeprefix("torch.")
+        sizes = [sum(parameter.numel() for parameter in part.parameters()) / 1e6 for part in (target, drafter)]
+        about = f"target of {sizes[0]:.1f} M parameters, drafter of {sizes[1]:.1f} M, {kind}"
+        reports.print_demo(console, report, about)
     if not report["identical"]:
         raise typer.Exit(1)
 

@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from dflash import Drafter, demo_pair
+from dflash import Drafter
 from dflash.internals import PAIR, check_folder, mean_acceptance, prompt_ids, targets, text_ids
 
 from .compare import Comparison, Decoding, GeneratorRunner, TransformersRunner, add_up, pair_runners
 from .datasets import read_jsonl
-from .report import print_answer, print_demo, print_legend, print_tree
-from .trees import TreeWatch
 
 SECONDS = 12.0  # on two busy cores, imports and the last answers included, the demo then ends within a minute
 _STREAMED = 3  # answers that are shown; the others are only measured
-_LEAST_TEMPERATURE = 1e-30  # transformers' generate divides logits by it, and must not get infinities
+LEAST_TEMPERATURE = 1e-30  # transformers' generate divides logits by it, and must not get infinities
 QUESTIONS = (  # to models other than the package's own
     "Why is the sky blue in the day and red in the evening?",
     "A shop sells pens at 3 dollars and books at 12. What do 4 pens and 2 books cost together? Explain each step.",
@@ -156,70 +153,6 @@ def measure(
     }
 
 
-def run_demo(
-    decoding: Decoding,
-    *,
-    folder: str | Path = PAIR,
-    load: Callable[[], tuple[Any, Drafter, Any]] | None = None,
-    prompt: str | None = None,
-    prompts: int | None = None,
-    seconds: float | None = None,
-    console: Console | None = None,
-) -> dict[str, Any]:
-    """Load a pair, answer its held-out prompts, or ``prompt``, and measure.
-
-    Args:
-        decoding: how they are answered.
-        folder: the pair.
-        load: returns the target, drafter and tokenizer of another pair, which is asked `QUESTIONS`.
-        prompt: answered instead of the held-out prompts.
-        prompts: answer exactly this many held-out prompts, however long it takes.
-        seconds: start no other held-out prompt after this time; None is `SECONDS`.
-        console: gets the first few answers as they are written, one step's tree, then the report.
-
-    Raises:
-        ValueError: options contradict each other, and what `measure` raises.
-        FileNotFoundError: ``folder`` holds no pair.
-    """
-    if prompt is not None and prompts is not None:
-        raise ValueError("--prompts counts held-out prompts: it does not go with --prompt")
-    if prompts is not None and prompts < 1:
-        raise ValueError(f"--prompts must be at least 1, got {prompts}")
-    if prompts is not None and seconds is not None:
-        raise ValueError("--prompts answers exactly that many prompts: it does not go with --seconds")
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"--seconds must be above 0, got {seconds}")
-    if 0 < decoding.temperature < _LEAST_TEMPERATURE:
-        raise ValueError(f"temperature must be 0 or at least {_LEAST_TEMPERATURE} here, got {decoding.temperature}")
-    budget = TimeLimit(None if prompts is not None else SECONDS if seconds is None else seconds)
-    known = demo_prompts(folder) if load is None else list(map(Prompt, QUESTIONS))
-    if prompt is not None and not prompt.endswith(ARROW) and all(other.text.endswith(ARROW) for other in known):
-        prompt += ARROW
-    asked, trees = known[:prompts] if prompt is None else [Prompt(prompt)], TreeWatch()
-    if load is None:  # trees take no DFlash 2 drafter
-        target, draft, tokenizer = demo_pair(folder, generation=None if decoding.tree is None else 1)
-    else:
-        target, draft, tokenizer = load()
-
-    def show(prompt: Prompt, runner: GeneratorRunner, ids: Sequence[int]) -> None:
-        events = runner.stream(ids)
-        events = events if decoding.tree is None else trees.watch(runner.generator, events)
-        print_answer(console, tokenizer, prompt.text, events)
-
-    if console is not None:
-        print_legend(console)
-    how = {"budget": budget, "show": show if console else None, "encode": encode if load is None else _encode_message}
-    report = measure(target, draft, tokenizer, asked, decoding, **how)
-    report["available"] = len(known) if prompt is None else 1
-    if console is not None:
-        if trees.best is not None:
-            print_tree(console, tokenizer, trees.best)
-        dtype = str(target.dtype).removeprefix("torch.")
-        sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e6 for model in (target, draft)]
-        print_demo(console, report, f"target of {sizes[0]:.1f} M parameters, drafter of {sizes[1]:.1f} M, {dtype}")
-    return report
-
-
-def _encode_message(tokenizer: Any, text: str) -> Tensor:
+def encode_message(tokenizer: Any, text: str) -> Tensor:
     """Encode a user's message, or the text itself where there is no chat template."""
     return torch.tensor([prompt_ids(tokenizer, {"prompt": text})], dtype=torch.int64, device="cpu")
