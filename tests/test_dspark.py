@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 import dflash
 from dflash import DraftConfig
 from dflash.proposers import ChainProposer
-from dflash_tools.train import TrainableDrafter, published_config
+from dflash_tools.train import published_config
 from dflash_tools.train.export import export, vllm_command
+from dflash_tools.train.model import TrainableDrafter
 
 CONFIDENCE = {"confidence_head.proj.weight": torch.ones(1, 72), "confidence_head.proj.bias": torch.zeros(1)}
 

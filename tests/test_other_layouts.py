@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 import dflash
 from dflash import DraftConfig
 from dflash.proposers import ChainProposer
-from dflash_tools.train import TrainableDrafter
 from dflash_tools.train.export import export
+from dflash_tools.train.model import TrainableDrafter
 
 MUSE = {
     "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant", "hidden_size": 64,

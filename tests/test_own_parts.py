@@ -12,8 +12,8 @@ from families import VOCAB, draft_config, make_target
 from safetensors.torch import load_file
 
 import dflash
-from dflash_tools.train import TrainableDrafter
 from dflash_tools.train.export import export
+from dflash_tools.train.model import TrainableDrafter
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from dflash_tools.train import make_blocks, sample_anchors
-from dflash_tools.train.batches import default_gamma
+from dflash_tools.train.batches import default_gamma, make_blocks, sample_anchors
 
 MASK, GAMMA = 90, 3.0
 

@@ -15,20 +15,10 @@ from test_train_model import ANCHORS, inputs
 
 import dflash
 from dflash.drafter import DFlash2Config, DraftConfig
-from dflash_tools.train import (
-    TargetFeatures,
-    TrainableDrafter,
-    TrainConfig,
-    Trainer,
-    add_dflash2,
-    block_loss,
-    draft_config,
-    make_blocks,
-    new_drafter,
-    save_draft,
-)
+from dflash_tools.train import TargetFeatures, TrainConfig, Trainer, add_dflash2, draft_config, new_drafter, save_draft
 from dflash_tools.train import model as module
-from dflash_tools.train.model import candidate_scores, convolve
+from dflash_tools.train.batches import make_blocks
+from dflash_tools.train.model import TrainableDrafter, block_loss, candidate_scores, convolve
 
 MASK, BLOCK, TOP_K = 1, 6, 5
 PARTS = DFlash2Config(2, 16, 12, TOP_K)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dflash_tools.train import block_loss, make_blocks, sample_anchors
 from dflash_tools.train import model as module
+from dflash_tools.train.batches import make_blocks, sample_anchors
+from dflash_tools.train.model import block_loss
 
 VOCAB, HIDDEN, BLOCK = 23, 6, 5
 

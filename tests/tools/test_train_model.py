@@ -12,7 +12,6 @@ from torch.nn.attention.flex_attention import create_mask
 from dflash.drafter import DFlash2Config
 from dflash_tools.train import (
     TargetFeatures,
-    TrainableDrafter,
     TrainConfig,
     add_dflash2,
     adopt_head_,
@@ -20,7 +19,7 @@ from dflash_tools.train import (
     draft_config,
     new_drafter,
 )
-from dflash_tools.train.model import ATTENTIONS, visible_keys
+from dflash_tools.train.model import ATTENTIONS, TrainableDrafter, visible_keys
 
 LENGTH = 30
 ANCHORS = torch.tensor([[1, 7, 20], [3, 16, 29]])

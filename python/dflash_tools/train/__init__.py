@@ -1,19 +1,8 @@
 """Training a drafter for any target: ``dflash train``, or `Trainer` from Python."""
 
-from .batches import make_blocks, sample_anchors
 from .checkpoint import CheckpointError, save_draft
 from .config import TrainConfig
 from .export import published_config
 from .features import TargetFeatures
-from .model import (
-    TrainableDrafter,
-    add_dflash2,
-    adopt_head_,
-    adopt_layers_,
-    block_loss,
-    check_trainable,
-    choose_mask_id,
-    draft_config,
-    new_drafter,
-)
+from .model import add_dflash2, adopt_head_, adopt_layers_, choose_mask_id, draft_config, new_drafter
 from .trainer import Trainer
