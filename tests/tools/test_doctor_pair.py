@@ -67,7 +67,7 @@ def test_a_variant_of_each_planted_config_is_its_repair(name):
     wiring = Wiring.read(merged(healthy_keys(fault.kind), fault.config | {"dflash_config": fault.dflash}))
     target, tokenizer = target_and_tokenizer()
     keys, rows = target.config.to_dict(), target.config.vocab_size
-    facts = Facts(keys, target.config.num_hidden_layers, tokenizer, False, 200, rows, torch.float32)
+    facts = Facts(keys, target.config.num_hidden_layers, tokenizer, 200, rows, torch.float32)
     assert any((one.fault, one.config) == (fault.named, fault.repair) for one in variants(wiring, facts))
 
 

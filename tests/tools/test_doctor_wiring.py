@@ -85,10 +85,9 @@ def written(config: dict, line: dict) -> DraftConfig:
     return DraftConfig.from_config({**config, **line, "transformer_layer_config": layer})
 
 
-def facts(**changes) -> Facts:
+def facts() -> Facts:
     """Return what is known of a pair with a tiny target."""
-    plain = Facts({}, 4, byte_level(VOCAB), speculators=False, longest=200, embedding_rows=VOCAB, dtype=torch.float32)
-    return dataclasses.replace(plain, **changes)
+    return Facts({}, 4, byte_level(VOCAB), longest=200, embedding_rows=VOCAB, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +103,7 @@ def facts(**changes) -> Facts:
 def test_the_advised_line_has_the_same_effect_in_the_speculators_layout(patch, line, kind):
     config = speculators_config(kind)
     wiring = Wiring.read(config)
-    advised = wiring.advised(patch, speculators=True)
+    advised = wiring.advised(patch)
     assert line in (None, advised)
     assert written(config, advised) == wiring.patched(patch).config != wiring.config
 
@@ -112,7 +111,7 @@ def test_the_advised_line_has_the_same_effect_in_the_speculators_layout(patch, l
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_line_advised_in_the_speculators_layout_has_its_variant_s_effect(kind):
     config = speculators_config(kind)
-    found = variants(Wiring.read(config), facts(speculators=True))
+    found = variants(Wiring.read(config), facts())
     lines = [(variant.config, variant.wiring.config) for variant in found if variant.config]
     assert {variant.fault for variant in found if variant.config} >= {"tap order", "mask id", "causality", "window"}
     assert all(written(config, line) == wired for line, wired in lines)
@@ -120,7 +119,7 @@ def test_every_line_advised_in_the_speculators_layout_has_its_variant_s_effect(k
 
 def test_a_key_is_advised_where_it_stands():
     wiring = Wiring.read(config_dict(dflash_config={"mask_token_id": 100, "target_layer_ids": [1, 9], "causal": True}))
-    advised = wiring.advised({"mask_token_id": 3, "block_size": 8}, speculators=False)
+    advised = wiring.advised({"mask_token_id": 3, "block_size": 8})
     assert advised == {"dflash_config": {"mask_token_id": 3}, "block_size": 8}
 
 
@@ -131,7 +130,7 @@ def test_causality_can_be_changed_where_an_export_has_stated_it(is_causal):
     config["transformer_layer_config"]["is_causal"] = not is_causal
     patch = {"is_causal": is_causal, "causal": is_causal, "layer_types": ["full_attention", "sliding_attention"]}
     wiring = Wiring.read(config)
-    advised = wiring.advised(patch, speculators=True)
+    advised = wiring.advised(patch)
     assert written(config, advised) == wiring.patched(patch).config
     assert wiring.patched(patch).config.causal == ((False, True) if is_causal is None else (is_causal,) * 2)
 
@@ -139,11 +138,11 @@ def test_causality_can_be_changed_where_an_export_has_stated_it(is_causal):
 def test_a_copy_at_the_top_level_that_differs_is_advised_too():
     config = config_dict(mask_token_id=100, target_layer_ids=[1, 9], dflash_config={"mask_token_id": 100})
     wiring = Wiring.read(config)
-    advised = wiring.advised({"mask_token_id": 3}, speculators=False)
+    advised = wiring.advised({"mask_token_id": 3})
     assert advised == {"dflash_config": {"mask_token_id": 3}, "mask_token_id": 3}
     right_above = Wiring.read(config | {"mask_token_id": 3})
-    assert right_above.advised({"mask_token_id": 3}, speculators=False) == {"dflash_config": {"mask_token_id": 3}}
-    assert wiring.advised({"target_layer_ids": [2, 10]}, speculators=False) == {"target_layer_ids": [2, 10]}
+    assert right_above.advised({"mask_token_id": 3}) == {"dflash_config": {"mask_token_id": 3}}
+    assert wiring.advised({"target_layer_ids": [2, 10]}) == {"target_layer_ids": [2, 10]}
 
 
 def test_another_theta_is_advised_wherever_the_config_states_one():

@@ -14,16 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash import Drafter, Generator, Statistics
-from dflash.internals import (
-    ChainProposer,
-    Sampling,
-    drafter_config,
-    gguf,
-    mean_acceptance,
-    prompt_ids,
-    targets,
-    terminal,
-)
+from dflash.internals import ChainProposer, Sampling, gguf, mean_acceptance, prompt_ids, targets, terminal
 
 from ..measure.compare import Decoding, GeneratorRunner, add_up
 from ..train.data import load_prompts
@@ -433,7 +424,7 @@ def diagnose(
         out.notes.append(f"no other wiring was tried: {few} chance; give more prompts, or prompts with longer answers")
     else:
         facts = Facts(
-            target.to_dict(), len(layers), prompts.tokenizer, drafter_config.is_speculators(pair.keys), longest,
+            target.to_dict(), len(layers), prompts.tokenizer, longest,
             targets.embedding_table(pair.target).shape[0], pair.drafter.dtype,
         )  # fmt: skip
         _search(out, replay, wiring, facts, show)
@@ -571,7 +562,7 @@ def _mean_square(tensors: Iterable[Tensor]) -> float:
 
 def check_positions(keys: Mapping[str, Any], longest_prompt: int, longest: int) -> Iterator[Finding]:
     """Find prompts and answers that pass the positions that the drafter's ``config.json`` states."""
-    section = keys.get("transformer_layer_config", keys) if drafter_config.is_speculators(keys) else keys
+    section = keys.get("transformer_layer_config", keys)  # of the speculators layout
     positions = section.get("max_position_embeddings")  # a layout's default says nothing of this drafter
     if positions is None or longest <= positions:
         return

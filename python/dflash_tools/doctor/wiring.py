@@ -36,6 +36,7 @@ class Wiring:
         raw_last_tap: the last target layer is read before the final norm instead of after it.
         is_interleaved: the rows of q and k are stored for interleaved RoPE, not for the half-split form.
         dtype: of the drafter; None for its own.
+        is_speculators: the file itself is in the speculators layout.
     """
 
     keys: Mapping[str, Any] = field(compare=False)  # wirings that draft the same are equal whatever their keys
@@ -43,6 +44,7 @@ class Wiring:
     raw_last_tap: bool = False
     is_interleaved: bool = False
     dtype: torch.dtype | None = None
+    is_speculators: bool = field(default=False, compare=False)
 
     @classmethod
     def read(cls, keys: Mapping[str, Any]) -> Wiring:
@@ -51,8 +53,9 @@ class Wiring:
         Raises:
             ValueError: see `dflash.DraftConfig.from_config`.
         """
-        keys = drafter_config.from_speculators(keys) if drafter_config.is_speculators(keys) else keys
-        return cls(keys, _read_quietly(keys))
+        is_theirs = drafter_config.is_speculators(keys)
+        keys = drafter_config.from_speculators(keys) if is_theirs else keys
+        return cls(keys, _read_quietly(keys), is_speculators=is_theirs)
 
     def patched(self, patch: Mapping[str, Any]) -> Wiring | None:
         """Return the wiring with other keys, at the level where each of them stands; None if they cannot be read."""
@@ -80,10 +83,12 @@ class Wiring:
                 out[key] = value
         return out
 
-    def advised(self, patch: Mapping[str, Any], *, speculators: bool) -> dict[str, Any]:
+    def advised(self, patch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys to write into the drafter's ``config.json`` for `patched`."""
         keys = self.placed(patch)
-        return _as_speculators(keys, states_causality=self.keys.get("is_causal") is not None) if speculators else keys
+        if not self.is_speculators:
+            return keys
+        return _as_speculators(keys, states_causality=self.keys.get("is_causal") is not None)
 
     def apply(self, drafter: Drafter) -> Drafter:
         """Return a drafter that is wired like this. It shares the weights where they stay what they are."""
@@ -142,7 +147,6 @@ class Facts:
     target_keys: Mapping[str, Any]  # the target's text config
     target_layers: int  # which not every config has among its keys
     tokenizer: Any
-    speculators: bool  # the drafter's config is in the speculators layout
     longest: int  # tokens of the longest recorded answer with its prompt
     embedding_rows: int  # of the target's table
     dtype: torch.dtype  # of the drafter's weights
@@ -164,7 +168,7 @@ def variants(wiring: Wiring, facts: Facts) -> list[Variant]:
         for change, other, advice in family(wiring, facts):
             keys: dict[str, Any] = {}
             if not isinstance(other, Wiring):  # a patch of the config
-                keys = wiring.advised(other, speculators=facts.speculators)
+                keys = wiring.advised(other)
                 other, advice = wiring.patched(other), _in_words(keys) + advice
                 if other is None or other.config == wiring.config:
                     continue
@@ -244,10 +248,8 @@ def _rope_scaling(wiring: Wiring, facts: Facts) -> Changes:
 
 def _rope_layout(wiring: Wiring, _facts: Facts) -> Changes:
     if not wiring.is_interleaved:
-        advice = (
-            "the rows of q_proj and k_proj are stored for interleaved RoPE: reorder those of each head to the even "
-        )
-        advice += "ones, then the odd ones, and q_norm and k_norm likewise"
+        stored = "the rows of q_proj and k_proj are stored for interleaved RoPE: reorder those of each head"
+        advice = f"{stored} to the even ones, then the odd ones, and q_norm and k_norm likewise"
         change = "RoPE over interleaved pairs of q and k instead of their halves"
         yield change, replace(wiring, is_interleaved=True), advice
 
