@@ -40,12 +40,6 @@ from ..train.self_prompts import tell, user_turn, write_prompts
 from ..train.trainer import Trainer, make_accelerator
 
 
-def _show_traceback(debug: bool) -> bool:
-    if debug:
-        running.set_debug(True)
-    return debug
-
-
 @dataclass(frozen=True)
 class _TrainOptions:
     """Inputs and outputs of a run, how rows are encoded, and where the run happens."""
@@ -73,9 +67,11 @@ class _TrainOptions:
     trust_remote_code: options.TrustRemoteCode = False
     dry_run: Annotated[bool, "Time a few steps, and print what the run would do."] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the last metrics, or the plan, as JSON.")] = False
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_show_traceback)
-    ] = False
+    debug: Annotated[bool, "Show the traceback of an error."] = False
+
+    def __post_init__(self) -> None:
+        if self.debug:
+            running.set_debug(True)
 
 
 @dataclass(frozen=True)
@@ -194,11 +190,10 @@ def _check(run: _TrainOptions) -> str:
 
 
 def _new_drafter(target: Any, tokenizer: Any, rows: Any, given: dict[str, Any], seed: int) -> Drafter:
-    given = {"target_layer_ids" if name == "taps" else name: value for name, value in given.items()}
+    names = {"taps": "target_layer_ids", "layers": "num_layers"}
+    given = {names.get(name, name): value for name, value in given.items()}
     if "target_layer_ids" in given:
         given["target_layer_ids"] = _numbers("--taps", given["target_layer_ids"], int)
-    if "layers" in given:
-        given["num_layers"] = given.pop("layers")
     mask = models.choose_mask_id(target, tokenizer, given.pop("mask_token_id", None), rows)
     return models.new_drafter(models.draft_config(target, mask_token_id=mask, **given), seed=seed)
 
