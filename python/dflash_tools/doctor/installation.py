@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,29 +99,28 @@ def _cuda_kernels(name: str) -> Check:
     return Check(name, "in this build and running; each next to plain torch, on small tensors:")
 
 
-def _kernel_checks() -> list[Check]:
+def _kernel_checks() -> Iterator[Check]:
     """Compare each kernel with plain torch on the current GPU."""
     if not torch.cuda.is_available() or ops.cuda_status(torch.cuda.current_device()):
-        return []
-    off, checks, index = ops.kernels_off(), [], torch.cuda.current_device()
+        return
+    off, index = ops.kernels_off(), torch.cuda.current_device()
     try:
         every = check_gpu(torch.device("cuda", index))
     except Exception as error:
-        why = f"not compared: {terminal.first_line(error)}"
-        return [Check("- kernels", why, "warning", _FREE)]
+        yield Check("- kernels", f"not compared: {terminal.first_line(error)}", "warning", _FREE)
+        return
     for found in every:
         name = f"- {found.kernel}"
         if found.kernel in off:
-            checks.append(Check(name, f"off: {off[found.kernel]}", "warning", "unset DFLASH_KERNELS to use it"))
+            yield Check(name, f"off: {off[found.kernel]}", "warning", "unset DFLASH_KERNELS to use it")
         elif found.fault:
             advice = "runs turn it off (DFLASH_SELF_CHECK), which are right but slower; please report this"
-            checks.append(Check(name, found.fault, "error", advice))
+            yield Check(name, found.fault, "error", advice)
         elif found.kernel == OVERLAPPING:
-            checks.append(Check(name, "the same bits as one by one" if ops.overlaps(index) else "none here"))
+            yield Check(name, "the same bits as one by one" if ops.overlaps(index) else "none here")
         else:
             took = f"{found.microseconds:.0f} us with its launch"
-            checks.append(Check(name, f"error {found.error:.1e}, at most {found.bound:.1e}; {took}"))
-    return checks
+            yield Check(name, f"error {found.error:.1e}, at most {found.bound:.1e}; {took}")
 
 
 def _cuda_graphs(name: str) -> Check:
