@@ -510,17 +510,14 @@ def test_the_command_shows_and_deletes(shell, tmp_path, pair):
     assert not store.folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("learn status missing", "there is no folder missing: start a server with --learn missing"),
-        ("learn show missing", "name a folder, or status or forget and a folder, got show missing"),
-        ("learn a b c", "name a folder, or status or forget and a folder, got a b c"),
-        ("learn .", ". holds something else than answers"),
-        ("serve --port 0 --learn .", ". holds something else than answers"),
-        ("serve --port 0 --learn kept --block-size 1", "--learn needs a drafter with blocks of at least 2 rows"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    ("learn status missing", "there is no folder missing: start a server with --learn missing"),
+    ("learn show missing", "name a folder, or status or forget and a folder, got show missing"),
+    ("learn a b c", "name a folder, or status or forget and a folder, got a b c"),
+    ("learn .", ". holds something else than answers"),
+    ("serve --port 0 --learn .", ". holds something else than answers"),
+    ("serve --port 0 --learn kept --block-size 1", "--learn needs a drafter with blocks of at least 2 rows"),
+])  # fmt: skip
 def test_mistakes_are_told_before_models_are_loaded(shell, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").touch()

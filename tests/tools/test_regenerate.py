@@ -167,16 +167,13 @@ def test_long_prompts_are_left_out_and_counted(target, tmp_path, server):
         regenerate(some, ServerWriter(server.url, "x", raw=True, skip_long=True), tmp_path / "other.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"samples": 0}, "samples must be at least 1, got 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
-        ({"temperatures": (0.5, 0.5)}, "distinct values"),
-        ({"temperatures": (-1.0,)}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"samples": 0}, "samples must be at least 1, got 0"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
+    ({"temperatures": (0.5, 0.5)}, "distinct values"),
+    ({"temperatures": (-1.0,)}, "temperature"),
+    ({"top_p": 0.0}, "top_p"),
+])  # fmt: skip
 def test_impossible_settings_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         RegenerateConfig(**arguments)
@@ -405,21 +402,14 @@ def test_a_servers_refusal_ends_the_run_and_earlier_answers_stay(server, prompts
     assert regenerate(load_prompts(prompts), writer, out).written == 4
 
 
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        (b"<html>", r"the answer of http.*/chat/completions to line 1: not an answer of OpenAI's protocol: <html>"),
-        (b'{"choices": [{"message": {"content": "\\ud83d"}, "finish_reason": "stop"}]}', "half of a character"),
-        (
-            b'{"choices": [{"message": {"content": "w7", "reasoning_content": "hm"}, "finish_reason": "stop"}]}',
-            "start the server without a reasoning parser",
-        ),
-        (
-            b'{"choices": [{"message": {"content": null}, "finish_reason": "tool_calls"}]}',
-            "line 1 has finish_reason 'tool_calls'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("reply", "message"), [
+    (b"<html>", r"the answer of http.*/chat/completions to line 1: not an answer of OpenAI's protocol: <html>"),
+    (b'{"choices": [{"message": {"content": "\\ud83d"}, "finish_reason": "stop"}]}', "half of a character"),
+    (b'{"choices": [{"message": {"content": "w7", "reasoning_content": "hm"}, "finish_reason": "stop"}]}',
+     "start the server without a reasoning parser"),
+    (b'{"choices": [{"message": {"content": null}, "finish_reason": "tool_calls"}]}',
+     "line 1 has finish_reason 'tool_calls'"),
+])  # fmt: skip
 def test_malformed_answers_are_refused(server, prompts, tmp_path, reply, message):
     server.reply = reply
     with pytest.raises(ValueError, match=message):

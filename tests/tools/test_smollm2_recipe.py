@@ -90,15 +90,12 @@ def test_an_interrupted_stage_continues(folder):
     assert len(read(out / "answers.jsonl")) == 2 * whole
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"only": "pretraining"}, "--only must be model, prompts, answers"),
-        ({"only": "training"}, "stage training needs .*answers.jsonl: run stage answers first"),
-        ({"only": "evaluation", "held_out": []}, "add --held-out FILE"),
-        ({"tokens": 700}, "was begun with --tokens 600, not 700"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"only": "pretraining"}, "--only must be model, prompts, answers"),
+    ({"only": "training"}, "stage training needs .*answers.jsonl: run stage answers first"),
+    ({"only": "evaluation", "held_out": []}, "add --held-out FILE"),
+    ({"tokens": 700}, "was begun with --tokens 600, not 700"),
+])  # fmt: skip
 def test_what_cannot_run_is_refused_before_any_work(folder, monkeypatch, changes, message):
     run(folder, only="model")
     before = sorted((folder / "run").iterdir())

@@ -245,30 +245,25 @@ def test_long_prompts_are_an_error_or_left_out(jsonl):
         load_rows(jsonl({"prompt": "w7 w8 w9", "response": "w8"}), spoken(None), 2, skip_long=True)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{'a': 1}", "line 2: not JSON"),
-        ("[1]", "line 2: must be a JSON object, got list"),
-        ("[" * 100_000, "line 2: not JSON"),
-        (r'{"prompt": "w7 \ud83d", "response": "w8"}', "line 2: not JSON"),
-        ('{"answer": 1}', "line 2: a row has .* got answer"),
-        ('{"prompt": "w7"}', "line 2: the prompt has no response: .*dflash regenerate"),
-        ('{"prompt": "w7", "response": 3}', "line 2: response must be text, got 3"),
-        ('{"prompt": "", "response": "w8"}', "line 2: prompt must be non-empty text"),
-        ('{"response": "w8"}', "line 2: a prompt needs prompt, messages, question or turns, got response"),
-        ('{"messages": []}', "line 2: messages must be a list of role and content"),
-        ('{"messages": [{"role": "user", "content": "w7"}]}', "line 2: messages has no assistant turn"),
-        ('{"text": 5}', "line 2: text must be a non-empty string"),
-        ('{"input_ids": [7, 8]}', "line 2: loss_mask must hold a 0 or 1 for each of the 2 input_ids"),
-        ('{"input_ids": [7, 97], "loss_mask": [0, 1]}', r"line 2: input_ids must lie in 0 \.\. 96, got 97"),
-        ('{"input_ids": [7, 8], "loss_mask": [0, 0]}', "line 2: no response token"),
-        (
-            '{"prompt": "w7", "response": "w8", "prompt_ids": [7], "response_ids": [9]}',
-            "line 2: response_ids do not decode to response",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("{'a': 1}", "line 2: not JSON"),
+    ("[1]", "line 2: must be a JSON object, got list"),
+    ("[" * 100_000, "line 2: not JSON"),
+    (r'{"prompt": "w7 \ud83d", "response": "w8"}', "line 2: not JSON"),
+    ('{"answer": 1}', "line 2: a row has .* got answer"),
+    ('{"prompt": "w7"}', "line 2: the prompt has no response: .*dflash regenerate"),
+    ('{"prompt": "w7", "response": 3}', "line 2: response must be text, got 3"),
+    ('{"prompt": "", "response": "w8"}', "line 2: prompt must be non-empty text"),
+    ('{"response": "w8"}', "line 2: a prompt needs prompt, messages, question or turns, got response"),
+    ('{"messages": []}', "line 2: messages must be a list of role and content"),
+    ('{"messages": [{"role": "user", "content": "w7"}]}', "line 2: messages has no assistant turn"),
+    ('{"text": 5}', "line 2: text must be a non-empty string"),
+    ('{"input_ids": [7, 8]}', "line 2: loss_mask must hold a 0 or 1 for each of the 2 input_ids"),
+    ('{"input_ids": [7, 97], "loss_mask": [0, 1]}', r"line 2: input_ids must lie in 0 \.\. 96, got 97"),
+    ('{"input_ids": [7, 8], "loss_mask": [0, 0]}', "line 2: no response token"),
+    ('{"prompt": "w7", "response": "w8", "prompt_ids": [7], "response_ids": [9]}',
+     "line 2: response_ids do not decode to response"),
+])  # fmt: skip
 def test_a_bad_row_is_reported_with_its_line(jsonl, line, message):
     path = jsonl({"prompt": "w7", "response": "w8"}, line)
     with pytest.raises(ValueError, match=message):
