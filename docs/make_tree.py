@@ -10,7 +10,8 @@ from xml.sax.saxutils import escape
 from rich.cells import cell_len
 
 import dflash
-from dflash_tools.measure import demo_prompts, encode, trees
+from dflash_tools.measure import demo_prompts, encode
+from dflash_tools.measure.trees import ACCEPTED, BONUS, DRAFT, EDGE, Piece, TreeWatch, draw
 
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS.parent / "bench"))
@@ -19,26 +20,26 @@ import package_pair  # noqa: E402
 ROWS, PROMPTS, NOISE = 32, 8, 0.6
 CELL, LINE = 8, 18  # pixels
 STYLES = {
-    trees.ACCEPTED: 'fill="#1a7f37" font-weight="bold"',
-    trees.BONUS: 'fill="#bf8700" font-weight="bold" text-decoration="underline"',
-    trees.DRAFT: 'fill="#808890"',
-    trees.EDGE: 'fill="#808890"',
+    ACCEPTED: 'fill="#1a7f37" font-weight="bold"',
+    BONUS: 'fill="#bf8700" font-weight="bold" text-decoration="underline"',
+    DRAFT: 'fill="#808890"',
+    EDGE: 'fill="#808890"',
 }
 
 
-def one_step() -> list[list[trees.Piece]]:
+def one_step() -> list[list[Piece]]:
     """Return the picture of a step that left the spine, of the first few prompts."""
     target, draft, tokenizer = dflash.demo_pair(generation=1)
     package_pair.perturb(draft, NOISE)
-    generator, watch = dflash.Generator(target, draft, max_length=384, tree=ROWS), trees.TreeWatch()
+    generator, watch = dflash.Generator(target, draft, max_length=384, tree=ROWS), TreeWatch()
     for prompt in demo_prompts()[:PROMPTS]:
         ids = encode(tokenizer, prompt.text)
         for _ in watch.watch(generator, generator.stream(ids, max_new_tokens=120, temperature=0.0)):
             pass
-    return trees.draw(watch.best, lambda token: tokenizer.decode([token]))
+    return draw(watch.best, lambda token: tokenizer.decode([token]))
 
 
-def svg(lines: list[list[trees.Piece]]) -> str:
+def svg(lines: list[list[Piece]]) -> str:
     """Return the lines as a picture, every text at its column."""
     texts, width = [], 0
     for number, line in enumerate(lines, 1):
