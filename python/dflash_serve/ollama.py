@@ -15,8 +15,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from . import api, requests
-from .answer_text import BlockEvent, BlockWriter, arguments_of
-from .answer_tokens import ShownToken
+from .answer_text import BlockEvent, BlockWriter, ShownToken, arguments_of
 from .openai import chat_logprobs
 from .requests import ApiError, ChatRequest, CompletionRequest, Fields, Number, SamplingFields, Stops, Top, not_applied
 from .service import Completion, Service

@@ -14,8 +14,7 @@ from fastapi import APIRouter, Request, Response
 from dflash import StreamEvent
 
 from . import api, requests
-from .answer_text import Delta
-from .answer_tokens import Piece, ShownToken
+from .answer_text import Delta, Piece, ShownToken
 from .requests import ApiError, GenerationRequest, StreamOptions
 from .service import Choice, Completion
 

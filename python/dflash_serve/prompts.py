@@ -16,7 +16,7 @@ from dflash import Grammar
 from dflash.internals import check_template, check_text, render_chat, terminal, text_ids, written_calls
 
 from . import requests
-from .answer_tokens import MarkedTokenizer
+from .answer_text import MarkedTokenizer
 from .pictures import PictureReader
 from .reasoning import ReasoningForm, find_reasoning_form
 from .requests import bad_request, refusing

@@ -23,8 +23,7 @@ from dflash.internals import SETTINGS, Call, GenerateArguments, RecordedSettings
 
 from . import requests
 from .adopt import Adopter
-from .answer_text import AnswerText, BlockEvent, BlockWriter, Delta
-from .answer_tokens import AnswerTokens, Pieces, ShownToken
+from .answer_text import AnswerText, AnswerTokens, BlockEvent, BlockWriter, Delta, Pieces, ShownToken
 from .pictures import PictureReader
 from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools, unicode_text
 from .requests import ApiError, ChatRequest, GenerationRequest, bad_request, unknown_fields

@@ -10,7 +10,7 @@ from tiny_tokenizers import byte_fallback, byte_level
 
 import dflash
 from dflash.outputs import TokenLogprobs
-from dflash_serve.answer_tokens import AnswerTokens, Pieces
+from dflash_serve.answer_text import AnswerTokens, Pieces
 from dflash_serve.openai import completion_logprobs
 
 BOUND = 1e-4  # float32, sums in another order; the values are as low as -30
