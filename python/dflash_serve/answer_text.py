@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from dflash import TokenLogprobs
 from dflash.internals import TextDecoder, open_suffix
 
@@ -36,14 +38,7 @@ class ShownToken(NamedTuple):
     top: list[tuple[Piece, float]] | None
 
 
-def _byte_letters() -> dict[str, int]:
-    """Return the letters by which byte-level vocabularies write bytes, as GPT-2 does."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of byte-level vocabularies
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
