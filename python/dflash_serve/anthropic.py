@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from . import api
 from .answer_text import BlockEvent, BlockWriter, arguments_of
-from .requests import ApiError, ChatRequest, Fields, Number, SamplingFields, Text, not_applied, parts_of
+from .requests import ApiError, ChatRequest, Fields, Number, SamplingFields, Text, expect, not_applied, parts_of
 from .service import Choice, Completion
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -123,8 +122,8 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
 
     @model_validator(mode="after")
     def _check_last(self) -> CountRequest:
-        if self.messages[-1].role == "assistant":
-            raise PydanticCustomError("pairs", "the last message must be the user's: answers are not continued")
+        last = self.messages[-1].role
+        expect(last != "assistant", "the last message must be the user's: answers are not continued")
         return self
 
     def chat(self) -> ChatRequest:

@@ -12,12 +12,11 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from . import api, requests
 from .answer_text import BlockEvent, BlockWriter, ShownToken, arguments_of
 from .openai import chat_logprobs
-from .requests import ApiError, ChatRequest, CompletionRequest, Fields, Number, SamplingFields, Stops, Top, not_applied
+from .requests import ApiError, ChatRequest, Fields, Number, SamplingFields, Stops, Top, expect, not_applied
 from .service import Completion, Service
 
 _VERSION = "0.12.11"  # of Ollama: the first with all that is here; some clients ask for a newer one than ours
@@ -132,19 +131,19 @@ class OllamaGenerate(not_applied(OllamaRequest, context=([],), images=([],), suf
 
     @model_validator(mode="after")
     def _check_raw(self) -> OllamaGenerate:
-        if self.raw and (self.system or self.think):
-            raise PydanticCustomError("pairs", "raw=true takes the prompt as it is: leave system and think out")
+        is_written = self.system or self.think
+        expect(not (self.raw and is_written), "raw=true takes the prompt as it is: leave system and think out")
         return self
 
-    def chat(self) -> ChatRequest | CompletionRequest:
+    def chat(self) -> ChatRequest | requests.CompletionRequest:
         """Return the same as a chat request, or with ``raw`` as a text request.
 
         Raises:
             pydantic.ValidationError: it cannot be one.
         """
         if self.raw:
-            logprobs = (self.top_logprobs or 0) if self.logprobs else None
-            return CompletionRequest.model_validate({**self._fields(), "prompt": self.prompt, "logprobs": logprobs})
+            fields = {"prompt": self.prompt, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+            return requests.CompletionRequest.model_validate({**self._fields(), **fields})
         messages = [{"role": "system", "content": self.system}] if self.system else []
         return self._chat([*messages, {"role": "user", "content": self.prompt}])
 

@@ -12,24 +12,11 @@ from typing import Annotated, Any, Literal
 import pydantic
 from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter
-from pydantic_core import PydanticCustomError
 
-from . import api
+from . import api, requests
 from .answer_text import BlockEvent, BlockWriter, arguments_of
 from .openai import error_body
-from .requests import (
-    ApiError,
-    ChatRequest,
-    Fields,
-    Function,
-    JsonSchema,
-    Limit,
-    Name,
-    SamplingFields,
-    bad_request,
-    not_applied,
-    parts_of,
-)
+from .requests import ApiError, ChatRequest, Fields, Limit, Name, SamplingFields, bad_request, expect, not_applied
 from .service import Choice, Completion
 
 _MOST_KEPT = 1000  # responses that later requests can continue
@@ -61,7 +48,7 @@ class _Item(Fields):
 class MessageItem(_Item):
     type: Literal["message"]
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[ContentPart], BeforeValidator(parts_of, str | list[ContentPart])]
+    content: Annotated[list[ContentPart], BeforeValidator(requests.parts_of, str | list[ContentPart])]
 
 
 class CallItem(_Item):
@@ -75,7 +62,7 @@ class CallItem(_Item):
 class CallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: Annotated[list[ContentPart], BeforeValidator(parts_of, str | list[ContentPart])]
+    output: Annotated[list[ContentPart], BeforeValidator(requests.parts_of, str | list[ContentPart])]
 
 
 class ReasoningItem(_Item):
@@ -98,15 +85,13 @@ def _items(value: object) -> object:
     return [{"type": "message", **each} if isinstance(each, dict) and "role" in each else each for each in value]
 
 
-class FunctionTool(Function):
+class FunctionTool(requests.Function):
     type: Literal["function"]
 
 
 def _hosted(kind: str) -> str:
-    if kind == "function":
-        raise PydanticCustomError("pairs", "a function has a name, and may have a description and parameters")
-    if kind == "namespace":
-        raise PydanticCustomError("pairs", "a namespace has a name and tools, and may have a description")
+    expect(kind != "function", "a function has a name, and may have a description and parameters")
+    expect(kind != "namespace", "a namespace has a name and tools, and may have a description")
     return kind
 
 
@@ -138,7 +123,7 @@ class FunctionChoice(Fields):
     name: str
 
 
-class TextForm(JsonSchema):
+class TextForm(requests.JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
 

@@ -42,6 +42,12 @@ def refusing(param: str | None, where: str = "") -> Iterator[None]:
         raise bad_request(f"{where}{error}", param) from error
 
 
+def expect(holds: object, message: str) -> None:
+    """Refuse a request whose fields do not go together."""
+    if not holds:
+        raise PydanticCustomError("pairs", message)
+
+
 def not_applied(base: type[BaseModel], **fields: tuple[Any, ...]) -> Any:
     """Return a model with fields of OpenAI's API that are not applied, each with the values that ask for nothing.
 
@@ -73,8 +79,7 @@ def parts_of(value: object) -> object:
 
 
 def _limit(value: int) -> int:
-    if value == 0:
-        raise PydanticCustomError("limit", "it must be at least 1, or -1 for as many as fit")
+    expect(value != 0, "it must be at least 1, or -1 for as many as fit")
     return value
 
 
@@ -158,8 +163,8 @@ class ResponseFormat(Fields):
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("pairs", "json_schema belongs to the type json_schema, and must be given there")
+        is_schema, has_schema = self.type == "json_schema", self.json_schema is not None
+        expect(is_schema == has_schema, "json_schema belongs to the type json_schema, and must be given there")
         return self
 
 
@@ -220,10 +225,8 @@ class GenerationRequest(_OtherSettings):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> GenerationRequest:
-        if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("pairs", "stream_options needs stream=true")
-        if self.ignore_eos and self.stop_token_ids:
-            raise PydanticCustomError("pairs", "ignore_eos cannot be combined with stop_token_ids")
+        expect(self.stream or self.stream_options is None, "stream_options needs stream=true")
+        expect(not (self.ignore_eos and self.stop_token_ids), "ignore_eos cannot be combined with stop_token_ids")
         return self
 
 
@@ -296,12 +299,11 @@ class Message(not_applied(Fields, refusal=(), audio=(), function_call=("none",))
 
     @model_validator(mode="after")
     def _check_tools(self) -> Message:
-        if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("pairs", "tool_calls belong to messages of the assistant")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise PydanticCustomError("pairs", "tool_call_id belongs to messages of the role tool, which must have it")
-        if self.role not in ("user", "tool") and any(isinstance(part, ImagePart) for part in self.content or ()):
-            raise PydanticCustomError("pairs", "pictures belong to messages of the roles user and tool")
+        expect(self.role == "assistant" or not self.tool_calls, "tool_calls belong to messages of the assistant")
+        is_result, has_id = self.role == "tool", self.tool_call_id is not None
+        expect(is_result == has_id, "tool_call_id belongs to messages of the role tool, which must have it")
+        is_text = not any(isinstance(part, ImagePart) for part in self.content or ())
+        expect(is_text or self.role in ("user", "tool"), "pictures belong to messages of the roles user and tool")
         return self
 
 
@@ -332,15 +334,14 @@ class ChatRequest(_ChatFields):
     @pydantic.field_validator("top_logprobs")
     @classmethod
     def _check_logprobs(cls, value: int | None, info: pydantic.ValidationInfo) -> int | None:
-        if value and not info.data.get("logprobs"):
-            raise PydanticCustomError("pairs", "it needs logprobs=true")
+        expect(not value or info.data.get("logprobs"), "it needs logprobs=true")
         return value
 
     @model_validator(mode="after")
     def _join_limits(self) -> ChatRequest:
         """Keep the most tokens of an answer in ``max_tokens``, whichever field has them."""
-        if None not in (both := (self.max_tokens, self.max_completion_tokens)) and both[0] != both[1]:
-            raise PydanticCustomError("pairs", "max_tokens and max_completion_tokens differ: give one of them")
+        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        expect(len(given) < 2, "max_tokens and max_completion_tokens differ: give one of them")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
 
@@ -376,8 +377,7 @@ class TokenizeRequest(not_applied(Fields, add_generation_prompt=(True,), continu
 
     @model_validator(mode="after")
     def _check_prompt(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("pairs", "give one of prompt and messages")
+        expect((self.prompt is None) != (self.messages is None), "give one of prompt and messages")
         return self
 
 
