@@ -123,7 +123,7 @@ class Reader:
 
     def __init__(self, scheduler: Scheduler, ids: torch.Tensor, **arguments: Any) -> None:
         self._items = queue.SimpleQueue()
-        self.cancel = scheduler.submit(scheduler.resolve(ids[None], **arguments), self._items.put).cancel
+        self.cancel = scheduler.submit(scheduler.session.resolve(ids[None], **arguments), self._items.put).cancel
 
     def __iter__(self) -> Iterator[dflash.StreamEvent]:
         while (item := self._items.get()) is not None:

@@ -7,21 +7,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar, cast
-
-from torch import Tensor
+from typing import TypeVar, cast
 
 from dflash import Generator as TokenGenerator
 from dflash import StreamEvent
-from dflash.internals import Call, GenerateArguments, Session
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from dflash.internals import Call, Session
 
 _LOG = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-Item = StreamEvent | Exception | None
-"""An event, what went wrong, or None for the end."""
+Item = StreamEvent | Exception | None  # None is the end
 
 
 class QueueFullError(RuntimeError):
@@ -31,9 +25,8 @@ class QueueFullError(RuntimeError):
 class Ticket:
     """A request that was submitted."""
 
-    def __init__(self, call: Call, skip_special_tokens: bool, emit: Callable[[Item], None]) -> None:
-        self.call, self.skip_special_tokens, self.emit = call, skip_special_tokens, emit
-        self.is_cancelled = False
+    def __init__(self, call: Call, emit: Callable[[Item], None]) -> None:
+        self.call, self.emit, self.is_cancelled = call, emit, False
 
     def cancel(self) -> None:
         """Ask for the end of the request; its events end soon."""
@@ -87,24 +80,19 @@ class Scheduler:
         """Requests that have a row."""
         return len(self._running)
 
-    def resolve(self, ids: Tensor, **arguments: Unpack[GenerateArguments]) -> Call:
-        """Check a request as `dflash.session.Session.resolve` does; nothing is run."""
-        return self.session.resolve(ids, **arguments)
-
-    def submit(self, call: Call, emit: Callable[[Item], None], *, skip_special_tokens: bool = False) -> Ticket:
-        """Queue a request.
+    def submit(self, call: Call, emit: Callable[[Item], None]) -> Ticket:
+        """Queue a request. The text of its events has no special tokens.
 
         Args:
-            call: from `resolve`.
+            call: from `dflash.session.Session.resolve`.
             emit: called from the scheduler's thread with each event, then with None or an exception; must return at
                 once.
-            skip_special_tokens: as in ``tokenizer.decode``, for the events' text.
 
         Raises:
             QueueFullError: ``max_waiting`` requests wait already.
             RuntimeError: the scheduler is closed.
         """
-        ticket = Ticket(call, skip_special_tokens, emit)
+        ticket = Ticket(call, emit)
         with self._changed:
             self._expect_open()
             waiting = sum(not other.is_cancelled for other in self._waiting)
@@ -197,7 +185,7 @@ class Scheduler:
                 self._say_busy(True)
                 ticket = self._waiting.popleft()
                 try:
-                    row = self.session.admit(ticket.call, skip_special_tokens=ticket.skip_special_tokens)
+                    row = self.session.admit(ticket.call, skip_special_tokens=True)
                 except Exception as error:  # of this request
                     ticket.emit(error)
                 else:

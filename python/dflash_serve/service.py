@@ -160,7 +160,7 @@ class Completion:
         try:
             for index, choice in enumerate(choices):
                 emit = functools.partial(self._emit, index)
-                self._tickets.append(service.scheduler.submit(choice.call, emit, skip_special_tokens=True))
+                self._tickets.append(service.scheduler.submit(choice.call, emit))
         except RuntimeError as error:
             self._cancel()
             raise refusal_of(error) from error
@@ -454,7 +454,7 @@ class Service:
             ids = torch.tensor([prompt.ids], dtype=torch.int64, device=generator.engine.target.device)
             for number in range(count):
                 try:
-                    call = self.scheduler.resolve(ids, seed=fold(seed, number), **arguments)
+                    call = self.scheduler.session.resolve(ids, seed=fold(seed, number), **arguments)
                     if self.receipts is not None:
                         RecordedSettings.of(call)  # a receipt can state it
                 except (ValueError, TypeError) as error:
