@@ -29,8 +29,8 @@ from .api import Api, Served
 from .requests import ApiError, bad_request
 from .service import Service
 
+# The last has all other paths: their errors are OpenAI's too.
 APIS = (openai_responses.API, anthropic.API, ollama.API, receipts.API, openai.API)
-"""The APIs of this server. The last has all other paths: their errors are OpenAI's too."""
 
 _VERSIONED = [route.path for api in APIS for route in api.router.routes if route.path.startswith("/v1/")]
 _SHORT = tuple({path.partition("/{")[0].removeprefix("/v1") for path in _VERSIONED})  # also served without /v1
@@ -96,13 +96,8 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
 
 def _refuse(error: ApiError, method: str, path: str) -> Response:
     """Return an error as a response, and log why."""
-    _LOG.info(
-        "%d %s %s: %s",
-        error.status,
-        terminal.named(method),
-        terminal.named(path),
-        terminal.printable(error.message[:_MAX_REASON]),
-    )
+    reason = terminal.printable(error.message[:_MAX_REASON])
+    _LOG.info("%d %s %s: %s", error.status, terminal.named(method), terminal.named(path), reason)
     content = json.dumps(_api_of(path).error_body(error))  # ASCII: an unknown field's name may be half a character
     return Response(content, error.status, error.headers, media_type="application/json")
 

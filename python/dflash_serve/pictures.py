@@ -19,12 +19,10 @@ from dflash.internals import terminal
 
 from .requests import ImagePart, Message, bad_request
 
+# Of one request; bytes are those of a picture's file, pixels those of all together.
 MAX_PICTURES, MAX_BYTES, MAX_PIXELS = 16, 16 * 2**20, 2**25
-"""Of one request; bytes are those of a picture's file, pixels those of all together."""
-
+# Other decoders of Pillow start programs, or decode before a picture's size is known.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""What is decoded: other decoders of Pillow start programs, or decode before a picture's size is known."""
-
 _SECONDS = 10.0  # to fetch the pictures of a request
 _FETCHING = ThreadPoolExecutor(8, "pictures")  # hosts that never answer hold up these threads only
 _TURNS = threading.BoundedSemaphore(2)  # pictures that are decoded or prepared at once
