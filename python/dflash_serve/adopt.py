@@ -8,7 +8,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -16,9 +16,7 @@ from dflash import load_draft
 from dflash.internals import terminal
 
 from .record import AnswerRecorder
-
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
+from .scheduler import Scheduler
 
 _LOG = logging.getLogger(__name__)
 _POLL = 2.0  # seconds
@@ -73,13 +71,14 @@ class Adopter:
 
     Attributes:
         number: of the drafter that is served; 0 is the one that the server was started with.
+        now, before: the pace of the last answers with this drafter, and with the one before.
     """
 
     def __init__(self, recorder: AnswerRecorder, scheduler: Scheduler, *, poll: float = _POLL) -> None:
         self._recorder, self._store, self._scheduler = recorder, recorder.store, scheduler
         draft: Any = scheduler.generator.draft
         self._draft, self._first = draft, {name: x.to("cpu", copy=True) for name, x in draft.state_dict().items()}
-        self.number, self._now, self._before, self._is_told = 0, Pace(), Pace(), True
+        self.number, self.now, self.before, self._is_told = 0, Pace(), Pace(), True
         self._lock, self._ended = threading.Lock(), threading.Event()
         # Who learns waits while requests run.
         self._stack = contextlib.ExitStack()
@@ -88,20 +87,10 @@ class Adopter:
         if poll:
             self._thread.start()
 
-    @property
-    def now(self) -> float:
-        """Tokens per step of the last answers with this drafter; NaN before the first."""
-        return self._now.mean
-
-    @property
-    def before(self) -> float:
-        """Tokens per step of the last answers with the drafter before."""
-        return self._before.mean
-
     def observe(self, steps: Sequence[int]) -> None:
         """Take note of the steps of an answer that has ended."""
         with self._lock:
-            self._now.add(steps)
+            self.now.add(steps)
 
     def look(self) -> None:
         """Roll back a drafter that is worse than the one before, and take up the one that the folder asks for.
@@ -112,8 +101,8 @@ class Adopter:
             ValueError: the folder has no such drafter, or it has another shape.
         """
         with self._lock:
-            is_worse, after, before = self._now.is_below(self._before), self.now, self.before
-            has_enough = len(self._now) >= ENOUGH
+            is_worse, after, before = self.now.is_below(self.before), self.now.mean, self.before.mean
+            has_enough = len(self.now) >= ENOUGH
             says, self._is_told = has_enough and not self._is_told, self._is_told or has_enough
         if says:
             _LOG.info("drafter %d: %.2f tokens per step, before it %.2f", self.number, after, before)
@@ -150,9 +139,9 @@ class Adopter:
     def _swap(self, number: int, weights: dict[str, Tensor], *, forgets: bool) -> None:
         self._draft.load_state_dict(weights)
         with self._lock:
-            _LOG.info("drafter %d is served now; %d had %.2f tokens per step", number, self.number, self.now)
+            _LOG.info("drafter %d is served now; %d had %.2f tokens per step", number, self.number, self.now.mean)
             self.number = self._recorder.drafter = number
-            self._now, self._before, self._is_told = Pace(), Pace() if forgets else self._now, False
+            self.now, self.before, self._is_told = Pace(), Pace() if forgets else self.now, False
 
     def _watch(self, poll: float) -> None:
         failed = ""

@@ -271,10 +271,9 @@ class Metrics:
         own: dict[str, Any] = {"registry": self._registry}
         # 1. Requests.
         self.requests = Counter("dflash_requests", "Requests by how they ended.", ["outcome"], **own)
-        waiting = Gauge("dflash_answers_waiting", "Answers that wait for a row.", **own)
-        running = Gauge("dflash_answers_running", "Answers that have a row.", **own)
-        waiting.set_function(lambda: scheduler.waiting)
-        running.set_function(lambda: scheduler.running)
+        waiting, running = "Answers that wait for a row.", "Answers that have a row."
+        Gauge("dflash_answers_waiting", waiting, **own).set_function(lambda: scheduler.waiting)
+        Gauge("dflash_answers_running", running, **own).set_function(lambda: scheduler.running)
         # 2. Tokens.
         self._prompt = Counter("dflash_prompt_tokens", "Prompt tokens of answers that began.", **own)
         self._cached = Counter("dflash_cached_prompt_tokens", "Those that were not run again.", **own)
@@ -287,8 +286,8 @@ class Metrics:
             Gauge("dflash_drafter", help, **own).set_function(lambda: adopter.number)
             help = "Mean tokens per step of the last 500 answers with this drafter, and with the one before."
             pace = Gauge("dflash_drafter_step_tokens", help, ["drafter"], **own)
-            pace.labels("now").set_function(lambda: adopter.now)
-            pace.labels("before").set_function(lambda: adopter.before)
+            pace.labels("now").set_function(lambda: adopter.now.mean)
+            pace.labels("before").set_function(lambda: adopter.before.mean)
         # 3. Times.
         own["buckets"] = _SECONDS
         self._first = Histogram("dflash_first_token_seconds", "From a request to its first token.", **own)
