@@ -126,8 +126,8 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
         expect(last != "assistant", "the last message must be the user's: answers are not continued")
         return self
 
-    def chat(self) -> ChatRequest:
-        """Return the same as a chat request.
+    def chat(self, **more: Any) -> ChatRequest:
+        """Return the same as a chat request, with ``more`` fields.
 
         Raises:
             pydantic.ValidationError: it cannot be one.
@@ -155,10 +155,7 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
         if (form := config.format or self.output_format) is not None:
             schema = {"name": "answer", "schema": form.schema_, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return ChatRequest.model_validate({**fields, **self._more()})
-
-    def _more(self) -> dict[str, Any]:
-        return {}
+        return ChatRequest.model_validate(fields | more)
 
 
 class MessagesRequest(CountRequest, SamplingFields):
@@ -171,9 +168,9 @@ class MessagesRequest(CountRequest, SamplingFields):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
-    def _more(self) -> dict[str, Any]:
+    def chat(self, **more: Any) -> ChatRequest:
         ends = {"max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
-        return {**self.sampling(), **ends, "stream": self.stream}
+        return super().chat(**self.sampling(), **ends, stream=self.stream, **more)
 
 
 def _joined(texts: Sequence[TextBlock]) -> str:
@@ -203,10 +200,6 @@ def _chat_messages(message: MessageParam) -> Iterator[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------- answers
 
 
-def _event(kind: str, **content: Any) -> str:
-    return api.typed_event({"type": kind, **content})
-
-
 _BEGUN: dict[str, dict[str, Any]] = {
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
     "text": {"type": "text", "text": ""},
@@ -226,12 +219,12 @@ def _content_block(block: BlockEvent) -> dict[str, Any]:
 
 def _block_event(block: BlockEvent) -> str:
     if block.what == "close":
-        return _event("content_block_stop", index=block.index)
+        return api.typed_event("content_block_stop", index=block.index)
     if block.what == "add":
         kind, field = _ADDED[block.kind]
-        return _event("content_block_delta", index=block.index, delta={"type": kind, field: block.text})
+        return api.typed_event("content_block_delta", index=block.index, delta={"type": kind, field: block.text})
     named = dict(zip(("id", "name"), block.call, strict=True)) if block.kind == "call" else {}
-    return _event("content_block_start", index=block.index, content_block={**_BEGUN[block.kind], **named})
+    return api.typed_event("content_block_start", index=block.index, content_block={**_BEGUN[block.kind], **named})
 
 
 def _usage(choice: Choice) -> dict[str, Any]:
@@ -253,15 +246,15 @@ class MessagesFormat(api.AnswerFormat):
     async def lines(self, _body: Any, completion: Completion) -> AsyncIterator[str]:
         (choice,) = completion.choices
         begin = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": _usage(choice)}
-        yield _event("message_start", message=begin)
+        yield api.typed_event("message_start", message=begin)
         try:
             async for blocks in completion.blocks():
                 for block in blocks:
                     yield _block_event(block)
-            yield _event("message_delta", delta=self._end(choice), usage=_usage(choice))
-            yield _event("message_stop")
+            yield api.typed_event("message_delta", delta=self._end(choice), usage=_usage(choice))
+            yield api.typed_event("message_stop")
         except ApiError as error:
-            yield _event("error", error=error_body(error)["error"])
+            yield api.typed_event("error", error=error_body(error)["error"])
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.id, "model": self.model, **self.warned}
@@ -283,13 +276,11 @@ _MESSAGE = api.json_object("id", "type", "role", "model", content={"type": "arra
 @router.post("/v1/messages", response_model=None, responses=api.document_answer(_MESSAGE, api.TYPED_EVENTS))
 async def messages(body: MessagesRequest, request: Request, service: api.Served) -> Response:
     """Answer a conversation, as Anthropic's API does."""
-    return await api.respond_translated(service, request, body, MessagesFormat)
+    return await api.respond(request, *api.translate(service, body), MessagesFormat)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, service: api.Served) -> dict[str, int]:
     """Count the tokens of a conversation."""
-    service.check_fields(body)
-    with api.refusing_body():
-        chat = body.chat()
+    chat, _ = api.translate(service, body)
     return {"input_tokens": len(await to_thread.run_sync(service.encode, chat))}

@@ -82,9 +82,9 @@ def event_line(content: dict[str, Any] | str) -> str:
     return f"data: {text}\n\n"
 
 
-def typed_event(content: dict[str, Any]) -> str:
+def typed_event(kind: str, **content: Any) -> str:
     """Return an event of the APIs whose events have a ``type``."""
-    return f"event: {content['type']}\n{event_line(content)}"
+    return f"event: {kind}\n{event_line({'type': kind, **content})}"
 
 
 class AnswerFormat(ABC):
@@ -131,22 +131,18 @@ def refusing_body() -> Iterator[None]:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
 
 
-async def respond_translated(service: Service, request: Request, body: Any, kind: type[AnswerFormat]) -> Response:
-    """Answer a request of another API than OpenAI's, which ``body.chat()`` translates."""
+def translate(service: Service, body: Any) -> tuple[GenerationRequest, list[str]]:
+    """Return a request of another API than OpenAI's as one of OpenAI's, by ``body.chat()``, and its warnings."""
     warnings = service.check_fields(body)
     with refusing_body():
-        translated = body.chat()
-    return await respond(service, request, translated, kind, warnings)
+        return body.chat(), warnings
 
 
 async def respond(
-    service: Service,
-    request: Request,
-    body: GenerationRequest,
-    kind: Callable[..., AnswerFormat],
-    warnings: Sequence[str] = (),
+    request: Request, body: GenerationRequest, warnings: Sequence[str], kind: Callable[..., AnswerFormat]
 ) -> Response:
-    """Answer a request. ``warnings`` are those of the request that this one was made of."""
+    """Answer a request. ``warnings`` are those of the request that ``body`` was made of."""
+    service: Service = request.app.state.service
     choices = await to_thread.run_sync(service.read, body, warnings)
     warnings = choices[-1].warnings  # of all prompts
     form = kind(service.name_of(body.model), service.fingerprint, len(choices) // (body.n or 1), warnings)

@@ -283,7 +283,7 @@ async def ollama_chat(body: OllamaChat, request: Request, service: api.Served) -
     """Answer a conversation, as Ollama does."""
     if not body.messages:
         return _loaded(service, body, ChatRecords)
-    return await api.respond_translated(service, request, body, ChatRecords)
+    return await api.respond(request, *api.translate(service, body), ChatRecords)
 
 
 @router.post("/api/generate", response_model=None, responses=_RECORDS)
@@ -291,7 +291,7 @@ async def ollama_generate(body: OllamaGenerate, request: Request, service: api.S
     """Answer a prompt, as Ollama does; with ``raw``, continue it."""
     if not body.prompt:
         return _loaded(service, body, GenerateRecords)
-    return await api.respond_translated(service, request, body, GenerateRecords)
+    return await api.respond(request, *api.translate(service, body), GenerateRecords)
 
 
 def _loaded(service: Service, body: OllamaRequest, kind: type[ChatRecords]) -> Response:

@@ -190,15 +190,15 @@ _ANSWERS = api.document_answer(_WHOLE, _EVENTS, what="The answers.")
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=_ANSWERS)
-async def chat_completions(body: requests.ChatRequest, request: Request, service: api.Served) -> Response:
+async def chat_completions(body: requests.ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
-    return await api.respond(service, request, body, ChatFormat)
+    return await api.respond(request, body, (), ChatFormat)
 
 
 @router.post("/v1/completions", response_model=None, responses=_ANSWERS)
-async def completions(body: requests.CompletionRequest, request: Request, service: api.Served) -> Response:
+async def completions(body: requests.CompletionRequest, request: Request) -> Response:
     """Continue texts, or token ids."""
-    return await api.respond(service, request, body, TextFormat)
+    return await api.respond(request, body, (), TextFormat)
 
 
 @router.get("/v1/models")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -45,10 +46,13 @@ class _Item(Fields):
     status: Annotated[str | None, Field(exclude=True)] = None
 
 
+Contents = Annotated[list[ContentPart], BeforeValidator(requests.parts_of, str | list[ContentPart])]
+
+
 class MessageItem(_Item):
     type: Literal["message"]
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[ContentPart], BeforeValidator(requests.parts_of, str | list[ContentPart])]
+    content: Contents
 
 
 class CallItem(_Item):
@@ -62,7 +66,7 @@ class CallItem(_Item):
 class CallOutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: Annotated[list[ContentPart], BeforeValidator(requests.parts_of, str | list[ContentPart])]
+    output: Contents
 
 
 class ReasoningItem(_Item):
@@ -297,13 +301,10 @@ class ResponsesFormat(api.AnswerFormat):
 
     async def lines(self, _body: Any, completion: Completion) -> AsyncIterator[str]:
         (choice,) = completion.choices
-        items, number = list[dict[str, Any]](), 0
+        items, numbers = list[dict[str, Any]](), itertools.count()
 
         def line(kind: str, **content: Any) -> str:
-            nonlocal number
-            event = {"type": kind, "sequence_number": number, **content}
-            number += 1
-            return api.typed_event(event)
+            return api.typed_event(kind, sequence_number=next(numbers), **content)
 
         begun = self._response("in_progress", [], None)
         yield line("response.created", response=begun)
@@ -328,16 +329,15 @@ class ResponsesFormat(api.AnswerFormat):
         place = {"item_id": item["id"], "output_index": block.index}
         name, field = _STREAMED[block.kind]
         inside = {} if block.kind == "call" else {"content_index": 0}
+        logprobs = {"logprobs": []} if block.kind == "text" else {}
         if block.what == "open":
             empty = {"content": []} if "content" in item else {"arguments": ""}
             yield "response.output_item.added", {"output_index": block.index, "item": {**item, **empty}}
             if block.kind == "text":
                 yield "response.content_part.added", {**place, **inside, "part": _part("text", "")}
         elif block.what == "add":
-            logprobs = {"logprobs": []} if block.kind == "text" else {}
             yield f"response.{name}.delta", {**place, **inside, "delta": block.text, **logprobs}
         else:
-            logprobs = {"logprobs": []} if block.kind == "text" else {}
             named = {"name": item["name"]} if block.kind == "call" else {}
             yield f"response.{name}.done", {**place, **inside, field: block.text, **logprobs, **named}
             if block.kind == "text":
@@ -426,4 +426,4 @@ async def create_response(body: ResponsesRequest, request: Request, service: api
     conversation = body.messages_after(kept.of(body.previous_response_id))
     with api.refusing_body():
         chat = body.chat(conversation)
-    return await api.respond(service, request, chat, partial(ResponsesFormat, body, conversation, kept), warnings)
+    return await api.respond(request, chat, warnings, partial(ResponsesFormat, body, conversation, kept))
