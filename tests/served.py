@@ -22,6 +22,7 @@ import torch
 import dflash
 from dflash_serve.app import Server, build_app
 from dflash_serve.port import bind
+from dflash_serve.prompts import PromptReader
 from dflash_serve.receipts import ReceiptFolder
 from dflash_serve.scheduler import Scheduler
 from dflash_serve.service import Service
@@ -53,8 +54,8 @@ def serve(
     generator = dflash.Generator(target, draft, max_length=512, batch_size=rows, prefill_chunk=chunk, **options)
     scheduler = Scheduler(generator, max_waiting=queue)
     folder = None if receipts is None else ReceiptFolder(receipts, target, tokenizer, scheduler)
-    fields = {"scheduler": scheduler, "tokenizer": tokenizer, "name": "pair", "version": "0", "timeout": timeout}
-    return Service(**fields, receipts=folder, **(tolerance or {}))
+    fields = {"scheduler": scheduler, "reader": PromptReader(tokenizer), "name": "pair", "version": "0"}
+    return Service(**fields, timeout=timeout, receipts=folder, **(tolerance or {}))
 
 
 @contextlib.contextmanager

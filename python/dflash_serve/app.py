@@ -74,7 +74,7 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
     app.state.service = service
     for included in (*(api.router for api in APIS), router):
         app.include_router(included)
-    most = _MAX_BODY_BYTES if service.pictures is None else _MAX_PICTURES_BYTES
+    most = _MAX_BODY_BYTES if service.reader.pictures is None else _MAX_PICTURES_BYTES
     app.add_middleware(_Guard, api_key=api_key, most=most)
 
     async def refuse(request: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash import Generator
-from dflash.internals import Store, check_template, files, options, targets, terminal
+from dflash.internals import Store, files, options, targets, terminal
 
 from .adopt import Adopter
 from .memory import bytes_per_token, free_memory
@@ -127,6 +127,7 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
         raise ValueError("dflash serve needs FastAPI, uvicorn and prometheus-client: pip install '.[serve]'")
     from .app import Server
     from .pictures import PictureReader
+    from .prompts import PromptReader
     from .receipts import ReceiptFolder
     from .service import Service
 
@@ -150,8 +151,8 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
     tokenizer = options.load_tokenizer(source)
     if template is not None:
         tokenizer.chat_template = template
-    if tokenizer.chat_template is not None:
-        check_template(tokenizer, "user", tools=True)
+    pictures = None if processor is None else PictureReader(processor, allows_urls=asked.allow_image_urls)
+    reader = PromptReader(tokenizer, asked.tool_form, asked.reasoning_form, pictures)
     target, drafter, _ = models.load(source)
     drafts = models.prompt_lookup is not None if drafter is None else drafter.config.block_size > 1
     if models.block_size is None and drafts:
@@ -164,16 +165,13 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
     adopter = None if recorder is None else Adopter(recorder, scheduler)
     service = Service(
         scheduler=scheduler,
-        tokenizer=tokenizer,
+        reader=reader,
         name=name,
         aliases=aliases,
         takes_any_name=asked.any_name,
         version=targets.versions()["dflash"],
         timeout=asked.timeout,
         is_strict=asked.strict,
-        tool_form=asked.tool_form,
-        reasoning_form=asked.reasoning_form,
-        pictures=None if processor is None else PictureReader(processor, allows_urls=asked.allow_image_urls),
         receipts=None if asked.receipts is None else ReceiptFolder(asked.receipts, target, tokenizer, scheduler),
         adopter=adopter,
     )
@@ -209,10 +207,7 @@ def _make_scheduler(
     chunk = asked.prefill_chunk or (64 if target.device.type == "cpu" else 128)
     sizes = {"max_length": room, "batch_size": asked.rows, "prefill_chunk": chunk}
     generator = Generator(target, drafter, **sizes, on_answer=recorder, **models.generator)
-    if asked.cache_gb is None:
-        cache_bytes = int(_cache_bytes(target, room * each, free))
-    else:
-        cache_bytes = int(asked.cache_gb * 1e9)
+    cache_bytes = int(_cache_bytes(target, room * each, free) if asked.cache_gb is None else asked.cache_gb * 1e9)
     _LOG.info("cache of prompts: %.1f GB", cache_bytes / 1e9)
     return Scheduler(generator, max_waiting=asked.queue, cache_bytes=cache_bytes)
 

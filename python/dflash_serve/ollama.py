@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
@@ -160,8 +161,7 @@ class ShowRequest(Fields):
 
 
 def _time(seconds: float | None = None) -> str:
-    now = datetime.now(timezone.utc) if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
-    return now.isoformat()
+    return datetime.fromtimestamp(time.time() if seconds is None else seconds, timezone.utc).isoformat()
 
 
 class ChatRecords(api.AnswerFormat):
@@ -169,13 +169,9 @@ class ChatRecords(api.AnswerFormat):
 
     prefix, media_type = "chatcmpl", "application/x-ndjson"
 
-    def empty(self) -> dict[str, Any]:
-        """Return the answer to a request that asks for the model to be loaded, which it is."""
-        return self._record([], done=True, done_reason="load")
-
     def whole(self, completion: Completion) -> dict[str, Any]:
         (choice,) = completion.choices
-        return self._record(BlockWriter.of(choice.deltas), choice.tokens, **self._end(completion))
+        return self.record(BlockWriter.of(choice.deltas), choice.tokens, **self._end(completion))
 
     async def lines(self, _body: Any, completion: Completion) -> AsyncIterator[str]:
         (choice,) = completion.choices
@@ -184,12 +180,12 @@ class ChatRecords(api.AnswerFormat):
             async for blocks in completion.blocks():
                 tokens = choice.deltas[-1].tokens
                 if tokens or self._content(blocks) != nothing:
-                    yield _line(self._record(blocks, tokens, done=False))
-            yield _line(self._record([], **self._end(completion)))
+                    yield _line(self.record(blocks, tokens, done=False))
+            yield _line(self.record([], **self._end(completion)))
         except ApiError as error:
             yield _line(error_body(error))
 
-    def _record(self, blocks: Sequence[BlockEvent], tokens: Sequence[ShownToken] = (), **end: Any) -> dict[str, Any]:
+    def record(self, blocks: Sequence[BlockEvent], tokens: Sequence[ShownToken] = (), **end: Any) -> dict[str, Any]:
         logprobs = {"logprobs": chat_logprobs(tokens)["content"]} if tokens else {}
         return {"model": self.model, "created_at": _time(), **self._content(blocks), **logprobs, **end}
 
@@ -249,7 +245,7 @@ def _show(service: Service) -> dict[str, Any]:
     generator, reader = service.scheduler.generator, service.reader
     model = generator.engine.target.model
     config, count = model.config.get_text_config(), sum(weight.numel() for weight in model.parameters())
-    family, template = config.model_type, service.tokenizer.chat_template
+    family, template = config.model_type, reader.tokenizer.chat_template
     thinks, has_tools = reader.reasoning is not None, reader.has_template
     return {
         "modified_at": _time(service.created),
@@ -297,7 +293,8 @@ async def ollama_generate(body: OllamaGenerate, request: Request, service: api.S
 def _loaded(service: Service, body: OllamaRequest, kind: type[ChatRecords]) -> Response:
     """Answer a request that asks for the model to be loaded, which it is."""
     service.check_fields(body)
-    return JSONResponse(kind(service.name_of(body.model), service.fingerprint).empty())
+    form = kind(service.name_of(body.model), service.fingerprint)
+    return JSONResponse(form.record([], done=True, done_reason="load"))
 
 
 @router.get("/api/tags")

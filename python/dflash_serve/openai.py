@@ -222,7 +222,7 @@ async def model(name: str, service: api.Served) -> dict[str, Any]:
 async def tokenize(body: requests.TokenizeRequest, service: api.Served) -> dict[str, Any]:
     """Return the tokens of a text or of a conversation."""
     ids = await to_thread.run_sync(service.tokenize, body)
-    words = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    words = service.reader.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
     room = service.scheduler.generator.max_length
     return {"count": len(ids), "max_model_len": room, "tokens": ids, "token_strs": words}
 

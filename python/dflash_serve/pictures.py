@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import threading
 import time
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from dflash.internals import terminal
 
-from .requests import ImagePart, Message, bad_request
+from .requests import ImagePart, Message, bad_request, refusing, refusing_all
 
 # Of one request; bytes are those of a picture's file, pixels those of all together.
 MAX_PICTURES, MAX_BYTES, MAX_PIXELS = 16, 16 * 2**20, 2**25
@@ -64,10 +63,8 @@ class PictureReader:
             head, _, encoded = rest.partition(",")
             if not head.endswith(";base64"):
                 raise bad_request(f"{name} must be a data: URL in base64, data:image/png;base64,...", _FIELD)
-            try:
+            with refusing(_FIELD, f"{name} is not in base64: "):
                 data = base64.b64decode(encoded, validate=True)
-            except (binascii.Error, ValueError) as error:
-                raise bad_request(f"{name} is not in base64: {error}", _FIELD) from error
         elif self._opener is not None and scheme.lower() in ("http", "https"):
             try:
                 left = max(0.1, end - time.monotonic())
@@ -89,13 +86,9 @@ class PictureReader:
         Raises:
             ApiError: the processor refuses them.
         """
-        try:
-            with _TURNS:
-                made = dict(self._processor(
-                    text=[text], images=[list(pictures)], return_tensors="pt", add_special_tokens=False
-                ))  # fmt: skip
-        except Exception as error:  # of a processor, which sees text and pictures here first
-            raise bad_request(f"the processor refuses the pictures: {terminal.first_line(error)}", _FIELD) from error
+        given: Any = {"text": [text], "images": [list(pictures)], "return_tensors": "pt", "add_special_tokens": False}
+        with refusing_all(_FIELD, "the processor refuses the pictures"), _TURNS:
+            made = dict(self._processor(**given))
         if odd := [name for name, value in made.items() if not isinstance(value, Tensor)]:
             raise bad_request(f"this model cannot take these pictures together: {', '.join(odd)} differ", _FIELD)
         made.pop("attention_mask", None)
@@ -106,16 +99,12 @@ def _decoded(data: bytes, name: str, pixels: int) -> Any:
     """Return a picture of at most so many pixels."""
     from PIL import Image, ImageOps
 
-    try:
+    with refusing_all(_FIELD, f"{name} cannot be read as {', '.join(FORMATS)}"):
         picture = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = picture.size
         if width * height <= pixels:
             with _TURNS:
                 return ImageOps.exif_transpose(picture).convert("RGB")
-    except Exception as error:  # of a decoder
-        raise bad_request(
-            f"{name} cannot be read as {', '.join(FORMATS)}: {terminal.first_line(error)}", _FIELD
-        ) from error
     most = f"the pictures of a request may have {MAX_PIXELS} pixels together"
     raise bad_request(f"{most}: {name} has {width} x {height}, and {pixels} are left", _FIELD)
 

@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from dflash import Grammar
-from dflash.internals import check_template, check_text, render_chat, terminal, text_ids, written_calls
+from dflash.internals import check_template, check_text, render_chat, text_ids, written_calls
 
 from . import requests
 from .answer_text import MarkedTokenizer
 from .pictures import PictureReader
 from .reasoning import ReasoningForm, find_reasoning_form
-from .requests import bad_request, refusing
+from .requests import bad_request, refusing, refusing_all
 from .tool_calls import QUOTES, TOOL_FORMS, CallText, Rules, ToolForm, find_tool_form
 
 _MAX_WARNING = 200  # characters; they are a header too
@@ -165,7 +165,7 @@ class PromptReader:
         self, tokenizer: Any, tool_form: str | None = None, reasoning_form: str | None = None,
         pictures: PictureReader | None = None,
     ) -> None:  # fmt: skip
-        self.tokenizer, self._tool_form, self._pictures = tokenizer, tool_form, pictures
+        self.tokenizer, self._tool_form, self.pictures = tokenizer, tool_form, pictures
         self.has_template = tokenizer.chat_template is not None
         self.reasoning = None if reasoning_form == "none" else find_reasoning_form(tokenizer, reasoning_form)
         if self.has_template:
@@ -232,17 +232,13 @@ class PromptReader:
 
         It must write all the rest by itself too.
         """
-        if self._pictures is None:
+        if self.pictures is None:
             raise bad_request("this server takes no pictures: start it with --pictures", "messages")
-        found = self._pictures.read(request.messages)
-        try:
+        found = self.pictures.read(request.messages)
+        with refusing_all("messages", "the chat template refuses these messages"):
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
-        except Exception as error:  # templates raise their own
-            raise bad_request(
-                f"the chat template refuses these messages: {terminal.first_line(error)}", "messages"
-            ) from error
         self._check_shown(messages, tools, text)
-        ids, made = self._pictures.encode(unicode_text(text, "messages"), found)
+        ids, made = self.pictures.encode(unicode_text(text, "messages"), found)
         return ids, text, made
 
     def _check_shown(self, messages: Sequence[dict[str, Any]], tools: Tools | None, text: str) -> None:
@@ -255,9 +251,8 @@ class PromptReader:
         if not self._writes_calls and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
             lost = "tool calls"
         if lost:
-            raise bad_request(
-                f"the chat template loses {lost} of a conversation with pictures: leave these out", "messages"
-            )
+            message = f"the chat template loses {lost} of a conversation with pictures: leave these out"
+            raise bad_request(message, "messages")
 
     def _written(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], tools: Tools | None, warnings: list[str]
@@ -299,9 +294,13 @@ class PromptReader:
     def _read(self, prompt: str | list[int], needs_text: bool) -> EncodedPrompt:
         if isinstance(prompt, str):
             return EncodedPrompt(text_ids(self.tokenizer, unicode_text(prompt, "prompt")), prompt)
-        if needs_text and prompt and max(prompt) >= len(self.tokenizer):
-            raise bad_request(f"token ids must lie in 0 .. {len(self.tokenizer) - 1}, got {max(prompt)}", "prompt")
-        return EncodedPrompt(prompt, self.tokenizer.decode(prompt) if needs_text else "")
+        return EncodedPrompt(prompt, self.decode(prompt, "prompt") if needs_text else "")
+
+    def decode(self, ids: list[int], field: str) -> str:
+        """Return the text of tokens; raise ApiError if there is no such token."""
+        if (most := max(ids, default=0)) >= len(self.tokenizer):
+            raise bad_request(f"token ids must lie in 0 .. {len(self.tokenizer) - 1}, got {most}", field)
+        return self.tokenizer.decode(ids)
 
 
 def _message(message: requests.Message) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dflash.internals import MAX_STOP_STRINGS, SETTINGS, GenerateArguments
+from dflash.internals import MAX_STOP_STRINGS, SETTINGS, GenerateArguments, terminal
 
 
 @dataclass(eq=False)
@@ -40,6 +40,15 @@ def refusing(param: str | None, where: str = "") -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise bad_request(f"{where}{error}", param) from error
+
+
+@contextlib.contextmanager
+def refusing_all(param: str, what: str) -> Iterator[None]:
+    """Raise whatever a template, a processor or a decoder raises in the block as a bad request."""
+    try:
+        yield
+    except Exception as error:
+        raise bad_request(f"{what}: {terminal.first_line(error)}", param) from error
 
 
 def expect(holds: object, message: str) -> None:
@@ -260,6 +269,11 @@ class Function(Fields):
 class Tool(Fields):
     type: Literal["function"]
     function: Function
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    """Return a function as chats write it: one that may be called, is asked for, or was called."""
+    return {"type": "function", "function": fields}
 
 
 class NamedFunction(Fields):

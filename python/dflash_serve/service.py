@@ -24,7 +24,6 @@ from dflash.internals import SETTINGS, Call, GenerateArguments, RecordedSettings
 from . import requests
 from .adopt import Adopter
 from .answer_text import AnswerText, AnswerTokens, BlockEvent, BlockWriter, Delta, Pieces, ShownToken
-from .pictures import PictureReader
 from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools, unicode_text
 from .requests import ApiError, ChatRequest, GenerationRequest, bad_request, unknown_fields
 from .scheduler import Item, QueueFullError, Scheduler, Ticket
@@ -321,19 +320,19 @@ class Service:
     """A target that is served, under the ``name`` that clients see.
 
     Attributes:
+        reader: encodes prompts; its tokenizer is the target's.
         timeout: seconds that a request may take, waiting included.
         receipts: where receipts are written; None for none.
         aliases: further names that requests may ask for.
         takes_any_name: requests may ask for any model, and get this one.
         is_strict: refuse unknown fields, more than four stop strings, and more tokens than fit.
-        tool_form, reasoning_form, pictures: as in `PromptReader`.
         adopter: swaps the drafter; None if it stays.
         fingerprint: digest of what a text depends on besides its request: weights, versions, device and shapes. The
             drafter is not part of it: the text is the same with any, and without one.
     """
 
     scheduler: Scheduler
-    tokenizer: Any
+    reader: PromptReader
     name: str
     version: str
     timeout: float = 600.0
@@ -341,18 +340,14 @@ class Service:
     aliases: Sequence[str] = ()
     takes_any_name: bool = False
     is_strict: bool = False
-    tool_form: str | None = None
-    reasoning_form: str | None = None
-    pictures: PictureReader | None = None
     adopter: Adopter | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     is_ending: bool = False
 
     def __post_init__(self) -> None:
-        self.reader = PromptReader(self.tokenizer, self.tool_form, self.reasoning_form, self.pictures)
         self.metrics = Metrics(self.scheduler, self.adopter)
         self._said: set[str] = set()  # unknown fields that the log has
-        self._pieces = Pieces(self.tokenizer)
+        self._pieces = Pieces(self.reader.tokenizer)
         generator = self.scheduler.generator
         target = generator.engine.target
         weights = self.receipts.fingerprints.weights if self.receipts else targets.sample_digest(target.model)
@@ -384,9 +379,8 @@ class Service:
         for name in unknown:
             if name not in self._said and len(self._said) < _MAX_NAMES:
                 self._said.add(name)
-                _LOG.warning(
-                    "requests have the field %s, which this server does not know: it is left out", terminal.named(name)
-                )
+                field = terminal.named(name)
+                _LOG.warning("requests have the field %s, which this server does not know: it is left out", field)
         return [f"{name[:_MAX_NAME]}: unknown, left out" for name in unknown]
 
     def _prompts(self, request: GenerationRequest, warnings: list[str]) -> tuple[list[EncodedPrompt], Tools | None]:
@@ -401,8 +395,8 @@ class Service:
         self.name_of(request.model)
         self.check_fields(request)
         if request.messages is None:
-            text = unicode_text(request.prompt, "prompt")
-            return list(self.tokenizer(text, add_special_tokens=request.add_special_tokens is not False).input_ids)
+            text, is_plain = unicode_text(request.prompt, "prompt"), request.add_special_tokens is False
+            return list(self.reader.tokenizer(text, add_special_tokens=not is_plain).input_ids)
         fields = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
         return self.encode(ChatRequest.model_construct(**fields))
 
@@ -410,9 +404,7 @@ class Service:
         """Return the text of tokens; raises ApiError if there is no such token."""
         self.name_of(request.model)
         self.check_fields(request)
-        if (most := max(request.tokens, default=0)) >= len(self.tokenizer):
-            raise bad_request(f"token ids must lie in 0 .. {len(self.tokenizer) - 1}, got {most}", "tokens")
-        return str(self.tokenizer.decode(request.tokens))
+        return self.reader.decode(request.tokens, "tokens")
 
     def encode(self, request: ChatRequest) -> list[int]:
         """Return the prompt of a conversation; raises ApiError if it cannot be encoded."""
@@ -447,9 +439,8 @@ class Service:
         for prompt in prompts:
             grammar = answer_grammar(request, prompt, tools, warnings, form, specials)
             limit = self._limit(request, len(prompt.ids), default, warnings)
-            arguments = _arguments(request) | {"max_new_tokens": max(1, limit)}
-            arguments |= {"tokenizer": self.tokenizer, "grammar": grammar}
-            arguments |= {"pictures": prompt.pictures}
+            arguments = _arguments(request) | {"max_new_tokens": max(1, limit), "pictures": prompt.pictures}
+            arguments |= {"tokenizer": self.reader.tokenizer, "grammar": grammar}
             ids = torch.tensor([prompt.ids], dtype=torch.int64, device=generator.engine.target.device)
             for number in range(count):
                 try:

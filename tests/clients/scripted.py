@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import dflash
 from dflash.sampling import LogitRules
+from dflash_serve.prompts import PromptReader
 from dflash_serve.scheduler import Scheduler
 from dflash_serve.service import Service
 
@@ -98,4 +99,6 @@ def service() -> Service:
     )  # fmt: skip
     target = LlamaForCausalLM(config).eval()
     generator = dflash.Generator(target, None, max_length=_CONTEXT, batch_size=4, prefill_chunk=512)
-    return Service(scheduler=Scheduler(generator), tokenizer=known, name="scripted", version="0", takes_any_name=True)
+    return Service(
+        scheduler=Scheduler(generator), reader=PromptReader(known), name="scripted", version="0", takes_any_name=True
+    )

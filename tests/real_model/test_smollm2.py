@@ -13,6 +13,7 @@ from served import ask
 import dflash
 from dflash import _C
 from dflash.loading import Pretrained
+from dflash_serve.prompts import PromptReader
 from dflash_serve.scheduler import Scheduler
 from dflash_serve.service import Service
 
@@ -90,9 +91,8 @@ def test_narrow_text_is_that_of_one_token_decoding(model, prompts, kind, options
 @pytest.fixture(scope="module")
 def service(model, tokenizer):
     generator = dflash.Generator(model, make_draft(model), max_length=256, batch_size=2)
-    service = Service(
-        scheduler=Scheduler(generator, max_waiting=2), tokenizer=tokenizer, name="smollm2", version="0", timeout=300.0
-    )
+    scheduler, reader = Scheduler(generator, max_waiting=2), PromptReader(tokenizer)
+    service = Service(scheduler=scheduler, reader=reader, name="smollm2", version="0", timeout=300.0)
     yield service
     service.scheduler.close(drain=False)
 

@@ -11,6 +11,7 @@ import torch
 from served import SUM, TRIP, Gate, ask, chat, chunks, direct, pair, prompt_ids, serving
 
 from dflash import Generator
+from dflash_serve.prompts import PromptReader
 from dflash_serve.scheduler import Scheduler
 from dflash_serve.service import Service
 
@@ -554,7 +555,7 @@ def test_metrics_count_requests_and_tokens():
 def fingerprint(generator: Generator, version: str = "0") -> str:
     scheduler = Scheduler(generator)
     scheduler.close()
-    return Service(scheduler=scheduler, tokenizer=pair()[2], name="pair", version=version).fingerprint
+    return Service(scheduler=scheduler, reader=PromptReader(pair()[2]), name="pair", version=version).fingerprint
 
 
 def test_the_fingerprint_follows_weights_and_their_storage_and_not_the_drafter(service):

@@ -20,6 +20,7 @@ from transformers import Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTok
 import dflash
 from dflash_serve import pictures as bounds
 from dflash_serve.pictures import PictureReader
+from dflash_serve.prompts import PromptReader
 from dflash_serve.receipts import ReceiptFolder
 from dflash_serve.scheduler import Scheduler
 from dflash_serve.service import Service
@@ -61,11 +62,11 @@ def serve(target):
         generator = dflash.Generator(target, make_draft(target), max_length=256, batch_size=2, prefill_chunk=8)
         scheduler = Scheduler(generator, max_waiting=8)
         made.append(scheduler)
-        reader = None if options.pop("refuses", False) else PictureReader(processor(), **options)
+        reads = None if options.pop("refuses", False) else PictureReader(processor(), **options)
         tokenizer = processor().tokenizer
         folder = None if receipts is None else ReceiptFolder(receipts, target, tokenizer, scheduler)
-        fields = {"scheduler": scheduler, "tokenizer": tokenizer, "name": "pair", "version": "0"}
-        return Service(**fields, receipts=folder, pictures=reader)
+        reader = PromptReader(tokenizer, pictures=reads)
+        return Service(scheduler=scheduler, reader=reader, name="pair", version="0", receipts=folder)
 
     yield make
     for scheduler in made:

@@ -199,7 +199,7 @@ def test_answers_keep_to_what_was_asked(fields, reasoning, whole, begun, wrong):
 
 def written(service, body: dict) -> str:
     """Ask for an answer; return what the chat template wrote for it."""
-    seen, tokenizer = [], service.tokenizer
+    seen, tokenizer = [], service.reader.tokenizer
     render = tokenizer.apply_chat_template
     tokenizer.apply_chat_template = lambda *a, **k: seen.append(render(*a, **k)) or seen[-1]
     response = ask(service, CHAT, {"max_tokens": 2} | body)

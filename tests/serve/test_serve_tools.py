@@ -277,7 +277,7 @@ def test_the_form_of_reasoning_is_found_in_the_template(name):
 def test_marks_that_are_special_tokens_are_written_and_read(monkeypatch):
     monkeypatch.setitem(TOOL_FORMS, "masked", ToolForm("<|mask|>", " ", between=""))
     with serving() as service:
-        service.reader.__init__(service.tokenizer, "masked")
+        service.reader.__init__(service.reader.tokenizer, "masked")
         body = chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "now"}})
         (choice,) = ask(service, CHAT, body).json()["choices"]
         streamed = chunks(ask(service, CHAT, body | {"stream": True}))
