@@ -11,7 +11,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from . import api
+from . import api, requests
 from .answer_text import BlockEvent, BlockWriter, arguments_of
 from .requests import ApiError, ChatRequest, Fields, Number, SamplingFields, Text, expect, not_applied, parts_of
 from .service import Choice, Completion
@@ -139,13 +139,10 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
             else:
                 messages.append(said)
         fields: dict[str, Any] = {"messages": messages, "model": self.model}
-        if self.tools:
-            fields["tools"] = [
-                {"type": "function", "function": {**tool.model_dump(include=_SHARED), "parameters": tool.input_schema}}
-                for tool in self.tools
-            ]
+        shown = [tool.model_dump(include=_SHARED) | {"parameters": tool.input_schema} for tool in self.tools or ()]
+        fields["tools"] = [requests.function(**tool) for tool in shown]
         if (choice := self.tool_choice) is not None:
-            named = {"type": "function", "function": {"name": choice.name or ""}}
+            named = requests.function(name=choice.name or "")
             fields["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
             fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
         if self.thinking is not None and self.thinking.type != "adaptive":
@@ -188,8 +185,7 @@ def _chat_messages(message: MessageParam) -> Iterator[dict[str, Any]]:
     said: dict[str, Any] = {"role": role, "content": _joined(texts)}
     if calls := [block for block in message.content if isinstance(block, ToolUseBlock)]:
         said["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.input)}}
-            for call in calls
+            {"id": call.id, **requests.function(name=call.name, arguments=json.dumps(call.input))} for call in calls
         ]
     if thoughts := [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]:
         said["reasoning_content"] = "\n".join(thoughts)

@@ -199,26 +199,21 @@ class ResponsesRequest(
         Raises:
             pydantic.ValidationError: it cannot be one.
         """
-        same = ("model", "parallel_tool_calls", "stream")
-        fields = self.sampling() | {name: getattr(self, name) for name in same}
+        fields = {"model": self.model, "parallel_tool_calls": self.parallel_tool_calls, "stream": self.stream}
         messages = [*conversation]
         if self.instructions is not None:  # many templates take one system message
             texts = [self.instructions]
             while messages and messages[0]["role"] in ("system", "developer"):
                 texts.append(messages.pop(0)["content"])
             messages.insert(0, {"role": "system", "content": "\n\n".join(texts)})
-        fields |= {"messages": messages, "max_tokens": self.max_output_tokens}
-        if functions := [_given(tool, "type") for tool, _ in self.functions()]:
-            fields["tools"] = [{"type": "function", "function": function} for function in functions]
+        fields |= {"messages": messages, "max_tokens": self.max_output_tokens, **self.sampling()}
+        fields["tools"] = [requests.function(**_given(tool, "type")) for tool, _ in self.functions()]
         choice = self.tool_choice
         if isinstance(choice, FunctionChoice):
             known = {called["name"]: tool.name for tool, called in self.functions()}
-            choice = {"type": "function", "function": {"name": known.get(choice.name, choice.name)}}
-        fields["tool_choice"] = choice
-        if self.reasoning is not None:
-            fields["reasoning_effort"] = self.reasoning.effort
-        form = self.text.format if self.text is not None else None
-        if form is not None:
+            choice = requests.function(name=known.get(choice.name, choice.name))
+        fields |= {"tool_choice": choice, "reasoning_effort": self.reasoning and self.reasoning.effort}
+        if (form := self.text and self.text.format) is not None:
             schema = {"json_schema": {"name": "answer", **_given(form, "type")}} if form.type == "json_schema" else {}
             fields["response_format"] = {"type": form.type, **schema}
         return ChatRequest.model_validate(fields)
@@ -246,8 +241,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
     answer = messages[-1] = {**messages[-1]}  # that of an earlier response stays as it is
     if isinstance(item, CallItem):
         name = _whole_name(item.namespace, item.name) if item.namespace else item.name
-        function = {"name": name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
+        call = {"id": item.call_id, **requests.function(name=name, arguments=item.arguments)}
         answer["tool_calls"] = [*answer.get("tool_calls", ()), call]
     elif isinstance(item, MessageItem):
         answer["content"] = "".join(part.text for part in item.content)
@@ -350,10 +344,9 @@ class ResponsesFormat(api.AnswerFormat):
         if block.kind == "call":
             call = {"call_id": block.call[0], **self._called[block.call[1]], "arguments": block.text}
             return {"id": f"fc_{name}", "type": "function_call", "status": status, **call}
+        content = [_part(block.kind, block.text)]
         if block.kind == "thinking":
-            content = [_part("thinking", block.text)]
             return {"id": f"rs_{name}", "type": "reasoning", "summary": [], "status": status, "content": content}
-        content = [_part("text", block.text)]
         return {"id": f"msg_{name}", "type": "message", "status": status, "role": "assistant", "content": content}
 
     def _finished(self, choice: Choice, items: list[dict[str, Any]]) -> dict[str, Any]:
