@@ -71,7 +71,7 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
     """
     # The pages with FastAPI's own documentation load scripts of other hosts.
     app = FastAPI(title="dflash", version=service.version, docs_url=None, redoc_url=None, responses=openai.ERRORS)
-    app.state.service = service
+    app.state.service, app.state.conversations = service, openai_responses.Conversations()
     for included in (*(api.router for api in APIS), router):
         app.include_router(included)
     most = _MAX_BODY_BYTES if service.reader.pictures is None else _MAX_PICTURES_BYTES

@@ -148,7 +148,7 @@ class ChatFormat(_CompletionFormat):
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
-        if reasoning := choice.reasoning:
+        if reasoning := "".join(delta.reasoning for delta in choice.deltas):
             message["reasoning_content"] = reasoning
         if choice.calls is not None and choice.calls.calls:
             message |= {"content": message["content"].strip() or None, "tool_calls": choice.calls.calls}

@@ -412,10 +412,7 @@ _RESPONSE = api.json_object("id", "object", "status", "model", output={"type": "
 @router.post("/v1/responses", response_model=None, responses=api.document_answer(_RESPONSE, api.TYPED_EVENTS))
 async def create_response(body: ResponsesRequest, request: Request, service: api.Served) -> Response:
     """Answer a conversation, or continue that of an earlier response."""
-    state = request.app.state
-    if not hasattr(state, "conversations"):
-        state.conversations = Conversations()
-    warnings, kept = [*service.check_fields(body), *body.warnings], state.conversations
+    warnings, kept = [*service.check_fields(body), *body.warnings], request.app.state.conversations
     conversation = body.messages_after(kept.of(body.previous_response_id))
     with api.refusing_body():
         chat = body.chat(conversation)

@@ -92,10 +92,6 @@ class Choice:
         return "".join(delta.content for delta in self.deltas)
 
     @property
-    def reasoning(self) -> str:
-        return "".join(delta.reasoning for delta in self.deltas)
-
-    @property
     def prompt_tokens(self) -> int:
         return len(self.call.prompts[0])
 
@@ -288,11 +284,10 @@ class Metrics:
             pace.labels("now").set_function(lambda: adopter.now.mean)
             pace.labels("before").set_function(lambda: adopter.before.mean)
         # 3. Times.
-        own["buckets"] = _SECONDS
-        self._first = Histogram("dflash_first_token_seconds", "From a request to its first token.", **own)
-        self._request = Histogram("dflash_request_seconds", "From a request to its end.", **own)
-        own["buckets"] = _STEP_SECONDS
-        scheduler.on_step = Histogram("dflash_step_seconds", "Time of a step of all rows.", **own).observe
+        first, step = "From a request to its first token.", "Time of a step of all rows."
+        self._first = Histogram("dflash_first_token_seconds", first, buckets=_SECONDS, **own)
+        self._request = Histogram("dflash_request_seconds", "From a request to its end.", buckets=_SECONDS, **own)
+        scheduler.on_step = Histogram("dflash_step_seconds", step, buckets=_STEP_SECONDS, **own).observe
 
     def add(self, completion: Completion) -> None:
         self.requests.labels(completion.outcome).inc()
@@ -352,11 +347,10 @@ class Service:
         target = generator.engine.target
         weights = self.receipts.fingerprints.weights if self.receipts else targets.sample_digest(target.model)
         facts = (
-            *(weights, targets.describe_config(target.model)),
-            *(self.version, torch.__version__, torch.version.cuda, targets.version_of("llguidance")),
-            *(targets.machine_name(target.device), generator.block_size, generator.prefill_chunk),
-            *(generator.fused_reason, generator.weights),
-        )
+            weights, targets.describe_config(target.model), self.version, torch.__version__, torch.version.cuda,
+            targets.version_of("llguidance"), targets.machine_name(target.device), generator.block_size,
+            generator.prefill_chunk, generator.fused_reason, generator.weights,
+        )  # fmt: skip
         self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
     def name_of(self, asked: str | None) -> str:

@@ -145,9 +145,8 @@ TOOL_FORMS = {
 
 
 # Of gpt-oss in the header of a message, where its template writes a call's function.
-_OTHERS = TOOL_FORMS | {
-    "gpt-oss-role": ToolForm("to=functions.", "<|channel|>commentary json<|message|>", is_first=True)
-}
+_ROLE = ToolForm("to=functions.", "<|channel|>commentary json<|message|>", is_first=True)
+_OTHERS = TOOL_FORMS | {"gpt-oss-role": _ROLE}
 
 
 def find_tool_form(tokenizer: Any, name: str | None = None) -> ToolForm:
@@ -191,10 +190,8 @@ def _fitted(form: ToolForm, text: str) -> ToolForm | None:
         arguments = rf'{{\s*+"{key}":\s*+"{value}",\s*+"{number}":\s*+5\s*+}}'
     else:
         quote = r"""(?:['"]|<\|"\|>)?"""
-        arguments = (
-            f"{pattern('key_head')}{key}{pattern('key_mid')}{quote}{value}{quote}{pattern('key_tail', 'key_sep')}"
-        )
-        arguments += f"(?:(?!{name}|{value}).)+?5(?:(?!{name}|{value}).)*?"
+        arguments = f"{pattern('key_head')}{key}{pattern('key_mid')}{quote}{value}{quote}"
+        arguments += f"{pattern('key_tail', 'key_sep')}(?:(?!{name}|{value}).)+?5(?:(?!{name}|{value}).)*?"
     again = f"{_pattern(form.head)}{name}(?:(?!{name}).)+{_pattern(form.tail)}"
     call = f"{pattern('begin', 'head')}{name}{pattern('mid')}{arguments}{pattern('tail')}"
     found = regex.search(f"{call}(?:{pattern('between')}{again})?{pattern('end')}", text, regex.DOTALL)
