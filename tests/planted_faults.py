@@ -195,7 +195,7 @@ FAULTS = [
           "for count in range(len(new) - 1, 0, -1):", [f"{STREAM}::TestStopStrings"]),
     # The server and receipts
     Fault("a request for no tokens passes", SERVICE, "if asked == 0 and not request.echo:", "if False:",
-          ["serve/test_serve_logprobs.py::test_what_cannot_be_given_is_refused_by_name"]),
+          [f"{SERVE}::test_a_text_request_that_cannot_be_served_is_refused"]),
     Fault("ignore_eos is ignored", SERVICE, 'arguments["stop_token_ids"] = []', "pass",
           [f"{SERVE}::test_an_answer_is_that_of_generate"]),
     Fault("prompts pass the context", SERVICE, "if prompt_length + needed > room:", "if False:",

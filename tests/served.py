@@ -27,7 +27,12 @@ from dflash_serve.receipts import ReceiptFolder
 from dflash_serve.scheduler import Scheduler
 from dflash_serve.service import Service
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SUM = "add 48213 and 90377"
+QUESTION = [{"role": "user", "content": SUM}]
+# Chat templates that show each message's role and reasoning, and one that begins the reasoning of an answer.
+ROLES = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
+THINKS = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}=>\n<think>{# </think> #}"
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 TRIP = "trip: from Lorne; to Dalmere; train 362; hour 7; person Tilda"
 
@@ -98,11 +103,32 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
+def refused(response: httpx.Response, message: str, status: int = 400) -> dict[str, Any]:
+    """Return the error of a refusal by OpenAI's API, whose message must have these words."""
+    assert response.status_code == status, response.text
+    found = response.json()["error"]
+    assert found.keys() == {"message", "type", "param", "code"}
+    assert message in found["message"]
+    return found
+
+
+def cut(text: str, places: Sequence[int]) -> Iterator[tuple[str, bool]]:
+    """Yield the pieces of a text that end at ``places``, and True with the last."""
+    ends = sorted({min(place, len(text)) for place in places} | {len(text)})
+    for start, end in zip([0, *ends], ends, strict=False):
+        yield text[start:end], end == len(text)
+
+
 def without(value: Any, *names: str) -> Any:
     """Return what a client made of JSON without the fields of these names, wherever they are."""
     if isinstance(value, dict):
         return {name: without(part, *names) for name, part in value.items() if name not in names}
     return [without(part, *names) for part in value] if isinstance(value, list) else value
+
+
+def count(service: Service, messages: list[dict[str, Any]], **fields: Any) -> int:
+    """Count the tokens of a conversation."""
+    return ask(service, "/tokenize", {"messages": messages, **fields}).json()["count"]
 
 
 def prompt_ids(content: str = SUM) -> torch.Tensor:

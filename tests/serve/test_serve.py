@@ -8,20 +8,12 @@ from urllib.parse import urljoin
 
 import pytest
 import torch
-from served import SUM, TRIP, Gate, ask, chat, chunks, direct, pair, prompt_ids, serving
+from served import CHAT, SUM, TEXT, TRIP, Gate, ask, chat, chunks, direct, pair, prompt_ids, refused, serving
 
 from dflash import Generator
 from dflash_serve.prompts import PromptReader
 from dflash_serve.scheduler import Scheduler
 from dflash_serve.service import Service
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def service():
-    with serving() as service:
-        yield service
 
 
 def answer(response) -> list[str]:
@@ -29,21 +21,14 @@ def answer(response) -> list[str]:
     return [choice["message"]["content"] for choice in response.json()["choices"]]
 
 
-def error(response) -> dict:
-    found = response.json()["error"]
-    assert found.keys() == {"message", "type", "param", "code"}
-    return found
-
-
 # ---------------------------------------------------------------------------------------------- answers
 
-SETTINGS = {
-    "filters": ({"temperature": 1.5, "seed": -3, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, {}),
+PENALTIES = {"presence_penalty": 0.5, "repetition_penalty": 1.1, "no_repeat_ngram_size": 4, "frequency_penalty": 0.25}
+SETTINGS = {  # fields, and the arguments of generate if they have other names
+    "filters": ({"temperature": 1.5, "seed": -3, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, None),
     "penalties": (
-        {"temperature": 1, "seed": 1, "presence_penalty": 0.5, "repetition_penalty": 1.1, "no_repeat_ngram_size": 4,
-         "frequency_penalty": 0.25, "logit_bias": {"5": -100, "17": 3.5}},
-        {"temperature": 1, "seed": 1, "presence_penalty": 0.5, "repetition_penalty": 1.1, "no_repeat_ngram_size": 4,
-         "frequency_penalty": 0.25, "logit_bias": {5: -100, 17: 3.5}},
+        {"temperature": 1, "seed": 1, **PENALTIES, "logit_bias": {"5": -100, "17": 3.5}},
+        {"temperature": 1, "seed": 1, **PENALTIES, "logit_bias": {5: -100, 17: 3.5}},
     ),
     "lengths": (
         {"max_tokens": None, "max_completion_tokens": 120, "ignore_eos": True},
@@ -55,10 +40,9 @@ SETTINGS = {
 
 @pytest.mark.parametrize(("fields", "arguments"), SETTINGS.values(), ids=SETTINGS)
 def test_an_answer_is_that_of_generate(service, fields, arguments):
-    same = {name: value for name, value in fields.items() if name not in ("max_tokens", "logit_bias")}
-    same = arguments if arguments else same
     body = {name: value for name, value in chat(TRIP, **fields).items() if value is not None}
-    assert answer(ask(service, CHAT, body)) == direct(prompt_ids(TRIP), **{"max_new_tokens": 300} | same)
+    expected = direct(prompt_ids(TRIP), **{"max_new_tokens": 300} | (arguments or fields))
+    assert answer(ask(service, CHAT, body)) == expected
 
 
 def test_a_request_without_a_seed_draws_one():
@@ -138,8 +122,7 @@ def test_as_many_stop_strings_as_are_promised_are_looked_for(service):
     whole = direct(prompt_ids(), max_new_tokens=300)[0]
     stop = [*(f"this is not in answer {number:03}" for number in range(127)), " makes "]
     assert answer(ask(service, CHAT, chat(stop=stop))) == [whole[: whole.index(" makes ")]]
-    refused = error(ask(service, CHAT, chat(stop=[*stop, "one more"])))
-    assert (refused["param"], "at most 128 items" in refused["message"]) == ("stop", True)
+    assert refused(ask(service, CHAT, chat(stop=[*stop, "one more"])), "at most 128 items")["param"] == "stop"
 
 
 # ---------------------------------------------------------------------------------------------- streams
@@ -202,20 +185,21 @@ def test_reasoning_has_a_field_of_its_own():
 
 # ---------------------------------------------------------------------------------------------- refusals
 
+
+def said(content, role="user") -> dict:
+    return {"messages": [{"role": role, "content": content}]}
+
+
 BAD = {
     "functions": ({"functions": [{"name": "f"}]}, "functions", "does not apply it"),
     "effort": ({"reasoning_effort": "most"}, "reasoning_effort", "'low', 'medium'"),
     "others' settings": ({"xtc_probability": 0.5}, "xtc_probability", "does not apply it"),
     "messages": ({"messages": []}, "messages", "at least 1 item"),
-    "audio": (
-        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
-        "messages",
-        "'text', 'image_url'",
-    ),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "image_url"),
-    "role": ({"messages": [{"role": "function", "content": ""}]}, "messages", "'system'"),
-    "template": ({"messages": [{"role": "system", "content": ""}]}, "messages", "without messages of the role system"),
-    "unicode": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "half of a character"),
+    "audio": (said([{"type": "input_audio"}]), "messages", "'text', 'image_url'"),
+    "image": (said([{"type": "image_url"}]), "messages", "image_url"),
+    "role": (said("", "function"), "messages", "'system'"),
+    "template": (said("", "system"), "messages", "without messages of the role system"),
+    "unicode": (said("\ud800"), "messages", "half of a character"),
     "template argument": ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "no argument 'thinking'"),
     "type": ({"temperature": "warm"}, "temperature", "valid number"),
     "boolean": ({"n": True}, "n", "valid integer"),
@@ -223,11 +207,7 @@ BAD = {
     "no limit": ({"max_tokens": -2}, "max_tokens", "greater than or equal to -1"),
     "least": ({"min_tokens": 301}, "min_tokens", "at most max_tokens, 300, got 301"),
     "two limits": ({"max_completion_tokens": 5}, None, "max_tokens and max_completion_tokens differ"),
-    "context": (
-        {"messages": [{"role": "user", "content": "a b " * 300}]},
-        "messages",
-        "context is 512 tokens: the prompt",
-    ),
+    "context": (said("a b " * 300), "messages", "context is 512 tokens: the prompt"),
     "characters of stops": ({"stop": ["a" * 4097]}, "stop", "at most 128 strings with 4096 characters together"),
     "not whole": ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
     "empty stop": ({"stop": ""}, "stop", "at least 1 character"),
@@ -238,32 +218,30 @@ BAD = {
     "answers": ({"n": 11}, "n", "may ask for 10 answers, this one asks for 11"),
     "stream options": ({"stream_options": {}}, None, "needs stream=true"),
     "stop tokens": ({"stop_token_ids": [5], "ignore_eos": True}, None, "cannot be combined"),
+    "log probabilities": ({"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
 }
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), BAD.values(), ids=BAD)
 def test_a_chat_request_that_cannot_be_served_is_refused(service, fields, param, message):
-    response = ask(service, CHAT, chat(**fields))
-    assert response.status_code == 400
-    found = error(response)
-    assert found["type"] == "invalid_request_error"
-    assert found["param"] == param
-    assert message in found["message"]
+    found = refused(ask(service, CHAT, chat(**fields)), message)
+    assert (found["type"], found["param"]) == ("invalid_request_error", param)
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": [1536]}, "prompt"),
-    ({"prompt": [1536], "echo": True}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": {"text": "a"}}, "prompt"),
-    ({"prompt": "a", "best_of": 2}, "best_of"),
-    ({}, "prompt"),
+@pytest.mark.parametrize(("fields", "param", "message"), [
+    ({"prompt": [[]]}, "prompt", "at least one token"),
+    ({"prompt": [1536]}, "prompt", "1535"),
+    ({"prompt": [1536], "echo": True}, "prompt", "0 .. 1535, got 1536"),
+    ({"prompt": [-1]}, "prompt", ""),
+    ({"prompt": {"text": "a"}}, "prompt", ""),
+    ({"prompt": "a", "best_of": 2}, "best_of", "does not apply it"),
+    ({}, "prompt", "required"),
+    ({"prompt": SUM, "logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ({"prompt": SUM, "logprobs": True}, "logprobs", "valid integer"),
+    ({"prompt": SUM, "max_tokens": 0}, "max_tokens", "at least 1, or echo true"),
 ])  # fmt: skip
-def test_a_text_request_that_cannot_be_served_is_refused(service, fields, param):
-    response = ask(service, TEXT, fields)
-    assert response.status_code == 400
-    assert error(response)["param"] == param
+def test_a_text_request_that_cannot_be_served_is_refused(service, fields, param, message):
+    assert refused(ask(service, TEXT, fields), message)["param"] == param
 
 
 def test_fields_that_ask_for_nothing_are_taken(service):
@@ -338,9 +316,7 @@ def test_a_strict_server_refuses_what_others_take():
             ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "4 at most, got 5"),
             ({"max_tokens": 512}, "messages", "context is 512 tokens: the prompt has 18 and 512 are asked for"),
         ):
-            response = ask(service, CHAT, chat(**fields))
-            assert (response.status_code, error(response)["param"]) == (400, param)
-            assert message in error(response)["message"]
+            assert refused(ask(service, CHAT, chat(**fields)), message)["param"] == param
         assert ask(service, CHAT, chat(store=False, annotations=None, max_tokens=1)).status_code == 200
 
 
@@ -350,7 +326,7 @@ def test_the_model_has_the_names_that_it_is_given():
             assert ask(service, CHAT, chat(model=name, max_tokens=1)).json()["model"] == name
             assert ask(service, f"/v1/models/{name}", None).json()["id"] == name
         assert [found["id"] for found in ask(service, "/v1/models", None).json()["data"]] == ["pair", "gpt-4o", "b/c"]
-        assert "'pair' and 'gpt-4o' and 'b/c'" in error(ask(service, CHAT, chat(model="x")))["message"]
+        refused(ask(service, CHAT, chat(model="x")), "'pair' and 'gpt-4o' and 'b/c'", 404)
     with serving(tolerance={"takes_any_name": True}) as service:
         assert ask(service, CHAT, chat(model="x", max_tokens=1)).json()["model"] == "x"
 
@@ -360,10 +336,10 @@ def test_the_log_tells_how_answers_went_and_why_requests_are_refused(service, ca
     ask(service, CHAT, chat(n=2, max_tokens=9))
     ask(service, CHAT, chat(temperature="\x1b[31m"))
     ask(service, "/v1/models", None, key="secret")
-    whole, refused, locked = caplog.messages
+    whole, wrong, locked = caplog.messages
     pattern = r"chatcmpl-\w+: 36 prompt tokens \(\d+ cached\), 18 new in [\d.]+ s \(first after [\d.]+ s\)"
     assert re.fullmatch(pattern + r", \d+ tokens/s, [\d.]+ tokens per step: length", whole)
-    assert refused.startswith("400 POST /v1/chat/completions: temperature: ")
+    assert wrong.startswith("400 POST /v1/chat/completions: temperature: ")
     assert locked.startswith("401 GET /v1/models: this server needs its key")
 
 
@@ -410,23 +386,20 @@ def test_pages_of_the_origins_that_are_named_may_use_the_server(service, monkeyp
             broken.setattr(service, "read", None)
             failed = ask(service, CHAT, chat(), **call, headers=headers)
         assert failed.headers.get("Access-Control-Allow-Origin") == allowed
-        assert error(failed)["type"] == "server_error"
+        assert refused(failed, "the server made a mistake", 500)["type"] == "server_error"
     assert ask(service, CHAT, None, headers={"Origin": "http://a", **asks}, method="OPTIONS").status_code == 405
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"\xff", b"[" * 200_000, b'{"seed":' + b"9" * 10_000 + b"}"])
 def test_a_body_that_is_no_request_is_refused(service, body):
-    response = ask(service, CHAT, body)
-    assert response.status_code == 400
-    assert error(response)["type"] == "invalid_request_error"
+    assert refused(ask(service, CHAT, body), "")["type"] == "invalid_request_error"
 
 
 def test_other_models_and_paths_are_not_found(service):
-    assert error(ask(service, CHAT, chat(model="gpt-4")))["code"] == "model_not_found"
-    assert ask(service, "/v1/models/gpt-4", None).status_code == 404
-    missing = error(ask(service, "/v1/embeddings", {}))
+    for response in (ask(service, CHAT, chat(model="gpt-4")), ask(service, "/v1/models/gpt-4", None)):
+        assert refused(response, "this server has the model 'pair'", 404)["code"] == "model_not_found"
+    missing = refused(ask(service, "/v1/embeddings", {}), "POST /v1/embeddings; /openapi.json lists", 404)
     assert missing["type"] == "not_found_error"
-    assert "POST /v1/embeddings; /openapi.json lists" in missing["message"]
     assert ask(service, CHAT, None).status_code == 405
 
 
@@ -436,9 +409,7 @@ def test_a_body_may_not_be_too_large(service):
             yield b" " * 2**20
 
     for body in (chat("a" * 2**22), parts()):
-        response = ask(service, CHAT, body)
-        assert response.status_code == 413
-        assert error(response)["code"] == "too_large"
+        assert refused(ask(service, CHAT, body), "this one has more", 413)["code"] == "too_large"
 
 
 def test_a_key_is_asked_for(service):
@@ -448,7 +419,7 @@ def test_a_key_is_asked_for(service):
         headers = {"X-API-Key": "secret"} if given == "x-api-key" else headers
         response = ask(service, CHAT, chat(max_tokens=1), key="secret", headers=headers)
         assert response.status_code == status
-    assert error(response)["code"] == "invalid_api_key"
+    assert refused(response, "needs its key", 401)["code"] == "invalid_api_key"
     assert ask(service, "/v1/models", None, key="secret").status_code == 401
     assert ask(service, "/metrics", None, key="secret").status_code == 401
     assert ask(service, "/health", None, key="secret").status_code == 200
@@ -473,9 +444,8 @@ def test_requests_beyond_the_queue_are_told_to_come_again():
         gate.open()
         for thread in threads:
             thread.join()
-    assert response.status_code == 429
+    assert refused(response, "try again later", 429)["code"] == "queue_full"
     assert int(response.headers["Retry-After"]) >= 1
-    assert error(response)["code"] == "queue_full"
     assert statuses == [200, 200]
 
 
@@ -485,10 +455,9 @@ def test_an_answer_that_takes_too_long_is_ended(stream):
         gate = Gate(service.scheduler)
         response = ask(service, CHAT, chat(stream=stream))
         gate.open()
-        found = chunks(response)[-1]["error"] if stream else error(response)
+        found = chunks(response)[-1]["error"] if stream else refused(response, "", 503)
     assert response.status_code == (200 if stream else 503)
-    assert found["code"] == "timeout"
-    assert found["message"] == "the answer was not ready after 0.3 s"
+    assert (found["code"], found["message"]) == ("timeout", "the answer was not ready after 0.3 s")
 
 
 # ---------------------------------------------------------------------------------------------- the others

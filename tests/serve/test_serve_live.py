@@ -18,18 +18,6 @@ from dflash_serve.port import Port
 QUESTION = [{"role": "user", "content": TRIP}]
 
 
-@pytest.fixture(scope="module")
-def server():
-    with live() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
-
-
 # ---------------------------------------------------------------------------------------------- OpenAI's client
 
 

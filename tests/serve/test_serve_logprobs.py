@@ -3,9 +3,8 @@
 import math
 
 import pytest
-import served
 import torch
-from served import SUM, TRIP, ask, direct, pair, prompt_ids, serving
+from served import QUESTION, SUM, TRIP, direct, pair, prompt_ids
 from tiny_tokenizers import byte_fallback, byte_level
 
 import dflash
@@ -14,20 +13,7 @@ from dflash_serve.answer_text import AnswerTokens, Pieces
 from dflash_serve.openai import completion_logprobs
 
 BOUND = 1e-4  # float32, sums in another order; the values are as low as -30
-QUESTION = [{"role": "user", "content": SUM}]
 END = "<|end|>"
-
-
-@pytest.fixture(scope="module")
-def client():
-    with served.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def service():
-    with serving() as service:
-        yield service
 
 
 def values(prompt: list[int], count: int, **arguments) -> tuple[list[int], list]:
@@ -140,19 +126,6 @@ def test_nothing_is_written_for_max_tokens_0(client, stream):
     assert choice.text == SUM
     check_text(choice, ids, True, 1)
     assert (usage.usage.prompt_tokens, usage.usage.completion_tokens) == (len(ids), 0)
-
-
-@pytest.mark.parametrize(("path", "fields", "param", "message"), [
-    ("chat/completions", {"messages": QUESTION, "top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
-    ("completions", {"prompt": SUM, "logprobs": 21}, "logprobs", "less than or equal to 20"),
-    ("completions", {"prompt": SUM, "logprobs": True}, "logprobs", "valid integer"),
-    ("completions", {"prompt": SUM, "max_tokens": 0}, "max_tokens", "at least 1, or echo true"),
-])  # fmt: skip
-def test_what_cannot_be_given_is_refused_by_name(service, path, fields, param, message):
-    response = ask(service, f"/v1/{path}", fields)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-    assert message in response.json()["error"]["message"]
 
 
 # ---------------------------------------------------------------------------------------------- tokens that are no text

@@ -3,29 +3,28 @@
 import json
 
 import anthropic
-import pytest
-from served import SCHEMA, SUM, TRIP, ask, chat, direct, live, prompt_ids, serving, without
+from served import (
+    QUESTION,
+    ROLES,
+    SCHEMA,
+    THINKS,
+    TRIP,
+    ask,
+    chat,
+    count,
+    direct,
+    live,
+    prompt_ids,
+    serving,
+    without,
+)
 
 PATH = "/v1/messages"
 TOOL = {"name": "weather", "description": "Tell it.", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
-QUESTION = [{"role": "user", "content": SUM}]
-ROLES = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
-THINKS = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}=>\n<think>{# </think> #}"
 
 
 def body(**fields):
     return {"model": "pair", "messages": QUESTION, "max_tokens": 300, "temperature": 0.0} | fields
-
-
-@pytest.fixture(scope="module")
-def server():
-    with live() as found:
-        yield found
-
-
-@pytest.fixture
-def service(server):
-    return server.service
 
 
 def both(server, **fields):
@@ -100,8 +99,8 @@ def test_a_tool_is_called_and_its_result_goes_back(server):
     ]
     tools = [{"type": "function", "function": {"name": "weather", "description": "Tell it.", "parameters": SCHEMA}}]
     with serving(template=ROLES) as service:
-        count = ask(service, f"{PATH}/count_tokens", asked).json()
-        assert count == {"input_tokens": ask(service, "/tokenize", {"messages": same, "tools": tools}).json()["count"]}
+        found = ask(service, f"{PATH}/count_tokens", asked).json()
+        assert found == {"input_tokens": count(service, same, tools=tools)}
 
 
 def test_turns_of_the_user_and_of_the_system_among_them_are_one():
@@ -110,8 +109,7 @@ def test_turns_of_the_user_and_of_the_system_among_them_are_one():
     asked = {"model": "pair", "messages": [{"role": role, "content": text} for role, text in turns]}
     same = [{"role": "user", "content": "One.\nTwo.\nThree."}]
     with serving(template=ROLES) as service:
-        count = ask(service, f"{PATH}/count_tokens", asked).json()
-        assert count == {"input_tokens": ask(service, "/tokenize", {"messages": same}).json()["count"]}
+        assert ask(service, f"{PATH}/count_tokens", asked).json() == {"input_tokens": count(service, same)}
 
 
 def test_an_answer_follows_a_schema(server):
@@ -137,41 +135,3 @@ def test_settings_reach_the_engine(server):
     seeded = ask(server.service, PATH, body(**trip, temperature=1.0, seed=7, min_p=0.01)).json()
     expected = direct(prompt_ids(TRIP), max_new_tokens=300, temperature=1.0, seed=7, min_p=0.01)
     assert ([block["text"] for block in seeded["content"]], seeded.get("warnings")) == (expected, None)
-
-
-def test_unknown_fields_are_taken_and_named(service):
-    answer = ask(service, PATH, body(metadata={"user_id": "me"}, context_management={"edits": []}, max_tokens=4)).json()
-    assert answer["warnings"] == ["context_management: unknown, left out"]
-    with serving(tolerance={"is_strict": True}) as strict:
-        refused = ask(strict, PATH, body(context_management={"edits": []}))
-    assert refused.status_code == 400
-
-
-@pytest.mark.parametrize(("fields", "status", "kind", "message"), [
-    ({"model": "claude"}, 404, "not_found_error", "this server has the model 'pair'"),
-    ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
-    ({"temperature": 1.5}, 400, "invalid_request_error", "temperature"),
-    ({"messages": []}, 400, "invalid_request_error", "messages"),
-    ({"messages": [*QUESTION, {"role": "assistant", "content": "The"}]}, 400, "invalid_request_error",
-     "answers are not continued"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "invalid_request_error",
-     "'image'"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error", "tools"),
-    ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool"),
-    ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers"),
-])  # fmt: skip
-def test_what_cannot_be_answered_is_refused_in_the_apis_own_form(service, fields, status, kind, message):
-    response = ask(service, PATH, body(**fields))
-    assert response.status_code == status
-    error = response.json()
-    assert (error["type"], error["error"]["type"]) == ("error", kind)
-    assert message in error["error"]["message"]
-
-
-def test_an_answer_that_fails_in_the_stream_ends_in_an_error_event(service, monkeypatch):
-    monkeypatch.setattr(service, "timeout", 0.0)
-    text = ask(service, PATH, body(stream=True)).text
-    assert text.startswith("event: message_start\n")
-    kind, data = text.strip().split("\n\n")[-1].split("\n")
-    assert kind == "event: error"
-    assert json.loads(data.removeprefix("data: "))["error"]["type"] == "overloaded_error"

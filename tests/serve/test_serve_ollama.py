@@ -4,24 +4,11 @@ import json
 from datetime import datetime
 
 import ollama
-import pytest
-from served import SCHEMA, SUM, TRIP, ask, chat, live, without
+from served import QUESTION, SCHEMA, SUM, TRIP, ask, chat, count, live, without
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
-QUESTION = [{"role": "user", "content": SUM}]
 ROLES = "{% for m in messages %}[{{ m.role }}{% if m.name %}{{ m.tool_call_id }}{% endif %}]{{ m.content }}{% endfor %}"
 THINKS = "{{ messages[-1].content }}{{ '\n=>\n' if enable_thinking is false else '\n=>\n<think>' }}{# </think> #}"
-
-
-@pytest.fixture(scope="module")
-def server():
-    with live() as found:
-        yield found
-
-
-@pytest.fixture
-def service(server):
-    return server.service
 
 
 def client(server):
@@ -113,7 +100,7 @@ def test_results_of_tools_go_back_to_their_calls():
             assert asking.chat("pair", messages, options={"num_predict": 1}).done  # it sends no ids
         body = {"messages": messages, "stream": False, "options": {"num_predict": 1}}
         found = ask(server.service, CHAT, body).json()
-        assert found["prompt_eval_count"] == ask(server.service, "/tokenize", {"messages": same}).json()["count"]
+        assert found["prompt_eval_count"] == count(server.service, same)
 
 
 def test_an_answer_follows_a_format(server):
@@ -164,33 +151,3 @@ def test_the_model_is_listed_and_described(server, service):
     assert ask(service, "/api/show", {"name": "pair"}).status_code == 200
     assert [*map(int, ask(service, "/api/version", None).json()["version"].split("."))] >= [0, 6, 4]
     assert ask(service, "/", None, method="HEAD").status_code == 200
-
-
-def test_unknown_options_are_named(service):
-    body = {"messages": QUESTION, "options": {"num_ctx": 4096, "num_predict": 4}, "keep_alive": "5m", "stream": False}
-    assert ask(service, CHAT, body).json()["warnings"] == ["options.num_ctx: unknown, left out"]
-
-
-@pytest.mark.parametrize(("path", "fields", "status", "message"), [
-    (CHAT, {"model": "llama3"}, 404, "this server has the model 'pair'"),
-    (CHAT, {"messages": [{"role": "user", "content": SUM, "images": ["aGk="]}]}, 400, "messages.0.images: this server"),
-    (CHAT, {"messages": [{"role": "narrator", "content": SUM}]}, 400, "messages.0.role: Input should be 'system'"),
-    (CHAT, {"options": {"temperature": "warm"}}, 400, "options.temperature: Input should be a valid number"),
-    (CHAT, {"options": {"repeat_penalty": 1.1}}, 400, "options.repeat_penalty: this server does not apply it"),
-    (CHAT, {"format": "xml"}, 400, "format"),
-    (GENERATE, {"suffix": "end"}, 400, "suffix: this server does not apply it"),
-    (GENERATE, {"raw": True, "system": "Be brief."}, 400, "raw=true takes the prompt as it is"),
-    ("/api/pull", {}, 404, "Not Found"),
-])  # fmt: skip
-def test_what_cannot_be_answered_is_refused_in_the_apis_own_form(service, path, fields, status, message):
-    prompt = {"prompt": SUM} if path == GENERATE else {"messages": QUESTION}
-    response = ask(service, path, {"model": "pair", **prompt, **fields})
-    assert response.status_code == status
-    assert response.json().keys() == {"error"}
-    assert message in response.json()["error"]
-
-
-def test_an_answer_that_fails_in_the_stream_ends_in_an_error(service, monkeypatch):
-    monkeypatch.setattr(service, "timeout", 0.0)
-    text = ask(service, GENERATE, {"prompt": SUM}).text
-    assert json.loads(text.splitlines()[-1]) == {"error": "the answer was not ready after 0 s"}

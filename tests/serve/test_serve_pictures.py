@@ -13,7 +13,7 @@ import torch
 from families import make_draft
 from pictures import make_picture_target
 from PIL import Image
-from served import ask, chat
+from served import CHAT, ask, chat, refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTokenizerFast
 
@@ -113,13 +113,12 @@ def test_answers_are_those_of_the_model(serve, target):
     service = serve()
     (first, png), (second, webp) = picture(1), picture(2, (31, 40), "WEBP")
     second = Image.open(io.BytesIO(webp)).convert("RGB")
-    path = "/v1/chat/completions"
-    one = content(ask(service, path, said("w20 w33", url(png), "w41")))
+    one = content(ask(service, CHAT, said("w20 w33", url(png), "w41")))
     assert one == own(target, "w20 w33 <start_of_image> w41 ", [first])
-    two = content(ask(service, path, said(url(png), "w20", url(webp, "webp"), "w60")))
+    two = content(ask(service, CHAT, said(url(png), "w20", url(webp, "webp"), "w60")))
     assert two == own(target, "<start_of_image> w20 <start_of_image> w60 ", [first, second])
-    assert content(ask(service, path, said("w20 w33", url(webp), "w41"))) != one
-    plain = content(ask(service, path, said("w20 w33 w41")))
+    assert content(ask(service, CHAT, said("w20 w33", url(webp), "w41"))) != one
+    plain = content(ask(service, CHAT, said("w20 w33 w41")))
     ids = processor().tokenizer("w20 w33 w41 ", return_tensors="pt").input_ids
     expected = target.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     assert plain == processor().tokenizer.decode(expected, skip_special_tokens=True)
@@ -127,37 +126,38 @@ def test_answers_are_those_of_the_model(serve, target):
 
 def test_receipts_name_the_pictures_which_the_server_does_not_keep(serve, target, tmp_path):
     service, (made, png) = serve(receipts=tmp_path), picture(1)
-    id = ask(service, "/v1/chat/completions", said("w20", url(png))).json()["id"]
+    id = ask(service, CHAT, said("w20", url(png))).json()["id"]
     receipt = dflash.Receipt.parse(ask(service, f"/v1/receipts/{id}", None).json())
     inputs = inputs_of("w20 <start_of_image> ", [made])
     assert dflash.verify(receipt, target, pictures={name: inputs[name] for name in receipt.pictures}).follows
-    answer = ask(service, f"/v1/receipts/{id}/verify", b"")
-    assert answer.status_code == 400
-    assert "pass pictures=" in answer.json()["error"]["message"]
+    refused(ask(service, f"/v1/receipts/{id}/verify", b""), "pass pictures=")
+
+
+@contextlib.contextmanager
+def hosting(respond):
+    """Answer requests on a port of this machine; yield its URL."""
+    methods = {"do_GET": respond, "log_message": lambda *_: None}
+    handler = type("Handler", (http.server.BaseHTTPRequestHandler,), methods)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def test_urls_are_fetched_only_if_that_is_allowed(serve, target):
     made, png = picture(3)
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(png)
+    def respond(handler):
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(png)
 
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        body = said("w20", f"http://127.0.0.1:{server.server_port}/p.png")
-        try:
-            refused = ask(serve(), "/v1/chat/completions", body)
-            answered = ask(serve(allows_urls=True), "/v1/chat/completions", body)
-        finally:
-            server.shutdown()
-    assert refused.status_code == 400
-    assert "--allow-image-urls" in refused.json()["error"]["message"]
+    with hosting(respond) as host:
+        body = said("w20", f"{host}/p.png")
+        refused(ask(serve(), CHAT, body), "--allow-image-urls")
+        answered = ask(serve(allows_urls=True), CHAT, body)
     assert content(answered) == own(target, "w20 <start_of_image> ", [made])
 
 
@@ -168,72 +168,52 @@ def test_a_photo_is_turned_upright_as_transformers_turns_it(serve, target):
     written = io.BytesIO()
     made.save(written, "PNG", exif=tags)
     upright = made.rotate(-90, expand=True)
-    answer = content(ask(serve(), "/v1/chat/completions", said("w20", url(written.getvalue()))))
+    answer = content(ask(serve(), CHAT, said("w20", url(written.getvalue()))))
     assert answer == own(target, "w20 <start_of_image> ", [upright])
     assert answer != own(target, "w20 <start_of_image> ", [made])
 
 
 def test_hosts_that_are_slow_or_lead_elsewhere_are_given_up(serve, monkeypatch):
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(302 if "away" in self.path else 200)
-            self.send_header("Location", "ftp://127.0.0.1:1/p.png")
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                for _ in range(20 if "slow" in self.path else 0):
-                    self.wfile.write(b"x")
-                    time.sleep(0.05)
-
-        def log_message(self, *_):
-            pass
+    def respond(handler):
+        handler.send_response(302 if "away" in handler.path else 200)
+        handler.send_header("Location", "ftp://127.0.0.1:1/p.png")
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(20 if "slow" in handler.path else 0):
+                handler.wfile.write(b"x")
+                time.sleep(0.05)
 
     monkeypatch.setattr(bounds, "_SECONDS", 0.2)
     service = serve(allows_urls=True)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            for path, words in (
-                ("slow", "more than 0.2 s"),
-                ("away", "unknown url type"),
-                ("a b", "control characters"),
-            ):
-                body = said(f"http://127.0.0.1:{server.server_port}/{path}")
-                response = ask(service, "/v1/chat/completions", body)
-                assert response.status_code == 400
-                assert words in response.json()["error"]["message"]
-        finally:
-            server.shutdown()
+    words = {"slow": "more than 0.2 s", "away": "unknown url type", "a b": "control characters"}
+    with hosting(respond) as host:
+        for path, message in words.items():
+            refused(ask(service, CHAT, said(f"{host}/{path}")), message)
 
 
 def test_tools_that_the_template_does_not_write_are_refused_with_pictures(serve):
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     body = said("w20", url(picture(1)[1])) | {"tools": [tool]}
-    response = ask(serve(), "/v1/chat/completions", body)
-    assert response.status_code == 400
-    assert "loses tools" in response.json()["error"]["message"]
+    refused(ask(serve(), CHAT, body), "loses tools")
 
 
 def test_what_is_no_picture_or_too_large_is_refused(serve, monkeypatch):
     service, png = serve(), picture(1)[1]
 
-    def refused(message, *parts, service=service, **fields):
-        response = ask(service, "/v1/chat/completions", said(*parts) | fields)
-        assert response.status_code == 400
-        assert message in response.json()["error"]["message"]
+    def fails(message, *parts, service=service):
+        refused(ask(service, CHAT, said(*parts)), message)
 
-    refused("start it with --pictures", url(png), service=serve(refuses=True))
-    refused("picture 1 must be a data: URL, got 'file'", "file:///etc/passwd")
-    refused("picture 1 cannot be read", "w20", url(b"GIF89a"))
-    refused("picture 2 cannot be read", url(png), url(png[:40]))
-    refused("picture 1 cannot be read as PNG, JPEG", url(picture(1, format="ICO")[1], "x-icon"))
-    refused("is not in base64", "data:image/png;base64,!!!!")
-    refused("must be a data: URL in base64", "data:image/png,abc")
-    refused("may have 16 pictures, this one has 17", *[url(png)] * 17)
+    fails("start it with --pictures", url(png), service=serve(refuses=True))
+    fails("picture 1 must be a data: URL, got 'file'", "file:///etc/passwd")
+    fails("picture 1 cannot be read", "w20", url(b"GIF89a"))
+    fails("picture 2 cannot be read", url(png), url(png[:40]))
+    fails("picture 1 cannot be read as PNG, JPEG", url(picture(1, format="ICO")[1], "x-icon"))
+    fails("is not in base64", "data:image/png;base64,!!!!")
+    fails("must be a data: URL in base64", "data:image/png,abc")
+    fails("may have 16 pictures, this one has 17", *[url(png)] * 17)
     monkeypatch.setattr(bounds, "MAX_PIXELS", 20 * 14 - 1)
-    refused("may have 279 pixels together: picture 1 has 20 x 14, and 279 are left", url(png))
+    fails("may have 279 pixels together: picture 1 has 20 x 14, and 279 are left", url(png))
     monkeypatch.setattr(bounds, "MAX_BYTES", 100)
-    refused("may have 100 bytes, it has more", url(png))
+    fails("may have 100 bytes, it has more", url(png))
     assistant = {"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": url(png)}}]}
-    response = ask(service, "/v1/chat/completions", chat() | {"messages": [assistant]})
-    assert response.status_code == 400
-    assert "roles user and tool" in response.json()["error"]["message"]
+    refused(ask(service, CHAT, chat() | {"messages": [assistant]}), "roles user and tool")

@@ -5,13 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from served import SUM, TRIP, Gate, ask, chat, chunks, pair, prompt_ids, serving
+from served import CHAT, SUM, TEXT, TRIP, Gate, ask, chat, chunks, pair, prompt_ids, refused, serving
 
 import dflash
 from dflash.ops import PackedWeight
 from dflash.sampling import fold
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 REQUESTS = [
     (CHAT, chat(SUM, seed=1)),
     (CHAT, chat(TRIP, temperature=1, seed=-3, n=3)),
@@ -100,9 +99,7 @@ def test_a_changed_file_does_not_follow_or_is_refused(service, folder):
     content["fingerprints"]["weights"] = "0"
     for text, words in ((json.dumps(content), "weights is 0 in the receipt"), ("{", "not JSON")):
         path.write_text(text)
-        response = ask(service, f"/v1/receipts/{name}/verify", b"")
-        assert response.status_code == 400
-        assert words in response.json()["error"]["message"]
+        refused(ask(service, f"/v1/receipts/{name}/verify", b""), words)
 
 
 def test_what_has_no_receipt_is_not_found(service):
@@ -138,7 +135,7 @@ def test_a_check_can_be_waited_for_only_so_long(tmp_path):
         endless = iter(lambda: None, 0)
         service.receipts.passes = lambda _: (None for _ in endless)
         response = ask(service, f"/v1/receipts/{name}/verify", b"")
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "timeout")
+        assert refused(response, "was not ready", 503)["code"] == "timeout"
         service.scheduler.close()
 
 
@@ -147,7 +144,7 @@ def test_the_server_says_whether_it_has_receipts(service):
     assert model["has_receipts"]
     with serving() as plain:
         response = ask(plain, f"/v1/receipts/chatcmpl-{'0' * 24}/verify", b"")
-        assert (response.status_code, response.json()["error"]["code"]) == (404, "receipts_are_off")
+        assert refused(response, "--receipts FOLDER", 404)["code"] == "receipts_are_off"
 
 
 def test_a_folder_that_cannot_be_written_to_is_said_before_the_models_are_loaded(shell, tmp_path, monkeypatch):

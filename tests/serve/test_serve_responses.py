@@ -2,32 +2,20 @@
 
 import json
 
+import openai
 import pytest
-from served import SCHEMA, SUM, ask, chat, client, live, serving, without
+import served
+from served import ROLES, SCHEMA, SUM, THINKS, ask, chat, count, serve, without
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "weather", "description": "Tell it.", "parameters": SCHEMA, "strict": False}
-ROLES = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
-THINKS = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}=>\n<think>{# </think> #}"
 
 
-@pytest.fixture(scope="module")
-def openai():
-    with client() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def service():
-    with serving() as found:
-        yield found
-
-
-def both(openai, **fields):
+def both(client, **fields):
     """Return the client's response, asked for whole and as a stream, which must be the same but for its ids."""
     sent = {"model": "pair", "input": SUM, "temperature": 0.0, "max_output_tokens": 300} | fields
-    whole = openai.responses.create(**sent)
-    with openai.responses.stream(**sent) as stream:
+    whole = client.responses.create(**sent)
+    with client.responses.stream(**sent) as stream:
         events = list(stream)
     streamed = events[-1].response
     written = "".join(event.delta for event in events if event.type == "response.output_text.delta")
@@ -39,63 +27,59 @@ def both(openai, **fields):
     return whole
 
 
-def test_a_response_is_the_chats_answer(openai, service):
+def test_a_response_is_the_chats_answer(client, service):
     answer = ask(service, "/v1/chat/completions", chat(temperature=0.0)).json()
-    found = both(openai)
+    found = both(client)
     assert found.output_text == answer["choices"][0]["message"]["content"]
     assert (found.status, found.incomplete_details, found.object) == ("completed", None, "response")
     assert found.usage.output_tokens == answer["usage"]["completion_tokens"]
     assert found.usage.input_tokens == answer["usage"]["prompt_tokens"]
-    short = both(openai, max_output_tokens=3)
+    short = both(client, max_output_tokens=3)
     assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
-def test_functions_are_called(openai):
-    found = both(openai, tools=[TOOL], tool_choice="required")
+def test_functions_are_called(client):
+    found = both(client, tools=[TOOL], tool_choice="required")
     call = found.output[0]
     assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
     assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
-    cut = (both(openai, tools=[TOOL], tool_choice="required", max_output_tokens=limit) for limit in range(8, 60, 4))
+    cut = (both(client, tools=[TOOL], tool_choice="required", max_output_tokens=limit) for limit in range(8, 60, 4))
     short = next(response for response in cut if response.output)
     assert (short.status, short.output[-1].status) == ("incomplete", "incomplete")
     named = {"type": "function", "name": "weather"}
-    assert both(openai, tools=[TOOL], tool_choice=named).output[0].name == "weather"
+    assert both(client, tools=[TOOL], tool_choice=named).output[0].name == "weather"
 
 
-def test_functions_of_a_namespace_are_called_in_it(openai):
+def test_functions_of_a_namespace_are_called_in_it(client):
     """Codex has one for each MCP server."""
     space = {"type": "namespace", "name": "mcp__w", "tools": [TOOL, {"type": "custom", "name": "patch"}]}
-    found = both(openai, tools=[space], tool_choice="required")
+    found = both(client, tools=[space], tool_choice="required")
     assert (found.output[0].name, found.output[0].namespace) == ("weather", "mcp__w")
     assert "tools[]: custom is not served here, left out" in found.warnings
     # The model is told of a call by its whole name
     call = {"type": "function_call", "call_id": "c", "arguments": "{}"}
     result = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
     names = {"name": "weather", "namespace": "mcp__w"}, {"name": "mcp__w__weather"}, {"name": "weather"}
-    with client(template=ROLES) as asking:
+    with served.client(template=ROLES) as asking:
         given = [[{"role": "user", "content": SUM}, {**call, **name}, result] for name in names]
         told = [asking.responses.create(model="pair", input=each, max_output_tokens=1) for each in given]
     counts = [response.usage.input_tokens for response in told]
     assert counts[0] == counts[1] > counts[2]
 
 
-def test_a_format_is_followed(openai):
+def test_a_format_is_followed(client):
     form = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}
-    assert json.loads(both(openai, text={"format": form}).output_text)["city"] in ("Oslo", "Rome")
+    assert json.loads(both(client, text={"format": form}).output_text)["city"] in ("Oslo", "Rome")
 
 
 def test_thoughts_are_an_item_of_their_own():
-    with client(template=THINKS) as openai:
-        (item,) = both(openai, max_output_tokens=12).output
+    with served.client(template=THINKS) as client:
+        (item,) = both(client, max_output_tokens=12).output
     assert item.type == "reasoning"
     assert item.content[0].text.strip()
 
 
-def count(service, messages) -> int:
-    return ask(service, "/tokenize", {"messages": messages}).json()["count"]
-
-
-def test_items_become_the_messages_of_a_chat_and_a_response_goes_on(service):
+def test_items_become_the_messages_of_a_chat_and_a_response_goes_on():
     items = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "input_text", "text": "Hi."}]},
@@ -112,63 +96,29 @@ def test_items_become_the_messages_of_a_chat_and_a_response_goes_on(service):
         {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "sunny"},
     ]
-    with live(template=ROLES) as server:
-        import openai
-
-        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as asking:
-            create = asking.responses.create
-            first = create(model="pair", input=items, instructions="Hello.", max_output_tokens=5, temperature=0.0)
-            told = [{"role": "system", "content": "Hello.\n\nBe brief."}, *same[1:]]
-            assert first.usage.input_tokens == count(server.service, told)
-            # The next response has the conversation, and not its instructions
-            later = create(model="pair", input="And?", previous_response_id=first.id, max_output_tokens=5)
-            answered = {"role": "assistant", "content": first.output_text}
-            told = [*same, answered, {"role": "user", "content": "And?"}]
-            assert later.usage.input_tokens == count(server.service, told)
-            # Two that continue the same response do not see each other
-            called = {"type": "function_call", "call_id": "d", "name": "weather", "arguments": "{}"}
-            result = {"type": "function_call_output", "call_id": "d", "output": "rain"}
-            for _ in range(2):
-                branch = create(
-                    model="pair", input=[called, result], previous_response_id=first.id, max_output_tokens=2
-                )
-                calls = [{**call, "id": "d"}]
-                told = [
-                    *same,
-                    {**answered, "tool_calls": calls},
-                    {"role": "tool", "tool_call_id": "d", "content": "rain"},
-                ]
-                assert branch.usage.input_tokens == count(server.service, told)
-            hidden = create(model="pair", input="Hi.", store=False, max_output_tokens=2)
-            with pytest.raises(openai.BadRequestError, match="there is no response"):
-                create(model="pair", input="And?", previous_response_id=hidden.id)
-
-
-def test_what_is_left_out_is_named(service):
-    asked = {"model": "pair", "input": SUM, "max_output_tokens": 4, "client_metadata": {"a": "b"}}
-    answer = ask(service, PATH, asked | {"tools": [TOOL, {"type": "web_search", "filters": {}}]}).json()
-    assert answer["warnings"][:2] == [
-        "client_metadata: unknown, left out", "tools[]: web_search is not served here, left out",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fields", "status", "message"), [
-    ({"model": "gpt"}, 404, "this server has the model 'pair'"),
-    ({"input": []}, 400, "input"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input"),
-    ({"temperature": -1.0}, 400, "temperature"),
-    ({"background": True}, 400, "background"),
-    ({"previous_response_id": "resp-x"}, 400, "there is no response 'resp-x'"),
-])  # fmt: skip
-def test_what_cannot_be_answered_is_refused(service, fields, status, message):
-    response = ask(service, PATH, {"model": "pair", "input": SUM, **fields})
-    assert response.status_code == status
-    assert message in response.json()["error"]["message"]
-
-
-def test_an_answer_that_fails_in_the_stream_ends_in_a_failed_response(service, monkeypatch):
-    monkeypatch.setattr(service, "timeout", 0.0)
-    text = ask(service, PATH, {"model": "pair", "input": SUM, "stream": True}).text
-    kind, data = text.strip().split("\n\n")[-1].split("\n")
-    assert kind == "event: response.failed"
-    assert json.loads(data.removeprefix("data: "))["response"]["status"] == "failed"
+    service = serve(template=ROLES)
+    with served.client(service=service) as asking:
+        create = asking.responses.create
+        first = create(model="pair", input=items, instructions="Hello.", max_output_tokens=5, temperature=0.0)
+        told = [{"role": "system", "content": "Hello.\n\nBe brief."}, *same[1:]]
+        assert first.usage.input_tokens == count(service, told)
+        # The next response has the conversation, and not its instructions
+        later = create(model="pair", input="And?", previous_response_id=first.id, max_output_tokens=5)
+        answered = {"role": "assistant", "content": first.output_text}
+        told = [*same, answered, {"role": "user", "content": "And?"}]
+        assert later.usage.input_tokens == count(service, told)
+        # Two that continue the same response do not see each other
+        called = {"type": "function_call", "call_id": "d", "name": "weather", "arguments": "{}"}
+        result = {"type": "function_call_output", "call_id": "d", "output": "rain"}
+        for _ in range(2):
+            branch = create(model="pair", input=[called, result], previous_response_id=first.id, max_output_tokens=2)
+            calls = [{**call, "id": "d"}]
+            told = [
+                *same,
+                {**answered, "tool_calls": calls},
+                {"role": "tool", "tool_call_id": "d", "content": "rain"},
+            ]
+            assert branch.usage.input_tokens == count(service, told)
+        hidden = create(model="pair", input="Hi.", store=False, max_output_tokens=2)
+        with pytest.raises(openai.BadRequestError, match="there is no response"):
+            create(model="pair", input="And?", previous_response_id=hidden.id)

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from served import cut
 
 from dflash_serve.answer_text import AnswerText
 from dflash_serve.reasoning import REASONING_FORMS
@@ -10,17 +11,10 @@ from dflash_serve.reasoning import REASONING_FORMS
 THINK = REASONING_FORMS["think"]
 
 
-def shown(pieces: list[str], *stop: str, **options) -> tuple[str, str]:
-    text, content, reasoning = AnswerText(stop, **options), "", ""
-    for index, piece in enumerate(pieces):
-        delta = text.push(piece, is_last=index == len(pieces) - 1)
-        content, reasoning = content + delta.content, reasoning + delta.reasoning
-    return content, reasoning
-
-
-def cut(text: str, places: list[int]) -> list[str]:
-    ends = sorted({min(place, len(text)) for place in places} | {len(text)})
-    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+def shown(pieces, *stop: str, **options) -> tuple[str, str]:
+    text = AnswerText(stop, **options)
+    deltas = [text.push(piece, is_last=is_last) for piece, is_last in pieces]
+    return "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)
 
 
 CASES = [
@@ -41,13 +35,13 @@ def test_reasoning_is_split_off_wherever_pieces_end(text, options, expected, pla
 
 
 def test_text_ends_before_the_first_stop_string():
-    assert shown(["ab", "cd, e", "f. g"], ". ", ", ") == ("abcd", "")
-    assert shown(["<think>a, b", "</think>"], ", ", form=THINK) == ("", "a")
+    assert shown(cut("abcd, ef. g", [2, 7]), ". ", ", ") == ("abcd", "")
+    assert shown(cut("<think>a, b</think>", [11]), ", ", form=THINK) == ("", "a")
 
 
 def test_what_was_shown_already_is_not_taken_back():
     """A decoder holds back what may begin a stop string; if one does not, only the rest is dropped."""
-    assert shown(["one ST", "OP two"], "STOP") == ("one ST", "")
+    assert shown(cut("one STOP two", [6]), "STOP") == ("one ST", "")
 
 
 def test_text_is_shown_as_soon_as_it_is_final():

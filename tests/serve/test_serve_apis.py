@@ -1,0 +1,93 @@
+"""Each API in its own form: what it refuses and leaves out, and an answer that fails in a stream."""
+
+import json
+
+import pytest
+from served import QUESTION, SCHEMA, SUM, ask, serving
+
+MESSAGES, RESPONSES, CHAT, GENERATE = "/v1/messages", "/v1/responses", "/api/chat", "/api/generate"
+BODIES = {
+    MESSAGES: {"model": "pair", "messages": QUESTION, "max_tokens": 4},
+    RESPONSES: {"model": "pair", "input": SUM, "max_output_tokens": 4},
+    CHAT: {"model": "pair", "messages": QUESTION, "options": {"num_predict": 4}, "stream": False},
+    GENERATE: {"model": "pair", "prompt": SUM, "options": {"num_predict": 4}, "stream": False},
+}
+
+
+@pytest.mark.parametrize(("path", "fields", "status", "message"), [
+    (MESSAGES, {"model": "claude"}, 404, "this server has the model 'pair'"),
+    (MESSAGES, {"max_tokens": None}, 400, "max_tokens"),
+    (MESSAGES, {"temperature": 1.5}, 400, "temperature"),
+    (MESSAGES, {"messages": []}, 400, "messages"),
+    (MESSAGES, {"messages": [*QUESTION, {"role": "assistant", "content": "The"}]}, 400, "answers are not continued"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "'image'"),
+    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "tools"),
+    (MESSAGES, {"tool_choice": {"type": "any"}}, 400, "tool"),
+    (MESSAGES, {"mcp_servers": [{"url": "x"}]}, 400, "mcp_servers"),
+    (RESPONSES, {"model": "gpt"}, 404, "this server has the model 'pair'"),
+    (RESPONSES, {"input": []}, 400, "input"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input"),
+    (RESPONSES, {"temperature": -1.0}, 400, "temperature"),
+    (RESPONSES, {"background": True}, 400, "background"),
+    (RESPONSES, {"previous_response_id": "resp-x"}, 400, "there is no response 'resp-x'"),
+    (CHAT, {"model": "llama3"}, 404, "this server has the model 'pair'"),
+    (CHAT, {"messages": [{"role": "user", "content": SUM, "images": ["aGk="]}]}, 400, "messages.0.images: this server"),
+    (CHAT, {"messages": [{"role": "narrator", "content": SUM}]}, 400, "messages.0.role: Input should be 'system'"),
+    (CHAT, {"options": {"temperature": "warm"}}, 400, "options.temperature: Input should be a valid number"),
+    (CHAT, {"options": {"repeat_penalty": 1.1}}, 400, "options.repeat_penalty: this server does not apply it"),
+    (CHAT, {"format": "xml"}, 400, "format"),
+    (GENERATE, {"suffix": "end"}, 400, "suffix: this server does not apply it"),
+    (GENERATE, {"raw": True, "system": "Be brief."}, 400, "raw=true takes the prompt as it is"),
+    ("/api/pull", {}, 404, "Not Found"),
+])  # fmt: skip
+def test_what_cannot_be_answered_is_refused_in_the_apis_own_form(service, path, fields, status, message):
+    response = ask(service, path, BODIES.get(path, {}) | fields)
+    found, kind = response.json(), {400: "invalid_request_error", 404: "not_found_error"}[status]
+    assert response.status_code == status
+    if path.startswith("/api/"):
+        assert found.keys() == {"error"}
+        assert message in found["error"]
+    else:
+        assert (found.get("type"), found["error"]["type"]) == ("error" if path == MESSAGES else None, kind)
+        assert message in found["error"]["message"]
+
+
+TOOL = {"type": "function", "name": "weather", "description": "Tell it.", "parameters": SCHEMA}
+UNKNOWN = {  # fields that are taken but not known, and the warnings
+    MESSAGES: ({"metadata": {"user_id": "me"}, "context_management": {"edits": []}}, ["context_management: unknown"]),
+    RESPONSES: (
+        {"client_metadata": {"a": "b"}, "tools": [TOOL, {"type": "web_search", "filters": {}}]},
+        ["client_metadata: unknown", "tools[]: web_search is not served here"],
+    ),
+    CHAT: ({"options": {"num_ctx": 4096, "num_predict": 4}, "keep_alive": "5m"}, ["options.num_ctx: unknown"]),
+}
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
+def test_what_is_left_out_is_named_or_refused_by_a_strict_server(service, path):
+    fields, warnings = UNKNOWN[path]
+    found = ask(service, path, BODIES[path] | fields).json()["warnings"]
+    found = [words for words in found if "does not show them" not in words]  # of tools, by the pair's template
+    assert found == [f"{words}, left out" for words in warnings]
+    with serving(tolerance={"is_strict": True}) as strict:
+        assert ask(strict, path, BODIES[path] | fields).status_code == 400
+
+
+FAILED = {  # how a stream begins, and its last event
+    MESSAGES: ("event: message_start\n", {"type": "error", "error": {"type": "overloaded_error"}}),
+    RESPONSES: ("event: response.created\n", {"type": "response.failed", "response": {"status": "failed"}}),
+    GENERATE: ("", {"error": "the answer was not ready after 0 s"}),
+}
+
+
+@pytest.mark.parametrize("path", FAILED)
+def test_an_answer_that_fails_in_the_stream_ends_in_an_error(service, path, monkeypatch):
+    monkeypatch.setattr(service, "timeout", 0.0)
+    begin, expected = FAILED[path]
+    text = ask(service, path, BODIES[path] | {"stream": True}).text
+    assert text.startswith(begin)
+    *_, before, last = ["", *text.strip().split("\n")]
+    found = json.loads(last.removeprefix("data: "))
+    assert not begin or before == f"event: {expected['type']}"
+    for name, value in expected.items():
+        assert found[name] == (value if isinstance(value, str) else found[name] | value)
