@@ -122,8 +122,7 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
 
     @model_validator(mode="after")
     def _check_last(self) -> CountRequest:
-        last = self.messages[-1].role
-        expect(last != "assistant", "the last message must be the user's: answers are not continued")
+        expect(self.messages[-1].role != "assistant", "the last message must be the user's: answers are not continued")
         return self
 
     def chat(self, **more: Any) -> ChatRequest:
@@ -150,8 +149,7 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
         config = self.output_config or OutputConfig()
         fields["reasoning_effort"] = config.effort
         if (form := config.format or self.output_format) is not None:
-            schema = {"name": "answer", "schema": form.schema_, "strict": True}
-            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+            fields["response_format"] = requests.schema_format(schema=form.schema_, strict=True)
         return ChatRequest.model_validate(fields | more)
 
 
@@ -206,11 +204,9 @@ _ADDED["call"] = ("input_json_delta", "partial_json")
 
 
 def _content_block(block: BlockEvent) -> dict[str, Any]:
-    if block.kind == "text":
-        return {"type": "text", "text": block.text}
-    if block.kind == "thinking":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "tool_use", "id": block.call[0], "name": block.call[1], "input": arguments_of(block.text) or {}}
+    if block.kind == "call":
+        return {"type": "tool_use", "id": block.call[0], "name": block.call[1], "input": arguments_of(block.text) or {}}
+    return _BEGUN[block.kind] | {block.kind: block.text}
 
 
 def _block_event(block: BlockEvent) -> str:

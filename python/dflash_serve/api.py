@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from anyio import to_thread
@@ -122,20 +121,13 @@ async def _service(request: Request) -> Service:  # a plain function would run i
 Served = Annotated[Service, Depends(_service)]
 
 
-@contextlib.contextmanager
-def refusing_body() -> Iterator[None]:
-    """Refuse a body that cannot be made a chat request of."""
+def translate(service: Service, body: Any, *arguments: Any) -> tuple[GenerationRequest, list[str]]:
+    """Return a request of another API as one of OpenAI's, by ``body.chat(*arguments)``, and its warnings."""
+    warnings = service.check_fields(body)
     try:
-        yield
+        return body.chat(*arguments), warnings
     except ValidationError as error:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-
-
-def translate(service: Service, body: Any) -> tuple[GenerationRequest, list[str]]:
-    """Return a request of another API than OpenAI's as one of OpenAI's, by ``body.chat()``, and its warnings."""
-    warnings = service.check_fields(body)
-    with refusing_body():
-        return body.chat(), warnings
 
 
 async def respond(
@@ -152,7 +144,8 @@ async def respond(
     headers = {"X-DFlash-Warnings": json.dumps(shown)} if warnings else {}
     completion = Completion(service, choices, form.id)
     if body.stream:
-        return _Stream(completion, form.lines(body, completion), form.media_type, headers)
+        headers |= {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return _Stream(completion, form.lines(body, completion), media_type=form.media_type, headers=headers)
     try:
         is_finished = await unless_gone(request, completion.finish())
     finally:
@@ -184,11 +177,8 @@ async def unless_gone(request: Request, work: Any) -> bool:
 class _Stream(StreamingResponse):
     """A stream of events whose rows are freed whatever happens."""
 
-    def __init__(
-        self, completion: Completion, lines: AsyncIterator[str], media_type: str, headers: dict[str, str]
-    ) -> None:
-        headers = {**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(lines, media_type=media_type, headers=headers)
+    def __init__(self, completion: Completion, lines: AsyncIterator[str], **options: Any) -> None:
+        super().__init__(lines, **options)
         self._completion = completion
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

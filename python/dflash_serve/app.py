@@ -149,12 +149,10 @@ class _Guard:
         try:
             self._check(scope, headers)
             body = await asyncio.wait_for(_read_body(headers, receive, self._most), _BODY_SECONDS)
-        except asyncio.TimeoutError:
+        except (asyncio.TimeoutError, ApiError) as error:
             late = ApiError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s", code="timeout")
-            await _refuse(late, method, path)(scope, receive, send)
-            return
-        except ApiError as error:
-            await _refuse(error, method, path)(scope, receive, send)
+            refusal = error if isinstance(error, ApiError) else late
+            await _refuse(refusal, method, path)(scope, receive, send)
             return
         if body is None:
             return  # the client has gone

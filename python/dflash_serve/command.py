@@ -92,9 +92,8 @@ class ServeOptions:
         if self.allow_image_urls and not self.pictures:
             raise ValueError("--allow-image-urls needs --pictures: without it no pictures are taken")
         if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
-            raise ValueError(
-                "--api-key must be visible ASCII characters without spaces: a header can hold no other key"
-            )
+            rule = "--api-key must be visible ASCII characters without spaces"
+            raise ValueError(f"{rule}: a header can hold no other key")
         for origin in self.allow_origin or ():
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
                 raise ValueError(f"--allow-origin must be * or as http://HOST:PORT, got {origin!r}")

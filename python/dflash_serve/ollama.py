@@ -65,8 +65,7 @@ class OllamaRequest(Fields):
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
         elif isinstance(self.format, dict):
-            schema = {"name": "answer", "schema": self.format}
-            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+            fields["response_format"] = requests.schema_format(schema=self.format)
         return fields
 
     def _chat(self, messages: Sequence[dict[str, Any]], **more: Any) -> ChatRequest:

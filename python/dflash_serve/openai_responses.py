@@ -214,8 +214,8 @@ class ResponsesRequest(
             choice = requests.function(name=known.get(choice.name, choice.name))
         fields |= {"tool_choice": choice, "reasoning_effort": self.reasoning and self.reasoning.effort}
         if (form := self.text and self.text.format) is not None:
-            schema = {"json_schema": {"name": "answer", **_given(form, "type")}} if form.type == "json_schema" else {}
-            fields["response_format"] = {"type": form.type, **schema}
+            given, is_schema = _given(form, "type"), form.type == "json_schema"
+            fields["response_format"] = requests.schema_format(**given) if is_schema else {"type": form.type}
         return ChatRequest.model_validate(fields)
 
 
@@ -412,8 +412,7 @@ _RESPONSE = api.json_object("id", "object", "status", "model", output={"type": "
 @router.post("/v1/responses", response_model=None, responses=api.document_answer(_RESPONSE, api.TYPED_EVENTS))
 async def create_response(body: ResponsesRequest, request: Request, service: api.Served) -> Response:
     """Answer a conversation, or continue that of an earlier response."""
-    warnings, kept = [*service.check_fields(body), *body.warnings], request.app.state.conversations
+    kept = request.app.state.conversations
     conversation = body.messages_after(kept.of(body.previous_response_id))
-    with api.refusing_body():
-        chat = body.chat(conversation)
-    return await api.respond(request, chat, warnings, partial(ResponsesFormat, body, conversation, kept))
+    chat, unknown = api.translate(service, body, conversation)
+    return await api.respond(request, chat, unknown + body.warnings, partial(ResponsesFormat, body, conversation, kept))

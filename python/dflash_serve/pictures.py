@@ -67,8 +67,7 @@ class PictureReader:
                 data = base64.b64decode(encoded, validate=True)
         elif self._opener is not None and scheme.lower() in ("http", "https"):
             try:
-                left = max(0.1, end - time.monotonic())
-                data = _FETCHING.submit(_fetched, self._opener, url, end).result(left)
+                data = _FETCHING.submit(_fetched, self._opener, url, end).result(max(0.1, end - time.monotonic()))
             except TimeoutError as error:
                 raise bad_request(f"{name} cannot be fetched: it took more than {_SECONDS:g} s", _FIELD) from error
             except Exception as error:  # of any of the libraries below

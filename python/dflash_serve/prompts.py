@@ -194,9 +194,7 @@ class PromptReader:
     def _writes_calls(self) -> bool:
         return bool(written_calls(self.tokenizer))
 
-    def read_chat(
-        self, request: requests.ChatRequest, tools: Tools | None = None, warnings: list[str] | None = None
-    ) -> EncodedPrompt:
+    def read_chat(self, request: requests.ChatRequest, tools: Tools | None, warnings: list[str]) -> EncodedPrompt:
         """Write a conversation by the chat template, which gets ``tools``.
 
         Raises:
@@ -204,7 +202,6 @@ class PromptReader:
         """
         if not self.has_template:
             raise bad_request("this model has no chat template: use /v1/completions", "messages")
-        warnings = [] if warnings is None else warnings
         arguments, shown = request.chat_template_kwargs or {}, None if tools is None else tools.shown
         own = inspect.signature(self.tokenizer.apply_chat_template).parameters  # transformers would take these itself
         template = self.tokenizer.get_chat_template(tools=shown)

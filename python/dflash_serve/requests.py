@@ -177,6 +177,11 @@ class ResponseFormat(Fields):
         return self
 
 
+def schema_format(**fields: Any) -> dict[str, Any]:
+    """Return the format of an answer that follows a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", **fields}}
+
+
 _KINDS = {name: get_args(annotation)[0] for name, annotation in GenerateArguments.__annotations__.items()}
 _PLAIN: Any = {
     row.request: (Annotated[_KINDS[name], Number], None)

@@ -185,11 +185,9 @@ class Scheduler:
                 self._say_busy(True)
                 ticket = self._waiting.popleft()
                 try:
-                    row = self.session.admit(ticket.call, skip_special_tokens=True)
+                    self._running[self.session.admit(ticket.call, skip_special_tokens=True)] = ticket
                 except Exception as error:  # of this request
                     ticket.emit(error)
-                else:
-                    self._running[row] = ticket
             return not (self._is_closing and self._is_idle)
 
     @property
@@ -205,10 +203,9 @@ class Scheduler:
         try:
             work()
             self.session = Session(self.generator, cache_bytes=self._cache_bytes)
+            future.set_result(None)
         except Exception as error:
             future.set_exception(error)
-        else:
-            future.set_result(None)
 
     def _work(self, parts: Generator[None, None, object], future: Future[object]) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
 import secrets
 from collections.abc import Generator, Mapping, Sequence
@@ -153,11 +154,9 @@ def find_tool_form(tokenizer: Any, name: str | None = None) -> ToolForm:
     """Return the form of a tokenizer's template, or the one named, with the spaces that the template writes."""
     source, text = str(tokenizer.chat_template), written_calls(tokenizer)
     forms = TOOL_FORMS if name is None else {name: TOOL_FORMS[name]}
-    for form in forms.values():
-        if (found := _fitted(form, text)) is not None:
-            return found
-    found = next((form for form in forms.values() if form.sign in source), None)
-    return found or [*forms.values()][-1]
+    fitted = (_fitted(form, text) for form in forms.values())
+    signed = (form for form in forms.values() if form.sign in source)
+    return next(filter(None, itertools.chain(fitted, signed)), [*forms.values()][-1])
 
 
 # ---------------------------------------------------------------------------------------------- patterns
