@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from harness import Case, main
 
 from dflash import ops
+from dflash.decoder import split_weights
 
 
 def cases(o):
@@ -35,7 +36,7 @@ def product(o, rows, width, out):
 def int8_product(o, rows, width, out):
     def operands():
         x, weight = product(o, rows, width, out)[0]()
-        return x, weight, *ops.split_weights(ops.PackedWeight.of(weight, ops.format_of("int8", o.device.type)))
+        return x, weight, *split_weights(ops.PackedWeight.of(weight, ops.format_of("int8", o.device.type)))
 
     return (
         operands,

@@ -22,7 +22,7 @@ from torch import Tensor
 import dflash
 from dflash import ops
 from dflash.cli.options import Source, load_target
-from dflash.ops import split_weights
+from dflash.decoder import split_weights
 
 Calls = Sequence[Callable[[], object]]
 

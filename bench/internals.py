@@ -14,7 +14,7 @@ import dflash
 from dflash.engine import Direct, Replay
 from dflash.state import Block
 from dflash.targets import Target, find_layers, structural_copy
-from dflash.targets.int8 import weight_of
+from dflash.targets.model import weight_of
 
 __all__ = [
     "Direct",

@@ -1,6 +1,7 @@
 """The pair inside the package, or another in a folder with ``target/``, ``draft/`` and ``prompts.jsonl``."""
 
 import argparse
+import importlib
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import dflash
 try:
     from dflash.loading import draft_folder
 except ModuleNotFoundError:  # with --against: a release in which these were one package
-    from dflash.evaluate import draft_folder
+    draft_folder = importlib.import_module("dflash.evaluate").draft_folder
 
 PAIR = Path(dflash.__file__).parent / "pair"
 

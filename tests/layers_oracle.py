@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash.ops import Weight, reference, split_weights
+from dflash.decoder import split_weights
+from dflash.ops import Weight, reference
 
 
 def _product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -182,9 +182,9 @@ FAULTS = [
           "wide.abs().mean(1, True)", ["test_int8.py"]),
     Fault("chosen channels have the scales of others", "ops/formats.py", "scales=self.scales[channels]",
           "scales=self.scales[: len(channels)]", ["test_int8.py"]),
-    Fault("weights of two formats share a product", "ops/formats.py",
+    Fault("weights of two formats share a product", "decoder.py",
           "len(packed) < len(weights) or len(set(formats)) > 1", "len(packed) < len(weights)", ["test_int8.py"]),
-    Fault("modules multiply by the weights as they are", "targets/int8.py",
+    Fault("modules multiply by the weights as they are", "targets/model.py",
           'getattr(linear, "packed", None) or linear.weight', "linear.weight", ["test_int8_weights.py"]),
     # Streams
     Fault("text is not held back for stop strings", "streaming.py",

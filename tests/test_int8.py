@@ -5,6 +5,7 @@ import torch
 from op_checks import DTYPES, Emulated, assert_as_exact_as_torch, skip_float32_on_cuda
 
 from dflash import ops
+from dflash.decoder import split_weights
 from dflash.ops import FORMATS, NotFiniteError, PackedWeight, reference
 
 pytestmark = pytest.mark.op
@@ -220,12 +221,12 @@ def test_kernels_take_several_weights_and_their_gates(rows, dtype, kernels):
     x, sizes = random(rows, 1040, dtype=dtype), (130, 0, 128, 20)
     weights = [stored(kernels, random(out, 1040, dtype=dtype, seed=out)) for out in sizes]
     biases = [random(out, dtype=dtype) for out in sizes]
-    values, *stores = ops.split_weights(*weights)
+    values, *stores = split_weights(*weights)
     ours = kernels.linears(x, values, biases, False, *stores)
     apart = [multiply(kernels, x, *part) for part in zip(weights, biases, strict=True)]
     assert torch.equal(ours, torch.cat(apart, -1))
     gate, up = weights[0], weights[0].select(torch.arange(130).flip(0))
-    values, *stores = ops.split_weights(gate, up)
+    values, *stores = split_weights(gate, up)
     both = kernels.linears(x, values, (), False, *stores)
     assert torch.equal(kernels.swiglu(x, *values, False, *stores), kernels.silu_mul(both))
 
@@ -247,4 +248,4 @@ def test_weights_of_one_product_have_one_format():
     weight = random(8, 64)
     for others in (weight, PackedWeight.of(weight, "w8a16")):
         with pytest.raises(TypeError, match="weights of one product must have one format, got w8a8"):
-            ops.split_weights(PackedWeight.of(weight, "w8a8"), others)
+            split_weights(PackedWeight.of(weight, "w8a8"), others)

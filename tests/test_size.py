@@ -21,17 +21,19 @@ SOURCES = {".h", ".cuh", ".cpp", ".cu", ".def"}
 # Code lines of Python: no blank lines, comments or docstrings. To raise a number, say next to it what was weighed and
 # what could not go. The goals were 12,200, 8,700, 3,500, 4,700, 12,100 and 34,000.
 BUDGETS = {
-    # The store of answers (160) must be here, because the server writes it and the workshop reads it; the list of
-    # internals takes 60, weight formats and 8-bit drafters on GPUs 80.
-    "engine": 12_650,
+    # The store of answers (155) must be here, because the server writes it and the workshop reads it; the list of
+    # internals takes 30, weight formats and 8-bit drafters on GPUs 80. A search for what is told twice or used by
+    # nobody found no more: less would take the check of kernels on a new GPU (425) or a feature.
+    "engine": 12_500,
     "core": 8_700,
-    # Each API's documented answers and errors now stand in its own file, with imports of their own.
-    "server": 3_650,
-    # The demo (190) measures, so it is not in the engine. What is left is tables, report fields and checks.
-    "workshop": 5_150,
+    "server": 3_500,
+    # The demo (170) measures, so it is not in the engine, and JSON lines (20) are read here only. What is left is
+    # tables, fields of reports and checks; imports are 430.
+    "workshop": 5_100,
     "csrc": 12_100,  # all lines
-    # All lines of Python. Further cuts would take the only test of a behavior; to be looked through again by subject.
-    "tests": 36_300,
+    # All lines of Python. What differed in one value is one test with a table by now; less would take the only test of
+    # a behavior.
+    "tests": 35_500,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .cache import KVCache, RecurrentCache
-from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers, Weight, reference, split_weights
+from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers, PackedWeight, Weight, reference
 from .state import Tree
 
 
@@ -219,3 +219,15 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Return `ops.linear` of a weight in any format, which no kernel writes."""
     (values,), *stored = split_weights(weight)
     return ops.linear(x, values, bias, True, *stored)
+
+
+def split_weights(*weights: Weight) -> tuple[list[Tensor], Tensor | None, str]:
+    """Return what `linears` takes as ``weights``, ``scales`` and ``format``. All must have the same format."""
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    if not packed:
+        return list(weights), None, "dense"
+    formats = [weight.format for weight in packed]
+    if len(packed) < len(weights) or len(set(formats)) > 1:
+        raise TypeError(f"weights of one product must have one format, got {', '.join(formats)} for {len(weights)}")
+    scales = [weight.scales for weight in packed]
+    return [weight.packed for weight in packed], scales[0] if len(scales) == 1 else torch.cat(scales), formats[0]

@@ -184,15 +184,3 @@ def _matrices(tensor: Tensor) -> Tensor:
 
 Weight = Tensor | PackedWeight
 """A weight ``[out, in]`` of a product."""
-
-
-def split_weights(*weights: Weight) -> tuple[list[Tensor], Tensor | None, str]:
-    """Return what `linears` takes as ``weights``, ``scales`` and ``format``. All must have the same format."""
-    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
-    if not packed:
-        return list(weights), None, DENSE.name
-    formats = [weight.format for weight in packed]
-    if len(packed) < len(weights) or len(set(formats)) > 1:
-        raise TypeError(f"weights of one product must have one format, got {', '.join(formats)} for {len(weights)}")
-    scales = [weight.scales for weight in packed]
-    return [weight.packed for weight in packed], scales[0] if len(scales) == 1 else torch.cat(scales), formats[0]

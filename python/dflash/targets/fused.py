@@ -19,8 +19,8 @@ from ..cache import KVCache
 from ..decoder import DecoderLayer, DecoderStack, DeltaNetLayer, product, rotation
 from ..ops import Weight, separate_packed
 from ..state import Tree
-from .int8 import PackedLinear, weight_of
-from .model import KERNEL_DTYPES, PLAIN_TENSORS, config_values, has_global_hooks
+from .int8 import PackedLinear
+from .model import KERNEL_DTYPES, PLAIN_TENSORS, config_values, has_global_hooks, weight_of
 
 _LAYER_KERNELS = {"linear", "block_attention", "qkv_norm_rope_append", "rms_norm"}
 _MAX_ROWS = 256  # of one pass of experts: a block for each row of a batch, but not a chunk of a long prompt

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ..decoder import product
-from ..ops import NotFiniteError, PackedWeight, Weight, format_of
+from ..ops import NotFiniteError, PackedWeight, format_of
 from .fingerprint import Fingerprint
-from .model import KERNEL_DTYPES, PLAIN_TENSORS, UnsupportedTargetError, embedding_table, name_of
+from .model import KERNEL_DTYPES, PLAIN_TENSORS, UnsupportedTargetError, embedding_table, name_of, weight_of
 from .parallel import ranks_in
 from .support import is_quantized, replaced_function
 
@@ -26,11 +26,6 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return product(x, weight_of(self), self.bias)
-
-
-def weight_of(linear: nn.Linear) -> Weight:
-    """Return what a linear layer multiplies by."""
-    return getattr(linear, "packed", None) or linear.weight
 
 
 class Int8Weights:

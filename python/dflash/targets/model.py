@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
+from ..ops import Weight
 from ..settings import SETTINGS
 
 PLAIN_TENSORS = frozenset([Tensor, nn.Parameter])  # types whose values are in their memory as they are
@@ -80,6 +81,11 @@ def cache_argument(model: nn.Module) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- modules
+
+
+def weight_of(linear: nn.Linear) -> Weight:
+    """Return what a linear layer multiplies by."""
+    return getattr(linear, "packed", None) or linear.weight
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
