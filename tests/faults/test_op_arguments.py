@@ -76,6 +76,7 @@ ODD = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-30, 3e38, 1.0, 0.7, 0.9, 5.0
 # What a contract does not say of sizes, numbers and integers, by name, alone or after the op's: bounds, values to
 # choose from, or what it follows from. All others are 0 to 5.
 RANGES: dict[str, tuple[int | str, int | str] | list[float] | str] = {
+    **{f"{op}.columns": "width" for op in ("linear", "swiglu")},  # of dense weights
     # sizes
     "batch": [2, 1, 4, 0], "rows": [3, 1, 5, 0], "hidden": (1, 40), "capacity": (1, 12), "vocab": [65, 1, 3, 64, 300],
     "head_dim": (1, 40), "columns": "2 * size(0, 40)", "half": (0, "head_dim // 2"), "positions": (1, 9),
