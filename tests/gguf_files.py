@@ -114,11 +114,12 @@ def write(writer: gguf.GGUFWriter) -> None:
 
 def write_llama(
     path: Path, quantization=gguf.GGMLQuantizationType.F32, *, rare: int | None = None, rope: dict | None = None,
-    keys: dict | None = None,
+    keys: dict | None = None, extra: dict | None = None,
 ) -> LlamaForCausalLM:  # fmt: skip
     """Write a random Llama, and return the model.
 
-    It hardly ever writes the token ``rare``. ``rope`` scales its RoPE, ``keys`` are more of the metadata.
+    It hardly ever writes the token ``rare``. ``rope`` scales its RoPE, ``keys`` are more of the metadata, ``extra``
+    more tensors. Of the names of tensors ``quantization`` may be a function.
     """
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 10000.0} | (rope or {})
@@ -153,14 +154,16 @@ def write_llama(
     writer.add_rope_dimension_count(16)
     writer.add_vocab_size(97)
     add_tokenizer(writer)
+    for name, tensor in (extra or {}).items():
+        writer.add_tensor(name, tensor.numpy())
     for name, weight in model.state_dict().items():
         if heads := {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2]):  # llama.cpp pairs neighbors in its RoPE
             weight = weight.view(heads, 2, 8, 64).transpose(1, 2).reshape(weight.shape)
         for ours, theirs in _NAMES.items():
             name = name.replace(ours, theirs)
-        data = weight.numpy()
-        if weight.dim() == 2 and weight.shape[1] % 32 == 0 and quantization != gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(name, gguf.quants.quantize(data, quantization), raw_dtype=quantization)
+        data, kind = weight.numpy(), quantization(name) if callable(quantization) else quantization
+        if weight.dim() == 2 and weight.shape[1] % 32 == 0 and kind != gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, data)
     write(writer)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash import load_draft
-from dflash.loading import PAIR, draft_folder, load_target, prompt_ids
+from dflash.loading import PAIR, draft_folder, load_target_of, prompt_ids
 from dflash_tools.doctor import Pair, Prompts
 from dflash_tools.doctor.diagnosis import RAW_LAST, Answered, record
 from dflash_tools.measure import demo_prompts
@@ -48,7 +48,7 @@ class Planted:
 @functools.cache
 def target_and_tokenizer() -> tuple[Any, Any]:
     """Load the package's target once."""
-    return load_target(PAIR)
+    return load_target_of(PAIR)
 
 
 def merged(config: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def plant(fault: Planted, folder: Path, count: int = 8) -> tuple[Pair, Prompts]:
     save_file(weights, folder / "model.safetensors")
     target, tokenizer = target_and_tokenizer()
     if fault.template is not None:
-        _, tokenizer = load_target(PAIR)
+        _, tokenizer = load_target_of(PAIR)
         tokenizer.chat_template = tokenizer.chat_template.replace(*fault.template)
     pair = Pair(target, load_draft(folder, dtype=torch.float32), config)
     return pair, Prompts(PROMPTS[:count], tokenizer)

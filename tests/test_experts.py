@@ -179,7 +179,7 @@ def test_an_expert_has_the_bits_of_its_products():
 def packed(arguments, format):
     """The arguments with the weights of experts in a format, and those scales at the end."""
     gate_up, down = (PackedWeight.of(weight, format) for weight in arguments[3:5])
-    return [*arguments[:3], gate_up.packed, down.packed, *arguments[5:], gate_up.scales, down.scales, format]
+    return [*arguments[:3], gate_up.packed, down.packed, *arguments[5:], gate_up.scales, down.scales, format, format]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -206,6 +206,6 @@ def test_packed_experts_give_a_row_its_bits_wherever_it_is(dtype, kernels):
 
 def test_transposed_experts_must_be_dense():
     arguments = packed(operands((3, 2, 4, 64, 64), torch.float32, transposed=True), "w8a8")
-    arguments[-3:-1] = torch.ones(4, 128), torch.ones(4, 64)
+    arguments[-4:-2] = torch.ones(4, 128), torch.ones(4, 64)
     with pytest.raises(ValueError, match="transposed weights must be dense"):
         ops.experts(*arguments)

@@ -56,7 +56,7 @@ def standing_for(target):
 
 
 def round_input(_module, inputs):
-    integers, scales = reference.round_rows(inputs[0])
+    integers, scales = reference.round_rows(inputs[0], 64)
     return ((integers * scales[..., None]).flatten(-2)[..., : inputs[0].shape[-1]],)
 
 
@@ -355,6 +355,19 @@ def test_a_receipt_states_the_weights_and_is_checked_with_them(streams, dtype, t
     del content["weights"]
     with pytest.raises(ValueError, match="weights"):
         dflash.Receipt.parse(content)
+
+
+def test_targets_of_one_model_share_their_copies(target):
+    first, second = Target(target, weights="int8"), Target(target, weights="int8")
+    assert first.head.packed.packed is second.head.packed.packed
+    with torch.no_grad():
+        target.lm_head.weight.mul_(2)
+    for each in (first, second):
+        each.new_cache(1, 32, 4)
+    assert first.head.packed.packed is second.head.packed.packed
+    torch.testing.assert_close(first.head.packed.dense(), target.lm_head.weight, rtol=0.02, atol=0.02)
+    with torch.no_grad():
+        target.lm_head.weight.div_(2)
 
 
 def test_a_receipt_of_int8_weights_needs_a_target_that_can_store_them():

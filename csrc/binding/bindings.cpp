@@ -185,14 +185,18 @@ PYBIND11_MODULE(_C, m) {
                               "float16"_a = int(DType::kFloat16));
   m.attr("GATES") = py::dict("silu"_a = int(Gate::kSilu), "gelu_tanh"_a = int(Gate::kGeluTanh),
                              "clamped_silu"_a = int(Gate::kClampedSilu));
-  m.attr("FORMATS") =
-      py::dict("dense"_a = int(Format::kDense), "w8a8"_a = int(Format::kW8A8), "w8a16"_a = int(Format::kW8A16));
+  py::dict formats("dense"_a = int(Format::kDense), "w8a8"_a = int(Format::kW8A8), "w8a16"_a = int(Format::kW8A16));
+  for (int i = kFirstBlocks; i < kNumFormats; ++i) formats[blocks_of(Format(i)).name] = i;
+  m.attr("FORMATS") = formats;
+  m.def("coding", [](int format) {
+    const BlockFormat& f = blocks_of(Format(format));
+    return py::make_tuple(f.bits, f.offset, f.has_minima, f.is_super, f.scale_columns);
+  });
   m.def("row_size", [](int format, int64_t in) { return row_size(Format(format), in); });
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
   m.attr("MAX_LINEAR_ROWS") = kMaxLinearRows;
   m.attr("SKINNY_ROWS") =
       py::dict("float32"_a = skinny_rows(DType::kFloat32), "bfloat16"_a = skinny_rows(DType::kBFloat16));
-  m.attr("QUANT_GROUP") = kQuantGroup;
   m.attr("MAX_RECURRENT_KEYS") = kMaxRecurrentKeys;
   m.attr("MAX_TREE_ROWS") = kMaxTreeRows;
   m.attr("MAX_CANDIDATES") = kMaxCandidates;

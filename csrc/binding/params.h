@@ -506,14 +506,38 @@ constexpr int64_t kMaxPackedRows = 64;   // if weights are not dense
 constexpr int64_t kQuantGroup = 64;      // elements of a row that share a step where they are rounded to 8 bits
 
 // How a weight [out, in] lies in memory. What each format stands for, and whose kernels read it, is in the table
-// FORMATS of ops/formats.py. All but kDense have bytes for values, and stand for these times scales[n].
-enum class Format : int32_t { kDense = 0, kW8A8 = 1, kW8A16 = 2 };
+// FORMATS of ops/formats.py. All but kDense have bytes for values. kW8A8 and kW8A16 stand for these times scales[n];
+// the others are blocks as GGUF files have them, their scales among the bytes (cpu/linear/blocks.h).
+enum class Format : int32_t { kDense, kW8A8, kW8A16, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
+constexpr int kFirstBlocks = int(Format::kQ4_0);
 
-// Of a row of a weight: elements if dense, else bytes, in whole groups of 64 columns.
-DFLASH_ANYWHERE constexpr int64_t row_size(Format format, int64_t in) {
-  return format == Format::kDense ? in : (in + 63) / 64 * 64;
+// A format with blocks. A column is scale * (code - offset), plus a minimum.
+struct BlockFormat {
+  const char* name;
+  int64_t columns, bytes;     // of a feature that lie together, scales included
+  int bits, offset;           // of a code
+  bool has_minima, is_super;  // super: scales and minima are integers, times those of 256 columns
+  int scale_columns;          // that share a scale
+};
+constexpr BlockFormat kBlockFormats[] = {
+    {"q4_0", 64, 36, 4, 8, false, false, 32},   {"q4_1", 64, 40, 4, 0, true, false, 32},
+    {"q5_0", 64, 44, 5, 16, false, false, 32},  {"q5_1", 64, 48, 5, 0, true, false, 32},
+    {"q8_0", 64, 68, 8, 128, false, false, 32}, {"q4_k", 256, 148, 4, 0, true, true, 32},
+    {"q5_k", 256, 180, 5, 0, true, true, 32},   {"q6_k", 256, 212, 6, 32, false, true, 16},
+};
+constexpr int kNumFormats = kFirstBlocks + sizeof(kBlockFormats) / sizeof(BlockFormat);
+constexpr bool has_blocks(Format format) { return int(format) >= kFirstBlocks; }
+constexpr const BlockFormat& blocks_of(Format format) { return kBlockFormats[int(format) - kFirstBlocks]; }
+
+// Of a row of a weight in 8 bits: whole groups of 64 columns.
+DFLASH_ANYWHERE constexpr int64_t int8_row_size(int64_t in) { return (in + 63) / 64 * 64; }
+
+// Of a row of a weight: elements if dense, else bytes.
+constexpr int64_t row_size(Format format, int64_t in) {
+  if (!has_blocks(format)) return format == Format::kDense ? in : int8_row_size(in);
+  return (in + blocks_of(format).columns - 1) / blocks_of(format).columns * blocks_of(format).bytes;
 }
-constexpr bool cpu_reads(Format format) { return format == Format::kDense || format == Format::kW8A8; }
+constexpr bool cpu_reads(Format format) { return format != Format::kW8A16; }
 
 struct LinearWeight {
   const void* values;   // [out, row_size]
@@ -547,6 +571,26 @@ struct LinearParams {
   bool gated;
 };
 
+// packed = the blocks of a GGUF file's tensor, as tiles. Of a block of several columns of a feature it takes the
+// integers and the half-precision numbers as they are.
+struct PackBlocksParams {
+  const void* blocks;  // [features, columns], as the file has them
+  void* packed;        // [features, row_size]
+  int64_t features, columns;
+  Format format;
+  DFLASH_PARAMS(blocks, packed, features, columns, format)
+};
+
+// out = rows of a weight in blocks, in float: scale * (code - offset) + minimum, the last sum rounded.
+struct UnpackBlocksParams {
+  const void* packed;  // [features, row_size]
+  const int64_t* ids;  // [rows], each clamped to the features
+  float* out;          // [rows, columns]
+  int64_t rows, features, columns;
+  Format format;
+  DFLASH_PARAMS(packed, ids, out, rows, features, columns, format)
+};
+
 // How an expert combines the two halves of its first product; each is x * sigmoid(s) times the other half.
 enum class Gate : int32_t {
   kSilu = 0,         // gate * sigmoid(gate) * up
@@ -571,12 +615,13 @@ struct ExpertsParams {
   void* out;                    // [rows, hidden]
   int64_t rows, top_k, num_experts, hidden, width;
   Gate gate;
-  Format format;
+  Format format, down_format;  // of gate_up and of down
   float alpha, limit;
   bool transposed, float_scores;
   DType dtype;
   DFLASH_PARAMS(x, ids, scores, gate_up, down, gate_up_scales, down_scales, gate_up_bias, down_bias, out, workspace,
-                rows, top_k, num_experts, hidden, width, gate, format, alpha, limit, transposed, float_scores, dtype)
+                rows, top_k, num_experts, hidden, width, gate, format, down_format, alpha, limit, transposed,
+                float_scores, dtype)
   void* workspace = nullptr;  // CUDA only, see experts_workspace(): [rows, top_k, width] of the storage type,
                               // then [rows, top_k, hidden] float
 };
@@ -693,6 +738,8 @@ struct DecoderLayersParams {
   KERNEL(gated_recurrence, GatedRecurrenceParams)          \
   KERNEL(causal_conv, CausalConvParams)                    \
   CPU_KERNEL(log_sum_exp, LogSumExpParams)                 \
+  CPU_KERNEL(pack_blocks, PackBlocksParams)                \
+  CPU_KERNEL(unpack_blocks, UnpackBlocksParams)            \
   CPU_KERNEL(decoder_layers, DecoderLayersParams)
 #define DFLASH_NOTHING(name, Params)
 

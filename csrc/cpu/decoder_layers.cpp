@@ -160,7 +160,7 @@ class Pass {
   void convolve(const BlockConvWeights& w) const {
     if (!w.base) return;
     const int64_t kernels = 2 * w.width * w.groups;
-    const LinearPart project{{w.projection, nullptr}, nullptr, dynamic, kernels, kernels, 0};
+    const LinearPart project{{w.projection, nullptr, Format::kDense}, nullptr, dynamic, kernels, kernels, 0};
     linear_parts(plain, n, hidden, &project, 1, p.dtype, p.threads);
     dynamic_conv({plain, w.base, dynamic, normed, p.rows * kernels, kernels, n, p.rows, hidden, w.width, w.groups,
                   p.dtype, p.threads});

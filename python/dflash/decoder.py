@@ -168,9 +168,8 @@ class DecoderStack:
         layer, keys, values = self.layers[index], inputs.cache.keys[index], inputs.cache.values[index]
         context_rows, head_dim = 0 if inputs.context is None else inputs.context.shape[1], keys.shape[3]
         rows = rows_in.shape[1] - context_rows
-        weights, *stored = split_weights(layer.q, layer.k, layer.v)
         biases = () if layer.q_bias is None else (layer.q_bias, layer.k_bias, layer.v_bias)
-        qkv = ops.linears(rows_in, weights, biases, True, *stored)
+        qkv = products(rows_in, (layer.q, layer.k, layer.v), biases)
         query = qkv.new_empty(qkv.shape[0], rows, layer.o.shape[1] // head_dim, head_dim)
         norms = (layer.q_norm, layer.k_norm, self.eps)
         ops.qkv_norm_rope_append_(
@@ -189,8 +188,7 @@ class DecoderStack:
     def _delta_net(self, index: int, hidden: Tensor, cache: RecurrentCache) -> Tensor:
         layer, held, counts = self.layers[index], cache.recurrent[index], (cache.pending, cache.keep)
         key_heads, _, key_dim, _, _ = layer.sizes
-        weights, *stored = split_weights(*layer.projections)
-        qkv, z, b, a = layer.split(ops.linears(hidden, weights, (), True, *stored))
+        qkv, z, b, a = layer.split(products(hidden, layer.projections))
         qkv = ops.causal_conv_(qkv, layer.conv[:, 0], None, True, held.window, *counts)
         inputs = ops.delta_net_inputs(qkv, b, a, layer.a_log, layer.dt_bias, key_heads, key_dim)
         out = ops.gated_recurrence_(*inputs, held.state, held.saved_k, held.saved_d, held.saved_a, *counts)
@@ -211,14 +209,30 @@ def _prepare(conv: BlockConv | None, hidden: Tensor, front: Tensor | None = None
 def _mlp(layer: DecoderLayer | DeltaNetLayer, hidden: Tensor) -> Tensor:
     if layer.experts is not None:
         return layer.experts(hidden)
+    if format_name(layer.gate) != format_name(layer.up):
+        return product(ops.silu_mul(products(hidden, (layer.gate, layer.up))), layer.down)
     (gate, up), *stored = split_weights(layer.gate, layer.up)
     return product(ops.swiglu(hidden, gate, up, True, *stored), layer.down)
+
+
+def products(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] = ()) -> Tensor:
+    """Return `ops.linears` of weights in any formats, which no kernel writes: ``[rows.., sum of out]``."""
+    if len(set(map(format_name, weights))) > 1:
+        every = zip(weights, biases or [None] * len(weights), strict=True)
+        return torch.cat([product(x, weight, bias) for weight, bias in every], -1)
+    values, *stored = split_weights(*weights)
+    return ops.linears(x, values, biases, True, *stored)
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Return `ops.linear` of a weight in any format, which no kernel writes."""
     (values,), *stored = split_weights(weight)
     return ops.linear(x, values, bias, True, *stored)
+
+
+def format_name(weight: Weight) -> str:
+    """Return the name of a weight's format."""
+    return weight.format if isinstance(weight, PackedWeight) else "dense"
 
 
 def split_weights(*weights: Weight) -> tuple[list[Tensor], Tensor | None, str]:
@@ -229,5 +243,6 @@ def split_weights(*weights: Weight) -> tuple[list[Tensor], Tensor | None, str]:
     formats = [weight.format for weight in packed]
     if len(packed) < len(weights) or len(set(formats)) > 1:
         raise TypeError(f"weights of one product must have one format, got {', '.join(formats)} for {len(weights)}")
-    scales = [weight.scales for weight in packed]
-    return [weight.packed for weight in packed], scales[0] if len(scales) == 1 else torch.cat(scales), formats[0]
+    scales = [weight.scales for weight in packed if weight.scales is not None]
+    joined = None if not scales else scales[0] if len(scales) == 1 else torch.cat(scales)
+    return [weight.packed for weight in packed], joined, formats[0]

@@ -7,6 +7,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "binding/params.h"
 
@@ -100,6 +101,16 @@ template <int I>
 struct Constant {
   constexpr operator int() const { return I; }
 };
+
+// Calls fn(0), ..., fn(N - 1) with constants, unrolled.
+template <typename Fn, int... I>
+static inline void unroll(const Fn& fn, std::integer_sequence<int, I...>) {
+  (fn(Constant<I>{}), ...);
+}
+template <int N, typename Fn>
+static inline void unroll(const Fn& fn) {
+  unroll(fn, std::make_integer_sequence<int, N>{});
+}
 
 // The first `count` elements of a vector, and zeros; a constant where it is the whole vector.
 template <typename T>

@@ -163,15 +163,15 @@ static void gate_rows(const ExpertsParams& p, const float* both, int64_t rows, T
 }
 
 template <typename T>
-static void product(const ExpertsParams& p, const T* x, int64_t rows, int64_t in, const void* weights,
+static void product(const ExpertsParams& p, const T* x, int64_t rows, int64_t in, const void* weights, Format format,
                     const float* scales, const void* biases, int64_t expert, int64_t features, float* out,
                     int threads) {
-  const int64_t size = p.format == Format::kDense ? sizeof(T) : 1;
-  const void* weight = static_cast<const char*>(weights) + expert * features * row_size(p.format, in) * size;
+  const int64_t size = format == Format::kDense ? sizeof(T) : 1;
+  const void* weight = static_cast<const char*>(weights) + expert * features * row_size(format, in) * size;
   const T* bias = biases ? static_cast<const T*>(biases) + expert * features : nullptr;
   if (p.transposed) return transposed_product(x, rows, in, static_cast<const T*>(weight), bias, features, out, threads);
   const LinearPart part{
-      {weight, scales ? scales + expert * features : nullptr, p.format}, bias, out, features, features, 0, true};
+      {weight, scales ? scales + expert * features : nullptr, format}, bias, out, features, features, 0, true};
   linear_parts(x, rows, in, &part, 1, p.dtype, threads);
 }
 
@@ -187,9 +187,10 @@ static void run_expert(const ExpertsParams& p, const Routing& routing, int64_t e
     const int64_t row = routing.pairs[first + i] / p.top_k;
     std::memcpy(x + i * p.hidden, static_cast<const T*>(p.x) + row * p.hidden, p.hidden * sizeof(T));
   }
-  product(p, x, n, p.hidden, p.gate_up, p.gate_up_scales, p.gate_up_bias, expert, 2 * p.width, both, threads);
+  product(p, x, n, p.hidden, p.gate_up, p.format, p.gate_up_scales, p.gate_up_bias, expert, 2 * p.width, both, threads);
   gate_rows(p, both, n, inner);
-  product(p, inner, n, p.width, p.down, p.down_scales, p.down_bias, expert, p.hidden, out + first * p.hidden, threads);
+  product(p, inner, n, p.width, p.down, p.down_format, p.down_scales, p.down_bias, expert, p.hidden,
+          out + first * p.hidden, threads);
 }
 
 template <typename T>

@@ -2,14 +2,14 @@
 // (linear_tile.h). In one a vector lane holds a row, and every weight is broadcast to all lanes, so weights are never
 // copied as a matrix. In the other (AVX2, AVX-512) lanes hold weights as they lie in memory, for few rows: up to two
 // vectors of them. With AMX, bf16 goes through tiles (linear_amx.h). Where weights are int8, rows are too, and lanes
-// hold weights for any number of rows (linear_int8.h).
+// hold weights for any number of rows (linear_int8.h; linear_blocks.h for those of files).
 //
 // A task is a tile of weight rows, which comes from memory once for all rows that fit in a core's cache beside it.
 // These are packed by every thread for itself; more of them by the calling thread for all.
 #include "cpu/linear/linear.h"
 
 #include "cpu/base/parallel.h"
-#include "cpu/linear/linear_int8.h"
+#include "cpu/linear/linear_blocks.h"
 
 DFLASH_NAMESPACE_BEGIN
 
@@ -56,20 +56,22 @@ static uint64_t next_product() {
   return __atomic_add_fetch(&last, 1, __ATOMIC_RELAXED);
 }
 
-// Rows of x as the kernels of a format of weights read them.
-template <typename T, Format>
+// Rows of x as the kernels of a format of weights read them, or of several.
+struct Dense {};
+struct W8A8 {};
+template <typename T, typename Formats>
 class Rows;
 
 template <typename T>
-class Rows<T, Format::kDense> : public Split {
+class Rows<T, Dense> : public Split {
  public:
-  static constexpr Format kFormat = Format::kDense;
-  static constexpr bool kTakesFew = kWidth >= 8 && !kOnTiles<T>, kInGroups = !kOnTiles<T>;
+  static constexpr bool kInLanes = true, kTakesFew = kWidth >= 8 && !kOnTiles<T>, kInGroups = !kOnTiles<T>;
   static constexpr int64_t kMostFew = kTakesFew ? 2 * kWidth - 1 : 0;
   using ThreadState = std::conditional_t<kOnTiles<T>, TileState, NoTiles>;
   template <int NV>
   static constexpr int kFeaturesPerTask = kFeaturesAtOnce<T, NV>;
 
+  static bool takes(Format format) { return format == Format::kDense; }
   static int64_t packed_bytes(int64_t rows, int64_t in) { return Rows(rows, in).size() * int64_t(sizeof(Word<T>)); }
 
   Rows(const T* x, int64_t rows, int64_t in, uint64_t product) : Rows(rows, in) {
@@ -111,14 +113,14 @@ class Rows<T, Format::kDense> : public Split {
 };
 
 template <typename T>
-struct Rows<T, Format::kW8A8> : QuantizedRows {
-  static constexpr Format kFormat = Format::kW8A8;
-  static constexpr bool kTakesFew = false, kInGroups = true;
+struct Rows<T, W8A8> : QuantizedRows {
+  static constexpr bool kInLanes = false, kInGroups = true;
   static constexpr int64_t kMostFew = 0;
   using ThreadState = TileState;
   template <int>
   static constexpr int kFeaturesPerTask = kQuantTile;
 
+  static bool takes(Format format) { return format == Format::kW8A8; }
   static int64_t packed_bytes(int64_t rows, int64_t in) {
     return QuantizedRows(rows, in).size() * int64_t(sizeof(uint32_t));
   }
@@ -130,13 +132,36 @@ struct Rows<T, Format::kW8A8> : QuantizedRows {
   }
 };
 
+// All formats with blocks, whose rows are the same: weights of several are multiplied at once.
+struct Blocks {};
+
+template <typename T>
+struct Rows<T, Blocks> : BlockRows {
+  static constexpr bool kInLanes = false, kInGroups = true;
+  static constexpr int64_t kMostFew = 0;
+  using ThreadState = BlockTiles;
+  template <int>
+  static constexpr int kFeaturesPerTask = kQuantTile;
+
+  static bool takes(Format format) { return has_blocks(format); }
+  static int64_t packed_bytes(int64_t rows, int64_t in) {
+    return BlockRows(rows, in).size() * int64_t(sizeof(uint32_t));
+  }
+
+  Rows(const T* x, int64_t rows, int64_t in, uint64_t product) : BlockRows(rows, in) {
+    static thread_local PackedRows mine;
+    words = mine.buffer.reserve(size());
+    if (mine.begins(product)) round(x, in);
+  }
+};
+
 // The cost of one output feature for `rows` rows, in multiply-adds.
 static inline int64_t products_of(int64_t rows, int64_t in) { return in * least(rows < 4 ? 4 : rows, kMostRows); }
 
-// Features of a part; none where its weight is not of the format that R is for.
+// Features of a part; none where its weight is not of a format that R is for.
 template <typename R>
 static inline int64_t features_of(const LinearPart& part) {
-  return part.weight.format == R::kFormat ? part.out_features : 0;
+  return R::takes(part.weight.format) ? part.out_features : 0;
 }
 
 // Calls fn(state, part, first, live) for every tile of `size` features of the parts that R is for; each feature costs
@@ -169,9 +194,9 @@ static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t si
 
 // One tile of a part: `live` features from `first`, for all rows.
 template <int NV, typename T>
-static void one_tile(const Rows<T, Format::kDense>& rows, int64_t first_row, const LinearPart& part, int64_t in,
-                     int64_t first, int64_t live) {
-  using R = Rows<T, Format::kDense>;
+static void one_tile(const Rows<T, Dense>& rows, int64_t first_row, const LinearPart& part, int64_t in, int64_t first,
+                     int64_t live) {
+  using R = Rows<T, Dense>;
   // 1. Skip the rows that the part does not compute
   const int64_t skip = part.first_row > first_row ? part.first_row - first_row : 0;
   if (skip >= rows.count) return;
@@ -220,8 +245,8 @@ static void one_tile(const Rows<T, Format::kDense>& rows, int64_t first_row, con
 }
 
 template <int, typename T>
-static void one_tile(const Rows<T, Format::kW8A8>& rows, int64_t first_row, const LinearPart& part, int64_t in,
-                     int64_t first, int64_t live) {
+static void one_tile(const Rows<T, W8A8>& rows, int64_t first_row, const LinearPart& part, int64_t in, int64_t first,
+                     int64_t live) {
   // 1. The tile, padded if it is not whole, and what finishes its features
   const auto* weight = static_cast<const uint8_t*>(part.weight.values) + first * row_size(Format::kW8A8, in);
   if (live < kQuantTile) {
@@ -249,6 +274,36 @@ static void one_tile(const Rows<T, Format::kW8A8>& rows, int64_t first_row, cons
   part.wide ? multiply(static_cast<float*>(part.out)) : multiply(static_cast<T*>(part.out));
 }
 
+template <int, typename T>
+static void one_tile(const Rows<T, Blocks>& rows, int64_t first_row, const LinearPart& part, int64_t in, int64_t first,
+                     int64_t live) {
+  static thread_local Buffer<uint8_t> padded;
+  static thread_local Buffer<float> buffer;
+  const int64_t skip = most(0, part.first_row - first_row), from = skip / kBlockRows * kBlockRows;
+  if (skip >= rows.rows) return;
+  // 1. Its products with the rows that the part computes
+  float* sums = buffer.reserve(ceil_div(rows.rows - from, kBlockRows) * kBlockRows * kQuantTile);
+  with_format(part.weight.format, [&](auto format) {
+    constexpr Format kFormat = decltype(format)::value;
+    const auto* tile = static_cast<const uint8_t*>(part.weight.values) + first * row_size(kFormat, in);
+    if (live < kQuantTile) {
+      uint8_t* whole = padded.reserve(kQuantTile * row_size(kFormat, in));
+      copy_block_tile<kFormat>(tile, ceil_div(in, blocks_of(kFormat).columns), live, whole);
+      tile = whole;
+    }
+    multiply_tile<kFormat>(rows, from, in, tile, sums);
+  });
+  // 2. The bias, and rounding
+  alignas(64) float bias[kQuantTile] = {};
+  for (int64_t i = 0; part.bias && i < live; ++i) bias[i] = to_float(static_cast<const T*>(part.bias)[first + i]);
+  const auto finish = [&](auto* out) {
+    for (int64_t r = skip; r < rows.rows; ++r)
+      finish_int8(sums + (r - from) * kQuantTile, nullptr, part.bias ? bias : nullptr, live,
+                  out + (first_row + r - part.first_row) * part.out_stride + first);
+  };
+  part.wide ? finish(static_cast<float*>(part.out)) : finish(static_cast<T*>(part.out));
+}
+
 template <typename T, int NV, typename R>
 static void run_tiles(const T* x, int64_t rows, int64_t first_row, const LinearPart* parts, int num_parts, int64_t in,
                       int threads) {
@@ -274,9 +329,8 @@ static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* 
   const int64_t groups = R::kInGroups ? most(1, kOwnRows / R::packed_bytes(kMostRows, in)) : 1;
   for (int64_t first = 0, n; first < count; first += n) {
     n = least(kMostRows * groups, count - first);
-    constexpr bool kInLanes = R::kFormat == Format::kDense;
-    const int64_t vecs = kInLanes ? Split(n, R::kMostFew).lanes / kWidth : 0;
-    constexpr int kMost = kInLanes ? kMaxVecs : 0;
+    const int64_t vecs = R::kInLanes ? Split(n, R::kMostFew).lanes / kWidth : 0;
+    constexpr int kMost = R::kInLanes ? kMaxVecs : 0;
     const auto run = vecs == 0   ? run_tiles<T, 0, R>
                      : vecs == 1 ? run_tiles<T, least(1, kMost), R>
                      : vecs == 2 ? run_tiles<T, least(2, kMost), R>
@@ -292,8 +346,9 @@ void dflash::DFLASH_ISA::linear_parts(const void* x, int64_t rows, int64_t in, c
                                       DType dtype, int threads) {
   const auto run = [&](auto type) {
     using T = decltype(type);
-    linear_all<T, Rows<T, Format::kDense>>(static_cast<const T*>(x), rows, in, parts, num_parts, threads);
-    linear_all<T, Rows<T, Format::kW8A8>>(static_cast<const T*>(x), rows, in, parts, num_parts, threads);
+    linear_all<T, Rows<T, Dense>>(static_cast<const T*>(x), rows, in, parts, num_parts, threads);
+    linear_all<T, Rows<T, W8A8>>(static_cast<const T*>(x), rows, in, parts, num_parts, threads);
+    linear_all<T, Rows<T, Blocks>>(static_cast<const T*>(x), rows, in, parts, num_parts, threads);
   };
   dtype == DType::kFloat32 ? run(float()) : run(bf16());
 }

@@ -5,8 +5,6 @@
 // A row is a column of the second operand, and its sum runs over all of k in tiles of 32: its bits depend neither on
 // its place nor on the other rows. Groups of 16 are padded with zero words.
 #pragma once
-#include <utility>
-
 #include "cpu/linear/linear_tile.h"
 
 #if DFLASH_TILES
@@ -17,6 +15,11 @@ DFLASH_NAMESPACE_BEGIN
 
 constexpr int kTileRegisters = 8, kTileRows = 16, kTileBytes = 64;  // a row's
 constexpr int kTileWords = kTileBytes / 4;
+
+// Of a tile register: its rows, and the bytes of each.
+struct TileShape {
+  uint8_t rows = kTileRows, bytes = kTileBytes;
+};
 
 // Operands that are the same register are an illegal instruction.
 template <int SUMS, int A, int B>
@@ -38,9 +41,9 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-static inline void configure_tiles() {
+static inline void configure_tiles(const TileShape (&shapes)[kTileRegisters]) {
   TileConfig config;
-  for (int i = 0; i < kTileRegisters; ++i) config.bytes[i] = kTileBytes, config.rows[i] = kTileRows;
+  for (int i = 0; i < kTileRegisters; ++i) config.bytes[i] = shapes[i].bytes, config.rows[i] = shapes[i].rows;
   asm volatile("ldtilecfg %0" ::"m"(config));
 }
 static inline void release_tiles() { asm volatile("tilerelease"); }
@@ -78,27 +81,24 @@ static inline void tile_multiply_int8() {
   static_assert(kAreDistinct<SUMS, A, B>);
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
 }
+
+// The same, those of both with a sign.
+template <int SUMS, int A, int B>
+static inline void tile_multiply_signed() {
+  static_assert(kAreDistinct<SUMS, A, B>);
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
+}
 #endif
 
 // Tile registers of this thread while it lives.
 struct TileRegisters {
-  TileRegisters() { configure_tiles(); }
+  explicit TileRegisters(const TileShape (&shapes)[kTileRegisters] = {}) { configure_tiles(shapes); }
   ~TileRegisters() { release_tiles(); }
   TileRegisters(const TileRegisters&) = delete;
   TileRegisters& operator=(const TileRegisters&) = delete;
 };
 
 // ---- products
-
-// Calls fn(0), ..., fn(N - 1) with constants, unrolled.
-template <typename Fn, int... I>
-static inline void unroll(const Fn& fn, std::integer_sequence<int, I...>) {
-  (fn(Constant<I>{}), ...);
-}
-template <int N, typename Fn>
-static inline void unroll(const Fn& fn) {
-  unroll(fn, std::make_integer_sequence<int, N>{});
-}
 
 // The tile registers of a block.
 template <int NV, int TILE>

@@ -10,11 +10,11 @@
 // to all, and a tile is read from its first byte to its last. vpdpbusd and AMX multiply a word at once, its weights
 // without a sign; elsewhere its even and its odd elements are pairs of 16-bit integers. Sums start at what 128 adds.
 #pragma once
+#include "cpu/linear/blocks.h"
 #include "cpu/linear/linear_amx.h"
 
 DFLASH_NAMESPACE_BEGIN
 
-constexpr int kQuantTile = 16;                            // features of a tile
 constexpr int kInt8Vecs = kQuantTile / kWidth;            // its vectors
 constexpr int kInt8Words = kQuantGroup / 4;               // of a group
 constexpr int64_t kInt8Group = kQuantGroup * kQuantTile;  // bytes of a tile's group
@@ -49,6 +49,34 @@ static inline int32_t sum_of(IVec x) {
   return sum;
 }
 #endif
+
+// bytes [SIZE] = elements as multiples of `scale`, a 127th of their largest magnitude, and the sums of 16 each. The
+// scale is zero if all are too small to divide by, NaN if not all are finite.
+template <int SIZE, typename T>
+static inline void round_to_bytes(const T* from, int8_t* bytes, float& scale, int32_t (&sums)[SIZE / 16]) {
+  IVec most{};  // as integers, which orders magnitudes, NaN last
+  for (int k = 0; k < SIZE; k += kWidth) {
+    const IVec magnitude = (IVec)load(from + k) & 0x7fffffff;
+    most = magnitude > most ? magnitude : most;
+  }
+  const int32_t bits = largest_of(most);
+  float top;
+  std::memcpy(&top, &bits, sizeof(top));
+  const bool is_finite = bits < 0x7f800000;
+  const float inverse = is_finite && top > 1e-30f ? 127.0f / top : 0.0f;
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  for (int i = 0; i < SIZE / 16; ++i) {
+    IVec sum{};
+    for (int k = 16 * i; k < 16 * (i + 1); k += kWidth) {
+      const Vec scaled = is_finite ? load(from + k) * inverse + magic : magic;
+      const IVec whole = (IVec)scaled - (IVec)magic;
+      sum += whole;
+      *reinterpret_cast<ByteVec*>(bytes + k) = __builtin_convertvector(whole, ByteVec);
+    }
+    sums[i] = sum_of(sum);
+  }
+  scale = is_finite ? (inverse > 0 ? top / 127.0f : 0.0f) : __builtin_nanf("");
+}
 
 // Rows in 8 bits, padded with zeros to whole groups. Those that are multiplied at once make up a block: the first group
 // of each row, then the second of each.
@@ -102,36 +130,18 @@ struct QuantizedRows {
   }
 
  private:
-  // The scale is zero if all elements are too small to divide by.
   template <typename T>
   static void round_group(const T* from, uint32_t* to, float& scale, int32_t& start) {
-    IVec most{};  // as integers, which orders magnitudes, NaN last
-    for (int k = 0; k < kQuantGroup; k += kWidth) {
-      const IVec magnitude = (IVec)load(from + k) & 0x7fffffff;
-      most = magnitude > most ? magnitude : most;
-    }
-    const int32_t bits = largest_of(most);
-    float top;
-    std::memcpy(&top, &bits, sizeof(top));
-    const bool is_finite = bits < 0x7f800000;
-    const float inverse = is_finite && top > 1e-30f ? 127.0f / top : 0.0f;
-    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     alignas(64) int8_t own[kQuantGroup];
     int8_t* bytes = kWordParts == 1 ? reinterpret_cast<int8_t*>(to) : own;
-    IVec sum{};
-    for (int k = 0; k < kQuantGroup; k += kWidth) {
-      const Vec scaled = is_finite ? load(from + k) * inverse + magic : magic;
-      const IVec whole = (IVec)scaled - (IVec)magic;
-      sum += whole;
-      *reinterpret_cast<ByteVec*>(bytes + k) = __builtin_convertvector(whole, ByteVec);
-    }
+    int32_t sums[kQuantGroup / 16];
+    round_to_bytes<kQuantGroup>(from, bytes, scale, sums);
     for (int k = 0; kWordParts == 2 && k < kInt8Words; k += kWidth) {
       const PairVec pairs = *reinterpret_cast<const PairVec*>(bytes + 4 * k);
       *reinterpret_cast<PairVec*>(to + k) = (pairs << 8) >> 8;
       *reinterpret_cast<PairVec*>(to + kInt8Words + k) = pairs >> 8;
     }
-    start = -kShift * sum_of(sum);
-    scale = is_finite ? (inverse > 0 ? top / 127.0f : 0.0f) : __builtin_nanf("");
+    start = -kShift * (sums[0] + sums[1] + sums[2] + sums[3]);
   }
 };
 
@@ -247,12 +257,12 @@ static void multiply_int8(const QuantizedRows::Block& rows, int64_t groups, cons
 }
 #endif
 
-// out [live] = the sums of a row and a tile, times the features' scales, plus their bias if there is one
+// out [live] = the sums of a row and a tile, times the features' scales, plus their bias, each if there are any
 template <typename Out>
 static inline void finish_int8(const float* sums, const float* scales, const float* bias, int64_t live, Out* out) {
   Out rounded[kQuantTile];
   for (int i = 0; i < kQuantTile; i += kWidth) {
-    const Vec scaled = load(sums + i) * load(scales + i);
+    const Vec sum = load(sums + i), scaled = scales ? sum * load(scales + i) : sum;
     store(rounded + i, bias ? scaled + load(bias + i) : scaled);
   }
   if (live == kQuantTile)

@@ -141,7 +141,7 @@ struct WeightTile<T, Layout::kInt8> : PackedStage<Format::kW8A16> {
 
   __device__ __forceinline__ WeightTile(const void* all, int64_t expert, int64_t in, int64_t out, int64_t half,
                                         int tile) {
-    const auto* weight = static_cast<const unsigned char*>(all) + expert * out * row_size(Format::kW8A16, in);
+    const auto* weight = static_cast<const unsigned char*>(all) + expert * out * int8_row_size(in);
     const int64_t first = (half > 0 ? int64_t(tile) * (kFeatures / 2) : int64_t(tile) * kFeatures);
     const int own = threadIdx.x / 32;
 #pragma unroll

@@ -37,8 +37,8 @@ struct PackedStage<Format::kW8A16> {
   __device__ __forceinline__ void set(int i, const void* weight, int64_t feature, int64_t features, int64_t in,
                                       int64_t inner) {
     const int64_t first = min(feature, (features - 1) / 8 * 8), live = min(int64_t(8), features - first);
-    from[i] = static_cast<const unsigned char*>(weight) + first * row_size(Format::kW8A16, in) + live * inner +
-              threadIdx.x % 32 * 16;
+    from[i] =
+        static_cast<const unsigned char*>(weight) + first * int8_row_size(in) + live * inner + threadIdx.x % 32 * 16;
     step[i] = int(live) * 64;
   }
 

@@ -228,7 +228,8 @@ class Drafter(nn.Module):
         mask_embedding = self.mask_embedding if "mask_embedding" in config.own_parts else None
         rows = num_drafts if config.predicts_from_anchor else num_drafts + 1
         mask = (config.mask_token_id, num_drafts, rows, mask_embedding, config.input_embedding_scale)
-        return ops.draft_rows(tokens, length, drafts, table, *mask)
+        rows_of = ops if isinstance(table, Tensor) else reference
+        return rows_of.draft_rows(tokens, length, drafts, table, *mask)
 
     @torch.no_grad()
     def share_(self, embedding: Tensor, head: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import struct
@@ -100,6 +101,19 @@ class GgufFile:
             sizes[kind.name] = sizes.get(kind.name, 0) + math.prod(self.shapes[name])
         found = _PLAIN.get(max(sizes, key=sizes.__getitem__, default=""))
         return torch.bfloat16 if found is None or not found.is_floating_point else found
+
+    def kind(self, name: str) -> str:
+        """Return the type of a tensor, as GGML calls it."""
+        return self._places[name][0].name
+
+    @functools.cached_property
+    def _bytes(self) -> np.memmap:
+        return np.memmap(self.path, np.uint8, "r")
+
+    def rows(self, name: str) -> np.ndarray:
+        """Return the bytes of a tensor where they lie in the file, ``[..., out, bytes]``."""
+        _, start, size = self._places[name]
+        return self._bytes[start : start + size].reshape(*self.shapes[name][:-1], -1)
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor. Quantized ones become float32."""

@@ -1,16 +1,22 @@
-"""What transformers 5 leaves out of a GGUF target: scaled RoPE, stop tokens besides the first, and the file's dtype."""
+"""GGUF targets: weights that stay packed, and what transformers 5 leaves out, scaled RoPE and further stop tokens."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
-from ..terminal import listed, printable
+from ..ops import FORMATS, PackedWeight
+from ..targets import PackedEmbedding, PackedExperts, PackedLinear
+from ..terminal import listed, named, printable
 from .gguf import GgufFile, require_gguf
 
 _STOPS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
@@ -33,12 +39,15 @@ def quiet_reader(reader: Callable[..., Any]) -> Iterator[None]:
 
 
 def complete_config(config: Any, file: GgufFile) -> None:
-    """Add the file's stop tokens and scaled RoPE to the config that transformers made of it.
+    """Add the file's stop tokens, width of experts and scaled RoPE to the config that transformers made of it.
 
     Raises:
         ValueError: RoPE is scaled in a way that is not understood here.
     """
     text = config.get_text_config(decoder=True)
+    width = file.metadata.get(f"{file.architecture}.expert_feed_forward_length")
+    if width is not None and hasattr(text, "moe_intermediate_size"):
+        text.moe_intermediate_size = width
     stops = list(dict.fromkeys(file.metadata[key] for key in _STOPS if key in file.metadata))
     if len(stops) > 1:
         text.eos_token_id = config.eos_token_id = stops
@@ -48,6 +57,100 @@ def complete_config(config: Any, file: GgufFile) -> None:
         return
     scaled |= _scaling(file, text, scaled)
     text.rope_parameters = rope
+
+
+# What transformers does to tensors of these architectures besides naming them: nothing, or it permutes rows, or it
+# takes one off the weights of norms.
+_PROCESSORS = {f"{name}TensorProcessor" for name in ("", "Llama", "Gemma2", "Nemotron", "Qwen2Moe")}
+_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight")
+_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read with the config
+_FORMATS = {row.blocks: row.name for row in FORMATS.values() if row.blocks}
+
+
+def processor_of(file: GgufFile, config: Any) -> Any | None:
+    """Return what transformers does to each tensor of a file, if its blocks can stay as they are, else None."""
+    from transformers import modeling_gguf_pytorch_utils as loading
+
+    found = loading.TENSOR_PROCESSORS.get(file.architecture, loading.TensorProcessor)
+    kinds = {file.kind(name) for name, shape in file.shapes.items() if len(shape) > 1}
+    is_known = found.__name__ in _PROCESSORS and kinds <= _FORMATS.keys() | {"F32", "F16", "BF16"}
+    return found(config=config.to_dict()) if is_known and kinds & _FORMATS.keys() else None
+
+
+def load_packed(model: nn.Module, file: GgufFile, processor: Any, dtype: torch.dtype) -> None:
+    """Give an empty model the tensors of a file. Weights of linear layers stay in the file's blocks.
+
+    The file is mapped, and each tensor packed as it is read, so that memory holds the packed weights and one tensor.
+
+    Args:
+        model: its parameters on the meta device, its buffers real.
+        file: what it is loaded from.
+        processor: from `processor_of`.
+        dtype: of everything else.
+
+    Raises:
+        ValueError: a tensor of the file has no place in the model, or a parameter of the model none in the file.
+    """
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    names = get_gguf_hf_weights_map(model, processor)
+    experts: dict[str, dict[str, str]] = {}  # by their place in the model: the names of gate, up and down
+    for name in file.shapes:
+        is_expert = _EXPERTS.fullmatch(name)
+        if (place := names.get(name.removesuffix(".weight") if is_expert else name)) is None:
+            if name not in _UNUSED:
+                raise ValueError(f"{printable(file.path)}: tensor {named(name)} has no place in {type(model).__name__}")
+            continue
+        path, _, key = place.rpartition(".")
+        if is_expert:
+            experts.setdefault(path, {})[is_expert[1]] = name
+            continue
+        module = model.get_submodule(path)
+        if key == "weight" and type(module) in (nn.Linear, nn.Embedding) and file.kind(name) in _FORMATS:
+            weight = _packed(file, name, processor)
+            made = PackedLinear(weight, module.bias) if type(module) is nn.Linear else PackedEmbedding(weight, dtype)
+            model.set_submodule(path, made)
+            continue
+        values = processor.process(weights=file.tensor(name).float().numpy(), name=name).weights
+        module.register_parameter(key, nn.Parameter(torch.from_numpy(values).to(dtype), requires_grad=False))
+    for path, parts in experts.items():
+        _load_experts(model, path, file, parts, dtype)
+    # A tied head multiplies by the tiles of the embeddings.
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if isinstance(head, nn.Linear) and head.weight.is_meta and isinstance(embeddings, PackedEmbedding):
+        model.set_output_embeddings(PackedLinear(embeddings.packed))
+    elif isinstance(head, nn.Linear) and head.weight.is_meta:
+        head.weight = embeddings.weight
+    if missing := sorted(name for name, parameter in model.named_parameters() if parameter.is_meta):
+        raise ValueError(f"{printable(file.path)} has no tensors for {listed(missing)}: it is incomplete")
+
+
+def _load_experts(model: nn.Module, path: str, file: GgufFile, parts: dict[str, str], dtype: torch.dtype) -> None:
+    """Load the experts of a layer: of each the gate's rows, then those of what it gates."""
+    if len(parts) < 3:
+        raise ValueError(f"{printable(file.path)}: experts need gate, up and down, and {path} has {listed(parts)}")
+    gate, up, down = (file.kind(parts[part]) for part in ("gate", "up", "down"))
+    if gate == up and {gate, down} <= _FORMATS.keys():
+        both = np.concatenate([file.rows(parts["gate"]), file.rows(parts["up"])], 1)
+        packed = [(both, parts["gate"]), (file.rows(parts["down"]), parts["down"])]
+        model.set_submodule(path, PackedExperts(*(_pack(file, *each) for each in packed)))
+        return
+    module, dense = model.get_submodule(path), {part: file.tensor(name).to(dtype) for part, name in parts.items()}
+    both = torch.cat([dense["gate"], dense["up"]], 1)
+    for key, values in (("gate_up_proj", both), ("down_proj", dense["down"])):
+        module.register_parameter(key, nn.Parameter(values, requires_grad=False))
+
+
+def _packed(file: GgufFile, name: str, processor: Any) -> PackedWeight:
+    return _pack(file, processor.process(weights=file.rows(name), name=name).weights, name)
+
+
+def _pack(file: GgufFile, rows: np.ndarray, name: str) -> PackedWeight:
+    """Pack the blocks ``[..., out, bytes]`` of a tensor."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mapped file cannot be written, and is not
+        blocks = torch.from_numpy(np.ascontiguousarray(rows))
+    return PackedWeight.of_blocks(blocks, _FORMATS[file.kind(name)], file.shapes[name][-1])
 
 
 def _scaling(file: GgufFile, config: Any, rope: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def demo_pair(
         ValueError: a file in it is broken, or it needs Python code of its own.
     """
     draft = load_draft(draft_folder(check_folder(folder), generation), dtype=dtype)
-    target, tokenizer = load_target(folder, dtype=dtype)
+    target, tokenizer = load_target_of(folder, dtype=dtype)
     return target, draft, tokenizer
 
 
@@ -53,7 +53,7 @@ def draft_folder(folder: str | Path = PAIR, generation: Literal[1] | None = None
     return first if generation == 1 and first.exists() else Path(folder) / "draft"
 
 
-def load_target(
+def load_target_of(
     folder: str | Path, *, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a pair's target and tokenizer: from the folder only, and without running any code in it."""

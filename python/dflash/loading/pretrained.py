@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,7 +19,10 @@ from ..files import read_json
 from ..terminal import listed, named, printable, shortened
 from .folder import check_target_config, check_target_size, check_target_weights
 from .gguf import GgufFile, find_gguf, read_gguf, require_gguf
-from .gguf_target import complete_config, quiet_reader
+from .gguf_target import complete_config, load_packed, processor_of, quiet_reader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ADAPTER = "adapter_config.json"
 _JSON_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -37,6 +40,7 @@ class Pretrained:
         advice: what to do about code that may not run, for the error.
         local_files_only: download nothing.
         pictures: load the vision tower too.
+        keeps_blocks: leave weights of GGUF files packed on CPUs; else they become dense.
     """
 
     name: str | os.PathLike
@@ -44,6 +48,7 @@ class Pretrained:
     advice: str = "it would have your rights, so read it first, then allow it with --trust-remote-code"
     local_files_only: bool = False
     pictures: bool = False
+    keeps_blocks: bool = True
 
     @functools.cached_property
     def gguf(self) -> GgufFile | None:
@@ -105,12 +110,21 @@ class Pretrained:
     def load_target(self, dtype: Any, device: Any = "cpu") -> Any:
         """Load the target, in eval mode. Weights that are missing are refused, where transformers draws random ones."""
         config, folder = self.load_config(), (self._base() or self)._folder()
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
         if self.gguf is not None and dtype == "auto":
             dtype = self.gguf.dtype
         files = [self.gguf.path] if self.gguf is not None else [] if folder is None else check_target_weights(folder)
         if files:  # before transformers allocates anything
             is_quantized = self.gguf is not None or getattr(config, "quantization_config", None) is not None
             check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)
+        is_cpu = torch.device(device).type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+        if (
+            self.gguf is not None
+            and self.keeps_blocks
+            and is_cpu
+            and (processor := processor_of(self.gguf, config)) is not None
+        ):
+            return self._load_packed(config, processor, dtype)
         target, found = self._load(self._model_class, config=config, dtype=dtype, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
@@ -124,6 +138,22 @@ class Pretrained:
                 target.is_quantized = False
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
+
+    def _load_packed(self, config: Any, processor: Any, dtype: torch.dtype) -> Any:
+        """Load a target whose linear layers keep the blocks of the GGUF file."""
+        from accelerate import init_empty_weights
+        from transformers import GenerationConfig
+
+        with self._readable_errors(), self._quiet():
+            with init_empty_weights(include_buffers=False):
+                target = self._model_class.from_config(copy.deepcopy(config), dtype=dtype)
+            load_packed(target, self.gguf, processor, dtype)
+            target.generation_config = GenerationConfig.from_model_config(target.config)
+        target.save_pretrained = self._refuse_to_save
+        return target.eval()
+
+    def _refuse_to_save(self, *_: object, **_options: object) -> None:
+        raise ValueError(f"a target with packed weights cannot be saved: its file is {printable(self.gguf.path)}")
 
     def load_empty_target(self, config: Any = None) -> Any:
         """Build the target from its config, on the meta device and without its weights."""
@@ -213,3 +243,27 @@ class Pretrained:
                 stack.callback(logging.enable_progress_bar)
                 logging.disable_progress_bar()
             yield
+
+
+def load_target(
+    name: str | os.PathLike, *, dtype: torch.dtype | Literal["auto"] = "auto", device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:  # fmt: skip
+    """Load a target for `dflash.generate`, in eval mode.
+
+    On a CPU the weights of a GGUF file stay in its blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K): the file is
+    mapped and packed tensor by tensor, and no dense weight ever exists. Files with other types, and architectures whose
+    tensors transformers rearranges, become dense.
+
+    Args:
+        name: a GGUF file, a folder, a hub id, or ``owner/name:FILE.gguf`` on the hub.
+        dtype: of the activations and of all weights that are not packed; "auto" for that of the files, bfloat16 for
+            quantized GGUF files.
+        device: where it runs.
+        trust_remote_code: run the Python code that comes with it, with the rights of this process.
+
+    Raises:
+        ValueError: a file is broken, or it needs Python code that may not run.
+        OSError: there is no such file.
+    """
+    return Pretrained(name, trust_remote_code).load_target(dtype, device)

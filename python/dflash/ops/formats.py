@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _C
 
+_TILE = 16  # features of a tile of a weight in blocks
 _WIDENED = 2**22  # values that are widened at a time
 WeightStorage = Literal["int8"] | None
 """How the weights of products are stored: "int8" for copies in 8 bits, None for the weights as they are."""
@@ -58,6 +59,46 @@ class ByteOrder(NamedTuple):
                 yield natural, packed[rows].view(natural.shape)
 
 
+class TileOrder(NamedTuple):
+    """The order in which a kernel reads weights in blocks: tiles of 16 features; the last may have fewer.
+
+    A chunk of a tile is lines of two bytes of each feature, then lines of four (csrc/cpu/linear/blocks.h).
+
+    Attributes:
+        shorts, words: the lines of a chunk that are two and four bytes of each feature.
+    """
+
+    shorts: int
+    words: int
+
+    def pack(self, values: Tensor, size: int) -> Tensor:
+        """Return ``values [out, size]``, the bytes of each feature together, in the order of memory."""
+        packed = torch.empty_like(values)
+        for natural, memory in self._lines(values, packed):
+            memory.copy_(natural)
+        return packed
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Return the bytes of each feature together, ``[out, size]``."""
+        values = torch.empty_like(packed)
+        for natural, memory in self._lines(values, packed):
+            natural.copy_(memory)
+        return values
+
+    def _lines(self, values: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of the lines of both tensors in the order of memory."""
+        short, size = 2 * self.shorts, 2 * self.shorts + 4 * self.words
+        whole = len(values) // _TILE * _TILE
+        for rows, tile in ((slice(0, whole), _TILE), (slice(whole, None), len(values) - whole)):
+            if not tile or not len(values[rows]):
+                continue
+            natural = values[rows].view(-1, tile, values.shape[1] // size, size).transpose(1, 2)
+            memory = packed[rows].view(-1, natural.shape[1], tile * size)
+            for place, unit in ((slice(0, short), 2), (slice(short, None), 4)):
+                lines = natural[..., place].unflatten(-1, (-1, unit)).transpose(2, 3)
+                yield lines, memory[..., place.start * tile : short * tile if unit == 2 else None].view(lines.shape)
+
+
 class WeightFormat(NamedTuple):
     """A format of weights: integers with a scale per output channel, or None for weights of the storage type.
 
@@ -68,17 +109,19 @@ class WeightFormat(NamedTuple):
         storage: as users call it, see `WeightStorage`.
         device: the device whose kernels read it, with every instruction set or architecture; None for all.
         bits: per value.
-        rounds_rows: what is multiplied is rounded to 8 bits too, so that sums are of integers
-            (`dflash.ops.reference.round_rows`): their bits are the same with every instruction set.
-        order: how its values lie in memory.
+        row_group: what is multiplied is rounded to 8 bits too, so many adjacent elements of a row by one scale
+            (`dflash.ops.reference.round_rows`). Sums are of integers, with the same bits on every instruction set.
+        order: how its values lie in memory; of blocks the bytes of their features.
+        blocks: the type of a GGUF file's tensors whose integers and half-precision numbers it holds.
     """
 
     name: str
     storage: WeightStorage = None
     device: str | None = None
     bits: int | None = None
-    rounds_rows: bool = False
-    order: ByteOrder | None = None
+    row_group: int | None = None
+    order: ByteOrder | TileOrder | None = None
+    blocks: str = ""
 
     def size(self, columns: int) -> int:
         """Return the bytes of a row of so many columns; of a dense one its elements."""
@@ -91,10 +134,19 @@ FORMATS = {
     for row in (
         DENSE,
         # A word of four columns of each feature in turn. 128 is added to each value (csrc/cpu/linear/linear_int8.h)
-        WeightFormat("w8a8", "int8", "cpu", 8, True, ByteOrder(16, (4,), (1, 0, 2), 0x80)),
+        WeightFormat("w8a8", "int8", "cpu", 8, 64, ByteOrder(16, (4,), (1, 0, 2), 0x80)),
         # What a lane of a warp has as a factor of mma of 64 columns (csrc/cuda/linear/int8.cuh). Columns are [steps of
         # 16, halves, lanes, pairs]
-        WeightFormat("w8a16", "int8", "cuda", 8, False, ByteOrder(8, (4, 2, 4, 2), (1, 0, 4, 2, 5, 3))),
+        WeightFormat("w8a16", "int8", "cuda", 8, None, ByteOrder(8, (4, 2, 4, 2), (1, 0, 4, 2, 5, 3))),
+        # Blocks of GGUF files: the file's own integers and half-precision numbers
+        WeightFormat("q4_0", None, "cpu", 4, 32, TileOrder(2, 8), "Q4_0"),
+        WeightFormat("q4_1", None, "cpu", 4, 32, TileOrder(4, 8), "Q4_1"),
+        WeightFormat("q5_0", None, "cpu", 5, 32, TileOrder(2, 10), "Q5_0"),
+        WeightFormat("q5_1", None, "cpu", 5, 32, TileOrder(4, 10), "Q5_1"),
+        WeightFormat("q8_0", None, "cpu", 8, 32, TileOrder(2, 16), "Q8_0"),
+        WeightFormat("q4_k", None, "cpu", 4, 32, TileOrder(10, 32), "Q4_K"),
+        WeightFormat("q5_k", None, "cpu", 5, 32, TileOrder(10, 40), "Q5_K"),
+        WeightFormat("q6_k", None, "cpu", 6, 32, TileOrder(10, 48), "Q6_K"),
     )
 }
 """The formats by name. Which is used where is decided by `format_of` alone."""
@@ -103,6 +155,46 @@ FORMATS = {
 def format_of(storage: str, device: str) -> str:
     """Return the format in which kernels for a type of device read weights that are stored so; empty if none do."""
     return next((row.name for row in FORMATS.values() if (row.storage, row.device) == (storage, device)), "")
+
+
+class Blocks(NamedTuple):
+    """What a weight ``[out, in]`` in blocks stands for: ``scales * codes``, plus ``minima``. ``in`` is padded."""
+
+    codes: Tensor  # [out, groups, parts, columns] int32, the offset taken off
+    scales: Tensor  # [out, groups, parts] float32
+    minima: Tensor | None  # [out, groups] float32
+
+    def dense(self) -> Tensor:
+        """Return the values ``[out, in]`` float32."""
+        values = (self.codes * self.scales[..., None]).flatten(2)
+        return (values if self.minima is None else values + self.minima[..., None]).flatten(1)
+
+
+def unpack(packed: Tensor, format: str) -> Blocks:
+    """Read a weight ``[out, bytes]`` in blocks as the kernels do (csrc/cpu/linear/blocks.h)."""
+    order = FORMATS[format].order
+    bits, offset, has_minima, is_super, size = _C.coding(_C.FORMATS[format])
+    groups, parts = order.words // bits, 32 // size
+    rows = order.unpack(packed).unflatten(-1, (-1, 2 * order.shorts + 4 * order.words))
+    head, body = rows.split([2 * order.shorts, 4 * order.words], -1)
+    # 1. Codes: lines of words of four columns
+    lines = body.unflatten(-1, (groups, bits, 4)).int()
+    words = lines if bits == 8 else torch.cat([lines[..., :4, :] & 15, lines[..., :4, :] >> 4], -2)
+    if bits == 5:
+        words |= (lines[..., 4:, :] >> torch.arange(8)[:, None] & 1) << 4
+    elif bits == 6:
+        words |= ((lines[..., 4:, None, :] >> 2 * torch.arange(4)[:, None] & 3) << 4).flatten(-3, -2)
+    codes = words.flatten(-2).unflatten(-1, (parts, size)) - offset
+    # 2. Scales and minima: half-precision numbers, in formats of 256 columns times bytes
+    halves, small, count = head.contiguous().view(torch.float16).float(), head[..., 4:], groups * parts
+    if is_super:
+        scales = halves[..., :1] * (small.view(torch.int8) if bits == 6 else small)[..., :count]
+        minima = -halves[..., 1:2] * small[..., count : count + groups]
+    else:
+        scales, minima = halves[..., :groups], halves[..., groups:]
+    scales = scales.unflatten(-1, (groups, parts))
+    found = (x.flatten(1, 2) for x in (codes, scales, minima))
+    return Blocks(*found) if has_minima else Blocks(*found)._replace(minima=None)
 
 
 class NotFiniteError(ValueError):
@@ -119,10 +211,13 @@ class NotFiniteError(ValueError):
 
 
 class PackedWeight(NamedTuple):
-    """A weight, or one per expert, in a format that is not dense: it stands for ``values() * scales[..., None]``."""
+    """A weight, or one per expert, in a format that is not dense.
+
+    It stands for ``values() * scales[..., None]``, or for what a GGUF file's blocks do, whose scales are in ``packed``.
+    """
 
     packed: Tensor  # [..., out, size] uint8
-    scales: Tensor  # [..., out] float32
+    scales: Tensor | None  # [..., out] float32
     format: str
     columns: int
 
@@ -150,29 +245,43 @@ class PackedWeight(NamedTuple):
                 to.copy_(made.order.pack(values.to(torch.int8), to.shape[1]))
         return cls(packed, scales, format, columns)
 
+    @classmethod
+    @torch.inference_mode(False)
+    def of_blocks(cls, blocks: Tensor, format: str, columns: int) -> PackedWeight:
+        """Return the weight of a GGUF file's blocks ``[..., out, bytes]`` uint8, contiguous, of so many columns."""
+        packed = blocks.new_empty(*blocks.shape[:-1], FORMATS[format].size(columns))
+        for source, to in zip(_matrices(blocks), _matrices(packed), strict=True):
+            call = {"blocks": source, "packed": to, "features": len(source), "columns": columns}
+            _C.run("pack_blocks", call | {"format": _C.FORMATS[format]}, torch.get_num_threads())
+        return cls(packed, None, format, columns)
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def select(self, channels: Tensor) -> PackedWeight:
         """Return the weight of some output channels, in new memory."""
-        packed = FORMATS[self.format].order.pack(self.values()[channels], self.packed.shape[1])
-        return self._replace(packed=packed, scales=self.scales[channels])
+        order = FORMATS[self.format].order
+        packed = order.pack(order.unpack(self.packed)[channels], self.packed.shape[1])
+        return self._replace(packed=packed, scales=None if self.scales is None else self.scales[channels])
 
     @property
     def shape(self) -> torch.Size:
         """``[..., out, in]``."""
-        return torch.Size((*self.scales.shape, self.columns))
+        return torch.Size((*self.packed.shape[:-1], self.columns))
 
     def values(self) -> Tensor:
-        """Return the integers ``[..., out, in]`` int8."""
+        """Return the integers ``[..., out, in]`` int8 of a weight that has scales."""
         unpacked = map(FORMATS[self.format].order.unpack, _matrices(self.packed))
         return torch.stack([*unpacked]).view(self.packed.shape)[..., : self.columns]
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values that this stands for, ``[..., out, in]``, each rounded."""
+        if self.scales is None:
+            matrices = [unpack(one, self.format).dense()[:, : self.columns] for one in _matrices(self.packed)]
+            return torch.stack(matrices).view(self.shape).to(dtype)
         out = self.scales.new_empty(self.shape, dtype=dtype)
         return torch.mul(self.values(), self.scales[..., None], out=out)
 
-    def record(self) -> tuple[Tensor, Tensor, int]:
+    def record(self) -> tuple[Tensor, Tensor | None, int]:
         """Return the fields of ``LinearWeight``, as in params.h."""
         return self.packed, self.scales, _C.FORMATS[self.format]
 

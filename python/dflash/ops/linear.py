@@ -11,11 +11,11 @@ from .. import _C
 from . import reference, switches
 from .contract import Scope
 from .formats import DENSE, FORMATS, PackedWeight
-from .registry import Launcher, op, skinny
+from .registry import Launcher, on_cpu, op, skinny
 
 # Of the products below: rows of packed weights are padded.
 _SIZES = "columns = row_size(format, width)"
-_WHERE = "ndim(x) >= 2: x must be [..., rows, width]; has(scales) == (format > 0): only packed weights have scales"
+_WHERE = "ndim(x) >= 2: x must be [..., rows, width]; has(scales) == (1 <= format <= 2): only int8 has scales apart"
 
 
 def _plan_linear(launch: Launcher, s: Scope) -> bool:
@@ -26,7 +26,7 @@ def _linear_in_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, prefetch: bool, scales: Tensor | None, format: str
 ) -> Tensor:
     """Compute `linear`; in 16 bits, with more rows than the kernel takes, a packed weight becomes a dense one."""
-    if format != DENSE.name and not FORMATS[format].rounds_rows and x.dtype in (torch.bfloat16, torch.float16):
+    if format != DENSE.name and not FORMATS[format].row_group and x.dtype in (torch.bfloat16, torch.float16):
         weight = PackedWeight(weight, scales, format, x.shape[-1]).dense(x.dtype)
         scales, format = None, DENSE.name
     return reference.linear(x, weight, bias, False, scales, format)
@@ -219,18 +219,19 @@ def _has_expert_kernel(launch: Launcher, s: Scope) -> bool:
     "gate_up_scales[num_experts, 2 * width]:f32 down_scales[num_experts, hidden]:f32",
     "out[rows, hidden]",
     where="num_experts >= 1 and hidden >= 1 and width >= 1; "
-    "has(gate_up_scales) == has(down_scales) == (format > 0): only packed weights have scales; "
+    "has(gate_up_scales) == has(down_scales) == (1 <= format <= 2): only int8 has scales apart; "
+    "format == down_format or (format > 2 and down_format > 2): two formats must both have blocks; "
     "format == 0 or not transposed: transposed weights must be dense",
     derived="width = size(down, 1) if transposed else size(gate_up, 1) // 2; float_scores = is_float32(scores); "
-    "columns = row_size(format, hidden); inner_columns = row_size(format, width)",
-    choices={"gate": _C.GATES, "format": _C.FORMATS},
+    "columns = row_size(format, hidden); inner_columns = row_size(down_format, width)",
+    choices={"gate": _C.GATES, "format": _C.FORMATS, "down_format": _C.FORMATS},
     prepare=_has_expert_kernel,
 )
 def experts(
     x: Tensor, ids: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, gate: str = "silu", alpha: float = 1.702, limit: float = 7.0,
     transposed: bool = False, gate_up_scales: Tensor | None = None, down_scales: Tensor | None = None,
-    format: str = DENSE.name,
+    format: str = DENSE.name, down_format: str = DENSE.name,
 ) -> Tensor:  # fmt: skip
     """Compute the sum over slots of ``scores[row, slot] * down(gate(gate_up(x[row])))`` of expert ``ids[row, slot]``.
 
@@ -252,8 +253,31 @@ def experts(
             between gate and up, and ``down [num_experts, width, hidden]``.
         gate_up_scales: ``[num_experts, 2 * width]`` float32, and ``down_scales [num_experts, hidden]``: those of a
             `PackedWeight`; None if dense.
-        format: that of ``gate_up`` and ``down``, as in `linear`.
+        format, down_format: those of ``gate_up`` and ``down``, as in `linear`. They differ only if both have blocks.
 
     Returns:
         ``[rows, hidden]``.
+    """
+
+
+@op(
+    "packed[features, size]:u8 ids[rows..]:i64",
+    "out[rows.., columns]:f32",
+    where="features >= 1; columns >= 1; format > 2: unpack_rows reads weights in blocks; "
+    "size == row_size(format, columns)",
+    choices={"format": _C.FORMATS},
+    kernel="unpack_blocks",
+    prepare=on_cpu,
+)
+def unpack_rows(packed: Tensor, ids: Tensor, columns: int, format: str) -> Tensor:
+    """Read rows of a weight in the blocks of a GGUF file, as the gguf package does.
+
+    Args:
+        packed: ``[features, size]``, what a `PackedWeight` has packed.
+        ids: ``[rows..]`` of any shape. An id outside of it counts as the nearest.
+        columns: of the weight.
+        format: of `FORMATS`, one with blocks.
+
+    Returns:
+        ``[rows.., columns]`` float32.
     """

@@ -11,8 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from .. import _C
-from .formats import DENSE, FORMATS, PackedWeight
+from .formats import DENSE, FORMATS, Blocks, PackedWeight, unpack
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -616,7 +615,6 @@ def gather_rows_(x: Tensor, path: Tensor, out: Tensor) -> None:
 
 
 _AMX_INNER = 32
-_GROUP = _C.QUANT_GROUP
 
 
 def gated_recurrence_(
@@ -709,14 +707,14 @@ def separate_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x, weight
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows ``x [..., in]`` to 8 bits: 64 adjacent elements share a scale, a 127th of their largest magnitude.
+def round_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Round rows ``x [..., in]`` to 8 bits: ``size`` adjacent elements share a 127th of their largest magnitude.
 
     Returns:
-        ``(integers [..., groups, 64], group_scales [..., groups])``, at least fp32, zero past ``in``. The scale of a
+        ``(integers [..., groups, size], group_scales [..., groups])``, at least fp32, zero past ``in``. The scale of a
         group that is not finite is NaN; magnitudes up to 1e-30 are zero.
     """
-    wide = torch.nn.functional.pad(x.to(_compute_dtype(x)), (0, -x.shape[-1] % _GROUP)).unflatten(-1, (-1, _GROUP))
+    wide = torch.nn.functional.pad(x.to(_compute_dtype(x)), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
     top = wide.abs().amax(-1)
     is_finite, divides = top.isfinite(), top > 1e-30
     inverse = torch.where(is_finite & divides, torch.full_like(top, 127) / top, 0)
@@ -737,15 +735,50 @@ def linear(
 
 def _packed_product(x: Tensor, packed: Tensor, scales: Tensor, format: str) -> Tensor:
     """``x @ values.T``, times the scale of each channel, not rounded."""
-    values = PackedWeight(packed, scales, format, x.shape[-1]).values()
-    if not FORMATS[format].rounds_rows:
-        return x.to(_compute_dtype(x)) @ values.to(_compute_dtype(x)).T * scales
-    integers, group_scales = round_rows(x)
+    weight, size = PackedWeight(packed, scales, format, x.shape[-1]), FORMATS[format].row_group
+    if size is None:
+        return x.to(_compute_dtype(x)) @ weight.values().to(_compute_dtype(x)).T * scales
+    integers, group_scales = round_rows(x, size)
+    if scales is None:
+        return _product_of_blocks(integers, group_scales, unpack(packed, format))
+    values = weight.values()
     total = group_scales.new_zeros(*x.shape[:-1], len(values))
     for group in range(group_scales.shape[-1]):  # sums below 2**24, which float32 holds
-        some = values[:, group * _GROUP : (group + 1) * _GROUP].to(group_scales.dtype)
+        some = values[:, group * size : (group + 1) * size].to(group_scales.dtype)
         total += integers[..., group, : some.shape[1]] @ some.T * group_scales[..., group, None]
     return total * scales
+
+
+def unpack_rows(packed: Tensor, ids: Tensor, columns: int, format: str) -> Tensor:
+    """Rows of a weight in blocks, in fp32."""
+    return unpack(packed, format).dense()[ids.clamp(0, len(packed) - 1), :columns]
+
+
+def _product_of_blocks(integers: Tensor, row_scales: Tensor, weight: Blocks) -> Tensor:
+    """The product of rounded rows with a weight in blocks: a rounded sum per group (linear_blocks.h)."""
+    total = row_scales.new_zeros(*row_scales.shape[:-1], len(weight.codes))
+    size = weight.codes.shape[-1]
+    for group in range(row_scales.shape[-1]):
+        row_scale = row_scales[..., group, None]
+        for part in range(weight.codes.shape[2]):
+            some = integers[..., group, part * size : (part + 1) * size].double()
+            sums = some @ weight.codes[:, group, part].double().T
+            total = _fma(sums, (weight.scales[:, group, part] * row_scale).double(), total)
+        if weight.minima is not None:
+            wide = row_scale * integers[..., group, :].sum(-1, keepdim=True)
+            total = _fma(weight.minima[:, group].double(), wide.double(), total)
+    return total
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a * b + c`` with one rounding, of numbers whose product is exact in double; see ``fma_vec`` in vec.h."""
+    product, added = a * b, c.double()
+    total = product + added
+    back = total - product
+    side = ((product - (total - back)) + (added - back)) * total
+    bits = total.view(torch.int64)
+    step = torch.where(bits % 2 == 0, (side > 0).long() - (side < 0).long(), 0)
+    return (bits + step).view(torch.float64).to(c.dtype)
 
 
 def linears(
@@ -771,7 +804,7 @@ def experts(
     x: Tensor, ids: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, gate: str = "silu", alpha: float = 1.702, limit: float = 7.0,
     transposed: bool = False, gate_up_scales: Tensor | None = None, down_scales: Tensor | None = None,
-    format: str = DENSE.name,
+    format: str = DENSE.name, down_format: str = DENSE.name,
 ) -> Tensor:  # fmt: skip
     """The sum over slots of ``scores * down(gate(gate_up(x)))`` of the expert in each. Copies the chosen weights."""
     wide, num_experts = _compute_dtype(x), gate_up.shape[0]
@@ -782,7 +815,7 @@ def experts(
         both = _expert_product(x, gate_up, gate_up_bias, expert, transposed, gate_up_scales, format)
         halves = (both[:, ::2], both[:, 1::2]) if transposed else both.chunk(2, -1)
         inner = _gated(*halves, gate, alpha, limit).to(x.dtype)
-        result = _expert_product(inner, down, down_bias, expert, transposed, down_scales, format)
+        result = _expert_product(inner, down, down_bias, expert, transposed, down_scales, down_format)
         out = torch.where(exists[:, None], out + scores[:, slot, None].to(wide) * result, out)
     return out.to(x.dtype)
 
@@ -797,7 +830,8 @@ def _expert_product(
         weight = weights[expert].to(wide)  # [rows, out, in], or transposed
         out = torch.matmul(x[:, None].to(wide), weight if transposed else weight.mT)[:, 0]
     else:
-        every = [_packed_product(x, *one, format) for one in zip(weights, scales, strict=True)]
+        split = [None] * len(weights) if scales is None else scales
+        every = [_packed_product(x, *one, format) for one in zip(weights, split, strict=True)]
         out = torch.stack(every, 1)[torch.arange(len(x), device=x.device), expert]
     return out if biases is None else out + biases[expert].to(wide)
 

@@ -286,6 +286,11 @@ class Op:
         return (*arguments, *(p.default for p in missing))
 
 
+def on_cpu(launch: Launcher, _scope: Scope) -> bool:
+    """Return True on a CPU, the only device that an op has a kernel for."""
+    return launch.is_cpu
+
+
 def op(
     tensors: str, returns: str = "", *, kernel: str = "", body: Callable | None = None,
     prepare: Callable | None = None, twin: Callable | None = None, **contract: object,

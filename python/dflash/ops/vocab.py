@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import _C
 from .contract import Scope
-from .registry import Launcher, op
+from .registry import Launcher, on_cpu, op
 
 MAX_CANDIDATES: int = _C.MAX_CANDIDATES
 """The most candidates per token."""
@@ -54,11 +54,7 @@ def select_tokens(
     """
 
 
-def _on_cpu(launch: Launcher, _s: Scope) -> bool:
-    return launch.is_cpu
-
-
-@op("logits[rows.., vocab]", "out[rows..]:f32", where="ndim(logits) >= 2; vocab >= 1", prepare=_on_cpu)
+@op("logits[rows.., vocab]", "out[rows..]:f32", where="ndim(logits) >= 2; vocab >= 1", prepare=on_cpu)
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Compute ``ln(sum(exp(logits)))`` of each row in fp32; NaN for a row that holds NaN.
 

@@ -127,7 +127,7 @@ class DraftPass:
 
     def rows_for(self, state: State, num_drafts: int, drafts: Tensor | None = None) -> DraftRows:
         """Embed a block after each row's last token, with ``drafts [batch, num_drafts]`` int64 or masks."""
-        table = self.target.embedding_weight
+        table = self.target.embedding_rows
         return DraftRows(*self.draft.embed_block(state.tokens, state.length, num_drafts, table, drafts))
 
     def predict(self, block: DraftRows, features: Tensor, state: State) -> Predictions:

@@ -17,10 +17,10 @@ from transformers.integrations import moe
 from .. import ops
 from ..cache import KVCache
 from ..decoder import DecoderLayer, DecoderStack, DeltaNetLayer, product, rotation
-from ..ops import Weight, separate_packed
+from ..ops import PackedWeight, Weight, separate_packed
 from ..state import Tree
-from .int8 import PackedLinear
 from .model import KERNEL_DTYPES, PLAIN_TENSORS, config_values, has_global_hooks, weight_of
+from .packed import PackedEmbedding, PackedLinear
 
 _LAYER_KERNELS = {"linear", "block_attention", "qkv_norm_rope_append", "rms_norm"}
 _MAX_ROWS = 256  # of one pass of experts: a block for each row of a batch, but not a chunk of a long prompt
@@ -103,7 +103,10 @@ class Family(NamedTuple):
         decoder, head = self.decoder(model), model.get_output_embeddings()
         if not self.is_a(decoder, f"{self.text}Model") or not all(map(_is_plain_module, model.modules())):
             return False
-        if type(head) is not nn.Linear or type(decoder.embed_tokens) is not nn.Embedding:
+        if type(head) not in (nn.Linear, PackedLinear) or type(decoder.embed_tokens) not in (
+            nn.Embedding,
+            PackedEmbedding,
+        ):
             return False
         layers = layers_of(decoder)
         mixers = [getattr(layer, "self_attn", None) or getattr(layer, "linear_attn", None) for layer in layers]
@@ -158,7 +161,8 @@ class Family(NamedTuple):
         return {"gate": None, "up": None, "down": None, "experts": experts}
 
 
-_PLAIN = (nn.Linear, nn.Conv1d, nn.SiLU, SiLUActivation)
+_LINEARS = (nn.Linear, PackedLinear)
+_PLAIN = (*_LINEARS, nn.Conv1d, nn.SiLU, SiLUActivation)
 _PARTS = ("DecoderLayer", "GatedDeltaNet", "MLP", "RMSNorm", "RMSNormGated")  # classes of a layer, next to Attention
 _DELTA_NET = ("qkv", "z", "b", "a")  # the input projections of a Gated DeltaNet
 _FAMILIES = {  # by model_type; windows, head norms and biases are read off the modules
@@ -203,7 +207,8 @@ class FusedTarget:
         decoder = family.decoder(model)
         layers, norm = layers_of(decoder), decoder.norm
         attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
-        self.embedding, self.head = decoder.embed_tokens.weight, model.get_output_embeddings()
+        self._embed, self.head = decoder.embed_tokens, model.get_output_embeddings()
+        self.embedding = self._embed.weight
         self.num_kv_heads, self.head_dim = attention.k_proj.weight.shape[0] // attention.head_dim, attention.head_dim
         self._family, self._layers = family, layers
         self.stack = DecoderStack(
@@ -218,8 +223,13 @@ class FusedTarget:
     def obstacle(self) -> str:
         """Why our kernels cannot multiply by these weights; empty if they can."""
         weights = [w for layer in self.stack.layers for w in layer if isinstance(w, Tensor) and w.dim() == 2]
-        weights.append(self.head.weight)
+        weights.append(self.embedding)
         return kernel_obstacle(self.embedding.device, weights, {weight.shape[1] for weight in weights})
+
+    @property
+    def is_packed(self) -> bool:
+        """True if products are those of packed weights, whose bits are the same for any number of rows."""
+        return isinstance(weight_of(self.head), PackedWeight)
 
     def read_layers(self) -> None:
         """Use what the linear layers multiply by now."""
@@ -258,8 +268,8 @@ class FusedTarget:
 
     def handles(self, rows: int) -> bool:
         """Return True if a pass over so many rows runs here. torch's matrix products are faster for more rows."""
-        if isinstance(self.head, PackedLinear):
-            return True  # the bits of its products are the same for any number of rows
+        if self.is_packed:
+            return True
         if self.embedding.device.type == "cpu":
             return ops.skinny(rows, self.embedding.dtype)
         return rows <= _MAX_CUDA_ROWS
@@ -269,9 +279,12 @@ class FusedTarget:
         tapped: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run as `dflash.targets.Target.forward`, with all taps in one tensor, ``tapped`` if it is given."""
-        table = self.embedding.detach()[None]
-        embeds = table.new_empty(1, ids.numel(), table.shape[2])
-        ops.gather_rows_(table, ids.reshape(1, -1), embeds)  # an id of -1 counts as 0
+        if isinstance(self._embed, PackedEmbedding):
+            embeds = self._embed(ids)
+        else:
+            table = self.embedding.detach()[None]
+            embeds = table.new_empty(1, ids.numel(), table.shape[2])
+            ops.gather_rows_(table, ids.reshape(1, -1), embeds)  # an id of -1 counts as 0
         hidden, tapped = self.stack(embeds.view(*ids.shape, -1), lengths, cache, tree=tree, tapped=tapped)
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden.index_select(1, logits_to_keep)

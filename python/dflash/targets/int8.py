@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils.weak import WeakIdKeyDictionary
 
+from .. import ops
 from ..decoder import product
-from ..ops import NotFiniteError, PackedWeight, format_of
+from ..ops import NotFiniteError, PackedWeight, Weight, format_of
 from .fingerprint import Fingerprint
 from .model import KERNEL_DTYPES, PLAIN_TENSORS, UnsupportedTargetError, embedding_table, name_of, weight_of
+from .packed import PackedLinear
 from .parallel import ranks_in
 from .support import is_quantized, replaced_function
 
@@ -19,7 +24,7 @@ if TYPE_CHECKING:
     from .fused import FusedTarget
 
 
-class PackedLinear(nn.Linear):
+class Int8Linear(nn.Linear):
     """A linear layer of a target's copy that multiplies by ``packed``, once it is set."""
 
     packed: PackedWeight | None = None
@@ -28,24 +33,62 @@ class PackedLinear(nn.Linear):
         return product(x, weight_of(self), self.bias)
 
 
+class _Copy:
+    """The copy of a weight, for all targets of it while its values are the same."""
+
+    def __init__(self, weight: Weight) -> None:
+        self._version = _version_of(weight)
+        dense = weight
+        if isinstance(weight, PackedWeight):
+            dense = ops.unpack_rows(weight.packed, torch.arange(weight.shape[0]), weight.columns, weight.format)
+        self.packed = PackedWeight.of(dense, format_of("int8", "cpu"))
+
+    @classmethod
+    def of(cls, weight: Weight, *, anew: bool) -> _Copy:
+        """Return the copy that a target has already, unless it is of other values or ``anew`` asks for a new one."""
+        tensor = _tensor_of(weight)
+        found = _COPIES[tensor]() if tensor in _COPIES else None
+        if anew or found is None or found._version is None or found._version != _version_of(weight):
+            found = cls(weight)
+            _COPIES[tensor] = weakref.ref(found)
+        return found
+
+
+_COPIES = WeakIdKeyDictionary()  # of each weight a weak reference to its `_Copy`
+
+
+def _tensor_of(weight: Weight) -> Tensor:
+    return weight.packed if isinstance(weight, PackedWeight) else weight
+
+
+def _version_of(weight: Weight) -> tuple[int, int] | None:
+    """Return what changes with a weight's values, as far as torch counts; None for tensors that it does not count."""
+    tensor = _tensor_of(weight)
+    return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+
+
 class Int8Weights:
     """The copies of all linear layers of a target, made when they are first needed and after the weights change.
 
+    Targets of one model share them.
+
     Args:
-        model: a copy of the user's model, which has no `int8_obstacle`. Its linear layers become `PackedLinear`.
+        model: a copy of the user's model, which has no `int8_obstacle`. Its linear layers become `Int8Linear`.
         fused: its fused form, if it has one.
     """
 
     def __init__(self, model: nn.Module, fused: FusedTarget | None) -> None:
         self._model, self._fused = model, fused
         self._made_of: Fingerprint | None = None  # of the weights that the copies were made of
-        self._linears = [module for _, module in _modules_of_text(model) if type(module) is nn.Linear]
+        self._trusts_others = True
+        self._linears = [module for _, module in _modules_of_text(model) if type(module) in (nn.Linear, PackedLinear)]
         for linear in self._linears:
-            linear.__class__ = PackedLinear
+            if type(linear) is nn.Linear:
+                linear.__class__ = Int8Linear
 
     def forget_values(self) -> None:
         """Make the copies again at the next `refresh`, whether the weights are known to have changed or not."""
-        self._made_of = None
+        self._made_of, self._trusts_others = None, False
 
     def refresh(self) -> None:
         """Make the copies if there are none of the weights as they are now.
@@ -61,14 +104,16 @@ class Int8Weights:
         self._use([None] * len(self._linears))
         # 2. Make all copies before any of them is used.
         try:
-            self._use([PackedWeight.of(linear.weight, format_of("int8", "cpu")) for linear in self._linears])
+            weights = map(weight_of, self._linears)
+            self._use([_Copy.of(weight, anew=not self._trusts_others) for weight in weights])
         except NotFiniteError as error:
             raise UnsupportedTargetError(not_finite("weights", self._model, error)) from error
-        self._made_of = Fingerprint(self._model)
+        self._made_of, self._trusts_others = Fingerprint(self._model), True
 
-    def _use(self, copies: Sequence[PackedWeight | None]) -> None:
+    def _use(self, copies: Sequence[_Copy | None]) -> None:
+        self._copies = copies  # keeps them for other targets
         for linear, copied in zip(self._linears, copies, strict=True):
-            linear.packed = copied
+            linear.packed = None if copied is None else copied.packed
         if self._fused is not None:
             self._fused.read_layers()
 

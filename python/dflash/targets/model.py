@@ -83,7 +83,7 @@ def cache_argument(model: nn.Module) -> str:
 # ---------------------------------------------------------------------------------------------- modules
 
 
-def weight_of(linear: nn.Linear) -> Weight:
+def weight_of(linear: nn.Module) -> Weight:
     """Return what a linear layer multiplies by."""
     return getattr(linear, "packed", None) or linear.weight
 

@@ -32,6 +32,7 @@ from .model import (
     transformers_version,
     unwrap,
 )
+from .packed import PackedExperts, PackedLinear
 from .parallel import ranks_in, refusal_of_ranks, shards
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
 from .sparse import sparse_family
@@ -237,7 +238,8 @@ def _scale_for_all_rows(arguments: Any) -> str:
 def rounds_activations(model: nn.Module) -> bool:
     """Return True if layers round their inputs to few bits, which turns a last-bit difference into a visible one."""
     for module in modules_of(model):
-        if library(module) == "bitsandbytes" or next(_activation_settings(module), None) is not None:
+        is_rounding = type(module) in (PackedLinear, PackedExperts) or library(module) == "bitsandbytes"
+        if is_rounding or next(_activation_settings(module), None) is not None:
             return True
     return False
 

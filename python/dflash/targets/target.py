@@ -18,7 +18,7 @@ from ..state import Block, State, Tree, scatter_rows
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest
 from .fused import NOT_FUSED, fuse, use_experts_op
-from .int8 import Int8Weights, PackedLinear, check_int8
+from .int8 import Int8Weights, check_int8
 from .masked_attention import ATTENTION, visible
 from .model import (
     UnsupportedTargetError,
@@ -29,6 +29,7 @@ from .model import (
     tap_,
     text_config,
 )
+from .packed import PackedEmbedding
 from .parallel import Ranks, mesh_of
 from .pictures import PicturePrompts, picture_arguments, takes_pictures
 from .recurrent import bind_to_cache, clamps_prompts, has_recurrent_layers
@@ -122,6 +123,12 @@ class Target:
         """``[vocab, hidden]``, the raw input embeddings (no scale applied)."""
         weight = self.model.get_input_embeddings().weight
         return weight if self.ranks.count == 1 else self.ranks.whole(weight)
+
+    @property
+    def embedding_rows(self) -> Tensor | PackedEmbedding:
+        """What ``[ids]`` gives raw embeddings of: `embedding_weight`, or where that is packed, what unpacks it."""
+        embeddings = self.model.get_input_embeddings()
+        return embeddings if isinstance(embeddings, PackedEmbedding) else self.embedding_weight
 
     @property
     def head(self) -> nn.Module:
@@ -306,9 +313,7 @@ class Target:
         """Return True if a pass over a block can leave out sequences. The others' bits do not depend on it."""
         if self._fused is None or self.is_recurrent:
             return False
-        sequences = (
-            live if isinstance(self._fused.head, PackedLinear) else block.ids
-        )  # with more rows other products are torch's
+        sequences = live if self._fused.is_packed else block.ids  # with more rows other products are torch's
         return self._fused.stack.is_one_op(len(sequences) * block.ids.shape[1], self.embedding_weight)
 
     def _verify_live(self, block: Block, state: State) -> Tensor:

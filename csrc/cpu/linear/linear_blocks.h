@@ -1,0 +1,390 @@
+// Weights in the blocks of GGUF files, 4 to 8 bits, on CPUs: rows of x in 8 bits, so that the sums are of integers.
+//
+// Of a row, kBlockGroup adjacent elements share a scale, the 127th part of their largest magnitude. Per group, in this
+// order, whatever the instruction set and the number of rows:
+//   sum = the products of codes and rounded elements, less the offset of the codes (blocks.h): exact
+//   total = fma(sum, scale of the weight * scale of the row, rounded, total)
+//   total = fma(minimum, scale of the row * the sum of its integers, rounded, total), if the format has minima
+// In kQ6_K sums are of 16 columns. A scale of the weight is the file's half-precision number; in the formats of 256
+// columns that times an integer of at most 8 bits, an exact product in float. A minimum is such a number negated.
+#pragma once
+#include "cpu/linear/blocks.h"
+#include "cpu/linear/linear_int8.h"
+
+DFLASH_NAMESPACE_BEGIN
+
+constexpr int kSegmentColumns = 512;  // of a tile: all rows are multiplied with one before the next
+
+// ---- rows in 8 bits
+
+// Rows that are multiplied at once: as many as there are vector registers for the sums and the totals of.
+constexpr int kRowsAtOnce = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;
+constexpr int kBlockRows = kHasTiles ? 16 : kRowsAtOnce;
+constexpr int64_t padded_rows(int64_t rows) {
+  return rows > kRowsAtOnce ? kBlockRows : rows == 1 ? 1 : (rows + 1) / 2 * 2;
+}
+
+// What formats take off a sum: offset * the sum of the row's integers, negated.
+constexpr int kOffsets[] = {8, 16, 128};
+
+// Rows in 8 bits, padded with zeros to whole chunks. Blocks of rows that are multiplied at once, the last padded with
+// rows of zeros to a number of rows that the kernels have.
+struct BlockRows {
+  static constexpr int kWords = kBlockGroupWords + 7;  // of a row's group
+
+  struct Block {
+    int64_t rows, groups;
+    uint32_t* words;  // [groups, rows, kBlockGroupWords]
+
+    float* scales() const { return reinterpret_cast<float*>(words + rows * groups * kBlockGroupWords); }
+    float* wide() const { return scales() + rows * groups; }  // scales * sums
+    int32_t* starts(int i) const { return reinterpret_cast<int32_t*>(wide()) + (i + 1) * rows * groups; }
+    int32_t* halves() const { return starts(3); }  // [groups, rows, 2]: of 16 elements, for the offset 32
+
+    template <Format F>
+    const int32_t* starts_of() const {
+      constexpr int kOffset = blocks_of(F).offset;
+      return kOffset == 32 ? halves() : starts(kOffset == 128 ? 2 : kOffset == 16 ? 1 : 0);
+    }
+  };
+
+  int64_t rows, groups;
+  uint32_t* words;
+
+  BlockRows(int64_t rows, int64_t in) : rows(rows), groups(ceil_div(in, 256) * 8) {}
+
+  // The words of memory that it takes.
+  int64_t size() const {
+    const int64_t whole = rows / kBlockRows * kBlockRows, last = rows - whole;
+    return (whole + (last ? padded_rows(last) : 0)) * groups * kWords;
+  }
+
+  // That of this row, which is its first.
+  Block block(int64_t row) const {
+    return {padded_rows(least(kBlockRows, rows - row)), groups, words + row * groups * kWords};
+  }
+
+  template <typename T>
+  void round(const T* x, int64_t in) {
+    for (int64_t first = 0; first < rows; first += kBlockRows) {
+      const Block to = block(first);
+      for (int64_t r = 0; r < to.rows; ++r)
+        for (int64_t g = 0; g < groups; ++g) {
+          const int64_t k = g * kBlockGroup, left = first + r < rows ? in - k : 0;
+          const T* from = x + (first + r) * in + k;
+          T some[kBlockGroup];
+          if (left < kBlockGroup) {
+            std::memset(some, 0, sizeof(some));
+            if (left > 0) std::memcpy(some, from, left * sizeof(T));
+            from = some;
+          }
+          const int64_t at = g * to.rows + r;
+          int32_t sums[2];
+          round_to_bytes<kBlockGroup>(from, reinterpret_cast<int8_t*>(to.words + at * kBlockGroupWords),
+                                      to.scales()[at], sums);
+          const int32_t sum = sums[0] + sums[1];
+          to.wide()[at] = to.scales()[at] * float(sum);
+          for (int i = 0; i < 3; ++i) to.starts(i)[at] = -kOffsets[i] * sum;
+          for (int i = 0; i < 2; ++i) to.halves()[2 * at + i] = -32 * sums[i];
+        }
+    }
+  }
+};
+
+typedef uint8_t ByteLine __attribute__((vector_size(4 * kWidth), aligned(1), may_alias));
+
+// ---- codes, scales and minima of a vector of features: the v-th of a tile
+
+static inline Vec load_halves(const void* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#else
+  const UVec half = __builtin_convertvector(*static_cast<const HVec*>(from), UVec);
+  const UVec magnitude = (half & 0x7fff) << 13, exponent = half & 0x7c00, bias = UVec{} + (112u << 23);
+  const UVec is_zero = (UVec)(exponent == 0), is_top = (UVec)(exponent == 0x7c00);
+  const Vec small = (Vec)(magnitude + bias + (1u << 23)) - (Vec)(bias + (1u << 23));  // subnormal: exact
+  const UVec large = magnitude + bias + (is_top & bias);
+  return (Vec)(((UVec)small & is_zero) | (large & ~is_zero) | ((half & 0x8000) << 16));
+#endif
+}
+
+// The codes of word W of a group, a byte each.
+template <int BITS, int W>
+static inline IVec load_codes(const uint8_t* group, int v) {
+  const uint8_t* at = group + v * 4 * kWidth;
+  if constexpr (BITS == 8) return load_ints(at + W * kLine);
+  const UVec line = (UVec)load_ints(at + W % 4 * kLine);
+  UVec codes = (W < 4 ? line : line >> 4) & 0x0f0f0f0f;
+  if constexpr (BITS == 5) {
+    const UVec high = (UVec)load_ints(at + 4 * kLine);
+    codes |= (W < 4 ? high << (W < 4 ? 4 - W : 0) : high >> (W < 4 ? 0 : W - 4)) & 0x10101010;
+  } else if constexpr (BITS == 6) {
+    const UVec high = (UVec)load_ints(at + (4 + W / 4) * kLine);
+    constexpr int kLeft = 4 - 2 * (W % 4);
+    codes |= (kLeft >= 0 ? high << (kLeft >= 0 ? kLeft : 0) : high >> (kLeft >= 0 ? 0 : -kLeft)) & 0x30303030;
+  }
+  return (IVec)codes;
+}
+
+// The scale of a part of group g of a chunk.
+template <Format F>
+static inline Vec scale_of(const uint8_t* chunk, int g, int part, int v) {
+  using L = Layout<F>;
+  const int at = v * 2 * kWidth;
+  if constexpr (!L::kCode.is_super) return load_halves(chunk + g * kHalves + at);
+  const int index = g * L::kParts + part;
+  const UVec pair =
+      __builtin_convertvector(*reinterpret_cast<const HVec*>(chunk + L::kScales + index / 2 * kHalves + at), UVec);
+  const UVec top = index % 2 ? pair << 16 : pair << 24;  // the byte is the upper one
+  const IVec whole = F == Format::kQ6_K ? (IVec)top >> 24 : (IVec)(top >> 24);
+  return load_halves(chunk + at) * __builtin_convertvector(whole, Vec);
+}
+
+template <Format F>
+static inline Vec minimum_of(const uint8_t* chunk, int g, int v) {
+  using L = Layout<F>;
+  const int at = v * 2 * kWidth;
+  if constexpr (!L::kCode.is_super) return load_halves(chunk + L::kMinima + g * kHalves + at);
+  const UVec pair =
+      __builtin_convertvector(*reinterpret_cast<const HVec*>(chunk + L::kMinima + g / 2 * kHalves + at), UVec);
+  const IVec whole = (IVec)(g % 2 ? pair >> 8 : pair & 0xff);
+  return -load_halves(chunk + kHalves + at) * __builtin_convertvector(whole, Vec);
+}
+
+// ---- products
+
+// The sum of a row's products with the words of a group, or of a part of it.
+template <int BITS>
+struct Dots {
+  IVec whole;
+
+#if defined(__AVX512VNNI__)
+  template <int W>
+  void add(IVec codes, uint32_t row) {
+    whole = (IVec)_mm512_dpbusd_epi32((__m512i)whole, (__m512i)codes, _mm512_set1_epi32(int(row)));
+  }
+#elif defined(__AVX2__)
+  // Products of bytes are added in pairs, and as many words as fit in 16 bits. Those of 8 bits are two codes of 4.
+  static constexpr int kPieces = BITS == 8 ? 2 : 1, kWordsAtOnce = BITS == 5 ? 4 : BITS == 6 ? 2 : 8;
+  PairVec pairs[kPieces] = {};
+
+#if defined(__AVX512F__)
+  static PairVec multiply(IVec codes, uint32_t row) {
+    return (PairVec)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(int(row)));
+  }
+  static IVec widen(PairVec x, int16_t times) { return (IVec)_mm512_madd_epi16((__m512i)x, _mm512_set1_epi16(times)); }
+#else
+  static PairVec multiply(IVec codes, uint32_t row) {
+    return (PairVec)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(int(row)));
+  }
+  static IVec widen(PairVec x, int16_t times) { return (IVec)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(times)); }
+#endif
+
+  template <int W>
+  void add(IVec codes, uint32_t row) {
+#pragma GCC unroll 2
+    for (int p = 0; p < kPieces; ++p) {
+      const IVec piece = BITS < 8 ? codes : (p ? codes >> 4 : codes) & 0x0f0f0f0f;
+      pairs[p] += multiply(piece, row);
+      if ((W + 1) % kWordsAtOnce == 0) whole += widen(pairs[p], p ? 16 : 1), pairs[p] = PairVec{};
+    }
+  }
+#else
+  template <int W>
+  void add(IVec codes, uint32_t row) {
+    const PairVec both = (PairVec)(IVec{} + int32_t(row)), even = (both << 8) >> 8, odd = both >> 8;
+    const IVec rows[2] = {(IVec)even, (IVec)odd};
+    whole = add_words(codes, rows, whole);
+  }
+#endif
+};
+
+// Adds to sums [ROWS, kQuantTile] the products of a block of so many rows with columns of a tile, from group `first` of
+// the rows on. Of the chunks `ahead` bytes further on, every `passes`-th group is requested, `pass` being the first.
+template <Format F, int ROWS>
+__attribute__((noinline)) static void multiply_blocks(const BlockRows::Block& rows, int64_t first, int64_t chunks,
+                                                      const uint8_t* tile, int64_t ahead, int pass, int passes,
+                                                      float* sums) {
+  using L = Layout<F>;
+  constexpr int kPartWords = kBlockGroupWords / L::kParts;
+  for (int v = 0; v < kInt8Vecs; ++v) {
+    const uint8_t* chunk = tile;
+    const uint32_t* words = rows.words + first * ROWS * kBlockGroupWords;
+    const float *scales = rows.scales() + first * ROWS, *wide = rows.wide() + first * ROWS;
+    const int32_t* starts = rows.starts_of<F>() + first * ROWS * L::kParts;
+    int turn = v == 0 ? pass : -1;
+    Vec total[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) total[r] = load(sums + r * kQuantTile + v * kWidth);
+    for (int64_t c = 0; c < chunks; ++c, chunk += L::kBytes) {
+#pragma GCC unroll 1
+      for (int g = 0; g < L::kGroups; ++g) {
+        const uint8_t* codes = chunk + L::kCodes + g * L::kGroupBytes;
+        if (turn-- == 0) {
+          turn = passes - 1;
+          for (int line = 0; line < L::kGroupBytes; line += kLine) __builtin_prefetch(codes + ahead + line);
+          if (g * kLine < L::kCodes) __builtin_prefetch(chunk + ahead + g * kLine);
+        }
+        unroll<L::kParts>([&](auto part) {
+          Dots<L::kCode.bits> sum[ROWS];
+#pragma GCC unroll 8
+          for (int r = 0; r < ROWS; ++r) sum[r].whole = IVec{} + (L::kCode.offset ? starts[r * L::kParts + part] : 0);
+          unroll<kPartWords>([&](auto word) {
+            constexpr int kWord = part * kPartWords + word;
+            const IVec some = load_codes<L::kCode.bits, kWord>(codes, v);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) sum[r].template add<kWord>(some, words[r * kBlockGroupWords + kWord]);
+          });
+          const Vec scale = scale_of<F>(chunk, g, part, v);
+#pragma GCC unroll 8
+          for (int r = 0; r < ROWS; ++r)
+            total[r] = fma_vec(__builtin_convertvector(sum[r].whole, Vec), scale * scales[r], total[r]);
+        });
+        if constexpr (L::kCode.has_minima) {
+          const Vec minimum = minimum_of<F>(chunk, g, v);
+#pragma GCC unroll 8
+          for (int r = 0; r < ROWS; ++r) total[r] = fma_vec(minimum, splat(wide[r]), total[r]);
+        }
+        words += ROWS * kBlockGroupWords, scales += ROWS, wide += ROWS, starts += ROWS * L::kParts;
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) store(sums + r * kQuantTile + v * kWidth, total[r]);
+  }
+}
+
+#if DFLASH_TILES
+// On AMX tiles the words of a group are one operand, for 16 rows, and its codes the other, less their offset. Registers
+// 0 to 3 hold sums, 4 and 5 rows, 6 and 7 codes. Sums leave them after each group, for the scales. Of a group with two
+// scales the codes are two operands, each with zeros in place of the other's.
+constexpr TileShape kBlockShapes[kTileRegisters] = {
+    {}, {}, {}, {}, {kTileRows, kBlockGroup}, {kTileRows, kBlockGroup}, {kBlockGroupWords}, {kBlockGroupWords}};
+struct BlockTiles : TileRegisters {
+  BlockTiles() : TileRegisters(kBlockShapes) {}
+};
+
+// The columns of a segment of a tile as operands, and what their sums are multiplied with.
+template <Format F>
+struct Unpacked {
+  using L = Layout<F>;
+  static constexpr int kGroups = kSegmentColumns / kBlockGroup, kParts = L::kParts;
+  static constexpr int kPartWords = kBlockGroupWords / kParts, kAtOnce = 4;  // parts whose sums are in registers
+  alignas(64) uint8_t codes[kGroups * kParts][kBlockGroupWords * kLine];
+  alignas(64) float scales[kGroups * kParts][kQuantTile], minima[kGroups][kQuantTile];
+
+  Unpacked() {
+    if (kParts > 1) std::memset(codes, 0, sizeof(codes));
+  }
+
+  void unpack(const uint8_t* chunk, int64_t chunks) {
+    ByteLine offset;
+    std::memset(&offset, L::kCode.offset, sizeof(offset));
+    for (int64_t i = 0; i < chunks; ++i, chunk += L::kBytes)
+      for (int g = 0; g < L::kGroups; ++g) {
+        const int64_t at = (i * L::kGroups + g) * kParts;
+        const uint8_t* from = chunk + L::kCodes + g * L::kGroupBytes;
+        unroll<kBlockGroupWords>([&](auto word) {
+          const ByteLine line = (ByteLine)load_codes<L::kCode.bits, word>(from, 0) - offset;
+          *reinterpret_cast<ByteLine*>(codes[at + word / kPartWords] + word * kLine) = line;
+        });
+        for (int p = 0; p < kParts; ++p) store(scales[at + p], scale_of<F>(chunk, g, p, 0));
+        if constexpr (L::kCode.has_minima) store(minima[at], minimum_of<F>(chunk, g, 0));
+      }
+    for (int64_t at = chunks * L::kGroups * kParts; at % kAtOnce != 0; ++at) {  // rows are zero there
+      store(scales[at], Vec{});
+      if constexpr (L::kCode.has_minima) store(minima[at], Vec{});
+    }
+  }
+
+  // As multiply_blocks, for a whole block of rows.
+  __attribute__((noinline)) void multiply(const BlockRows::Block& rows, int64_t first, int64_t groups,
+                                          float* sums) const {
+    constexpr int kRows = kBlockRows;
+    alignas(64) int32_t whole[kAtOnce][kRows][kQuantTile];
+    Vec total[kRows];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) total[r] = load(sums + r * kQuantTile);
+    for (int64_t g = 0; g < groups; g += kAtOnce / kParts) {
+      unroll<kAtOnce>([&](auto i) {
+        constexpr int kRowTile = 4 + i % 2, kCodeTile = 6 + i % 2;
+        tile_zero<i>();
+        tile_load<kRowTile>(rows.words + (first + g + i / kParts) * kRows * kBlockGroupWords, kBlockGroup);
+        tile_load<kCodeTile>(codes[g * kParts + i], kLine);
+        tile_multiply_signed<i, kRowTile, kCodeTile>();
+      });
+      unroll<kAtOnce>([&](auto i) { tile_store<i>(whole[i], kTileBytes); });
+      unroll<kAtOnce>([&](auto i) {
+        const int64_t at = (first + g + i / kParts) * kRows;
+        const Vec scale = load(scales[g * kParts + i]);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r)
+          total[r] =
+              fma_vec(__builtin_convertvector(load_ints(whole[i][r]), Vec), scale * rows.scales()[at + r], total[r]);
+        if constexpr (L::kCode.has_minima) {
+          const Vec minimum = load(minima[g + i]);
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) total[r] = fma_vec(minimum, splat(rows.wide()[at + r]), total[r]);
+        }
+      });
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) store(sums + r * kQuantTile, total[r]);
+  }
+};
+#else
+using BlockTiles = NoTiles;
+#endif
+
+// sums [rows of whole blocks, kQuantTile] = the products of rows, from the block of `row` on, with a whole tile.
+template <Format F>
+static void multiply_tile(const BlockRows& rows, int64_t row, int64_t in, const uint8_t* tile, float* sums) {
+  using L = Layout<F>;
+  constexpr int64_t kChunks = kSegmentColumns / blocks_of(F).columns;
+  const int64_t chunks = ceil_div(in, blocks_of(F).columns), passes = ceil_div(rows.rows - row, kBlockRows);
+  std::memset(sums, 0, passes * kBlockRows * kQuantTile * sizeof(float));
+#if DFLASH_TILES
+  Unpacked<F> unpacked;
+#endif
+  for (int64_t c = 0; c < chunks; c += kChunks, tile += kChunks * L::kBytes) {
+    const int64_t count = least(kChunks, chunks - c), group = c * L::kGroups;
+#if DFLASH_TILES
+    if (rows.rows - row > kRowsAtOnce) {
+      for (int64_t line = 0; line < count * L::kBytes; line += kLine)
+        __builtin_prefetch(tile + kChunks * L::kBytes + line);
+      unpacked.unpack(tile, count);
+    }
+#endif
+    for (int pass = 0; pass < passes; ++pass) {
+      const BlockRows::Block block = rows.block(row + pass * kBlockRows);
+      float* to = sums + pass * kBlockRows * kQuantTile;
+#if DFLASH_TILES
+      if (block.rows == kBlockRows) {
+        unpacked.multiply(block, group, count * L::kGroups, to);
+        continue;
+      }
+#endif
+      const auto multiply = block.rows == 1   ? multiply_blocks<F, 1>
+                            : block.rows == 2 ? multiply_blocks<F, 2>
+                            : block.rows == 4 ? multiply_blocks<F, least(4, kRowsAtOnce)>
+                            : block.rows == 6 ? multiply_blocks<F, least(6, kRowsAtOnce)>
+                                              : multiply_blocks<F, kRowsAtOnce>;
+      multiply(block, group, count, tile, kChunks * L::kBytes, pass, passes, to);
+    }
+  }
+}
+
+// to [chunks] = a tile of `live` features, padded with others of zeros
+template <Format F>
+static void copy_block_tile(const uint8_t* tile, int64_t chunks, int64_t live, uint8_t* to) {
+  using L = Layout<F>;
+  std::memset(to, 0, chunks * L::kBytes);
+  for (int64_t c = 0; c < chunks; ++c)
+    for (int at = 0, size; at < L::kBytes; at += size * kQuantTile, tile += size * live, to += size * kQuantTile) {
+      size = at < L::kCodes ? 2 : 4;  // bytes of a feature that lie together
+      std::memcpy(to, tile, size * live);
+    }
+}
+
+DFLASH_NAMESPACE_END

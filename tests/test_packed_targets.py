@@ -1,0 +1,156 @@
+"""Targets whose weights stay in the blocks of their GGUF file."""
+
+import copy
+
+import draft_variants
+import gguf
+import pytest
+import torch
+from gguf_files import add_tokenizer, write, write_llama
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import dflash
+from dflash.loading import Pretrained
+from dflash.targets import PackedEmbedding, PackedExperts, PackedLinear
+
+KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")}
+
+
+def mixed(name):
+    """Return a type for a tensor: q, k and v of a layer differ, as do gate and up."""
+    order = {"attn_q": "Q4_0", "attn_k": "Q4_1", "attn_v": "Q8_0", "ffn_gate": "Q5_0", "ffn_up": "Q5_1"}
+    return KINDS[next((kind for part, kind in order.items() if part in name), "Q8_0")]
+
+
+@pytest.fixture(scope="module", params=[*KINDS, "mixed"])
+def target(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("packed") / "x.gguf"
+    write_llama(path, mixed if request.param == "mixed" else KINDS[request.param], rare=0)
+    return Pretrained(path).load_target(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def draft():
+    config = draft_variants.config_dict(
+        block_size=8, vocab_size=97, num_target_layers=4, dflash_config={"mask_token_id": 1, "target_layer_ids": [0, 2]}
+    )
+    return draft_variants.random_drafter(config)
+
+
+def write_mixture(path, kinds):
+    """Write a random Qwen3 with experts, and return the model with the file's values."""
+    config = Qwen3MoeConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
+        max_position_embeddings=256, norm_topk_prob=True, tie_word_embeddings=False, initializer_range=0.3,
+        eos_token_id=0, bos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, writer = Qwen3MoeForCausalLM(config).eval(), gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_block_count(4)
+    writer.add_context_length(256)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_expert_feed_forward_length(32)
+    writer.add_expert_count(8)
+    writer.add_expert_used_count(2)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(16)
+    writer.add_value_length(16)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    add_tokenizer(writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, 4)
+
+    def add(name, weight):
+        kind = kinds(name)
+        if weight.dim() < 2 or "gate_inp" in name or kind is None:
+            writer.add_tensor(name, weight.numpy())
+            return weight
+        made = gguf.quants.quantize(weight.numpy(), kind)
+        writer.add_tensor(name, made, raw_dtype=kind)
+        return torch.from_numpy(gguf.quants.dequantize(made, kind))
+
+    for name, weight in model.state_dict().items():
+        layer = name.split(".")[2] if ".layers." in name else ""
+        if name.endswith("gate_up_proj"):
+            parts = zip(("gate", "up"), weight.chunk(2, 1), strict=True)
+            read = torch.cat([add(f"blk.{layer}.ffn_{part}_exps.weight", half) for part, half in parts], 1)
+        elif name.endswith("experts.down_proj"):
+            read = add(f"blk.{layer}.ffn_down_exps.weight", weight)
+        else:
+            read = add(names.get_name(name.removesuffix(".weight")) + ".weight", weight)
+        weight.copy_(read)
+    write(writer)
+    return model
+
+
+IDS = torch.randint(2, 90, (2, 70), generator=torch.Generator().manual_seed(0))
+
+
+def test_no_dense_weight_of_a_linear_layer_exists(target):
+    linears = [module for module in target.modules() if isinstance(module, torch.nn.Linear | PackedLinear)]
+    assert len(linears) == 4 * 7 + 1
+    assert all(type(module) is PackedLinear for module in linears)
+
+
+@pytest.mark.parametrize("options", [{"block_size": 8}, {"tree": 24}, {"prompt_lookup": 2}], ids=str)
+def test_drafting_changes_no_text(target, draft, options):
+    plain = dflash.generate(target, None, IDS, max_new_tokens=40, temperature=1.5, seed=3)
+    drafted = dflash.generate(target, draft, IDS, max_new_tokens=40, temperature=1.5, seed=3, **options)
+    assert torch.equal(plain, drafted)
+
+
+def test_embeddings_are_those_of_the_file(target):
+    table = target.get_input_embeddings()
+    assert type(table) is PackedEmbedding
+    assert torch.equal(table(IDS), table.packed.dense()[IDS])
+
+
+def test_sessions_caches_and_log_probabilities_are_those_of_one_token_per_step(target, draft):
+    options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 5, "logprobs": 3, "return_dict_in_generate": True}
+    plain, drafted = (dflash.generate(target, by, IDS[:1], **options) for by in (None, draft))
+    assert torch.equal(plain.sequences, drafted.sequences)
+    assert plain.logprobs == drafted.logprobs
+
+
+def test_weights_may_be_int8_copies_of_the_files(target, tmp_path):
+    dense = copy.deepcopy(target)
+    for name, module in target.named_modules():
+        if type(module) in (PackedLinear, PackedEmbedding):
+            is_linear = type(module) is PackedLinear
+            made = torch.nn.Linear(1, 1, bias=False) if is_linear else torch.nn.Embedding(1, 1)
+            made.weight = torch.nn.Parameter((module.weight if is_linear else module.packed).dense())
+            dense.set_submodule(name, made)
+    ours, theirs = (dflash.generate(x, None, IDS, max_new_tokens=20, weights="int8") for x in (target, dense))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_tensor_without_a_place_is_refused(tmp_path):
+    path = tmp_path / "x.gguf"
+    write_llama(path, KINDS["Q4_0"], extra={"blk.0.unknown.weight": torch.ones(64)})
+    with pytest.raises(ValueError, match=r"tensor blk\.0\.unknown\.weight has no place in LlamaForCausalLM"):
+        dflash.load_target(path)
+
+
+def test_a_packed_target_is_not_saved_in_part(target, tmp_path):
+    with pytest.raises(ValueError, match=r"a target with packed weights cannot be saved: its file is .*x\.gguf"):
+        target.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("down", ["Q4_0", "Q8_0", None])
+@pytest.mark.parametrize("gate", ["Q5_1", "Q8_0"])
+def test_experts_stay_packed_and_drafting_changes_no_text(tmp_path, draft, gate, down):
+    def kinds(name):
+        chosen = down if "down_exps" in name else gate
+        return chosen and KINDS[chosen]
+
+    model = write_mixture(tmp_path / "x.gguf", kinds)
+    target = dflash.load_target(tmp_path / "x.gguf", dtype=torch.float32)
+    assert any(type(module) is PackedExperts for module in target.modules()) == (down is not None)
+    with torch.no_grad():
+        error = (target(IDS).logits - model(IDS).logits).abs()
+    assert error.median() < 0.1  # a rounded row may choose another expert
+    plain = dflash.generate(target, None, IDS, max_new_tokens=30, temperature=1.5, seed=3)
+    assert torch.equal(plain, dflash.generate(target, draft, IDS, max_new_tokens=30, temperature=1.5, seed=3))
