@@ -1,5 +1,6 @@
 """Milliseconds of a step by its rows: what a verified block costs next to one token, for a model on this machine.
 
+    python bench/bench_rows.py --model FILE.gguf --against llama.cpp [--rows 1 8 16]
     python bench/bench_rows.py --model PATH [--rows 1 2 4 8 16 32 64] [--weights int8] [--dtype bfloat16] [--threads N]
 
 PATH is what --model of the commands takes. There is no drafter: a step of n rows is one-token decoding, padded to a
@@ -10,6 +11,7 @@ steps. Runs of n rows and of one row take turns; columns are medians, and the ra
     per row    milliseconds over rows: what a drafted token costs if all are accepted
     share      the time to read the target's weights once, at the bandwidth of the fastest reduction of torch, over ms
     head       milliseconds of the step's product with the head, and choice those of its selection over the vocabulary
+    llama.cpp  milliseconds of llama-bench's pass, which chooses no token, and ratio those over ms
 
 Prints; asserts nothing.
 """
@@ -22,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import harness
+import llama_server
 import torch
 from internals import time_parts
 from torch import Tensor
@@ -29,6 +32,7 @@ from torch import Tensor
 import dflash
 from dflash import ops
 from dflash.cli.options import Source, load_target
+from dflash.targets import packed_bytes
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
@@ -45,6 +49,8 @@ def step_ms(generator: dflash.Generator, prompt: Tensor, new: int) -> float:
 
 def weight_bytes(target: torch.nn.Module, weights: str | None) -> int:
     """Return the bytes of weights that a step reads: all but an embedding that is not the head too."""
+    if packed := packed_bytes(target):
+        return sum(packed.values())
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     read = [p for p in target.parameters() if p is not embedding or embedding is head]
     return sum(p.numel() * (1 if weights == "int8" and p.dim() == 2 else p.element_size()) for p in read)
@@ -67,10 +73,12 @@ def parser_of(doc: str | None, *, rows: Sequence[int], new: int, repeats: int) -
 def main() -> None:
     parser = parser_of(__doc__, rows=ROWS, new=17, repeats=5)
     parser.add_argument("--json", type=Path, help="write the rows there too")
+    parser.add_argument("--against", choices=["llama.cpp"], help="take turns with llama-bench on the same GGUF file")
     arguments = parser.parse_args()
     if arguments.new < 2 or min(arguments.rows) < 1 or arguments.repeats < 1:
         parser.error("--rows and --repeats must be at least 1, and --new at least 2: one token without a step")
     torch.set_num_threads(arguments.threads)
+    programs = llama_server.build() if arguments.against else Path()
     target = load_target(Source(arguments.model), arguments.dtype, "cpu")
     prompt = torch.randint(target.config.get_text_config().vocab_size, (1, arguments.prompt))
     bandwidth = harness.read_bandwidth(harness.Timer(torch.device("cpu")))
@@ -85,7 +93,7 @@ def main() -> None:
             f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in setting.items()
         )
     )
-    print("rows       ms  of one  per row  share    head  choice")
+    print("rows       ms  of one  per row  share    head  choice" + "  llama.cpp   ratio" * bool(arguments.against))
 
     def generator(rows: int) -> dflash.Generator:
         length = arguments.prompt + arguments.new
@@ -99,12 +107,23 @@ def main() -> None:
     for rows in arguments.rows:
         runs = [one, one if rows == 1 else generator(rows)]
         parts = time_parts(runs[1])
-        turns = [[step_ms(run, prompt, arguments.new) for run in runs] for _ in range(arguments.repeats)]
+        turns = []
+        for _ in range(arguments.repeats):
+            turn = [step_ms(run, prompt, arguments.new) for run in runs]
+            if arguments.against:
+                model, threads = Path(arguments.model), arguments.threads
+                turn += llama_server.steps(programs, model, threads, [rows], arguments.prompt, arguments.new)
+            turns.append(turn)
         head, choice = (1000 * statistics.median(parts[part]) for part in ("head", "choice"))
-        ms, ratio = statistics.median(turn[1] for turn in turns), statistics.median(b / a for a, b in turns)
+        ms, ratio = statistics.median(turn[1] for turn in turns), statistics.median(turn[1] / turn[0] for turn in turns)
         share = setting["floor_ms"] / ms
         found.append({"rows": rows, "ms": ms, "of_one": ratio, "share": share, "head": head, "choice": choice})
-        print(f"{rows:4} {ms:8.2f} {ratio:7.2f} {ms / rows:8.2f} {share:6.0%} {head:7.2f} {choice:7.2f}", flush=True)
+        line = f"{rows:4} {ms:8.2f} {ratio:7.2f} {ms / rows:8.2f} {share:6.0%} {head:7.2f} {choice:7.2f}"
+        if arguments.against:
+            theirs = statistics.median(turn[2] for turn in turns)
+            found[-1] |= {"llama_cpp": theirs, "ratio": statistics.median(c / b for _, b, c in turns)}
+            line += f" {theirs:10.2f} {found[-1]['ratio']:6.2f}x"
+        print(line, flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({**setting, "rows": found}, indent=1) + "\n")
 

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import urllib.request
@@ -32,6 +33,21 @@ def build(folder: Path = BUILD) -> Path:
         subprocess.run(["cmake", "-G", "Ninja", "-S", source, "-B", folder / "build", *given], check=True)
         subprocess.run(["cmake", "--build", folder / "build", "--target", *_PROGRAMS], check=True)
     return programs
+
+
+def bench(programs: Path, model: Path, threads: int, *options: str | int) -> dict[int, float]:
+    """Run llama-bench; return the median milliseconds of each pass by its tokens, 0 for those of one token each."""
+    command = [str(part) for part in (programs / "llama-bench", "-m", model, "-t", threads, "-o", "jsonl", *options)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["n_prompt"]: statistics.median(line["samples_ns"]) / 1e6 for line in found}
+
+
+def steps(programs: Path, model: Path, threads: int, rows: Sequence[int], before: int, new: int) -> list[float]:
+    """Return the milliseconds of a pass of so many tokens after ``before`` others, and of one of ``new`` alone."""
+    several = ",".join(str(count) for count in rows if count > 1) or "0"
+    found = bench(programs, model, threads, "-p", several, "-n", new, "-d", before, "-r", 5)
+    return [found[count] if count > 1 else found[0] / new for count in rows]
 
 
 def quantized(programs: Path, file: Path, kind: str, folder: Path) -> Path:

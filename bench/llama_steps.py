@@ -2,7 +2,8 @@
 
     python bench/llama_steps.py MODEL.gguf [--only steps prompts rows] [--threads N] [--repeats 3] [--json FILE]
 
-llama.cpp is built as for `llama_cpp.py` and has the model in Q8_0 and BF16; here its weights are int8 and bfloat16.
+llama.cpp is built as for `llama_cpp.py`. Both have the file as it is; then llama.cpp has it in Q8_0 and BF16, and here
+its weights are int8 and bfloat16.
 Milliseconds, medians; the ratio is llama.cpp's time over this package's, the median of those of turns.
 
     steps      1, 8 and 16 tokens after 64: llama-bench, and a whole step here without a drafter, padded to that block
@@ -14,6 +15,7 @@ Prints; asserts nothing.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
@@ -34,35 +36,27 @@ from dflash.session import Session
 from dflash.targets import machine_name
 
 STEPS, PROMPTS, ROWS, BEFORE, NEW = (1, 8, 16), (128, 512, 2048), 32, 64, 33
-KINDS = {"int8": "Q8_0", "bf16": "BF16"}  # of llama.cpp, by the name of the same precision here
+KINDS = {"file": None, "int8": "Q8_0", "bf16": "BF16"}  # of llama.cpp, by the name of the same precision here
 
 
 class LlamaCpp:
     """The benchmarks of llama.cpp for a model: milliseconds by what is measured."""
 
     def __init__(self, programs: Path, model: Path, threads: int) -> None:
-        self.programs, self.fixed = programs, ["-m", model, "-t", threads]
-
-    def _run(self, name: str, *options: object) -> list[dict]:
-        command = [str(part) for part in (self.programs / name, *self.fixed, *options)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-    def _bench(self, *options: object) -> dict[int, float]:
-        found = self._run("llama-bench", "-o", "jsonl", *options)
-        return {line["n_prompt"]: statistics.median(line["samples_ns"]) / 1e6 for line in found}
+        self.programs, self.model, self.threads = programs, model, threads
 
     def steps(self) -> list[float]:
-        several = [width for width in STEPS if width > 1]
-        found = self._bench("-p", ",".join(map(str, several)), "-n", NEW, "-d", BEFORE, "-r", 5)
-        return [found[width] if width > 1 else found[0] / NEW for width in STEPS]
+        return llama_server.steps(self.programs, self.model, self.threads, STEPS, BEFORE, NEW)
 
     def prompts(self) -> list[float]:
-        return [*self._bench("-p", ",".join(map(str, PROMPTS)), "-n", 0, "-r", 2).values()]
+        sizes = ",".join(map(str, PROMPTS))
+        return [*llama_server.bench(self.programs, self.model, self.threads, "-p", sizes, "-n", 0, "-r", 2).values()]
 
     def rows(self) -> list[float]:
         sizes = "-npp", 32, "-ntg", NEW, "-npl", ROWS, "-c", ROWS * (32 + NEW), "--output-format", "jsonl"
-        (found,) = self._run("llama-batched-bench", *sizes)
+        command = [self.programs / "llama-batched-bench", "-m", self.model, "-t", self.threads, *sizes]
+        done = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
+        (found,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
         return [1000 * found["t_tg"] / NEW]
 
 
@@ -123,13 +117,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     programs, rows = llama_server.build(arguments.build), []
-    target = Pretrained(str(arguments.model)).load_target(torch.bfloat16)
+    files = Pretrained(str(arguments.model))
     setting = {"machine": machine_name(torch.device("cpu")), "isa": dflash.ops.isa(), "threads": arguments.threads}
     print(", ".join(f"{key} {value}" for key, value in setting.items()), llama_server.SOURCE, sep=", ")
     print(f"{'':<24}llama.cpp     here   ratio")
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
         for precision in arguments.weights:
-            model = llama_server.quantized(programs, arguments.model, KINDS[precision], Path(folder))
+            model, kind = arguments.model, KINDS[precision]
+            if kind is not None:
+                model = llama_server.quantized(programs, arguments.model, kind, Path(folder))
+            target = dataclasses.replace(files, keeps_blocks=kind is None).load_target(torch.bfloat16)
             theirs = LlamaCpp(programs, model, arguments.threads)
             ours = Here(target, "int8" if precision == "int8" else None)
             for part in arguments.only:
