@@ -114,12 +114,13 @@ def write(writer: gguf.GGUFWriter) -> None:
 
 def write_llama(
     path: Path, quantization=gguf.GGMLQuantizationType.F32, *, rare: int | None = None, rope: dict | None = None,
-    keys: dict | None = None, extra: dict | None = None,
+    keys: dict | None = None, extra: dict | None = None, width: int = 96,
 ) -> LlamaForCausalLM:  # fmt: skip
     """Write a random Llama, and return the model.
 
     It hardly ever writes the token ``rare``. ``rope`` scales its RoPE, ``keys`` are more of the metadata, ``extra``
-    more tensors. Of the names of tensors ``quantization`` may be a function.
+    more tensors, ``width`` what it says of its MLPs (they have 96). ``quantization`` may be a function of the names of
+    tensors.
     """
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 10000.0} | (rope or {})
@@ -146,7 +147,7 @@ def write_llama(
     writer.add_block_count(4)
     writer.add_context_length(256)
     writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
+    writer.add_feed_forward_length(width)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)

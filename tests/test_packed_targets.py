@@ -1,6 +1,7 @@
 """Targets whose weights stay in the blocks of their GGUF file."""
 
 import copy
+import pickle
 
 import draft_variants
 import gguf
@@ -11,7 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import dflash
 from dflash.loading import Pretrained
-from dflash.targets import PackedEmbedding, PackedExperts, PackedLinear
+from dflash.targets import PackedEmbedding, PackedExperts, PackedLinear, Target, sample_digest, structural_copy
 
 KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")}
 
@@ -132,6 +133,37 @@ def test_a_tensor_without_a_place_is_refused(tmp_path):
     write_llama(path, KINDS["Q4_0"], extra={"blk.0.unknown.weight": torch.ones(64)})
     with pytest.raises(ValueError, match=r"tensor blk\.0\.unknown\.weight has no place in LlamaForCausalLM"):
         dflash.load_target(path)
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path):
+    path = tmp_path / "x.gguf"
+    write_llama(path, KINDS["Q4_0"], width=128)
+    with pytest.raises(ValueError, match=r"tensor blk\.0\.ffn_.* must be .*128.* as the file's keys say, got .*96"):
+        dflash.load_target(path)
+
+
+def test_a_partly_packed_target_is_exact_for_few_rows_only(tmp_path):
+    write_llama(
+        tmp_path / "x.gguf", lambda name: KINDS["Q8_0"] if "attn_v" not in name else gguf.GGMLQuantizationType.F32
+    )
+    partly = Target(dflash.load_target(tmp_path / "x.gguf", dtype=torch.bfloat16))
+    write_llama(tmp_path / "y.gguf", KINDS["Q8_0"])
+    packed = Target(dflash.load_target(tmp_path / "y.gguf", dtype=torch.bfloat16))
+    assert (packed.is_exact_for(4096), partly.is_exact_for(4096)) == (True, False)
+
+
+def test_files_of_one_model_have_different_digests(tmp_path):
+    found = set()
+    for kind in KINDS.values():
+        write_llama(tmp_path / "x.gguf", kind)
+        found.add(sample_digest(dflash.load_target(tmp_path / "x.gguf")))
+    assert len(found) == len(KINDS)
+
+
+def test_copies_of_a_target_share_its_weights(target):
+    copied = structural_copy(target)
+    assert copied.lm_head.blocks is target.lm_head.blocks
+    assert pickle.loads(pickle.dumps(target)).lm_head.format == target.lm_head.format
 
 
 def test_a_packed_target_is_not_saved_in_part(target, tmp_path):

@@ -35,7 +35,7 @@ BUDGETS = {
     "csrc": 12_800,
     # All lines of Python. What differed in one value is one test with a table by now; less would take the only test of
     # a behavior.
-    "tests": 35_800,
+    "tests": 35_900,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -145,7 +145,8 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
     for house in ("dflash", "dflash_serve"):
         logging.getLogger(house).setLevel(logging.INFO)
     # 2. Load the models.
-    source = dataclasses.replace(models.source(is_logged=True), pictures=asked.pictures)
+    # A target that is learned from must be dense, as where the drafter is trained.
+    source = dataclasses.replace(models.source(is_logged=True), pictures=asked.pictures, keeps_blocks=not asked.learn)
     processor = source.load_processor() if asked.pictures else None
     tokenizer = options.load_tokenizer(source)
     if template is not None:

@@ -203,6 +203,15 @@ def test_drafting_again_accepts_what_decoding_accepts_in_other_families(family):
     assert max(emitted) > 1, "of eight tokens a random drafter guesses some"
 
 
+def test_a_drafter_may_have_another_dtype_than_the_target():
+    pair = random_pair("gemma3", 97)
+    pair.drafter.to(torch.bfloat16)
+    wiring = Wiring.read(pair.keys)
+    recordings = record(pair.target, [Answered(list(range(2, 60)), 5)], wiring.config.target_layer_ids)
+    replay = DraftReplay(recordings, Generator(pair.target, None, max_length=99).engine.target, pair.drafter, 1000)
+    assert replay.score(wiring).tokens.numel() > 0
+
+
 def test_every_wiring_is_tried_on_a_target_whose_config_does_not_list_its_layers():
     pair = random_pair("nemotron_h", 97)
     assert "num_hidden_layers" not in pair.target.config.to_dict()

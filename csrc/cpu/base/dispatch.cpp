@@ -68,7 +68,8 @@ static bool has_tiles() {
   unsigned a, b, c, d;
   const unsigned all = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
   __builtin_cpu_init();
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all && __builtin_cpu_supports("avx512bf16");
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vnni");
 }
 
 // Linux lends tile registers to processes that ask. Returns 0 if this one has them, errno otherwise. Asking only

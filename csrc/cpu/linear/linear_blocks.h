@@ -44,6 +44,7 @@ struct BlockRows {
     template <Format F>
     const int32_t* starts_of() const {
       constexpr int kOffset = blocks_of(F).offset;
+      static_assert(kOffset == 0 || kOffset == 8 || kOffset == 16 || kOffset == 32 || kOffset == 128, "kOffsets");
       return kOffset == 32 ? halves() : starts(kOffset == 128 ? 2 : kOffset == 16 ? 1 : 0);
     }
   };

@@ -25,7 +25,7 @@ from ..grammar import Grammar
 from ..loading import PAIR, Pretrained, check_text, draft_folder, load_draft
 from ..options import OPTIONS, GeneratorArguments, OneShotOptions, check_combination, check_tree, resolve_options
 from ..settings import SETTINGS, GenerateArguments, TreeSize, checked
-from ..targets import is_quantized, max_positions, packed_bytes
+from ..targets import PackedExperts, is_quantized, max_positions, packed_bytes
 from ..terminal import printable
 
 _LOG = logging.getLogger(__name__)
@@ -132,8 +132,11 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
         target = source.load_target(dtype, device)
     if (sizes := packed_bytes(target)) and (source.is_logged or not source.quiet):
         kinds = ", ".join(f"{name.upper()} {size / 1e9:.2f} GB" for name, size in sizes.items())
-        most = _bytes_per_second() / sum(sizes.values())
-        text = f"weights as in the file: {kinds}. Memory allows {most:.0f} tokens per second without drafts"
+        text = f"weights as in the file: {kinds}"
+        if not any(type(module) is PackedExperts for module in target.modules()):  # of these a token reads a few only
+            read = [p for p in target.parameters() if p.dim() == 2 and p is not target.get_input_embeddings().weight]
+            most = _bytes_per_second() / (sum(sizes.values()) + sum(p.nbytes for p in read))
+            text += f". Memory allows {most:.0f} tokens per second without drafts"
         _LOG.info("%s", text) if source.is_logged else typer.echo(text, err=True)
     if dtype != "auto" or target.dtype != torch.float16 or target.device.type != "cpu" or is_quantized(target):
         return target

@@ -7,7 +7,7 @@ import copy
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,8 @@ def complete_config(config: Any, file: GgufFile) -> None:
 # takes one off the weights of norms.
 _PROCESSORS = {f"{name}TensorProcessor" for name in ("", "Llama", "Gemma2", "Nemotron", "Qwen2Moe")}
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight")
-_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read with the config
+# Read with the config, or tables that follow from it
+_UNUSED = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 _FORMATS = {row.blocks: row.name for row in FORMATS.values() if row.blocks}
 
 
@@ -98,7 +99,7 @@ def load_packed(model: nn.Module, file: GgufFile, processor: Any, dtype: torch.d
     for name in file.shapes:
         is_expert = _EXPERTS.fullmatch(name)
         if (place := names.get(name.removesuffix(".weight") if is_expert else name)) is None:
-            if name not in _UNUSED:
+            if not _UNUSED.fullmatch(name):
                 raise ValueError(f"{printable(file.path)}: tensor {named(name)} has no place in {type(model).__name__}")
             continue
         path, _, key = place.rpartition(".")
@@ -107,11 +108,13 @@ def load_packed(model: nn.Module, file: GgufFile, processor: Any, dtype: torch.d
             continue
         module = model.get_submodule(path)
         if key == "weight" and type(module) in (nn.Linear, nn.Embedding) and file.kind(name) in _FORMATS:
+            _check_shape(file, name, file.shapes[name], module.weight)
             weight = _packed(file, name, processor)
             made = PackedLinear(weight, module.bias) if type(module) is nn.Linear else PackedEmbedding(weight, dtype)
             model.set_submodule(path, made)
             continue
         values = processor.process(weights=file.tensor(name).float().numpy(), name=name).weights
+        _check_shape(file, name, values.shape, getattr(module, key))
         module.register_parameter(key, nn.Parameter(torch.from_numpy(values).to(dtype), requires_grad=False))
     for path, parts in experts.items():
         _load_experts(model, path, file, parts, dtype)
@@ -123,6 +126,14 @@ def load_packed(model: nn.Module, file: GgufFile, processor: Any, dtype: torch.d
         head.weight = embeddings.weight
     if missing := sorted(name for name, parameter in model.named_parameters() if parameter.is_meta):
         raise ValueError(f"{printable(file.path)} has no tensors for {listed(missing)}: it is incomplete")
+
+
+def _check_shape(file: GgufFile, name: str, shape: Sequence[int], parameter: torch.Tensor) -> None:
+    if tuple(shape) != tuple(parameter.shape):
+        raise ValueError(
+            f"{printable(file.path)}: tensor {named(name)} must be {list(parameter.shape)} as the file's keys say, got "
+            f"{list(shape)}"
+        )
 
 
 def _load_experts(model: nn.Module, path: str, file: GgufFile, parts: dict[str, str], dtype: torch.dtype) -> None:

@@ -149,11 +149,13 @@ class Pretrained:
                 target = self._model_class.from_config(copy.deepcopy(config), dtype=dtype)
             load_packed(target, self.gguf, processor, dtype)
             target.generation_config = GenerationConfig.from_model_config(target.config)
-        target.save_pretrained = self._refuse_to_save
+            with contextlib.suppress(OSError):  # of the folder, as transformers does
+                target.generation_config = GenerationConfig.from_pretrained(self.gguf.path.parent)
+        # The mapped file and the vocabulary. Copies of the target must not hold them either.
+        self.__dict__.pop("_reader", None)
+        self.gguf.__dict__.pop("_bytes", None)
+        target.save_pretrained = functools.partial(_refuse_to_save, printable(self.gguf.path))
         return target.eval()
-
-    def _refuse_to_save(self, *_: object, **_options: object) -> None:
-        raise ValueError(f"a target with packed weights cannot be saved: its file is {printable(self.gguf.path)}")
 
     def load_empty_target(self, config: Any = None) -> Any:
         """Build the target from its config, on the meta device and without its weights."""
@@ -245,6 +247,10 @@ class Pretrained:
             yield
 
 
+def _refuse_to_save(path: str, *_: object, **_options: object) -> None:
+    raise ValueError(f"a target with packed weights cannot be saved: its file is {path}")
+
+
 def load_target(
     name: str | os.PathLike, *, dtype: torch.dtype | Literal["auto"] = "auto", device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
@@ -252,8 +258,8 @@ def load_target(
     """Load a target for `dflash.generate`, in eval mode.
 
     On a CPU the weights of a GGUF file stay in its blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K): the file is
-    mapped and packed tensor by tensor, and no dense weight ever exists. Files with other types, and architectures whose
-    tensors transformers rearranges, become dense.
+    mapped and packed tensor by tensor. Files with other types, architectures whose tensors transformers rearranges, and
+    float16 become dense. Targets to train for must be dense: load these with transformers.
 
     Args:
         name: a GGUF file, a folder, a hub id, or ``owner/name:FILE.gguf`` on the hub.

@@ -140,7 +140,8 @@ def describe_config(target: nn.Module) -> str:
 def sample_digest(model: nn.Module) -> str:
     """Return a cheap digest of the weights: names, shapes, dtypes, and about 64 values of each that is not spread."""
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    packed = ((name, buffer) for name, buffer in model.named_buffers() if buffer.dtype == torch.uint8)
+    for name, parameter in (*model.named_parameters(), *packed):
         digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
         if shard_of(parameter) is None:
             flat = parameter.detach().flatten()

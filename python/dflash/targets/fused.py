@@ -201,6 +201,9 @@ class FusedTarget:
         model: a copy of the user's model. Its parameters are used where they are.
         family: its own.
         target_layer_ids: the tapped layers.
+
+    Attributes:
+        is_packed: True if all products are those of packed weights, whose bits are the same for any number of rows.
     """
 
     def __init__(self, model: nn.Module, family: Family, target_layer_ids: tuple[int, ...]) -> None:
@@ -215,6 +218,7 @@ class FusedTarget:
             list(map(family.layer, layers)), norm.weight, eps=norm.eps if family.gated else norm.variance_epsilon,
             scale=float(attention.scaling), taps=target_layer_ids, zero_centered=family.gated,
         )  # fmt: skip
+        self.is_packed = self._is_packed()
         self._rotary = decoder.rotary_emb
         self._inv_freq = self._rotary.inv_freq.detach().clone()  # what the tables were made of
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
@@ -226,14 +230,14 @@ class FusedTarget:
         weights.append(self.embedding)
         return kernel_obstacle(self.embedding.device, weights, {weight.shape[1] for weight in weights})
 
-    @property
-    def is_packed(self) -> bool:
-        """True if products are those of packed weights, whose bits are the same for any number of rows."""
-        return isinstance(weight_of(self.head), PackedWeight)
-
     def read_layers(self) -> None:
         """Use what the linear layers multiply by now."""
         self.stack.replace(list(map(self._family.layer, self._layers)), self.stack.norm)
+        self.is_packed = self._is_packed()
+
+    def _is_packed(self) -> bool:
+        dense = any(isinstance(w, Tensor) and w.dim() == 2 for layer in self.stack.layers for w in layer)
+        return isinstance(weight_of(self.head), PackedWeight) and not dense
 
     def refresh(self, cache: KVCache) -> None:
         """Notice changed weights and frequencies, and fit a cache that another target has made."""

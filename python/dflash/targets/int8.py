@@ -37,11 +37,17 @@ class _Copy:
     """The copy of a weight, for all targets of it while its values are the same."""
 
     def __init__(self, weight: Weight) -> None:
-        self._version = _version_of(weight)
-        dense = weight
-        if isinstance(weight, PackedWeight):
-            dense = ops.unpack_rows(weight.packed, torch.arange(weight.shape[0]), weight.columns, weight.format)
-        self.packed = PackedWeight.of(dense, format_of("int8", "cpu"))
+        self._version, made = _version_of(weight), format_of("int8", "cpu")
+        if not isinstance(weight, PackedWeight):
+            self.packed = PackedWeight.of(weight, made)
+            return
+        # A few tiles of features at a time become dense.
+        pieces = [
+            PackedWeight.of(ops.unpack_rows(weight.packed, ids, weight.columns, weight.format), made)
+            for ids in torch.arange(weight.shape[0]).split(1024)
+        ]
+        packed, scales = torch.cat([x.packed for x in pieces]), torch.cat([x.scales for x in pieces])
+        self.packed = PackedWeight(packed, scales, made, weight.columns)
 
     @classmethod
     def of(cls, weight: Weight, *, anew: bool) -> _Copy:
@@ -61,10 +67,16 @@ def _tensor_of(weight: Weight) -> Tensor:
     return weight.packed if isinstance(weight, PackedWeight) else weight
 
 
-def _version_of(weight: Weight) -> tuple[int, int] | None:
-    """Return what changes with a weight's values, as far as torch counts; None for tensors that it does not count."""
-    tensor = _tensor_of(weight)
-    return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+def _version_of(weight: Weight) -> tuple[int, int, bytes] | None:
+    """Return what changes with a weight's values: what torch counts, and a few of them for writes that it does not.
+
+    None for tensors of which it counts none.
+    """
+    tensor = _tensor_of(weight).detach()
+    if tensor.is_inference():
+        return None
+    some = tensor.flatten()[:: max(1, tensor.numel() // 64)].float()
+    return tensor._version, tensor.data_ptr(), some.numpy().tobytes()
 
 
 class Int8Weights:

@@ -63,7 +63,7 @@ def learn(
             )
         models = models.resolve()
         _yield_the_machine(threads)
-        source = models.source()
+        source = dataclasses.replace(models.source(), keeps_blocks=False)  # it is trained with
         tokenizer = options.load_tokenizer(source)
         target, draft, _ = models.load(source)
         rows = load_rows(base, tokenizer, min(3072, targets.max_positions(target) or 3072))

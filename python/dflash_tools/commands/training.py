@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -139,6 +140,7 @@ def train(
     # 3. Load the target's weights
     tracker = None if run.dry_run else run.tracker
     accelerator = make_accelerator(config, run.output, cpu=device == "cpu", tracker=tracker)
+    source = dataclasses.replace(source, keeps_blocks=False)  # gradients pass through the head
     target = options.load_target(source, run.dtype, accelerator.device).requires_grad_(False)
     if run.init is None:
         if models.adopt_layers_(drafter, target) and not quiet:

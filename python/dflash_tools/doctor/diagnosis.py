@@ -293,10 +293,13 @@ def _positions(anchors: Tensor, rows: int) -> Tensor:
 
 def _cast(target: targets.Target, dtype: torch.dtype) -> Any:
     """Return what a proposer reads of a target, for a drafter of another dtype."""
+    rows = target.embedding_rows
+    table = rows.to(dtype) if isinstance(rows, Tensor) else targets.PackedEmbedding(rows.packed, dtype)
     return SimpleNamespace(
         config=target.config,
         head=target.head,
-        embedding_weight=target.embedding_weight.to(dtype),
+        embedding_weight=table if isinstance(table, Tensor) else table.weight,
+        embedding_rows=table,
         draft_head=lambda hidden: target.draft_head(hidden.to(target.dtype)).to(dtype),
     )
 
