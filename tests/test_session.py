@@ -256,7 +256,7 @@ def test_prompts_that_arrive_together_run_their_common_beginning_once(family):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_conversations_that_outnumber_the_rows_run_only_what_is_new(family):
     target = make_target(family)
-    of = session(family, batch_size=2)
+    of = session(family, batch_size=2, cache_bytes=2**26)
     texts, cached = [prompt(20, seed=seed) for seed in range(5)], [0] * 5
     for turn in range(3):
         for number, text in enumerate(texts):
