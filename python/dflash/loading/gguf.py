@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import mmap
 import os
 import struct
 from dataclasses import dataclass, field
@@ -107,13 +108,21 @@ class GgufFile:
         return self._places[name][0].name
 
     @functools.cached_property
-    def _bytes(self) -> np.memmap:
-        return np.memmap(self.path, np.uint8, "r")
+    def _bytes(self) -> mmap.mmap:
+        with open(self.path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def rows(self, name: str) -> np.ndarray:
         """Return the bytes of a tensor where they lie in the file, ``[..., out, bytes]``."""
         _, start, size = self._places[name]
-        return self._bytes[start : start + size].reshape(*self.shapes[name][:-1], -1)
+        return np.frombuffer(self._bytes, np.uint8, size, start).reshape(*self.shapes[name][:-1], -1)
+
+    def give_back(self, name: str) -> None:
+        """Free the memory of a tensor's mapped pages, where the system can."""
+        _, start, size = self._places[name]
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._bytes.madvise(mmap.MADV_DONTNEED, first, start + size - first)
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor. Quantized ones become float32."""

@@ -161,7 +161,9 @@ def _pack(file: GgufFile, rows: np.ndarray, name: str) -> PackedWeight:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the mapped file cannot be written, and is not
         blocks = torch.from_numpy(np.ascontiguousarray(rows))
-    return PackedWeight.of_blocks(blocks, _FORMATS[file.kind(name)], file.shapes[name][-1])
+    packed = PackedWeight.of_blocks(blocks, _FORMATS[file.kind(name)], file.shapes[name][-1])
+    file.give_back(name)
+    return packed
 
 
 def _scaling(file: GgufFile, config: Any, rope: dict[str, Any]) -> dict[str, Any]:
