@@ -59,6 +59,7 @@ static uint64_t next_product() {
 // Rows of x as the kernels of a format of weights read them, or of several.
 struct Dense {};
 struct W8A8 {};
+struct Blocks {};
 template <typename T, typename Formats>
 class Rows;
 
@@ -112,47 +113,36 @@ class Rows<T, Dense> : public Split {
   Word<T>*packed_, *few_rows_;  // groups of [words, lanes]; [few, stride]
 };
 
-template <typename T>
-struct Rows<T, W8A8> : QuantizedRows {
+// Rows in 8 bits: QuantizedRows or BlockRows. A task is a tile of features, whose words are in the lanes.
+template <typename T, typename Rounded>
+struct RowsInBytes : Rounded {
   static constexpr bool kInLanes = false, kInGroups = true;
   static constexpr int64_t kMostFew = 0;
-  using ThreadState = TileState;
   template <int>
   static constexpr int kFeaturesPerTask = kQuantTile;
 
-  static bool takes(Format format) { return format == Format::kW8A8; }
-  static int64_t packed_bytes(int64_t rows, int64_t in) {
-    return QuantizedRows(rows, in).size() * int64_t(sizeof(uint32_t));
-  }
+  static int64_t packed_bytes(int64_t rows, int64_t in) { return Rounded(rows, in).size() * int64_t(sizeof(uint32_t)); }
 
-  Rows(const T* x, int64_t rows, int64_t in, uint64_t product) : QuantizedRows(rows, in) {
+  RowsInBytes(const T* x, int64_t rows, int64_t in, uint64_t product) : Rounded(rows, in) {
     static thread_local PackedRows mine;
-    place(mine.buffer.reserve(size()));
-    if (mine.begins(product)) round(x, in);
+    this->place(mine.buffer.reserve(this->size()));
+    if (mine.begins(product)) this->round(x, in);
   }
 };
 
-// All formats with blocks, whose rows are the same: weights of several are multiplied at once.
-struct Blocks {};
-
 template <typename T>
-struct Rows<T, Blocks> : BlockRows {
-  static constexpr bool kInLanes = false, kInGroups = true;
-  static constexpr int64_t kMostFew = 0;
+struct Rows<T, W8A8> : RowsInBytes<T, QuantizedRows> {
+  using ThreadState = TileState;
+  using RowsInBytes<T, QuantizedRows>::RowsInBytes;
+  static bool takes(Format format) { return format == Format::kW8A8; }
+};
+
+// All formats with blocks, whose rows are the same: weights of several are multiplied at once.
+template <typename T>
+struct Rows<T, Blocks> : RowsInBytes<T, BlockRows> {
   using ThreadState = BlockTiles;
-  template <int>
-  static constexpr int kFeaturesPerTask = kQuantTile;
-
+  using RowsInBytes<T, BlockRows>::RowsInBytes;
   static bool takes(Format format) { return has_blocks(format); }
-  static int64_t packed_bytes(int64_t rows, int64_t in) {
-    return BlockRows(rows, in).size() * int64_t(sizeof(uint32_t));
-  }
-
-  Rows(const T* x, int64_t rows, int64_t in, uint64_t product) : BlockRows(rows, in) {
-    static thread_local PackedRows mine;
-    words = mine.buffer.reserve(size());
-    if (mine.begins(product)) round(x, in);
-  }
 };
 
 // The cost of one output feature for `rows` rows, in multiply-adds.

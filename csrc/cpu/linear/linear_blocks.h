@@ -60,6 +60,8 @@ struct BlockRows {
     return (whole + (last ? padded_rows(last) : 0)) * groups * kWords;
   }
 
+  void place(uint32_t* memory) { words = memory; }
+
   // That of this row, which is its first.
   Block block(int64_t row) const {
     return {padded_rows(least(kBlockRows, rows - row)), groups, words + row * groups * kWords};
