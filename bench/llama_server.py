@@ -50,10 +50,10 @@ def steps(programs: Path, model: Path, threads: int, rows: Sequence[int], before
     return [found[count] if count > 1 else found[0] / new for count in rows]
 
 
-def quantized(programs: Path, file: Path, kind: str, folder: Path) -> Path:
-    """Write a GGUF file in another precision, such as Q8_0 or BF16, and return it."""
+def quantized(programs: Path, file: Path, kind: str, folder: Path, pure: bool = True) -> Path:
+    """Write a GGUF file in another precision, such as Q8_0 or BF16, and return it; with ``pure`` all its tensors."""
     out = folder / f"{file.stem}.{kind}.gguf"
-    command = [programs / "llama-quantize", "--allow-requantize", "--pure", file, out, kind]
+    command = [programs / "llama-quantize", "--allow-requantize", *["--pure"] * pure, file, out, kind]
     subprocess.run(command, check=True, capture_output=True)
     return out
 

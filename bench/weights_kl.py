@@ -1,11 +1,15 @@
-"""How far 8 bits move the distribution of the next token, here and in llama.cpp.
+"""How far rounding weights or rows moves the distribution of the next token, here and in llama.cpp.
 
-    python bench/int8_kl.py MODEL.gguf --prompts FILE.jsonl [--count N] [--length N] [--threads N]
+    python bench/weights_kl.py MODEL.gguf --prompts FILE.jsonl [--count N] [--length N] [--threads N]
+    python bench/weights_kl.py MODEL.gguf --prompts FILE.jsonl --files Q4_0 Q4_K_M Q6_K Q8_0
 
-Prints the KL divergence from the model in float32: its mean per position with the standard error, and how often the
-most probable token is the same. The first ``count`` prompts of at least ``length`` tokens are cut to ``length``. As in
-`llama-perplexity --kl-divergence`, which answers for llama.cpp, the positions of their second halves count, all but the
-last. Everyone gets the same token ids and is compared with the same file.
+Prints the KL divergence from the file's values in float32: its mean per position with the standard error, and how often
+the most probable token is the same. The first ``count`` prompts of at least ``length`` tokens are cut to ``length``. As
+in `llama-perplexity --kl-divergence`, which answers for llama.cpp, the positions of their second halves count, all but
+the last. Everyone gets the same token ids and is compared with the same file.
+
+With --files, llama.cpp makes a file of each of these mixes from the model, and each is compared with its own values:
+what remains is how rows are rounded.
 
 "emulated" multiplies in float32 by operands that were rounded with one scale per so many elements of a weight and of a
 row. int8 has one per channel and 64, Q8_0 of llama.cpp one per 32 and 32.
@@ -13,6 +17,7 @@ row. int8 has one per channel and 64, Q8_0 of llama.cpp one per 32 and 32.
 
 import argparse
 import copy
+import dataclasses
 import re
 import struct
 import subprocess
@@ -101,6 +106,11 @@ class Reference:
         return float(mean), float(error), float(re.search(r"Same top p: +(\S+)", said)[1]) / 100
 
 
+def unpacked(file: Path) -> nn.Module:
+    """Return the model that a file stands for, in float32."""
+    return dataclasses.replace(Pretrained(str(file)), keeps_blocks=False).load_target(torch.float32)
+
+
 def rounded(x: Tensor, group: int) -> Tensor:
     """Return ``x`` with every ``group`` adjacent elements in 8 bits of a scale of their own."""
     groups = nn.functional.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
@@ -127,6 +137,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--length", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--files", nargs="+", default=[], help="mixes of llama.cpp, such as Q4_K_M")
     parser.add_argument("--build", type=Path, default=llama_server.BUILD, help="where llama.cpp is built")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -143,9 +154,26 @@ def main() -> None:
         print(f"{name:<38}{found[0]:9.5f} ± {found[1]:.5f}  {found[2]:7.2%}", flush=True)
 
     # 2. One model after the other, so that few are in memory
-    model, programs = files.load_target(torch.float32), llama_server.build(arguments.build)
+    programs = llama_server.build(arguments.build)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+
+        def in_llama(name: str, file: Path, reference: Reference) -> None:
+            report(name, reference.compare_llama(programs / "llama-perplexity", file, arguments.threads))
+
+        for kind in arguments.files:
+            file = llama_server.quantized(programs, arguments.model, kind, Path(folder), pure=False)
+            reference = Reference(Path(folder) / "logits", prompts, prompt_logits(unpacked(file)))
+            report(f"dflash {kind}", reference.compare(prompt_logits(Pretrained(str(file)).load_target(torch.float32))))
+            in_llama(f"llama.cpp {kind}", file, reference)
+            file.unlink()
+        if arguments.files:
+            return
+        model = unpacked(arguments.model)
         reference = Reference(Path(folder) / "logits", prompts, prompt_logits(model))
+        for dtype in (torch.float32, torch.bfloat16):
+            name = str(dtype).removeprefix("torch.")
+            report(f"dflash packed, {name}", reference.compare(prompt_logits(files.load_target(dtype))))
+        in_llama("llama.cpp, the same file", arguments.model, reference)
         report("dflash int8, float32", reference.compare(prompt_logits(model, "int8")))
         for weight, row in _SCALES:
             name = f"emulated, a scale per {weight or 'channel'} and {row}"
@@ -156,7 +184,7 @@ def main() -> None:
         del model
         for kind in _KINDS:
             file = llama_server.quantized(programs, arguments.model, kind, Path(folder))
-            report(f"llama.cpp {kind}", reference.compare_llama(programs / "llama-perplexity", file, arguments.threads))
+            in_llama(f"llama.cpp {kind}", file, reference)
             file.unlink()
 
 

@@ -1,4 +1,4 @@
-"""What targets in 8 bits answer with every instruction set, as JSON: one line for each set and dtype.
+"""What targets in few bits answer with every instruction set, as JSON: one line for each set and dtype.
 
 A process of its own: it chooses an instruction set once. The models are loaded once, and each set runs in a fork, which
 must be the first to run a kernel.
@@ -29,9 +29,12 @@ RUNS = [(1, 1, 37, 1), (2, 16, 64, 4), (3, 5, 512, 4)]
 TEXT = "Explain in one sentence why the sky is blue."
 
 
-def run_all(dtypes: str, new: int, model: Path | str = "") -> list[dict]:
-    """Run this file. Returns its lines: answers of ``new`` tokens of the package's pair or of a model's files."""
-    command = [sys.executable, __file__, dtypes, str(new), str(model)]
+def run_all(dtypes: str, new: int, model: Path | str = "", weights: str = "int8") -> list[dict]:
+    """Run this file. Returns its lines: answers of ``new`` tokens of the package's pair or of a model's files.
+
+    ``weights`` is "int8", or empty for those of the files as they are.
+    """
+    command = [sys.executable, __file__, dtypes, str(new), str(model), weights]
     environment = {key: value for key, value in os.environ.items() if key != "DFLASH_ISA"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return list(map(json.loads, done.stdout.splitlines()))
@@ -60,13 +63,13 @@ def load(dtype: torch.dtype, model: str) -> tuple:
     return target, draft, [*prompts, torch.cat(prompts * LONG)[:LONG]]
 
 
-def answer(target, draft, prompts: list[torch.Tensor], new: int, run: tuple[int, int, int, int]) -> list:
+def answer(target, draft, prompts: list[torch.Tensor], new: int, run: tuple[int, int, int, int], weights) -> list:
     """Return each answer's tokens, and the log probabilities of prompt and answer."""
     threads, block_size, chunk, at_once = run
     torch.set_num_threads(threads)
     generator = dflash.Generator(
         target, draft, max_length=LONG + new, batch_size=at_once, block_size=block_size, prefill_chunk=chunk,
-        weights="int8", draft_weights=None if block_size == 1 else "int8",
+        weights=weights, draft_weights=None if block_size == 1 else "int8",
     )  # fmt: skip
     found = []
     for first in range(0, len(prompts), at_once):
@@ -80,33 +83,33 @@ def answer(target, draft, prompts: list[torch.Tensor], new: int, run: tuple[int,
     return found
 
 
-def run_set(isa: str, models: list[tuple], new: int, receipts: list[str]) -> list[dict]:
+def run_set(isa: str, models: list[tuple], new: int, weights: str | None, receipts: list[str]) -> list[dict]:
     """Return one dict for each dtype. Receipts of the first set are checked by the others."""
     os.environ["DFLASH_ISA"] = isa
     assert _C.isa() == isa
     lines = []
     for number, (target, draft, prompts) in enumerate(models):
-        found = [answer(target, draft, prompts, new, run) for run in RUNS]
+        found = [answer(target, draft, prompts, new, run, weights) for run in RUNS]
         line = {"isa": isa, "dtype": str(target.dtype), "runs": found}
         if receipts:
             line["is_exact"] = dflash.verify(dflash.Receipt.parse(json.loads(receipts[number])), target).is_exact
         else:
             ids, mask = left_padded(prompts)
             recorder = dflash.Recorder(target, ids, attention_mask=mask, temperature=1.0, seed=3, max_new_tokens=new)
-            options = {"weights": "int8", "return_dict_in_generate": True}
+            options = {"weights": weights, "return_dict_in_generate": True}
             out = dflash.generate(target, draft, ids, **options, **recorder.arguments)
             line["receipt"] = recorder.receipt(out).to_json()
         lines.append(line)
     return lines
 
 
-def main(dtypes: str, new: str, model: str) -> None:
+def main(dtypes: str, new: str, model: str, weights: str) -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
     models = [load(getattr(torch, dtype), model) for dtype in dtypes.split(",")]
     receipts: list[str] = []
     for isa in _C.isas():
         with ProcessPoolExecutor(1, get_context("fork")) as pool:
-            lines = pool.submit(run_set, isa, models, int(new), receipts).result()
+            lines = pool.submit(run_set, isa, models, int(new), weights or None, receipts).result()
         receipts = receipts or [line["receipt"] for line in lines]
         for line in lines:
             print(json.dumps(line), flush=True)

@@ -1,5 +1,6 @@
 """Files of real models, prompts for them, and their texts with drafts that are mostly right."""
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -60,6 +61,13 @@ def written(generator, prompts, new: int, **calls) -> tuple[list[list[int]], flo
     rows = out.sequences[:, ids.shape[1] :].tolist()
     counts = out.statistics.num_new_tokens
     return [row[:count] for row, count in zip(rows, counts, strict=True)], out.statistics.acceptance_length
+
+
+def narrow(kind: str, files, model) -> tuple[dict[str, str], object]:
+    """Return options of a generator and a target: "int8" of ``model``, "bfloat16", or "packed", as the file has it."""
+    if kind == "packed":
+        return {}, files.load_target(torch.float32)
+    return ({"weights": "int8"}, model) if kind == "int8" else ({}, copy.deepcopy(model).bfloat16())
 
 
 def check_same(found, expected) -> None:

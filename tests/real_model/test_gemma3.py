@@ -1,11 +1,11 @@
 """Gemma 3 270M, from the GGUF file (Q4_K_M) of packages: a base model with windows and a vocabulary of 262,144."""
 
-import copy
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
-from models import TREE, check_same, drafted, model_file, one_token, plain
+from models import TREE, check_same, drafted, model_file, narrow, one_token, plain
 
 from dflash.loading import Pretrained
 from dflash.loading.gguf import read_gguf
@@ -18,8 +18,13 @@ LENGTHS = {12: 9, 60: 8, 560: 3}  # of prompts, how many
 
 
 @pytest.fixture(scope="module")
-def model():
-    return Pretrained(model_file(PATH)).load_target(torch.float32)
+def files():
+    return Pretrained(model_file(PATH))
+
+
+@pytest.fixture(scope="module")
+def model(files):
+    return dataclasses.replace(files, keeps_blocks=False).load_target(torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +56,9 @@ def test_float32_text_is_that_of_transformers(model, prompts, texts, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"tree": TREE}], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", ["int8", "bfloat16"])
-def test_narrow_text_is_that_of_one_token_decoding(model, prompts, kind, options):
-    settings = {"weights": "int8"} if kind == "int8" else {}
-    target, prompts = model if kind == "int8" else copy.deepcopy(model).bfloat16(), prompts[::6]
+@pytest.mark.parametrize("kind", ["int8", "bfloat16", "packed"])
+def test_narrow_text_is_that_of_one_token_decoding(files, model, prompts, kind, options):
+    (settings, target), prompts = narrow(kind, files, model), prompts[::6]
     expected = one_token(target, prompts, 24, **settings)
     found, tokens_per_step = drafted(target, prompts, list(map(torch.tensor, expected)), 24, **settings, **options)
     check_same(found, expected)

@@ -1,13 +1,13 @@
 """SmolLM2-135M-Instruct, from the GGUF file (Q4_1) of a package: a Llama with a chat template."""
 
-import copy
+import dataclasses
 import json
 
 import pytest
 import torch
 from equal_bits import differing, run_all
 from families import make_draft
-from models import TREE, check_same, drafted, model_file, one_token, plain
+from models import TREE, check_same, drafted, model_file, narrow, one_token, plain
 from served import ask
 
 import dflash
@@ -52,7 +52,7 @@ def tokenizer(files):
 
 @pytest.fixture(scope="module")
 def model(files):
-    return files.load_target(torch.float32)
+    return dataclasses.replace(files, keeps_blocks=False).load_target(torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,9 @@ def test_float32_text_is_that_of_transformers(model, prompts, texts, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"tree": TREE}], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", ["int8", "bfloat16"])
-def test_narrow_text_is_that_of_one_token_decoding(model, prompts, kind, options):
-    settings = {"weights": "int8"} if kind == "int8" else {}
-    target = model if kind == "int8" else copy.deepcopy(model).bfloat16()
+@pytest.mark.parametrize("kind", ["int8", "bfloat16", "packed"])
+def test_narrow_text_is_that_of_one_token_decoding(files, model, prompts, kind, options):
+    settings, target = narrow(kind, files, model)
     expected = one_token(target, prompts[:5], 24, **settings)
     found, tokens_per_step = drafted(target, prompts[:5], list(map(torch.tensor, expected)), 24, **settings, **options)
     check_same(found, expected)
@@ -119,8 +118,9 @@ def test_a_json_schema_is_filled(service):
     assert set(city) == set(SCHEMA["required"])
 
 
-def test_answers_in_8_bits_have_equal_bits_with_every_instruction_set():
-    lines = run_all("bfloat16", 4, model_file("smollm2.gguf"))
+@pytest.mark.parametrize("weights", ["int8", ""], ids=["int8", "packed"])
+def test_answers_in_few_bits_have_equal_bits_with_every_instruction_set(weights):
+    lines = run_all("bfloat16", 4, model_file("smollm2.gguf"), weights)
     assert [line["isa"] for line in lines] == _C.isas()
     assert differing(lines) == []
     assert all(line["is_exact"] for line in lines[1:])
