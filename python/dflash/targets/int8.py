@@ -44,7 +44,7 @@ class _Copy:
         # A few tiles of features at a time become dense.
         pieces = [
             PackedWeight.of(ops.unpack_rows(weight.packed, ids, weight.columns, weight.format), made)
-            for ids in torch.arange(weight.shape[0]).split(1024)
+            for ids in torch.arange(weight.shape[0], device="cpu").split(1024)
         ]
         packed, scales = torch.cat([x.packed for x in pieces]), torch.cat([x.scales for x in pieces])
         self.packed = PackedWeight(packed, scales, made, weight.columns)
