@@ -12,8 +12,11 @@ import test_refresh
 import torch
 from baseline import check_answers, greedy, left_padded, prompt
 from families import Cheat, hinted, make_draft, make_target
+from gguf import GGMLQuantizationType
+from gguf_files import write_llama
 from test_dspark import save as save_dspark
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import dflash
 from dflash.drafter import check_draft_weights
@@ -265,15 +268,25 @@ class Scaled(nn.Linear):
     (Scaled, r"layers\.1\.mlp\.up_proj\.weight is a weight of Scaled\. Leave"),
     (Linear8bitLt, r"got Qwen3For.*: its weights are quantized already\. Leave"),
     (None, r"got Qwen3For.*: its weights are quantized already\. Leave"),
-], ids=["a subclass", "a layer", "the config"])  # fmt: skip
+], ids=["a subclass", "a layer", "codes"])  # fmt: skip
 def test_linear_layers_of_others_and_targets_that_are_quantized_already_are_refused(kind, says):
     target = make_target("gemma3" if kind is Scaled else "qwen3")
     if kind is not None:
         target.model.layers[1].mlp.up_proj.__class__ = kind
     else:
-        target.config.quantization_config, target.model.layers[2].mlp.act_fn = {"bits": 8}, nn.GELU()
+        target.model.layers[2].mlp.act_fn.register_buffer("qweight", torch.zeros(2, 2, dtype=torch.int32))
     with pytest.raises(UnsupportedTargetError, match=says):
         generator(target)
+
+
+def test_weights_that_transformers_has_unpacked_are_stored_whatever_the_config_says(tmp_path):
+    write_llama(tmp_path / "x.gguf", GGMLQuantizationType.Q8_0)
+    unpacked = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="x.gguf")
+    assert unpacked.config.quantization_config is not None
+    plain = LlamaForCausalLM(LlamaConfig.from_dict(unpacked.config.to_dict() | {"quantization_config": None}))
+    plain.load_state_dict(unpacked.state_dict())
+    ours, theirs = (dflash.generate(model, None, prompt(20)[None], weights="int8") for model in (unpacked, plain))
+    assert torch.equal(ours, theirs)
 
 
 def test_models_in_float16_and_on_other_devices_are_refused():
