@@ -249,6 +249,13 @@ def test_costs_are_measured_once_per_length_and_leave_the_text_as_it_was(target,
         assert min(costs.values()) > 0
 
 
+def test_costs_of_one_row_and_all_are_measured_whatever_the_default_device(target, draft):
+    generator, p = dflash.Generator(target, draft, max_length=100, batch_size=2, block_size="auto"), prompt(20)
+    with torch.device("meta"):
+        output = generator.generate(p[None], max_new_tokens=NEW)
+    check_answers(output, 20, [greedy(target, p, NEW)])
+
+
 def test_it_needs_a_drafter_of_blocks(target):
     with pytest.raises(ValueError, match=r"block_size=.auto. needs a drafter of blocks .* got draft="):
         dflash.Generator(target, None, max_length=40, block_size="auto")

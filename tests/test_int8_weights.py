@@ -12,8 +12,11 @@ import test_refresh
 import torch
 from baseline import check_answers, greedy, left_padded, prompt
 from families import Cheat, hinted, make_draft, make_target
+from gguf import GGMLQuantizationType
+from gguf_files import write_llama
 from test_dspark import save as save_dspark
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import dflash
 from dflash.drafter import check_draft_weights
@@ -29,7 +32,8 @@ MODULES = {
     "gemma3": {"tie_word_embeddings": True}, "gemma2": {"sliding_window": 20, "final_logit_softcapping": 5.0},
     "lfm2": {},
 }  # fmt: skip
-FAMILIES |= MODULES
+EXPERTS = {"qwen3_moe": {}, "mixtral": {}, "gpt_oss": {}, "deepseek_v3": {}}
+FAMILIES |= MODULES | EXPERTS
 BLOCK = 16
 LONG = 300  # tokens of a prompt that bfloat16 runs in passes of more rows than a kernel of ours takes
 
@@ -52,7 +56,26 @@ def standing_for(target):
         if isinstance(module, nn.Linear):
             module.weight.copy_(PackedWeight.of(module.weight, "w8a8").dense())
             module.register_forward_pre_hook(round_input)
+        elif hasattr(module, "gate_up_proj"):
+            module.forward = experts_standing_for(module)
     return wide
+
+
+def experts_standing_for(module):
+    """The forward of experts in 8 bits, by the op's twin."""
+    gate_up, down, form = module.gate_up_proj, module.down_proj, ("silu", 0.0, 0.0)
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    if module.is_transposed:  # gpt-oss: gate and up alternate
+        gate_up, down, form = gate_up.mT, down.mT.contiguous(), ("clamped_silu", module.alpha, module.limit)
+        gate_up = torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], 1)
+        biases = torch.cat([biases[0][:, ::2], biases[0][:, 1::2]], 1), biases[1]
+    gate_up, down = (PackedWeight.of(weight, "w8a8") for weight in (gate_up, down))
+
+    def forward(x, ids, scores):
+        weights, scales = (gate_up.packed, down.packed), (gate_up.scales, down.scales)
+        return reference.experts(x, ids, scores, *weights, *biases, *form, False, *scales, "w8a8", "w8a8")
+
+    return forward
 
 
 def round_input(_module, inputs):
@@ -116,7 +139,7 @@ def test_the_text_is_that_of_one_token_at_a_time(family, length, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", *MODULES])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gpt_oss", *MODULES])
 def test_rows_of_a_ragged_batch_write_what_they_write_alone(family, dtype):
     target = make_target(family, dtype=dtype, **FAMILIES[family])
     prompts = [prompt(length) for length in (4, LONG, 21)]
@@ -127,7 +150,7 @@ def test_rows_of_a_ragged_batch_write_what_they_write_alone(family, dtype):
     check_answers(output, ids.shape[1], [answer(alone, row, 24) for row in prompts])
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma2"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma2", "qwen3_moe"])
 def test_a_tree_changes_no_text_of_modules_in_8_bits(family):
     target, ids = make_target(family, **FAMILIES[family]), prompt(40)
     expected = answer(generator(target, block_size=BLOCK), ids)
@@ -169,13 +192,14 @@ def test_the_modules_of_a_fused_target_are_never_run(compile):
     assert all(torch.equal(got, answers[1]) for got in tree)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("change", ["in place", "unnoticed, then reset", "inference tensors"])
 def test_weights_that_change_are_quantized_again(change, family):
     with torch.inference_mode(change == "inference tensors"):
         target = make_target(family)
     made, ids = generator(target, draft := make_draft(target), draft_weights="int8"), prompt(20)
-    before, weight = answer(made, ids), target.model.layers[0].mlp.down_proj.weight
+    before, mlp = answer(made, ids), target.model.layers[0].mlp
+    weight = mlp.experts.gate_up_proj[0] if family == "gpt_oss" else mlp.down_proj.weight
     if change == "in place":
         target.load_state_dict(make_target(family, seed=5).state_dict())
     elif change == "inference tensors":
@@ -239,9 +263,8 @@ def test_changed_weights_of_a_drafter_are_quantized_again(change):
 
 
 @pytest.mark.parametrize(("family", "reason"), [
-    ("qwen3_moe", r"model\.layers\.0\.mlp\.experts\.gate_up_proj is a weight of Qwen3MoeExperts"),
-    ("gpt_oss", r"model\.layers\.0\.mlp\.experts\.gate_up_proj is a weight of GptOssExperts"),
-    ("gpt2", r"transformer\.h\.0\.mlp\.c_fc\.weight is a weight of Conv1D"),
+    ("glm5_next", r"model\..*\.mlp\.experts\.gate_up_proj is a weight of Glm5NextTextExperts"),
+    ("gpt2", r"transformer\.h\..\.mlp\.c_.*\.weight is a weight of Conv1D"),
 ])  # fmt: skip
 def test_weights_that_are_not_of_linear_layers_are_refused_by_name(family, reason):
     says = rf"weights='int8' needs a target on CPU .*: {reason}\. Leave weights out"
@@ -265,15 +288,25 @@ class Scaled(nn.Linear):
     (Scaled, r"layers\.1\.mlp\.up_proj\.weight is a weight of Scaled\. Leave"),
     (Linear8bitLt, r"got Qwen3For.*: its weights are quantized already\. Leave"),
     (None, r"got Qwen3For.*: its weights are quantized already\. Leave"),
-], ids=["a subclass", "a layer", "the config"])  # fmt: skip
+], ids=["a subclass", "a layer", "codes"])  # fmt: skip
 def test_linear_layers_of_others_and_targets_that_are_quantized_already_are_refused(kind, says):
     target = make_target("gemma3" if kind is Scaled else "qwen3")
     if kind is not None:
         target.model.layers[1].mlp.up_proj.__class__ = kind
     else:
-        target.config.quantization_config, target.model.layers[2].mlp.act_fn = {"bits": 8}, nn.GELU()
+        target.model.layers[2].mlp.act_fn.register_buffer("qweight", torch.zeros(2, 2, dtype=torch.int32))
     with pytest.raises(UnsupportedTargetError, match=says):
         generator(target)
+
+
+def test_weights_that_transformers_has_unpacked_are_stored_whatever_the_config_says(tmp_path):
+    write_llama(tmp_path / "x.gguf", GGMLQuantizationType.Q8_0)
+    unpacked = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="x.gguf")
+    assert unpacked.config.quantization_config is not None
+    plain = LlamaForCausalLM(LlamaConfig.from_dict(unpacked.config.to_dict() | {"quantization_config": None}))
+    plain.load_state_dict(unpacked.state_dict())
+    ours, theirs = (dflash.generate(model, None, prompt(20)[None], weights="int8") for model in (unpacked, plain))
+    assert torch.equal(ours, theirs)
 
 
 def test_models_in_float16_and_on_other_devices_are_refused():
@@ -301,6 +334,14 @@ def test_drafters_on_gpus_are_stored_in_8_bits_if_they_are_in_16(dtype, fits):
 def spoil(linear, value):
     """Make a weight infinite or NaN, where no sample of its values looks."""
     linear.weight[3, 4] = value
+
+
+def test_experts_that_are_not_finite_are_refused_by_name():
+    target = make_target("gpt_oss")
+    with torch.no_grad():
+        target.model.layers[1].mlp.experts.down_proj[2, 3, 4] = torch.nan
+    with pytest.raises(UnsupportedTargetError, match=r"got NaN in model\.layers\.1\.mlp\.experts\.down_proj: leave"):
+        generator(target)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
@@ -371,11 +412,11 @@ def test_targets_of_one_model_share_their_copies(target):
 
 
 def test_a_receipt_of_int8_weights_needs_a_target_that_can_store_them():
-    target, ids = make_target("qwen3_moe"), prompt(20)[None]
+    target, ids = make_target("gpt2"), prompt(20)[None]
     recorder = dflash.Recorder(target, ids, max_new_tokens=4)
     output = dflash.generate(target, None, ids, return_dict_in_generate=True, **recorder.arguments)
     receipt = dataclasses.replace(recorder.receipt(output), weights="int8")
-    says = "int8 weights, and this target's cannot be stored so: model.* of Qwen3MoeExperts. Load .* with, on the CPU"
+    says = "int8 weights, and this target's cannot be stored so: transformer.* of Conv1D. Load .* with, on the CPU"
     with pytest.raises(ValueError, match=says):
         dflash.verify(receipt, target)
 

@@ -85,8 +85,8 @@ class OneShotOptions(TypedDict, total=False):
             or ``acceptance="rejection"``. Speed only. In bf16 two widths can round differently; the width depends on
             timing, so the text then can too.
         weights: ``"int8"`` to multiply by copies of the target's weights in 8 bits, with a scale per output channel:
-            those of the decoder and of the head, on CPU, of targets without experts. They are added to what is in
-            memory. The text is exactly what that quantized target would write on its own.
+            those of the decoder, with its experts, and of the head, on CPU. They are added to what is in memory. The
+            text is exactly what that quantized target would write on its own.
         draft_weights: ``"int8"`` for the drafter's layers, its own head and what fuses the target's features, likewise,
             on GPUs too. Speed only.
         prompt_lookup: draft what followed the last ``prompt_lookup`` tokens where they stood before in prompt or

@@ -307,7 +307,8 @@ class Run:
         launching = isinstance(runner, Replay) and not obstacle, waits
         longest = max((answer.length for answer in self.running), default=0)
         for count in (1, engine.batch_size) if self._leaves_out else (engine.batch_size,):
-            with self._shapes_follow(None if count == engine.batch_size else torch.arange(count)):
+            some = None if count == engine.batch_size else torch.arange(count, device=engine.state.tokens.device)
+            with self._shapes_follow(some):
                 self._costs[count] = engine.costs_of(count, launching, longest, time_step, runner.warm_ups)
         engine.budget.costs = self._costs[engine.batch_size]
 

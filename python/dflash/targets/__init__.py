@@ -27,7 +27,7 @@ from .model import (
     transformers_version,
     unwrap,
 )
-from .packed import PackedEmbedding, PackedExperts, PackedLinear, packed_bytes
+from .packed import ExpertWeights, PackedEmbedding, PackedExperts, PackedLinear, packed_bytes
 from .parallel import ranks_in
 from .recurrent import has_recurrent_layers
 from .support import check_target, is_quantized, refusal, refusal_of_weights

@@ -335,7 +335,7 @@ _ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}
 _LAYOUT = ("has_gate", "is_concatenated", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
 
 
-class _Form(NamedTuple):
+class ExpertsForm(NamedTuple):
     """The last arguments of `ops.experts` for a module."""
 
     gate: str
@@ -345,20 +345,27 @@ class _Form(NamedTuple):
 
 
 def use_experts_op(copied: nn.Module) -> bool:
-    """Give the modules of a copy whose experts our op can run a forward that does. Returns True if there are any."""
-    found = [(module, form) for module in copied.modules() if (form := _form_of(module)) is not None]
+    """Give the modules of a copy whose experts our op can run a forward that does. Returns True if there are any.
+
+    What they have as ``packed``, an `ExpertWeights`, is run for any number of rows.
+    """
+    found = [(module, form) for module in copied.modules() if (form := form_of_experts(module)) is not None]
     for module, form in found:
+        if hasattr(module, "packed"):
+            continue
         kind = type(module)
         # A class of the module's own, as in `recurrent.bind_to_cache`.
-        space = {"forward": _experts_forward(kind.forward, form), "__module__": kind.__module__}
+        space = {"forward": _experts_forward(kind.forward, form), "__module__": kind.__module__, "packed": None}
         module.__class__ = type(kind.__name__, (kind,), space)
     return bool(found)
 
 
-def _experts_forward(own: Callable, form: _Form) -> Callable:
+def _experts_forward(own: Callable, form: ExpertsForm) -> Callable:
     """Return a forward that runs our op, or ``own`` where the op does not take the tensors."""
 
     def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed.run(hidden_states, top_k_index, top_k_weights)
         x, weights = hidden_states, (self.gate_up_proj, self.down_proj)
         is_typed = x.dtype == weights[0].dtype and top_k_weights.dtype in (x.dtype, torch.float32)
         is_taken = is_typed and top_k_index.dtype == torch.int64 and x.dtype in KERNEL_DTYPES.get(x.device.type, ())
@@ -370,7 +377,7 @@ def _experts_forward(own: Callable, form: _Form) -> Callable:
     return forward
 
 
-def _form_of(module: nn.Module) -> _Form | None:
+def form_of_experts(module: nn.Module) -> ExpertsForm | None:
     """Return how our op runs a module; None for other modules."""
     # 1. Its gate and the layout of its weights
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
@@ -378,11 +385,14 @@ def _form_of(module: nn.Module) -> _Form | None:
         return None
     kind, layout = type(module), tuple(getattr(module, name, False) for name in _LAYOUT)
     if (kind.__module__, kind.__name__) == ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"):
-        form, expected = _Form("clamped_silu", module.alpha, module.limit, True), (True, False, True, False, False)
+        form, expected = (
+            ExpertsForm("clamped_silu", module.alpha, module.limit, True),
+            (True, False, True, False, False),
+        )
     else:
         activation: Any = getattr(module, "act_fn", None)
         gate = "silu" if activation is nn.functional.silu else _ACTIVATIONS.get(type(activation), "")
-        form, expected = _Form(gate), (True, True, False, False, False)
+        form, expected = ExpertsForm(gate), (True, True, False, False, False)
     if layout != expected or not form.gate:
         return None
     if form.gate != "clamped_silu" and kind._apply_gate is not moe._default_apply_gate:

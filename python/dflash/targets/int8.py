@@ -1,10 +1,9 @@
-"""Weights in 8 bits: the copies that a target's linear layers multiply by, as modules and on the fused path alike."""
+"""Weights in 8 bits: the copies that a target's linear layers and experts multiply by, fused or as modules."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +14,13 @@ from .. import ops
 from ..decoder import product
 from ..ops import NotFiniteError, PackedWeight, Weight, format_of
 from .fingerprint import Fingerprint
+from .fused import FusedTarget, form_of_experts, use_experts_op
 from .model import KERNEL_DTYPES, PLAIN_TENSORS, UnsupportedTargetError, embedding_table, name_of, weight_of
-from .packed import PackedLinear
+from .packed import ExpertWeights, PackedEmbedding, PackedExperts, PackedLinear
 from .parallel import ranks_in
 from .support import is_quantized, replaced_function
 
-if TYPE_CHECKING:
-    from .fused import FusedTarget
+Turn = Callable[[Tensor], Tensor]  # makes [out, in] of a matrix that lies in another way
 
 
 class Int8Linear(nn.Linear):
@@ -36,31 +35,44 @@ class Int8Linear(nn.Linear):
 class _Copy:
     """The copy of a weight, for all targets of it while its values are the same."""
 
-    def __init__(self, weight: Weight) -> None:
-        self._version, made = _version_of(weight), format_of("int8", "cpu")
-        if not isinstance(weight, PackedWeight):
-            self.packed = PackedWeight.of(weight, made)
-            return
-        # A few tiles of features at a time become dense.
-        pieces = [
-            PackedWeight.of(ops.unpack_rows(weight.packed, ids, weight.columns, weight.format), made)
-            for ids in torch.arange(weight.shape[0]).split(1024)
-        ]
-        packed, scales = torch.cat([x.packed for x in pieces]), torch.cat([x.scales for x in pieces])
-        self.packed = PackedWeight(packed, scales, made, weight.columns)
+    def __init__(self, weight: Weight, turn: Turn | None) -> None:
+        self._version, self.packed = _version_of(weight), _in_8_bits(weight, turn)
 
     @classmethod
-    def of(cls, weight: Weight, *, anew: bool) -> _Copy:
+    def of(cls, weight: Weight, turn: Turn | None, *, anew: bool) -> _Copy:
         """Return the copy that a target has already, unless it is of other values or ``anew`` asks for a new one."""
         tensor = _tensor_of(weight)
         found = _COPIES[tensor]() if tensor in _COPIES else None
         if anew or found is None or found._version is None or found._version != _version_of(weight):
-            found = cls(weight)
+            found = cls(weight, turn)
             _COPIES[tensor] = weakref.ref(found)
         return found
 
 
 _COPIES = WeakIdKeyDictionary()  # of each weight a weak reference to its `_Copy`
+
+
+def _in_8_bits(weight: Weight, turn: Turn | None) -> PackedWeight:
+    """Return a weight ``[..., out, in]`` in 8 bits, itself if it is; ``turn`` makes ``[out, in]`` of each matrix."""
+    made = format_of("int8", "cpu")
+    if isinstance(weight, PackedWeight):
+        if weight.format == made:
+            return weight
+        # A few tiles of features at a time become dense.
+        some = torch.arange(weight.shape[0], device="cpu").split(1024)
+        rows = (ops.unpack_rows(weight.packed, ids, weight.columns, weight.format) for ids in some)
+        return _joined(torch.cat, [PackedWeight.of(piece, made) for piece in rows])
+    if turn is None:
+        return PackedWeight.of(weight, made)
+    try:
+        return _joined(torch.stack, [PackedWeight.of(turn(matrix), made) for matrix in weight.detach()])
+    except NotFiniteError as error:
+        raise NotFiniteError(weight, error.value) from error
+
+
+def _joined(join: Callable[[Sequence[Tensor]], Tensor], pieces: Sequence[PackedWeight]) -> PackedWeight:
+    packed, scales = join([x.packed for x in pieces]), join([x.scales for x in pieces])
+    return pieces[0]._replace(packed=packed, scales=scales)
 
 
 def _tensor_of(weight: Weight) -> Tensor:
@@ -80,7 +92,7 @@ def _version_of(weight: Weight) -> tuple[int, int, bytes] | None:
 
 
 class Int8Weights:
-    """The copies of all linear layers of a target, made when they are first needed and after the weights change.
+    """The copies of a target's linear layers and experts, made when they are first needed and after the weights change.
 
     Targets of one model share them.
 
@@ -93,10 +105,11 @@ class Int8Weights:
         self._model, self._fused = model, fused
         self._made_of: Fingerprint | None = None  # of the weights that the copies were made of
         self._trusts_others = True
-        self._linears = [module for _, module in _modules_of_text(model) if type(module) in (nn.Linear, PackedLinear)]
-        for linear in self._linears:
-            if type(linear) is nn.Linear:
-                linear.__class__ = Int8Linear
+        use_experts_op(model)
+        self._layers = [module for _, module in _modules_of_text(model) if _weights_of(module)]
+        for layer in self._layers:
+            if type(layer) is nn.Linear:
+                layer.__class__ = Int8Linear
 
     def forget_values(self) -> None:
         """Make the copies again at the next `refresh`, whether the weights are known to have changed or not."""
@@ -113,21 +126,50 @@ class Int8Weights:
             return
         # 1. Free earlier copies, so that no two sets are in memory.
         self._made_of = None
-        self._use([None] * len(self._linears))
+        self._use([[]] * len(self._layers))
         # 2. Make all copies before any of them is used.
+        anew = not self._trusts_others
         try:
-            weights = map(weight_of, self._linears)
-            self._use([_Copy.of(weight, anew=not self._trusts_others) for weight in weights])
+            self._use([[_Copy.of(*each, anew=anew) for each in _weights_of(layer)] for layer in self._layers])
         except NotFiniteError as error:
             raise UnsupportedTargetError(not_finite("weights", self._model, error)) from error
         self._made_of, self._trusts_others = Fingerprint(self._model), True
 
-    def _use(self, copies: Sequence[_Copy | None]) -> None:
+    def _use(self, copies: Sequence[Sequence[_Copy]]) -> None:
         self._copies = copies  # keeps them for other targets
-        for linear, copied in zip(self._linears, copies, strict=True):
-            linear.packed = None if copied is None else copied.packed
+        for layer, copied in zip(self._layers, copies, strict=True):
+            layer.packed = _run_by(layer, [x.packed for x in copied]) if copied else None
         if self._fused is not None:
             self._fused.read_layers()
+
+
+def _weights_of(layer: nn.Module) -> list[tuple[Weight, Turn | None]]:
+    """Return the weights of a linear layer or of experts, and how each matrix is turned; none of other modules."""
+    if type(layer) in (nn.Linear, Int8Linear, PackedLinear):
+        return [(weight_of(layer), None)]
+    if (form := form_of_experts(layer)) is None:
+        return []
+    turns = (_gate_then_up, _transposed) if form.transposed else (None, None)
+    return list(zip((layer.gate_up_proj, layer.down_proj), turns, strict=True))
+
+
+def _gate_then_up(matrix: Tensor) -> Tensor:
+    """Return columns that alternate between gate and up as rows, all of the gate first."""
+    return torch.cat([matrix.mT[::2], matrix.mT[1::2]])
+
+
+def _transposed(matrix: Tensor) -> Tensor:
+    return matrix.mT
+
+
+def _run_by(layer: nn.Module, copies: Sequence[PackedWeight]) -> PackedWeight | ExpertWeights:
+    """Return what a layer computes with, given the copies of its weights."""
+    if (form := form_of_experts(layer)) is None:
+        return copies[0]
+    gate_up_bias, down_bias = (layer.gate_up_proj_bias, layer.down_proj_bias) if layer.has_bias else (None, None)
+    if gate_up_bias is not None and form.transposed:
+        gate_up_bias = _gate_then_up(gate_up_bias.detach()).mT.contiguous()
+    return ExpertWeights(*copies, gate_up_bias, down_bias, *form[:3])
 
 
 def not_finite(option: str, model: nn.Module, error: NotFiniteError) -> str:
@@ -140,16 +182,19 @@ def check_int8(model: nn.Module) -> None:
     """Raise UnsupportedTargetError if there is an `int8_obstacle`."""
     if obstacle := int8_obstacle(model):
         raise UnsupportedTargetError(
-            "weights='int8' needs a target on CPU whose products are all plain linear layers of torch (nn.Linear), got "
-            f"{type(model).__name__}: {obstacle}. Leave weights out"
+            "weights='int8' needs a target on CPU whose products are those of plain linear layers of torch (nn.Linear) "
+            f"and of experts that dflash.ops.experts runs, got {type(model).__name__}: {obstacle}. Leave weights out"
         )
+
+
+_MOST_OTHERS = 1 / 20  # of all weights
 
 
 def int8_obstacle(model: nn.Module) -> str:
     """Return why the weights of a target cannot be stored as int8; empty if they can, if they are finite.
 
-    Looks only at the structure. Embeddings and convolutions stay as they are; what else multiplies must be a linear
-    layer: experts, for example, are not.
+    Looks only at the structure. Embeddings, convolutions, and a few small weights such as those of routers, stay as
+    they are.
     """
     device = embedding_table(model).device
     if device.type != "cpu":
@@ -160,16 +205,25 @@ def int8_obstacle(model: nn.Module) -> str:
         return f"it is spread over {count} processes"
     if replaced := replaced_function(model):  # may read a layer's weight without calling it
         return f"{replaced} is not transformers' own"
-    found: list[tuple[Tensor, str]] = []
+    stored, others = 0, [(0, "")]
     for name, module in _modules_of_text(model):
-        for key, weight in module._parameters.items():
-            if weight is None or weight.dim() < 2 or isinstance(module, (nn.Embedding, _ConvNd)):
+        is_stored = type(module) in (nn.Linear, PackedLinear, PackedExperts) or form_of_experts(module) is not None
+        for key, weight in (*module._parameters.items(), *module._buffers.items()):
+            if weight is None or weight.dim() < 2 or isinstance(module, (nn.Embedding, PackedEmbedding, _ConvNd)):
                 continue
-            if type(module) is not nn.Linear or key != "weight":
-                found.append((weight, f"{name}.{key} is a weight of {type(module).__name__}"))
-            elif type(weight) not in PLAIN_TENSORS or weight.dtype not in KERNEL_DTYPES["cpu"]:
-                found.append((weight, f"{name}.{key} is a {type(weight).__name__} of {weight.dtype}"))
-    return max(found, key=lambda pair: pair[0].numel(), default=(None, ""))[1]  # experts rather than their router
+            if isinstance(module, nn.Linear) and (type(module) is not nn.Linear or key != "weight"):
+                return f"{name}.{key} is a weight of {type(module).__name__}"
+            if type(module) is nn.Linear and not _is_plain(weight):
+                return f"{name}.{key} is a {type(weight).__name__} of {weight.dtype}"
+            if is_stored:
+                stored += weight.numel()
+            elif key in module._parameters:
+                others.append((weight.numel(), f"{name}.{key} is a weight of {type(module).__name__}"))
+    return max(others)[1] if sum(size for size, _ in others) > _MOST_OTHERS * stored else ""
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return type(weight) in PLAIN_TENSORS and weight.dtype in KERNEL_DTYPES["cpu"]
 
 
 def _modules_of_text(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

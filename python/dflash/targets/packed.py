@@ -1,6 +1,8 @@
-"""Linear layers whose weights stay in the blocks of the file that they came from."""
+"""Modules whose weights are packed: in the blocks of the file that they came from, or in 8 bits."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +14,12 @@ from .model import weight_of
 
 
 class PackedLinear(nn.Module):
-    """A linear layer on CPU that multiplies by a weight as a file has it: ``x @ weight.T + bias``.
+    """A linear layer on CPU that multiplies by a packed weight: ``x @ weight.T + bias``.
 
-    Rows of ``x`` are rounded to 8 bits, 32 elements by one scale, so that a row's bits depend on the row alone.
+    Rows of ``x`` are rounded to 8 bits, 32 or 64 elements by one scale, so that a row's bits depend on the row alone.
 
     Args:
-        weight: ``[out, in]``, in a format with blocks.
+        weight: ``[out, in]``.
         bias: ``[out]`` or None.
     """
 
@@ -26,14 +28,15 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.format = weight.format
         self.register_buffer("blocks", weight.packed)
+        self.register_buffer("scales", weight.scales)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     packed: PackedWeight | None = None  # what it multiplies by instead of its own weight, once it is set
 
     @property
     def weight(self) -> PackedWeight:
-        """The weight as the file has it."""
-        return PackedWeight(self.blocks, None, self.format, self.in_features)
+        """The weight ``[out, in]``."""
+        return PackedWeight(self.blocks, self.scales, self.format, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         return product(x, weight_of(self), self.bias)
@@ -42,26 +45,54 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
 
 
+class ExpertWeights(NamedTuple):
+    """The packed weights of a mixture's experts, and how they are gated; fields are as in `ops.experts`."""
+
+    gate_up: PackedWeight
+    down: PackedWeight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    gate: str = "silu"
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    def run(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the weighted sum of the chosen experts ``[rows, hidden]``."""
+        up, down, *biases_and_gate = self
+        return ops.experts(
+            x, ids, scores.float(), up.packed, down.packed, *biases_and_gate, False, up.scales, down.scales, up.format,
+            down.format,
+        )  # fmt: skip
+
+
 class PackedExperts(nn.Module):
-    """The experts of a mixture on CPU, each as the file has it: gated by SiLU, without biases.
+    """The experts of a mixture on CPU, in packed weights.
 
     Args:
-        gate_up: ``[experts, 2 * width, hidden]``, of each expert the gate, then what it gates.
-        down: ``[experts, hidden, width]``. Both are in formats with blocks.
+        weights: what they multiply by.
     """
 
-    def __init__(self, gate_up: PackedWeight, down: PackedWeight) -> None:
+    def __init__(self, weights: ExpertWeights) -> None:
         super().__init__()
-        self.format, self.down_format = gate_up.format, down.format
-        self.register_buffer("gate_up", gate_up.packed)
+        up, down, gate_up_bias, down_bias, *self.form = weights
+        self.sizes = [(up.format, up.columns), (down.format, down.columns)]
+        self.register_buffer("gate_up", up.packed)
         self.register_buffer("down", down.packed)
+        self.register_buffer("gate_up_scales", up.scales)
+        self.register_buffer("down_scales", down.scales)
+        self.register_buffer("gate_up_bias", gate_up_bias)
+        self.register_buffer("down_bias", down_bias)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """What they multiply by."""
+        up, down = self.sizes
+        gate_up = PackedWeight(self.gate_up, self.gate_up_scales, *up)
+        both = gate_up, PackedWeight(self.down, self.down_scales, *down)
+        return ExpertWeights(*both, self.gate_up_bias, self.down_bias, *self.form)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        weights, formats = (self.gate_up, self.down), (self.format, self.down_format)
-        return ops.experts(
-            hidden_states, top_k_index, top_k_weights, *weights, None, None, "silu", 1.702, 7.0, False, None, None,
-            *formats,
-        )  # fmt: skip
+        return self.weights.run(hidden_states, top_k_index, top_k_weights)
 
 
 class PackedEmbedding(nn.Module):
@@ -114,8 +145,8 @@ def packed_bytes(model: nn.Module) -> dict[str, int]:
         if type(module) is PackedLinear:
             found[id(module.blocks)] = module.format, module.blocks.numel()
         elif type(module) is PackedExperts:
-            found[id(module.gate_up)] = module.format, module.gate_up.numel()
-            found[id(module.down)] = module.down_format, module.down.numel()
+            for weight in module.weights[:2]:
+                found[id(weight.packed)] = weight.format, weight.packed.numel()
     sizes: dict[str, int] = {}
     for name, size in found.values():
         sizes[name] = sizes.get(name, 0) + size

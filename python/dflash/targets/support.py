@@ -32,7 +32,7 @@ from .model import (
     transformers_version,
     unwrap,
 )
-from .packed import PackedExperts, PackedLinear, packed_bytes
+from .packed import PackedEmbedding, PackedExperts, PackedLinear, packed_bytes
 from .parallel import ranks_in, refusal_of_ranks, shards
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
 from .sparse import sparse_family
@@ -169,14 +169,21 @@ def _refusal_of_storage(model: PreTrainedModel) -> str | None:
 # Layers of bitsandbytes, torchao, compressed-tensors and GPTQModel are recognized by names and attributes; none of them
 # is imported. docs/quantized.md lists what runs.
 _LIBRARIES = {"bitsandbytes", "compressed_tensors", "gptqmodel", "optimum", "torchao"}
+# Of weights, and of masks and tables of ids
+_UNQUANTIZED = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool}
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Return True if a library has quantized weights of a model."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        return True
+    """Return True if a library has quantized weights of a model.
+
+    Its modules and tensors tell. The config may still say so of weights that transformers has unpacked (GGUF).
+    """
     modules = modules_of(model)
-    return any(library(part) in _LIBRARIES for module in modules for part in (module, *module._parameters.values()))
+    if any(library(part) in _LIBRARIES for module in modules for part in (module, *module._parameters.values())):
+        return True
+    others = [module for module in modules if type(module) not in (PackedLinear, PackedExperts, PackedEmbedding)]
+    has_scheme = any("quantization_scheme" in module.__dict__ for module in others)  # of compressed-tensors
+    return has_scheme or any(x.dim() > 1 and x.dtype not in _UNQUANTIZED for x in tensors_of(others))
 
 
 def _refusal_of_quantization(model: nn.Module) -> str | None:
