@@ -24,8 +24,9 @@ BUDGETS = {
     # The store of answers (155) must be here, because the server writes it and the workshop reads it; the list of
     # internals takes 30, weight formats and 8-bit drafters on GPUs 80. A search for what is told twice or used by
     # nobody found no more: less would take the check of kernels on a new GPU (425) or a feature. Weights that stay in
-    # the blocks of GGUF files took 360: their oracle, their layers and their loader.
-    "engine": 12_900,
+    # the blocks of GGUF files took 360: their oracle, their layers and their loader. Limits of grammars that only their
+    # first tokens meet, asked before an answer begins, took 60; folders that a full disk or a crash left half made 30.
+    "engine": 13_000,
     "core": 8_700,
     # What strangers send took 100: calls read the same for every cut of a text, in linear time, and values, limits and
     # connections refused before an answer begins.
@@ -36,8 +37,8 @@ BUDGETS = {
     # All lines. Eight formats of blocks took 780: rows, kernels and packing. Their kernels are one template.
     "csrc": 12_800,
     # All lines of Python. What differed in one value is one test with a table by now; less would take the only test of
-    # a behavior.
-    "tests": 35_900,
+    # a behavior. Texts that are cut at every place, and values and limits asked of every API, took 200.
+    "tests": 36_100,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
