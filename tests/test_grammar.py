@@ -308,6 +308,26 @@ def test_a_wrong_grammar_is_refused_when_it_is_made(make, error, message):
         make()
 
 
+NEUTRAL = [
+    {"uniqueItems": False}, {"not": False}, {"propertyNames": {}}, {"propertyNames": True}, {"dependentRequired": {}},
+    {"dependentRequired": {"a": []}}, {"dependentSchemas": {"a": True}}, {"dependencies": {"a": {}}},
+    {"unevaluatedProperties": True}, {"unevaluatedItems": {}}, {"if": {"type": "object"}}, {"then": {"minLength": 3}},
+    {"if": {"type": "object"}, "then": True, "else": {}}, {"contains": {"type": "null"}, "minContains": 0},
+    {"minContains": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keywords", NEUTRAL, ids=json.dumps)
+def test_keywords_that_say_nothing_are_left_out(keywords):
+    """A property may have such a name all the same."""
+    parts = {"not": {"type": "null"}, "if": {"type": "array", "items": {"type": "integer", **keywords}}}
+    plain = {"type": "object", "properties": {**parts, "if": {"type": "array", "items": {"type": "integer"}}}}
+    given = {"type": "object", "properties": parts, **keywords}
+    assert Grammar.json_schema(given) == Grammar.json_schema(plain)
+    with pytest.raises(ValueError, match="Unimplemented keys"):
+        Grammar.json_schema({"if": {"type": "object"}, "then": {"required": ["a"]}, **keywords, "not": {}})
+
+
 WRONG_CALLS = [
     ({"grammar": {"type": "object"}}, TypeError, r"grammar must be a dflash.Grammar, .* got .*make one with"),
     ({"grammar": [Grammar.regex("a"), "b"]}, TypeError, "grammar must be a dflash.Grammar"),
@@ -321,6 +341,7 @@ WRONG_CALLS = [
     ({"tokenizer": spoken(), "stop_token_ids": [1]}, ValueError, "grammars cannot be used with this"),
     ({"tokenizer": object()}, ValueError, "grammars cannot be used with this object"),
     ({"grammar": Grammar.regex("z")}, ValueError, "no token of this tokenizer can begin a match of this regex"),
+    ({"grammar": Grammar.regex("az")}, ValueError, "no token of this tokenizer can continue a match of this regex"),
 ]
 
 
@@ -351,6 +372,8 @@ def test_a_long_chain_of_references_does_not_end_the_process(pair, make):
     matcher.fill_(torch.zeros(1, matcher.words, dtype=torch.int32), [-1])
 
 
+MANY = schema(**{f"p{i}": {} for i in range(626)})
+SHARED = {"anyOf": [{"$ref": "#/$defs/a"}] * 5, "$defs": {"a": schema(**{f"p{i}": {} for i in range(200)})}}
 TOO_LARGE = {
     "regex": (lambda: Grammar.regex("a?" * 40_000), "this regex .* a lexer of more than 20000 units: use fewer or sh"),
     "lark": (lambda: Grammar.lark(f"start: %json {{}} | /{'a?' * 9000}/"), "a lexer of more than 20000 units"),
@@ -363,6 +386,8 @@ TOO_LARGE = {
     "after a string": (lambda: Grammar.lark('start: "%json x" | %json {"multipleOf": 999983}'), "at most 100000"),
     "repetition": (lambda: Grammar.regex("a{" + "9" * 5000 + "}"), "this regex cannot be used"),
     "open literals": (lambda: Grammar.lark("start: " + "/\\" * 100_000), "this Lark grammar cannot be used"),
+    "properties": (lambda: Grammar.json_schema(MANY), "one object may add up to 2500, and are 2504"),
+    "alternatives": (lambda: Grammar.json_schema(SHARED), "one object may add up to 2500, and are 4010"),
     "depth": (lambda: Grammar.json_schema({"const": json.loads("[" * 100 + "]" * 100)}), "nested at most 100 deep"),
 }
 
@@ -394,7 +419,8 @@ def test_a_long_text_that_can_only_follow_is_not_computed_in_advance(pair, make)
 def test_large_grammars_of_schemas_are_taken(pair):
     dates = schema(**{f"p{i}": {"type": "string", "format": "date-time"} for i in range(300)})
     prices = schema(**{f"p{i}": {"type": "number", "multipleOf": 0.01, "minimum": 0} for i in range(100)})
-    for wanted in (dates, prices, {"enum": [f"word{i}" for i in range(6000)]}):
+    numbers = schema(**{f"p{i}": {"type": "integer"} for i in range(600)}) | {"required": []}
+    for wanted in (dates, prices, numbers, {"enum": [f"word{i}" for i in range(6000)]}):
         Grammar.json_schema(wanted).begin(pair[2], [0])
 
 

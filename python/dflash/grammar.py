@@ -9,7 +9,7 @@ import math
 import re
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
@@ -36,6 +36,9 @@ _MAX_BYTES, _MAX_DEPTH, _STACK_BYTES = 2**18, 100, 2**29
 _REGEX_FUEL, _JSON_FUEL, _MAX_SQUARES = 20_000, 100_000, 2**24
 _MAX_REMAINDERS = 100_000  # llguidance's states for multipleOf, which fuel does not count: 30 us and 1 KB each
 _MAX_STATES, _MAX_ITEMS = 2**17, 20_000  # of the lexer, 0.4 to 1.4 KB each; of the parser, in one step
+# What may follow at one place: an alternative takes one of the parser's items, an optional property four, and a step
+# has several places. References and alternatives in each other are followed so deep. Some tokens are tried in advance.
+_MAX_CHOICES, _LEVELS, _AHEAD = 2_500, 4, 8
 # A compiled grammar took up to 1 KB per byte of text, and 64 MB for the states of a regex that explodes.
 _TEXT_BYTES, _STATES_BYTES, _MAX_KEPT_BYTES = 2**10, 2**26, 2**30
 # llguidance looks ahead for all text that can only follow, at 4 us and 0.4 KB per byte, unless told not to. Then masks
@@ -45,6 +48,12 @@ _LITERALS = re.compile(r"""\"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])+/?""")
 _NUMBERS = {"multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 _DATA = {"const", "enum", "default", "examples", "x-guidance"}  # their values are not schemas
+# Keywords that llguidance refuses, and values with which they say nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,), "not": (False,), "then": (True, {}), "else": (True, {}), "propertyNames": (True, {}),
+    "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}), "$recursiveAnchor": (False,),
+}  # fmt: skip
+_DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
 # Escapes and classes are skipped. Group 1: look-around, a back-reference, a word boundary.
 _UNREADABLE = re.compile(r"\\[^0-9bBk]|\[(?:\\.?|[^]\\])*\]?|(\(\?<?[=!]|\\.)", re.DOTALL)
 
@@ -204,7 +213,7 @@ class Grammar:
 def _limits(fuel: int) -> Any:
     given = {"initial_lexer_fuel": fuel, "max_lexer_states": _MAX_STATES, "step_max_items": _MAX_ITEMS}
     # Computing large lexemes in advance counts no states.
-    return _llguidance().LLParserLimits(**given, precompute_large_lexemes=False)
+    return _llguidance().LLParserLimits(**given, max_items_in_row=_MAX_ITEMS, precompute_large_lexemes=False)
 
 
 def _validated(source: str, limits: Any) -> tuple[bool, list[str]]:
@@ -228,7 +237,41 @@ def _read_schema(schema: object) -> dict[str, Any]:
         raise TypeError(f"a JSON schema must hold JSON values only: {error}") from None
     if not isinstance(options := given.get("x-guidance", {}), dict):
         raise ValueError(f'"x-guidance" in a JSON schema must be an object, got {json.dumps(options)[:_MAX_REASON]}')
+    for item in _schemas_in(given):
+        _drop_neutral(item)
     return given
+
+
+def _schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield a schema and all that it holds, each before its parts. No recursion: a schema may be deep."""
+    rest = [schema]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, list):
+            rest += item
+        if not isinstance(item, dict):
+            continue
+        yield item
+        for key, value in item.items():
+            if key in _NAMED and isinstance(value, dict):
+                rest += value.values()
+            elif key not in _DATA:
+                rest.append(value)
+
+
+def _drop_neutral(schema: dict[str, Any]) -> None:
+    """Drop keywords that say nothing from one schema; llguidance would refuse them."""
+    dropped = [key for key, values in _NEUTRAL.items() if key in schema and schema[key] in values]
+    for key in _DEPENDENT:
+        if isinstance(found := schema.get(key), dict) and all(part in ([], True, {}) for part in found.values()):
+            dropped.append(key)
+    left = schema.keys() - {*dropped}
+    if "if" not in left or not left & {"then", "else"}:
+        dropped += ("if", "then", "else")
+    if "contains" not in left or (schema.get("minContains") == 0 and "maxContains" not in left):
+        dropped += ("contains", "minContains", "maxContains")
+    for key in dropped:
+        schema.pop(key, None)
 
 
 def _split(lark: str) -> tuple[list[str], str]:
@@ -255,6 +298,9 @@ def _excess(schemas: Sequence[str]) -> str:
     pairs = _pairs(schemas)
     if (squares := sum(len(pattern) ** 2 for pattern in _patterns(pairs))) > _MAX_SQUARES:
         return f"the squares of its patterns' lengths may add up to {_MAX_SQUARES}, and are {squares}: use shorter ones"
+    if (choices := max(map(_choices, schemas), default=0)) > _MAX_CHOICES:
+        what = f"the alternatives and four times the properties of one object may add up to {_MAX_CHOICES}"
+        return f"{what}, and are {choices}: use fewer"
     multiples = {value for key, value in pairs if key == "multipleOf" and type(value) in (int, float) and value > 0}
     decimals = [Decimal(str(value)).normalize() for value in multiples if math.isfinite(value)]
     scale = max([0, *(-int(number.as_tuple().exponent) for number in decimals)])
@@ -265,6 +311,25 @@ def _excess(schemas: Sequence[str]) -> str:
             what = "the least common multiple of its multipleOf, in units of their last digit, times its"
             return f"{what} {numbers} bounds of numbers must be at most {_MAX_REMAINDERS}: use smaller or fewer ones"
     return ""
+
+
+def _choices(schema: str) -> int:
+    """Return how many items of the parser may be needed at one place of a JSON schema, about."""
+    root = json.loads(schema)
+    parts: dict[int, tuple[int, list[int]]] = {}  # per schema its own items, and what it consists of
+    for item in _schemas_in(root):
+        lists = (item.get(key) for key in ("anyOf", "oneOf", "allOf"))
+        inside = [part for found in lists if isinstance(found, list) for part in found]
+        kind, _, name = str(item.get("$ref")).removeprefix("#/").partition("/")
+        if isinstance(root, dict) and isinstance(named := root.get(kind), dict) and name in named:
+            inside.append(named[name])
+        properties = item.get("properties")
+        own = 4 * len(properties) if isinstance(properties, dict) else 0
+        parts[id(item)] = own + len(inside), [*map(id, inside)]
+    sizes: dict[int, int] = {}
+    for _ in range(_LEVELS):
+        sizes = {item: own + sum(sizes.get(part, 0) for part in inside) for item, (own, inside) in parts.items()}
+    return max(sizes.values(), default=0)
 
 
 def _pairs(schemas: Sequence[str]) -> list[tuple[str, Any]]:
@@ -287,13 +352,8 @@ def _drop(schema: dict[str, Any], drops_all: bool) -> list[str]:
     def is_wrong(pattern: object) -> bool:
         return isinstance(pattern, str) and (drops_all or any(found[1] for found in _UNREADABLE.finditer(pattern)))
 
-    left_out, rest = [], [schema]  # no recursion: a schema may be deep
-    while rest:
-        item = rest.pop()
-        if isinstance(item, list):
-            rest += item
-        if not isinstance(item, dict):
-            continue
+    left_out = []
+    for item in _schemas_in(schema):
         for key in ("pattern", "multipleOf"):
             if is_wrong(item.get(key)) or (key == "multipleOf" and key in item and drops_all):
                 left_out.append(f"{key} {json.dumps(item.pop(key))}")
@@ -303,11 +363,6 @@ def _drop(schema: dict[str, Any], drops_all: bool) -> list[str]:
             item["patternProperties"] = {name: value for name, value in names.items() if not is_wrong(name)}
             if item.pop("additionalProperties", None) is not None:  # it must not apply to these names
                 left_out.append("additionalProperties next to patternProperties")
-        for key, value in item.items():
-            if key in _NAMED and isinstance(value, dict):
-                rest += value.values()
-            elif key not in _DATA:
-                rest.append(value)
     return left_out
 
 
@@ -345,10 +400,14 @@ class _Vocabulary:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         make = functools.partial(_llguidance().LLMatcher, log_level=0, limits=grammar.limits)
         matcher: LLMatcher = _on_large_stack(make, self._tokens, grammar.source)
-        matcher.compute_bitmask()  # finds errors that depend on the vocabulary
-        if matcher.is_error():
-            kind = _NAMES[grammar.kind]
-            raise ValueError(f"no token of this tokenizer can begin a match of this {kind}: {_reason(matcher)}")
+        # Some errors depend on the vocabulary, and some limits are met only after the first tokens.
+        ahead, kind = matcher.deep_copy(), _NAMES[grammar.kind]
+        for what in ("begin", *["continue"] * _AHEAD):
+            allowed = int.from_bytes(ahead.compute_bitmask(), "little")
+            if ahead.is_error():
+                raise ValueError(f"no token of this tokenizer can {what} a match of this {kind}: {_reason(ahead)}")
+            if not allowed or ahead.is_stopped() or not ahead.consume_token((allowed & -allowed).bit_length() - 1):
+                break
         return matcher
 
 

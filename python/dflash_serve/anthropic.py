@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from . import api, requests
 from .answer_text import BlockEvent, BlockWriter, arguments_of
-from .requests import ApiError, ChatRequest, Fields, Number, SamplingFields, Text, expect, not_applied, parts_of
+from .requests import ApiError, ChatRequest, Fields, Number, SamplingFields, Stops, expect, not_applied, parts_of
 from .service import Choice, Completion
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -93,11 +93,6 @@ class MessageToolChoice(Fields):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Fields):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[Any, AfterValidator(lambda _: None)] = None  # the model ends its thoughts itself
-
-
 class OutputFormat(Fields):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -116,7 +111,7 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
     system: Texts | None = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: requests.Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # as older clients call it
 
@@ -144,8 +139,7 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
             named = requests.function(name=choice.name or "")
             fields["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
             fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
-        if self.thinking is not None and self.thinking.type != "adaptive":
-            fields["enable_thinking"] = self.thinking.type == "enabled"
+        fields["thinking"] = self.thinking and self.thinking.model_dump()
         config = self.output_config or OutputConfig()
         fields["reasoning_effort"] = config.effort
         if (form := config.format or self.output_format) is not None:
@@ -157,7 +151,7 @@ class MessagesRequest(CountRequest, SamplingFields):
     """A request of ``/v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1), Number]
-    stop_sequences: list[Text] | None = None
+    stop_sequences: Stops | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1), Number] | None = None
     metadata: dict[str, Any] | None = None
@@ -261,7 +255,8 @@ class MessagesFormat(api.AnswerFormat):
 # ---------------------------------------------------------------------------------------------- routes
 
 router = APIRouter(responses=api.document_errors("type", error=api.json_object("type", "message")))
-API = api.Api("/v1/messages", router, error_body)
+_NAMES = {"response_format": "output_config", "stop": "stop_sequences"}
+API = api.Api("/v1/messages", router, error_body, names=_NAMES)
 _MESSAGE = api.json_object("id", "type", "role", "model", content={"type": "array"}, stop_reason=api.MAYBE)
 
 

@@ -7,7 +7,8 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from anyio import to_thread
@@ -32,12 +33,14 @@ class Api(NamedTuple):
         router: its routes.
         error_body: returns an error as the API writes it.
         assumes_json: read bodies as JSON whatever type they have, unless a page of a site sends them.
+        names: its names of fields that OpenAI's chats call otherwise, for errors.
     """
 
     prefix: str
     router: APIRouter
     error_body: Callable[[ApiError], dict[str, Any]]
     assumes_json: bool = False
+    names: Mapping[str, str] = MappingProxyType({})
 
 
 # ---------------------------------------------------------------------------------------------- the OpenAPI document

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import json
 import logging
+import math
 import re
 import socket
 import time
@@ -42,6 +44,7 @@ _BODY_SECONDS = 30.0  # to send a body
 _AFTER_GRACE = 5.0  # seconds for streams to send their last event
 _LOAD_SECONDS = 10  # between two lines of the log about all answers
 _OPEN = re.compile("/health|/|/page/.*")  # paths without a key
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|\[?::1\]?|localhost", re.IGNORECASE)
 _PAGE = Path(__file__).with_name("page")
 _PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -95,10 +98,14 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
 
 
 def _refuse(error: ApiError, method: str, path: str) -> Response:
-    """Return an error as a response, and log why."""
+    """Return an error as a response of the path's API, and log why."""
+    api, param = _api_of(path), error.param or ""
+    if name := api.names.get(param):
+        message = name + error.message.removeprefix(param) if error.message.startswith(param) else error.message
+        error = dataclasses.replace(error, message=message, param=name)
     reason = terminal.printable(error.message[:_MAX_REASON])
     _LOG.info("%d %s %s: %s", error.status, terminal.named(method), terminal.named(path), reason)
-    content = json.dumps(_api_of(path).error_body(error))  # ASCII: an unknown field's name may be half a character
+    content = json.dumps(api.error_body(error))  # ASCII: an unknown field's name may be half a character
     return Response(content, error.status, error.headers, media_type="application/json")
 
 
@@ -115,7 +122,7 @@ def _refusal(request: Request, error: Exception) -> ApiError:
     place = [str(part) for part in found["loc"][1:]]
     if found["type"] == "json_invalid":
         return bad_request(f"the body is not JSON: {found['ctx']['error']}")
-    if not place and found["type"] not in ("pairs", "string_unicode"):
+    if not place and found["type"] != "pairs":
         return bad_request("the body must be a JSON object, sent with the header Content-Type: application/json")
     code = "unsupported_parameter" if found["type"] == "unsupported" else None
     return bad_request(f"{'.'.join(place) or 'the body'}: {found['msg']}", place[0] if place else None, code)
@@ -149,6 +156,7 @@ class _Guard:
         try:
             self._check(scope, headers)
             body = await asyncio.wait_for(_read_body(headers, receive, self._most), _BODY_SECONDS)
+            _check_values(body or b"")
         except (asyncio.TimeoutError, ApiError) as error:
             late = ApiError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s", code="timeout")
             refusal = error if isinstance(error, ApiError) else late
@@ -194,6 +202,24 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive, most: int) -
         if not message.get("more_body", False):
             return bytes(body)
     raise ApiError(413, f"a request's body may have {most} bytes, this one has more", code="too_large")
+
+
+def _check_values(body: bytes) -> None:
+    """Refuse values of a JSON body that no answer could repeat, by their field."""
+    try:
+        rest = [("the body", json.loads(body))]
+    except (ValueError, RecursionError):
+        return  # the application says why
+    while rest:
+        field, value = rest.pop()
+        if isinstance(value, dict):
+            rest += [(field if field != "the body" else key, part) for key in value for part in (key, value[key])]
+        elif isinstance(value, list):
+            rest += [(field, part) for part in value if isinstance(part, (str, float, list, dict))]
+        elif isinstance(value, str) and (half := _SURROGATE.search(value)):
+            raise bad_request(f"{field}: text must be Unicode, got half of a character, \\u{ord(half[0]):x}", field)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise bad_request(f"{field}: numbers must be finite and fit in 64 bits, got {value}", field)
 
 
 # ---------------------------------------------------------------------------------------------- the server's own routes

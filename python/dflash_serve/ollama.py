@@ -31,7 +31,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- requests
 
 
-class OllamaOptions(not_applied(SamplingFields, mirostat=(0,), repeat_penalty=(1,), tfs_z=(1,), typical_p=(1,))):
+class OllamaOptions(not_applied(SamplingFields, mirostat=(0,), tfs_z=(1,), typical_p=(1,))):
     """How an answer is written. Options of Ollama's runner are left out as unknown."""
 
     num_predict: Annotated[int, Number] | None = None
@@ -58,8 +58,6 @@ class OllamaRequest(Fields):
         options = self.options or OllamaOptions()
         fields = {"model": self.model, "stream": self.stream is not False, "stop": options.stop, **options.sampling()}
         fields["max_tokens"] = max(options.num_predict or -1, -1)  # -2 fills the context too
-        if options.seed == -1:
-            del fields["seed"]  # draws one
         if self.store is not None:
             fields["store"] = self.store
         if self.format == "json":
@@ -267,7 +265,8 @@ def _show(service: Service) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- routes
 
 router = APIRouter(responses=api.document_errors("error"))
-API = api.Api("/api/", router, error_body, assumes_json=True)  # curl as in Ollama's docs
+# It assumes JSON because Ollama's docs call curl so.
+API = api.Api("/api/", router, error_body, assumes_json=True, names={"response_format": "format"})
 _RECORD = api.json_object("model", "created_at", done={"type": "boolean"})
 _LINES = {"description": "Without stream=false: such records, or an error, one per line."}
 _RECORDS = api.document_answer(_RECORD, _LINES, kind=ChatRecords.media_type)

@@ -405,7 +405,8 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- routes
 
 router = APIRouter()
-API = api.Api("/v1/responses", router, error_body)
+_NAMES = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
+API = api.Api("/v1/responses", router, error_body, names=_NAMES)
 _RESPONSE = api.json_object("id", "object", "status", "model", output={"type": "array"})
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from dflash import Grammar
-from dflash.internals import check_template, check_text, render_chat, text_ids, written_calls
+from dflash.internals import check_template, render_chat, text_ids, written_calls
 
 from . import requests
 from .answer_text import MarkedTokenizer
@@ -215,7 +215,7 @@ class PromptReader:
         else:
             with refusing("messages"):
                 text = self._written(messages, arguments, tools, warnings)
-            ids = list(self.tokenizer(unicode_text(text, "messages"), add_special_tokens=False).input_ids)
+            ids = list(self.tokenizer(text, add_special_tokens=False).input_ids)
         if (form := self.reasoning) is None or text.rstrip().endswith(form.close.rstrip()):
             return EncodedPrompt(ids, text, pictures=pictures)
         begun = "begun" if text.rstrip().endswith(form.open.rstrip()) else "optional"
@@ -235,7 +235,7 @@ class PromptReader:
         with refusing_all("messages", "the chat template refuses these messages"):
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
         self._check_shown(messages, tools, text)
-        ids, made = self.pictures.encode(unicode_text(text, "messages"), found)
+        ids, made = self.pictures.encode(text, found)
         return ids, text, made
 
     def _check_shown(self, messages: Sequence[dict[str, Any]], tools: Tools | None, text: str) -> None:
@@ -290,7 +290,7 @@ class PromptReader:
 
     def _read(self, prompt: str | list[int], needs_text: bool) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return EncodedPrompt(text_ids(self.tokenizer, unicode_text(prompt, "prompt")), prompt)
+            return EncodedPrompt(text_ids(self.tokenizer, prompt), prompt)
         return EncodedPrompt(prompt, self.decode(prompt, "prompt") if needs_text else "")
 
     def decode(self, ids: list[int], field: str) -> str:
@@ -343,12 +343,6 @@ def _thinking(request: requests.ChatRequest, template: str, warnings: list[str])
     if (effort, request.enable_thinking) != (None, None) and not found:
         warnings.append("reasoning_effort, enable_thinking: not applied, the chat template does not read them")
     return found
-
-
-def unicode_text(text: str, field: str) -> str:
-    """Return a text; raise ApiError if it is not Unicode."""
-    with refusing(field):
-        return check_text(text, field)
 
 
 _CONTRADICTING = ("ignore_eos", "min_tokens", "no_repeat_ngram_size")  # they may ban all that a grammar allows
@@ -404,13 +398,23 @@ def answer_grammar(
         return Grammar.lark("\n".join(rules.lines))
 
 
-def _asked(request: requests.GenerationRequest, warnings: list[str]) -> tuple[str, Grammar | None]:
+def _given(request: requests.GenerationRequest) -> list[tuple[str, str, Any]]:
+    """Return what an answer must match, as the request says it: fields, kinds and values."""
     given = [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in _KINDS]
     given += [("structured_outputs", kind, value) for kind, value in (request.structured_outputs or {}).items()]
     if (form := request.response_format) is not None and form.type != "text":
         schema = form.json_schema.schema_ if form.json_schema is not None else None
         given.append(("response_format", "json", {"type": "object"} if schema is None else schema))
-    given = [item for item in given if item[2] is not None]
+    return [item for item in given if item[2] is not None]
+
+
+def grammar_field(request: requests.GenerationRequest) -> str:
+    """Return the field that an answer's grammar comes from."""
+    return next((field for field, _, _ in _given(request)), "tools")
+
+
+def _asked(request: requests.GenerationRequest, warnings: list[str]) -> tuple[str, Grammar | None]:
+    given, form = _given(request), request.response_format
     if len(given) > 1:
         raise bad_request(f"give one of {' and '.join(field for field, _, _ in given)}", given[1][0])
     for field, kind, value in given:

@@ -78,8 +78,9 @@ def not_applied(base: type[BaseModel], **fields: tuple[Any, ...]) -> Any:
 
 
 def _stops(value: object) -> object:
-    """Return a single stop string as a list, which has clearer errors than a union."""
-    return [value] if isinstance(value, str) else value
+    """Return stop strings as a list, which has clearer errors than a union. An empty one asks for nothing."""
+    given = [value] if isinstance(value, str) else value
+    return [text for text in given if text != ""] if isinstance(given, list) else given
 
 
 def parts_of(value: object) -> object:
@@ -111,7 +112,7 @@ def _number(value: object) -> object:
 Number = _Number(_number)
 Limit = Annotated[int, Field(ge=-1), AfterValidator(_limit), Number]
 Text = Annotated[str, Field(min_length=1)]
-Stops = Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_stops, Text | list[Text])]
+Stops = Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_stops, str | list[str])]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 # OpenAI's range; numbers near the largest would make logits infinite
@@ -196,7 +197,10 @@ class SamplingFields(pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Number] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), Number] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), Number] | None = Field(
+        None,
+        validation_alias=pydantic.AliasChoices("repetition_penalty", "repeat_penalty"),  # as llama.cpp calls it
+    )
     min_tokens: Annotated[int, Field(ge=0), Number] | None = None
     store: bool | None = None  # False: the server must not learn from the answer
 
@@ -211,7 +215,7 @@ _OtherSettings = not_applied(
     continue_final_message=(False,), documents=([],), dry_multiplier=(0,), dynatemp_range=(0,), ebnf=(),
     enable_thinking=(), grammar=("",), guided_choice=(), include_stop_str_in_output=(False,), json_schema=(),
     length_penalty=(1,), logits_processors=([],), lora_path=(), mirostat=(0,), mirostat_mode=(0,),
-    no_stop_trim=(False,), regex=("",), repeat_penalty=(1,), skip_special_tokens=(True,), stop_regex=([], ""),
+    no_stop_trim=(False,), regex=("",), skip_special_tokens=(True,), stop_regex=([], ""),
     suppress_tokens=([],), tfs_z=(1,), thinking=(), top_a=(0,), truncate_prompt_tokens=(), typical_p=(1,),
     use_beam_search=(False,), xtc_probability=(0,),
 )  # fmt: skip
@@ -332,6 +336,13 @@ _ChatFields = not_applied(
 )  # fmt: skip
 
 
+class Thinking(Fields):
+    """Turns thoughts on or off, as Anthropic's API does. With ``"adaptive"`` the template decides."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[Any, AfterValidator(lambda _: None)] = None  # the model ends its thoughts itself
+
+
 class ChatRequest(_ChatFields):
     """A request of ``/v1/chat/completions``. ``chat_template_kwargs`` and ``enable_thinking`` are extensions."""
 
@@ -340,6 +351,7 @@ class ChatRequest(_ChatFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     enable_thinking: bool | None = None
+    thinking: Thinking | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -357,11 +369,13 @@ class ChatRequest(_ChatFields):
         return value
 
     @model_validator(mode="after")
-    def _join_limits(self) -> ChatRequest:
-        """Keep the most tokens of an answer in ``max_tokens``, whichever field has them."""
+    def _join_fields(self) -> ChatRequest:
+        """Keep the most tokens of an answer in ``max_tokens``, and thinking in ``enable_thinking``."""
         given = {self.max_tokens, self.max_completion_tokens} - {None}
         expect(len(given) < 2, "max_tokens and max_completion_tokens differ: give one of them")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
+        if self.thinking is not None and self.thinking.type != "adaptive" and self.enable_thinking is None:
+            self.enable_thinking = self.thinking.type == "enabled"
         return self
 
     @property

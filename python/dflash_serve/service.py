@@ -24,7 +24,7 @@ from dflash.internals import SETTINGS, Call, GenerateArguments, RecordedSettings
 from . import requests
 from .adopt import Adopter
 from .answer_text import AnswerText, AnswerTokens, BlockEvent, BlockWriter, Delta, Pieces, ShownToken
-from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools, unicode_text
+from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, grammar_field, read_tools
 from .requests import ApiError, ChatRequest, GenerationRequest, bad_request, unknown_fields
 from .scheduler import Item, QueueFullError, Scheduler, Ticket
 from .tool_calls import CallText
@@ -389,8 +389,8 @@ class Service:
         self.name_of(request.model)
         self.check_fields(request)
         if request.messages is None:
-            text, is_plain = unicode_text(request.prompt, "prompt"), request.add_special_tokens is False
-            return list(self.reader.tokenizer(text, add_special_tokens=not is_plain).input_ids)
+            is_plain = request.add_special_tokens is False
+            return list(self.reader.tokenizer(request.prompt, add_special_tokens=not is_plain).input_ids)
         fields = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
         return self.encode(ChatRequest.model_construct(**fields))
 
@@ -428,7 +428,7 @@ class Service:
         if count * len(prompts) > most:
             raise bad_request(f"one request may ask for {most} answers, this one asks for {count * len(prompts)}", "n")
         # 2. The calls. The seed is drawn here, so that choices differ as those of num_return_sequences do.
-        seed = secrets.randbits(63) if request.seed is None else request.seed
+        seed = secrets.randbits(63) if request.seed in (None, -1) else request.seed
         choices = []
         for prompt in prompts:
             grammar = answer_grammar(request, prompt, tools, warnings, form, specials)
@@ -442,7 +442,11 @@ class Service:
                     if self.receipts is not None:
                         RecordedSettings.of(call)  # a receipt can state it
                 except (ValueError, TypeError) as error:
-                    raise bad_request(str(error), _field_named(request, str(error))) from error
+                    message, found = str(error), _field_named(request, str(error))
+                    if found is None and grammar is not None:  # it passes a limit with this vocabulary
+                        found = grammar_field(request)
+                        message = f"{found}: {message}"
+                    raise bad_request(message, found) from error
                 text = AnswerText(request.stop or (), form=form, is_thinking=prompt.reasoning == "begun")
                 calls = None if tools is None else tools.text()
                 pieces = None if call.logprobs is None else self._pieces

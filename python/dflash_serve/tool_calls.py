@@ -161,15 +161,19 @@ def find_tool_form(tokenizer: Any, name: str | None = None) -> ToolForm:
 
 # ---------------------------------------------------------------------------------------------- patterns
 
-_WORDS = {"$ID": r"[\w.:-]*", "$TYPE": r"(?P<type>\w*)", "$KEY": r"[\w.-]+"}
-_KEY = r"(?P<key>[^\n\"'<>=:/(){}\[\],]+)"
+# Bounded: a pattern is matched again from its start whenever text comes.
+_WORDS = {"$ID": r"[\w.:-]{0,256}+", "$TYPE": r"(?P<type>\w{0,256}+)", "$KEY": r"[\w.-]+"}
+_KEY = regex.compile(r"[^\n\"'<>=:/(){}\[\],]{1,256}")
 _TAGS = regex.compile(r"\]<\]minimax\[>\[<(?P<key>[^/>]+)>(?P<value>.*?)\]<\]minimax\[>\[</\1>", regex.DOTALL)
-_QUOTED = {"python": r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", "gemma": r'<\|"\|>(?:(?!<\|"\|>).)*+<\|"\|>'}
+_GEMMA_KEY = regex.compile(r"([{,]\s*+)([^][{},:]+?)\s*+:")
 EMPTY = '""'
 QUOTES = {"python": "'", "gemma": '<|"|>'}  # before and after a text
 _CDATA = regex.compile(r"<!\[CDATA\[")
-# Possessive, so that a text without its last bracket is not tried in every way.
-_LITERAL = r"(?P<v>(?:{}|(?![\"']|<\|\")[^][(){{}},]|[[({{](?:(?&v)|,)*+[])}}])++)"
+# The signs in a literal, and one that pieces of a text may cut.
+_SIGNS = {
+    "python": (regex.compile(r"\\.|['\"[\](){},]", regex.DOTALL), "\\."),
+    "gemma": (regex.compile(r'<\|"\|>|[[\](){},]'), QUOTES["gemma"]),
+}
 
 
 def _pattern(text: str) -> str:
@@ -236,7 +240,7 @@ def _read_value(text: str, values: str, types: set[str]) -> Any:
         plain = plain.replace("\n", "\\n")
     if values == "gemma":
         pieces = plain.split('<|"|>')
-        pieces[::2] = [regex.sub(r"([\w.-]+)\s*+:", r'"\1":', piece) for piece in pieces[::2]]
+        pieces[::2] = [_GEMMA_KEY.sub(lambda key: f"{key[1]}{json.dumps(key[2])}:", part) for part in pieces[::2]]
         pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]
         plain = "".join(pieces)
     for read in (json.loads, ast.literal_eval):
@@ -264,6 +268,8 @@ class CallText:
     def __init__(self, form: ToolForm, functions: Mapping[str, Mapping[str, Any]], is_forced: bool = False) -> None:
         self.forms = [form, *([_OTHERS[form.other]] if form.other else [])]
         self._functions, self._is_forced = functions, is_forced
+        keys = {key for schema in functions.values() for key in schema.get("properties") or ()}
+        self._keys = tuple(sorted(key for key in keys if not _KEY.fullmatch(key)))
         self._marks = [each.mark for each in self.forms]
         self.calls: list[dict[str, Any]] = []
         self.is_whole = self._is_open = self._is_last = False
@@ -323,7 +329,7 @@ class CallText:
     def _take_calls(self, number: int) -> Generator[None, None, bool]:
         """Take one section's calls; return False, and take nothing, if there is none."""
         form = self.forms[number]
-        first, again, end, parameter = _patterns(form, tuple(self._functions))
+        first, again, end, parameter = _patterns(form, tuple(self._functions), self._keys)
         found = yield from self._match(first)
         if found is None:
             return False
@@ -371,9 +377,29 @@ class CallText:
                 return
             yield
 
+    def _take_literal(self, signs: Any, cut: str) -> Generator[None, None, str]:
+        """Take a literal, up to the comma or bracket after it, and return it. Quoted signs belong to it."""
+        taken, quote, depth = "", "", 0
+        while True:
+            place, end = 0, None
+            for found in signs.finditer(self._held):
+                sign, place = found.group(), found.end()
+                if quote or sign in ("'", '"', QUOTES["gemma"]):
+                    quote = "" if quote == sign else quote or sign
+                elif not depth and sign in ",)]}":
+                    end = found.start()
+                    break
+                else:
+                    depth += (sign in "[({") - (sign in "])}")
+            count = len(self._held) - open_suffix(self._held[place:], [cut]) if end is None else end
+            taken, self._held = taken + self._held[:count], self._held[count:]
+            if end is not None:
+                return taken
+            yield
+
     def _take_parameters(self, form: ToolForm, pattern: Any, schema: Mapping[str, Any]) -> Generator[None, None, None]:
         """Take parameters, and write them as a JSON object."""
-        properties, before = schema.get("properties", {}), "{"
+        properties, before = schema.get("properties") or {}, "{"
         while (found := (yield from self._match(pattern))) is not None and (key := found["key"]):
             self._write(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
             before, types = ", ", types_of(properties.get(key), schema)
@@ -381,8 +407,8 @@ class CallText:
                 said = found["type"]
                 types = {"string"} if said == form.types else {"number", "boolean", "object", "array", "null"}
             if not form.key_tail:
-                literal = yield from self._match(_literal(form.values))
-                self._write(json.dumps(_read_value(literal.group() if literal else "", form.values, types)))
+                literal = yield from self._take_literal(*_SIGNS[form.values])
+                self._write(json.dumps(_read_value(literal, form.values, types), ensure_ascii=False))
                 continue
             # A text can be shown while it grows, anything else when it is complete.
             tail, is_text = form.key_tail.replace("$KEY", key), types == {"string"}
@@ -409,22 +435,21 @@ class CallText:
 
 
 @functools.lru_cache(64)
-def _patterns(form: ToolForm, names: Sequence[str]) -> tuple[Any, ...]:
-    """Return patterns: of calls up to the first one's arguments, from these to the next one's, to the end; of a key."""
-    known = "|".join(map(regex.escape, sorted(names, key=len, reverse=True)))
-    call = rf"{_pattern(form.head)}\s*+(?P<name>{known}){_pattern(form.mid.rstrip())}\s*+"
+def _patterns(form: ToolForm, names: Sequence[str], keys: Sequence[str]) -> tuple[Any, ...]:
+    """Return patterns: of calls up to the first one's arguments, from these to the next one's, to the end; of a key.
+
+    Arguments must begin, or what follows a name might go on with it. ``keys`` are parameters that `_KEY` does not read.
+    """
+    known, special = ("|".join(map(regex.escape, sorted(words, key=len, reverse=True))) for words in (names, keys))
+    key = rf"{_pattern(form.key_head)}(?P<key>{special}{'|' * bool(special)}{_KEY.pattern})"
+    key += _pattern(form.key_mid.rstrip()) + "\n?" * form.key_mid.endswith("\n") + "(?P<type>(?!))?"
+    parameter = rf"\s*+(?:{_pattern(form.key_sep)})?\s*+(?:{key}|(?={_pattern(form.tail.lstrip())}))"
+    begun = r"\{" if form.values == "json" else parameter
+    call = rf"{_pattern(form.head)}\s*+(?P<name>{known}){_pattern(form.mid.rstrip())}\s*+(?={begun})"
     first = rf"\s*+{_pattern(form.begin)}\s*+{call}"
     again = rf"\s*+{_pattern(form.tail)}\s*+(?:{_pattern(form.between)})?{call}"
     end = rf"\s*+{_pattern(form.tail)}\s*+{_pattern(form.end)}"
-    key = rf"{_pattern(form.key_head)}{_KEY}{_pattern(form.key_mid.rstrip())}" + "\n?" * form.key_mid.endswith("\n")
-    key += "(?P<type>(?!))?"
-    parameter = rf"\s*+(?:{_pattern(form.key_sep)})?\s*+(?:{key}|(?={_pattern(form.tail.lstrip())}))"
     return tuple(map(regex.compile, (first, again, end, parameter)))
-
-
-@functools.cache
-def _literal(values: str) -> Any:
-    return regex.compile(_LITERAL.format(_QUOTED[values]), regex.DOTALL)
 
 
 # ---------------------------------------------------------------------------------------------- grammars

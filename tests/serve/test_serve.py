@@ -210,7 +210,6 @@ BAD = {
     "context": (said("a b " * 300), "messages", "context is 512 tokens: the prompt"),
     "characters of stops": ({"stop": ["a" * 4097]}, "stop", "at most 128 strings with 4096 characters together"),
     "not whole": ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
-    "empty stop": ({"stop": ""}, "stop", "at least 1 character"),
     "seed": ({"seed": 2**63}, "seed", "less than"),
     "bias": ({"logit_bias": {"x": 1}}, "logit_bias", "pattern"),
     "bias of no token": ({"logit_bias": {"99999": 1}}, "logit_bias", "0 .. 1535"),
@@ -249,6 +248,7 @@ def test_fields_that_ask_for_nothing_are_taken(service):
         **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False, "store": False},
         **{"messages": [{"role": "user", "content": SUM, "annotations": None, "audio": None, "refusal": None}]},
         **{"user": "u", "metadata": {"a": "b"}, "top_logprobs": None, "modalities": ["text"], "seed": None, "n": None},
+        **{"stop": "", "thinking": {"type": "adaptive"}, "repeat_penalty": 1},
     }
     assert answer(ask(service, CHAT, chat(**neutral))) == direct(prompt_ids(), max_new_tokens=300)
 
@@ -304,6 +304,9 @@ def test_numbers_may_have_a_point_or_be_texts_and_stops_may_be_many(service):
     assert answer(ask(service, CHAT, chat(**fields))) == direct(prompt_ids(), max_new_tokens=50, **settings)
     off, unset = (ask(service, CHAT, chat(seed=3, temperature=1, **more)) for more in ({"top_k": -1}, {"top_k": 0}))
     assert answer(off) == answer(unset)
+    fields = {"repeat_penalty": 1.2, "stop": ["", " makes "]}
+    named = {"repetition_penalty": 1.2, "stop": " makes "}
+    assert answer(ask(service, CHAT, chat(**fields))) == answer(ask(service, CHAT, chat(**named)))
     greedy = ask(service, CHAT, chat(TRIP, temperature=1, top_p=0, max_tokens=50))
     assert answer(greedy) == direct(prompt_ids(TRIP), max_new_tokens=50)
 

@@ -3,7 +3,10 @@
 import json
 
 import pytest
-from served import QUESTION, SCHEMA, SUM, ask, serving
+from served import CHAT as OPENAI
+from served import QUESTION, SCHEMA, SUM, TEXT, ask, serving
+
+from dflash import Receipt
 
 MESSAGES, RESPONSES, CHAT, GENERATE = "/v1/messages", "/v1/responses", "/api/chat", "/api/generate"
 BODIES = {
@@ -34,7 +37,7 @@ BODIES = {
     (CHAT, {"messages": [{"role": "user", "content": SUM, "images": ["aGk="]}]}, 400, "messages.0.images: this server"),
     (CHAT, {"messages": [{"role": "narrator", "content": SUM}]}, 400, "messages.0.role: Input should be 'system'"),
     (CHAT, {"options": {"temperature": "warm"}}, 400, "options.temperature: Input should be a valid number"),
-    (CHAT, {"options": {"repeat_penalty": 1.1}}, 400, "options.repeat_penalty: this server does not apply it"),
+    (CHAT, {"options": {"repeat_penalty": 0}}, 400, "options.repeat_penalty: Input should be greater than"),
     (CHAT, {"format": "xml"}, 400, "format"),
     (GENERATE, {"suffix": "end"}, 400, "suffix: this server does not apply it"),
     (GENERATE, {"raw": True, "system": "Be brief."}, 400, "raw=true takes the prompt as it is"),
@@ -50,6 +53,56 @@ def test_what_cannot_be_answered_is_refused_in_the_apis_own_form(service, path, 
     else:
         assert (found.get("type"), found["error"]["type"]) == ("error" if path == MESSAGES else None, kind)
         assert message in found["error"]["message"]
+
+
+ALL = BODIES | {OPENAI: {"messages": QUESTION, "max_tokens": 4}, TEXT: {"prompt": SUM, "max_tokens": 4}}
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_what_no_answer_could_repeat_is_refused_by_its_field(service, path):
+    for field, value in (
+        ("metadata", {"a": ["\ud800"]}), ("model", "\udcff"), ("tools", [{"type": "\ud83d"}]), ("user", {"\ud800": 1}),
+        ("seed", float("nan")), ("x", [float("inf")]),
+    ):  # fmt: skip
+        response = ask(service, path, ALL[path] | {field: value})
+        assert response.status_code == 400, field
+        assert f"{field}: " in json.dumps(response.json())
+    assert ask(service, path, json.dumps(ALL[path] | {"y": 1}).replace("1", "1e999").encode()).status_code == 400
+    assert ask(service, path, json.dumps(ALL[path] | {"y": "\ud83d\ude00"}).encode()).status_code == 200
+
+
+MANY = {"type": "object", "properties": {f"p{place}": {"type": "integer"} for place in range(700)}}
+ASKED = {
+    OPENAI: ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": MANY, "strict": True}}),
+    TEXT: ("guided_json", MANY),
+    RESPONSES: ("text", {"format": {"type": "json_schema", "name": "a", "schema": MANY, "strict": True}}),
+    MESSAGES: ("output_config", {"format": {"type": "json_schema", "schema": MANY}}),
+    CHAT: ("format", MANY),
+    GENERATE: ("format", MANY),
+}
+
+
+@pytest.mark.parametrize("path", ALL)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_beyond_a_limit_is_refused_before_anything_is_written(service, path, stream):
+    name, value = ASKED[path]
+    response = ask(service, path, ALL[path] | {name: value, "stream": stream})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert message.startswith(f"{name}: this JSON schema cannot be used: the alternatives and four times")
+    assert isinstance(error, str) or error.get("param", name) == name
+
+
+def test_a_seed_of_minus_one_draws_one_in_every_api(tmp_path):
+    with serving(receipts=tmp_path) as service:
+        for path, body in ALL.items():
+            field = {"options": {"num_predict": 4, "seed": -1}} if path.startswith("/api") else {"seed": -1}
+            for _ in range(2):
+                assert ask(service, path, body | field).status_code == 200
+    seeds = {Receipt.read(file).answers[0].seed for file in tmp_path.glob("*.json")}
+    assert len(seeds) == 2 * len(ALL)
+    assert min(seeds) >= 0
 
 
 TOOL = {"type": "function", "name": "weather", "description": "Tell it.", "parameters": SCHEMA}
