@@ -19,13 +19,15 @@ class PackedLinear(nn.Module):
     Args:
         weight: ``[out, in]``, in a format with blocks.
         bias: ``[out]`` or None.
+        order: ``[in]`` int64, the element of a row that each column multiplies; None if they are in order.
     """
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None = None, order: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.format = weight.format
         self.register_buffer("blocks", weight.packed)
+        self.register_buffer("order", order)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     packed: PackedWeight | None = None  # what it multiplies by instead of its own weight, once it is set
@@ -36,31 +38,39 @@ class PackedLinear(nn.Module):
         return PackedWeight(self.blocks, None, self.format, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(x, weight_of(self), self.bias)
+        return product(x if self.order is None else x[..., self.order], weight_of(self), self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
 
 
 class PackedExperts(nn.Module):
-    """The experts of a mixture on CPU, each as the file has it: gated by SiLU, without biases.
+    """The experts of a mixture on CPU, each as the file has it.
 
     Args:
         gate_up: ``[experts, 2 * width, hidden]``, of each expert the gate, then what it gates.
         down: ``[experts, hidden, width]``. Both are in formats with blocks.
+        gate_up_bias: ``[experts, 2 * width]`` or None; ``down_bias`` is ``[experts, hidden]``.
+        gate: with ``alpha`` and ``limit``, as of `dflash.ops.experts`.
     """
 
-    def __init__(self, gate_up: PackedWeight, down: PackedWeight) -> None:
+    def __init__(
+        self, gate_up: PackedWeight, down: PackedWeight, gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None, gate: str = "silu", alpha: float = 0.0, limit: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.format, self.down_format = gate_up.format, down.format
+        self.gate, self.alpha, self.limit = gate, alpha, limit
         self.register_buffer("gate_up", gate_up.packed)
         self.register_buffer("down", down.packed)
+        for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+            self.register_parameter(name, None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        weights, formats = (self.gate_up, self.down), (self.format, self.down_format)
+        weights = self.gate_up, self.down, self.gate_up_bias, self.down_bias
         return ops.experts(
-            hidden_states, top_k_index, top_k_weights, *weights, None, None, "silu", 1.702, 7.0, False, None, None,
-            *formats,
+            hidden_states, top_k_index, top_k_weights, *weights, self.gate, self.alpha, self.limit, False, None, None,
+            self.format, self.down_format,
         )  # fmt: skip
 
 
