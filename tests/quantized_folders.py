@@ -93,7 +93,7 @@ def mxfp4(out: int, inputs: int) -> tuple[Parts, Tensor]:
 
 def nvfp4(out: int, inputs: int, of: str = "modelopt") -> tuple[Parts, Tensor]:
     (bytes_, numbers), scales = fp4(out, inputs), (torch.rand(out, inputs // 16) * 400 + 1).to(torch.float8_e4m3fn)
-    factor = torch.tensor([2.0**-12])
+    factor = torch.tensor([0.00031])
     wide = numbers * (scales.float() * factor).repeat_interleave(16, 1)
     if of == "modelopt":
         return {
@@ -137,11 +137,11 @@ PACKED: dict[str, tuple[dict, Write]] = {
     "int8, groups": (compressed("naive-quantized"), lambda *size: int8(*size, 32, False)),
     "mxfp4": (compressed("mxfp4-pack-quantized"), mxfp4),
 }
+INVERSE = "weight_scale_inv"
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 DENSE: dict[str, tuple[dict, Write]] = {
-    "fp8 in blocks": (
-        {"quant_method": "fp8", "weight_block_size": [48, 32]}, lambda *size: fp8(*size, (48, 32), "weight_scale_inv")
-    ),
+    **{name: ({"quant_method": "fp8", "weight_block_size": block}, lambda *size, block=block: fp8(*size, block, INVERSE))
+       for name, block in (("fp8 in blocks", (32, 32)), ("fp8 in blocks that do not divide", (48, 32)))},
     "fp8 per channel": (compressed("float-quantized"), lambda *size: fp8(*size, (1, 0))),
     "fp8 of Model-Optimizer": (MODELOPT, fp8),
     "nvfp4": (compressed("nvfp4-pack-quantized"), lambda *size: nvfp4(*size, of="compressed-tensors")),

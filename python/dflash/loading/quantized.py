@@ -520,14 +520,16 @@ class QuantizedFolder:
         return read[0]._replace(**{name: join(name) for name, x in read[0]._asdict().items() if isinstance(x, Tensor)})
 
     def _stays(self, weight: Quantized) -> bool:
-        return self._packs and not weight.obstacle and hasattr(PackedWeight, "of_integers")
+        return self._packs and not weight.obstacle
 
     def _dense(self, weight: Quantized | Tensor) -> Tensor:
         """Return the values of a weight, and count them for the warning."""
         if isinstance(weight, Tensor):
             return weight
         values = weight.dense()
-        reason = weight.obstacle or ("modules that kernels do not run packed" if self._packs else "as asked for")
+        reason = weight.obstacle or (
+            "experts that differ, or modules without a kernel" if self._packs else "as asked for"
+        )
         self._made_dense.setdefault(reason, []).append(values.numel() * self._dtype.itemsize)
         return values
 
