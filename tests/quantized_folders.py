@@ -137,11 +137,11 @@ PACKED: dict[str, tuple[dict, Write]] = {
     "int8, groups": (compressed("naive-quantized"), lambda *size: int8(*size, 32, False)),
     "mxfp4": (compressed("mxfp4-pack-quantized"), mxfp4),
 }
-INVERSE = "weight_scale_inv"
+FP8, INVERSE = {"quant_method": "fp8"}, "weight_scale_inv"
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 DENSE: dict[str, tuple[dict, Write]] = {
-    **{name: ({"quant_method": "fp8", "weight_block_size": block}, lambda *size, block=block: fp8(*size, block, INVERSE))
-       for name, block in (("fp8 in blocks", (32, 32)), ("fp8 in blocks that do not divide", (48, 32)))},
+    "fp8 in blocks": (FP8 | {"weight_block_size": [32, 32]}, lambda *size: fp8(*size, (32, 32), INVERSE)),
+    "fp8 in ragged blocks": (FP8 | {"weight_block_size": [48, 32]}, lambda *size: fp8(*size, (48, 32), INVERSE)),
     "fp8 per channel": (compressed("float-quantized"), lambda *size: fp8(*size, (1, 0))),
     "fp8 of Model-Optimizer": (MODELOPT, fp8),
     "nvfp4": (compressed("nvfp4-pack-quantized"), lambda *size: nvfp4(*size, of="compressed-tensors")),

@@ -1,4 +1,4 @@
-"""Products with weights in the blocks of GGUF files, which stay as the file has them."""
+"""Products with weights that stay as a file has them: blocks of GGUF files, integers with zero points, MXFP4."""
 
 import gguf
 import numpy as np
@@ -11,7 +11,8 @@ from dflash.ops import PackedWeight, reference
 pytestmark = pytest.mark.op
 
 HALVES = {"Q4_K": 2, "Q5_K": 2, "Q4_1": 2, "Q5_1": 2}  # half-precision numbers at the beginning of a block; else one
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+INTEGERS = ("w4g32", "w4g128", "w8g32", "w8g128")
 
 
 def blocks(kind, *shape, seed=0):
@@ -20,6 +21,11 @@ def blocks(kind, *shape, seed=0):
     *outer, width = shape
     columns, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     made = g.integers(0, 256, (*outer, width // columns, size), dtype=np.uint8)
+    if kind == "MXFP4":
+        made[..., 0] = g.integers(110, 125, made.shape[:-1])
+        made[..., :2, 0] = [0, 1]  # 2 ** -128 and 2 ** -127, subnormal
+        made = made.reshape(*outer, -1)
+        return torch.from_numpy(made), torch.from_numpy(gguf.quants.dequantize(made, gguf.GGMLQuantizationType[kind]))
     scales = (g.standard_normal((*outer, width // columns, HALVES.get(kind, 1))) * 0.01).astype(np.float16)
     scales[..., 0, 0] = np.float16(3e-7)  # subnormal
     first = size - 2 if kind == "Q6_K" else 0
@@ -28,7 +34,21 @@ def blocks(kind, *shape, seed=0):
     return torch.from_numpy(made), torch.from_numpy(gguf.quants.dequantize(made, gguf.GGMLQuantizationType[kind]))
 
 
+def integers(bits, group, *shape, dtype=torch.float32, seed=0):
+    """Return random codes, scales and zero points of a weight ``[..., out, in]``, and the weight."""
+    g, groups = torch.Generator().manual_seed(seed), -(-shape[-1] // group)
+    codes = torch.randint(0, 2**bits, shape, generator=g, dtype=torch.uint8)
+    scales = (torch.randn(*shape[:-1], groups, generator=g) * 0.01).to(dtype)
+    zeros = torch.randint(0, 2**bits + 1 if bits == 4 else 256, scales.shape, generator=g, dtype=torch.uint8)
+    every = [x.repeat_interleave(group, -1)[..., : shape[-1]] for x in (scales.float(), zeros.float())]
+    return codes, scales, zeros, (codes.float() - every[1]) * every[0]
+
+
 def packed(kind, *shape, seed=0):
+    if kind in INTEGERS:
+        bits, group = map(int, kind[1:].split("g"))
+        codes, scales, zeros, _ = integers(bits, group, *shape, seed=seed)
+        return PackedWeight.of_integers(codes, scales, zeros, group=group, bits=bits)
     return PackedWeight.of_blocks(blocks(kind, *shape, seed=seed)[0], kind.lower(), shape[-1])
 
 
@@ -51,23 +71,95 @@ def test_values_are_those_of_the_file(kind, shape):
     assert torch.equal(got.dense(), want)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("group", [32, 64, 96, 128, 384, 360, 1000])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_are_what_a_checkpoint_says(bits, group, dtype):
+    codes, scales, zeros, want = integers(bits, group, 3, 20, 360, dtype=dtype)  # 360: the last group is ragged
+    weight = PackedWeight.of_integers(codes, scales, zeros, group=group, bits=bits)
+    assert weight.shape == (3, 20, 360)
+    assert torch.equal(weight.dense(), want)
+    assert torch.equal(weight.dense(torch.bfloat16), want.bfloat16())
+    middle = torch.full_like(zeros, 2 ** (bits - 1))
+    want = PackedWeight.of_integers(codes, scales, middle, group=group, bits=bits).dense()
+    assert torch.equal(PackedWeight.of_integers(codes, scales, group=group, bits=bits).dense(), want)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype", "is_symmetric"),
+    [(4, 128, torch.float16, False), (4, 128, torch.bfloat16, True), (4, 128, torch.float32, False),
+     (4, 32, torch.float16, True), (8, 128, torch.bfloat16, False), (8, 512, torch.float32, True)],
+)  # fmt: skip
+def test_integers_take_little_more_memory_than_in_their_file(bits, group, dtype, is_symmetric):
+    codes, scales, zeros, _ = integers(bits, group, 64, 512, dtype=dtype)
+    weight = PackedWeight.of_integers(codes, scales, None if is_symmetric else zeros, group=group, bits=bits)
+    in_file = codes.numel() * bits // 8 + scales.nbytes + (0 if is_symmetric else zeros.numel() * bits // 8)
+    assert weight.packed.numel() <= 1.1 * in_file
+
+
+def test_mxfp4_is_exact_up_to_its_extremes():
+    codes = torch.arange(16, dtype=torch.uint8).repeat(2).repeat(255, 1)
+    exponents = torch.arange(255, dtype=torch.uint8)[:, None]
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    want = (torch.cat([values, -values]).double().repeat(2) * 2.0 ** (exponents.double() - 127)).float()
+    weight = PackedWeight.of_mxfp4(codes, exponents)
+    assert torch.equal(weight.dense(), want)
+    blocks = torch.cat([exponents, codes[:, :16] | codes[:, :16] << 4], 1)
+    assert torch.equal(PackedWeight.of_blocks(blocks, "mxfp4", 32).dense(), want)
+    assert torch.equal(ops.unpack_rows(weight.packed, torch.arange(255), 32, "mxfp4"), want)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"bits": 3}, "bits must be 4 or 8, got 3"), ({"group": 48}, "group must be a multiple of 32"),
+     ({"scales": torch.ones(4, 3)}, r"scales must be \[4, 2\], one per 64 columns"),
+     ({"scales": torch.ones(4, 2).double()}, "scales must be float16, bfloat16 or float32"),
+     ({"zeros": torch.ones(4, 2)}, "zeros must be uint8"),
+     ({"codes": torch.full((4, 128), 16, dtype=torch.uint8)}, "less than 16, got 16"),
+     ({"codes": torch.ones(4, 128)}, "codes must be uint8")],
+)  # fmt: skip
+def test_wrong_integers_are_refused(wrong, message):
+    codes, scales, zeros, _ = integers(4, 64, 4, 128)
+    with pytest.raises(ValueError, match=message):
+        PackedWeight.of_integers(**{"codes": codes, "scales": scales, "zeros": zeros, "group": 64, "bits": 4, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("code", "exponents", "message"),
+    [(16, torch.zeros(4, 2), "exponents must be uint8"), (1, torch.full((4, 2), 255), "below 255"),
+     (16, torch.ones(4, 2), "less than 16, got 16"), (1, torch.ones(4, 1), r"exponents must be \[4, 2\]")],
+)  # fmt: skip
+def test_wrong_mxfp4_is_refused(code, exponents, message):
+    exponents = exponents if code == 16 and not exponents.any() else exponents.to(torch.uint8)
+    with pytest.raises(ValueError, match=message):
+        PackedWeight.of_mxfp4(torch.full((4, 64), code, dtype=torch.uint8), exponents)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"])
 def test_an_odd_number_of_blocks_is_padded(kind):
     given, want = blocks(kind, 20, 96)
     assert torch.equal(PackedWeight.of_blocks(given, kind.lower(), 96).dense(), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *INTEGERS])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9, 15, 16, 17, 33, 64, 70])
-def test_every_instruction_set_has_the_bits_of_plain_torch(count, kind, bias, dtype):
+def test_every_instruction_set_has_the_bits_of_plain_torch(count, kind, dtype):
     weight, x = packed(kind, 40, 768), rows(count, 768, dtype)
-    offset = torch.randn(40).to(dtype) if bias else None
+    offset = torch.randn(40).to(dtype) if count % 2 else None
     assert torch.equal(multiply(ops, x, weight, offset), multiply(reference, x, weight, offset))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", [64, 96, 256, 1000])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_groups_of_any_size_have_the_bits_of_plain_torch(count, bits, group):
+    codes, scales, zeros, _ = integers(bits, group, 24, 360, dtype=torch.bfloat16)
+    weight, x = PackedWeight.of_integers(codes, scales, zeros, group=group, bits=bits), rows(count, 360, torch.float32)
+    assert torch.equal(multiply(ops, x, weight), multiply(reference, x, weight))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *INTEGERS])
 def test_a_row_has_the_bits_that_it_has_alone(kind):
     weight, x = packed(kind, 100, 1280), rows(64, 1280, torch.float32)
     every = multiply(ops, x, weight)
@@ -75,7 +167,7 @@ def test_a_row_has_the_bits_that_it_has_alone(kind):
         assert torch.equal(every[:count], multiply(ops, x[:count], weight))
 
 
-@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q8_0", "Q8_0"), ("Q4_0", "Q5_1")], ids=str)
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q8_0", "Q8_0"), ("Q4_0", "Q5_1"), ("w4g128", "MXFP4")], ids=str)
 @pytest.mark.parametrize("count", [1, 9, 40])
 def test_experts_are_multiplied_as_the_file_has_them(count, kinds):
     gate_up, down = packed(kinds[0], 6, 512, 256), packed(kinds[1], 6, 256, 256, seed=2)
@@ -88,13 +180,14 @@ def test_experts_are_multiplied_as_the_file_has_them(count, kinds):
     torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)  # the last bit of exp may round a row otherwise
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *INTEGERS])
 def test_rows_are_read_as_embeddings(kind):
     weight, ids = packed(kind, 40, 512), torch.tensor([[3, 39], [-5, 77]])
     got = ops.unpack_rows(weight.packed, ids, 512, weight.format)
     assert torch.equal(got, weight.dense()[ids.clamp(0, 39)])
 
 
-def test_chosen_features_keep_their_values():
-    weight, channels = packed("Q5_K", 40, 512), torch.tensor([3, 39, 0, 17])
+@pytest.mark.parametrize("kind", ["Q5_K", "MXFP4", "w4g128"])
+def test_chosen_features_keep_their_values(kind):
+    weight, channels = packed(kind, 40, 512), torch.tensor([3, 39, 0, 17])
     assert torch.equal(weight.select(channels).dense(), weight.dense()[channels])

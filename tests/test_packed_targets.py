@@ -19,7 +19,7 @@ import dflash
 from dflash.loading import Pretrained
 from dflash.targets import PackedEmbedding, PackedExperts, PackedLinear, Target, sample_digest, structural_copy
 
-KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")}
+KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")}
 
 
 def mixed(name):
@@ -176,7 +176,7 @@ def test_a_packed_target_is_not_saved_in_part(target, tmp_path):
         target.save_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("down", ["Q4_0", "Q8_0", None])
+@pytest.mark.parametrize("down", ["MXFP4", "Q8_0", None])
 @pytest.mark.parametrize("gate", ["Q5_1", "Q8_0"])
 def test_experts_stay_packed_and_drafting_changes_no_text(tmp_path, draft, gate, down):
     def kinds(name):

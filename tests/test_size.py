@@ -24,19 +24,21 @@ BUDGETS = {
     # The store of answers (155) must be here, because the server writes it and the workshop reads it; the list of
     # internals takes 30, weight formats and 8-bit drafters on GPUs 80. A search for what is told twice or used by
     # nobody found no more: less would take the check of kernels on a new GPU (425) or a feature. Weights that stay in
-    # the blocks of GGUF files took 360: their oracle, their layers and their loader. Folders that other libraries have
-    # quantized took 510: schemes, layouts, places, what is refused and where every tensor goes.
-    "engine": 13_400,
-    "core": 8_720,
+    # the blocks of GGUF files took 360: their oracle, their layers and their loader. Packing the integers of
+    # checkpoints took 75, of which 20 check them. Folders that other libraries have quantized took 480: schemes,
+    # layouts, places, what is refused, and that no tensor is left out.
+    "engine": 13_500,
+    "core": 8_820,
     "server": 3_500,
     # The demo (170) measures, so it is not in the engine, and JSON lines (20) are read here only. What is left is
     # tables, fields of reports and checks; imports are 430.
     "workshop": 5_100,
-    # All lines. Eight formats of blocks took 780: rows, kernels and packing. Their kernels are one template.
-    "csrc": 12_800,
+    # All lines. Eight formats of blocks took 780: rows, kernels and packing. Their kernels are one template, to which
+    # tables, exponents and zero points of seven more formats added 170.
+    "csrc": 12_900,
     # All lines of Python. What differed in one value is one test with a table by now; less would take the only test of
     # a behavior.
-    "tests": 36_300,
+    "tests": 36_500,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -190,7 +190,9 @@ PYBIND11_MODULE(_C, m) {
   m.attr("FORMATS") = formats;
   m.def("coding", [](int format) {
     const BlockFormat& f = blocks_of(Format(format));
-    return py::make_tuple(f.bits, f.offset, f.has_minima, f.is_super, f.scale_columns);
+    const std::vector<int> table(f.table, f.table + (f.table ? 16 : 0));
+    return py::make_tuple(f.columns, f.bits, f.offset, kScaleNames[int(f.scales)], f.has_minima, f.scale_columns,
+                          table);
   });
   m.def("row_size", [](int format, int64_t in) { return row_size(Format(format), in); });
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;

@@ -507,23 +507,68 @@ constexpr int64_t kQuantGroup = 64;      // elements of a row that share a step 
 
 // How a weight [out, in] lies in memory. What each format stands for, and whose kernels read it, is in the table
 // FORMATS of ops/formats.py. All but kDense have bytes for values. kW8A8 and kW8A16 stand for these times scales[n];
-// the others are blocks as GGUF files have them, their scales among the bytes (cpu/linear/blocks.h).
-enum class Format : int32_t { kDense, kW8A8, kW8A16, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K };
+// the others are blocks as files have them, their scales among the bytes (cpu/linear/blocks.h).
+enum class Format : int32_t {
+  kDense,
+  kW8A8,
+  kW8A16,
+  kQ4_0,
+  kQ4_1,
+  kQ5_0,
+  kQ5_1,
+  kQ8_0,
+  kQ4_K,
+  kQ5_K,
+  kQ6_K,
+  kIQ4_NL,
+  kIQ4_XS,
+  kMXFP4,
+  kW4G32,
+  kW4G128,
+  kW8G32,
+  kW8G128,
+};
 constexpr int kFirstBlocks = int(Format::kQ4_0);
+
+// What scales the columns of a block.
+enum class Scales : int32_t {
+  kHalf,      // half-precision numbers
+  kSuper,     // integers of 8 bits, with a sign unless there are minima, times a half-precision number of 256 columns
+  kExponent,  // bytes that stand for 2^(byte - 128)
+  kFloat,     // floats. Every 32 columns have a zero point of 8 bits, which is taken off their codes
+};
+constexpr const char* kScaleNames[] = {"half", "super", "exponent", "float"};
+
+// Codes of 4 bits stand for these less the offset: IQ4_NL and IQ4_XS of llama.cpp, and twice the values of E2M1.
+constexpr uint8_t kNonlinear[] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t kE2M1[] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 
 // A format with blocks. A column is scale * (code - offset), plus a minimum.
 struct BlockFormat {
   const char* name;
-  int64_t columns, bytes;     // of a feature that lie together, scales included
-  int bits, offset;           // of a code
-  bool has_minima, is_super;  // super: scales and minima are integers, times those of 256 columns
-  int scale_columns;          // that share a scale
+  int64_t columns, bytes;  // of a feature that lie together, scales included
+  int bits, offset;        // of a code; the offset of kFloat is 1, times the zero point
+  Scales scales;
+  bool has_minima;
+  int scale_columns;               // that share a scale
+  const uint8_t* table = nullptr;  // of 16 codes
 };
 constexpr BlockFormat kBlockFormats[] = {
-    {"q4_0", 64, 36, 4, 8, false, false, 32},   {"q4_1", 64, 40, 4, 0, true, false, 32},
-    {"q5_0", 64, 44, 5, 16, false, false, 32},  {"q5_1", 64, 48, 5, 0, true, false, 32},
-    {"q8_0", 64, 68, 8, 128, false, false, 32}, {"q4_k", 256, 148, 4, 0, true, true, 32},
-    {"q5_k", 256, 180, 5, 0, true, true, 32},   {"q6_k", 256, 212, 6, 32, false, true, 16},
+    {"q4_0", 64, 36, 4, 8, Scales::kHalf, false, 32},
+    {"q4_1", 64, 40, 4, 0, Scales::kHalf, true, 32},
+    {"q5_0", 64, 44, 5, 16, Scales::kHalf, false, 32},
+    {"q5_1", 64, 48, 5, 0, Scales::kHalf, true, 32},
+    {"q8_0", 64, 68, 8, 128, Scales::kHalf, false, 32},
+    {"q4_k", 256, 148, 4, 0, Scales::kSuper, true, 32},
+    {"q5_k", 256, 180, 5, 0, Scales::kSuper, true, 32},
+    {"q6_k", 256, 212, 6, 32, Scales::kSuper, false, 16},
+    {"iq4_nl", 64, 36, 4, 128, Scales::kHalf, false, 32, kNonlinear},
+    {"iq4_xs", 256, 140, 4, 128, Scales::kSuper, false, 32, kNonlinear},
+    {"mxfp4", 128, 68, 4, 16, Scales::kExponent, false, 32, kE2M1},
+    {"w4g32", 128, 84, 4, 1, Scales::kFloat, false, 32},
+    {"w4g128", 128, 72, 4, 1, Scales::kFloat, false, 128},
+    {"w8g32", 128, 148, 8, 1, Scales::kFloat, false, 32},
+    {"w8g128", 128, 136, 8, 1, Scales::kFloat, false, 128},
 };
 constexpr int kNumFormats = kFirstBlocks + sizeof(kBlockFormats) / sizeof(BlockFormat);
 constexpr bool has_blocks(Format format) { return int(format) >= kFirstBlocks; }

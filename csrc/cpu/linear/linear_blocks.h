@@ -1,12 +1,12 @@
-// Weights in the blocks of GGUF files, 4 to 8 bits, on CPUs: rows of x in 8 bits, so that the sums are of integers.
+// Weights in the blocks of files, 4 to 8 bits, on CPUs: rows of x in 8 bits, so that the sums are of integers.
 //
 // Of a row, kBlockGroup adjacent elements share a scale, the 127th part of their largest magnitude. Per group, in this
 // order, whatever the instruction set and the number of rows:
-//   sum = the products of codes and rounded elements, less the offset of the codes (blocks.h): exact
+//   sum = the products of codes and rounded elements, less the codes' offset or zero point (blocks.h): exact
 //   total = fma(sum, scale of the weight * scale of the row, rounded, total)
 //   total = fma(minimum, scale of the row * the sum of its integers, rounded, total), if the format has minima
-// In kQ6_K sums are of 16 columns. A scale of the weight is the file's half-precision number; in the formats of 256
-// columns that times an integer of at most 8 bits, an exact product in float. A minimum is such a number negated.
+// In kQ6_K sums are of 16 columns. A scale of the weight is the file's number; in the formats of 256 columns that times
+// an integer of at most 8 bits, an exact product in float. A minimum is such a number negated.
 #pragma once
 #include "cpu/linear/blocks.h"
 #include "cpu/linear/linear_int8.h"
@@ -24,13 +24,13 @@ constexpr int64_t padded_rows(int64_t rows) {
   return rows > kRowsAtOnce ? kBlockRows : rows == 1 ? 1 : (rows + 1) / 2 * 2;
 }
 
-// What formats take off a sum: offset * the sum of the row's integers, negated.
-constexpr int kOffsets[] = {8, 16, 128};
+// What formats take off a sum: offset * the sum of the row's integers, negated. By 1 zero points are multiplied.
+constexpr int kOffsets[] = {1, 8, 16, 128};
 
 // Rows in 8 bits, padded with zeros to whole chunks. Blocks of rows that are multiplied at once, the last padded with
 // rows of zeros to a number of rows that the kernels have.
 struct BlockRows {
-  static constexpr int kWords = kBlockGroupWords + 7;  // of a row's group
+  static constexpr int kWords = kBlockGroupWords + 8;  // of a row's group
 
   struct Block {
     int64_t rows, groups;
@@ -39,13 +39,14 @@ struct BlockRows {
     float* scales() const { return reinterpret_cast<float*>(words + rows * groups * kBlockGroupWords); }
     float* wide() const { return scales() + rows * groups; }  // scales * sums
     int32_t* starts(int i) const { return reinterpret_cast<int32_t*>(wide()) + (i + 1) * rows * groups; }
-    int32_t* halves() const { return starts(3); }  // [groups, rows, 2]: of 16 elements, for the offset 32
+    int32_t* halves() const { return starts(4); }  // [groups, rows, 2]: of 16 elements, for the offset 32
 
     template <Format F>
     const int32_t* starts_of() const {
       constexpr int kOffset = blocks_of(F).offset;
-      static_assert(kOffset == 0 || kOffset == 8 || kOffset == 16 || kOffset == 32 || kOffset == 128, "kOffsets");
-      return kOffset == 32 ? halves() : starts(kOffset == 128 ? 2 : kOffset == 16 ? 1 : 0);
+      constexpr int kAt = kOffset == 128 ? 3 : kOffset == 16 ? 2 : kOffset == 8 ? 1 : 0;
+      static_assert(kOffset == 0 || kOffset == 32 || kOffset == kOffsets[kAt], "kOffsets");
+      return kOffset == 32 ? halves() : starts(kAt);
     }
   };
 
@@ -87,7 +88,7 @@ struct BlockRows {
                                       to.scales()[at], sums);
           const int32_t sum = sums[0] + sums[1];
           to.wide()[at] = to.scales()[at] * float(sum);
-          for (int i = 0; i < 3; ++i) to.starts(i)[at] = -kOffsets[i] * sum;
+          for (int i = 0; i < 4; ++i) to.starts(i)[at] = -kOffsets[i] * sum;
           for (int i = 0; i < 2; ++i) to.halves()[2 * at + i] = -32 * sums[i];
         }
     }
@@ -113,9 +114,30 @@ static inline Vec load_halves(const void* from) {
 #endif
 }
 
+// Byte i of each feature's word.
+static inline IVec load_bytes(const uint8_t* line, int i, int v) {
+  return load_ints(line + v * 4 * kWidth) >> 8 * i & 0xff;
+}
+
+// What codes of 4 bits stand for.
+static inline UVec look_up(const uint8_t* table, UVec codes) {
+#if defined(__AVX512BW__)
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (UVec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), (__m512i)codes);
+#elif defined(__AVX2__)
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (UVec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)codes);
+#else
+  ByteLine bytes = (ByteLine)codes;
+  for (int i = 0; i < 4 * kWidth; ++i) bytes[i] = table[bytes[i]];
+  return (UVec)bytes;
+#endif
+}
+
 // The codes of word W of a group, a byte each.
-template <int BITS, int W>
+template <Format F, int W>
 static inline IVec load_codes(const uint8_t* group, int v) {
+  constexpr int BITS = blocks_of(F).bits;
   const uint8_t* at = group + v * 4 * kWidth;
   if constexpr (BITS == 8) return load_ints(at + W * kLine);
   const UVec line = (UVec)load_ints(at + W % 4 * kLine);
@@ -128,6 +150,7 @@ static inline IVec load_codes(const uint8_t* group, int v) {
     constexpr int kLeft = 4 - 2 * (W % 4);
     codes |= (kLeft >= 0 ? high << (kLeft >= 0 ? kLeft : 0) : high >> (kLeft >= 0 ? 0 : -kLeft)) & 0x30303030;
   }
+  if constexpr (blocks_of(F).table != nullptr) codes = look_up(blocks_of(F).table, codes);
   return (IVec)codes;
 }
 
@@ -136,12 +159,18 @@ template <Format F>
 static inline Vec scale_of(const uint8_t* chunk, int g, int part, int v) {
   using L = Layout<F>;
   const int at = v * 2 * kWidth;
-  if constexpr (!L::kCode.is_super) return load_halves(chunk + g * kHalves + at);
+  if constexpr (L::kHasZeros)
+    return load(reinterpret_cast<const float*>(chunk + g * kBlockGroup / L::kCode.scale_columns * kLine) + v * kWidth);
+  if constexpr (L::kCode.scales == Scales::kExponent) {
+    const UVec byte = (UVec)load_bytes(chunk, g, v), is_small = (UVec)(byte < 2);
+    return (Vec)(((byte + 1) << 21 & is_small) | ((byte - 1) << 23 & ~is_small));  // exponent_to_float
+  }
+  if constexpr (!L::kIsSuper) return load_halves(chunk + g * kHalves + at);
   const int index = g * L::kParts + part;
   const UVec pair =
       __builtin_convertvector(*reinterpret_cast<const HVec*>(chunk + L::kScales + index / 2 * kHalves + at), UVec);
   const UVec top = index % 2 ? pair << 16 : pair << 24;  // the byte is the upper one
-  const IVec whole = F == Format::kQ6_K ? (IVec)top >> 24 : (IVec)(top >> 24);
+  const IVec whole = L::kCode.has_minima ? (IVec)(top >> 24) : (IVec)top >> 24;
   return load_halves(chunk + at) * __builtin_convertvector(whole, Vec);
 }
 
@@ -149,14 +178,33 @@ template <Format F>
 static inline Vec minimum_of(const uint8_t* chunk, int g, int v) {
   using L = Layout<F>;
   const int at = v * 2 * kWidth;
-  if constexpr (!L::kCode.is_super) return load_halves(chunk + L::kMinima + g * kHalves + at);
+  if constexpr (!L::kIsSuper) return load_halves(chunk + L::kMinima + g * kHalves + at);
   const UVec pair =
       __builtin_convertvector(*reinterpret_cast<const HVec*>(chunk + L::kMinima + g / 2 * kHalves + at), UVec);
   const IVec whole = (IVec)(g % 2 ? pair >> 8 : pair & 0xff);
   return -load_halves(chunk + kHalves + at) * __builtin_convertvector(whole, Vec);
 }
 
+// The zero points of group g of a chunk, or nothing.
+template <Format F>
+static inline IVec zeros_of(const uint8_t* chunk, int g, int v) {
+  return Layout<F>::kHasZeros ? load_bytes(chunk + Layout<F>::kZeros, g, v) : IVec{};
+}
+
 // ---- products
+
+// sum + zeros * start, the negated sum of a row's group: both fit in 16 bits.
+static inline IVec add_zeros(IVec sum, IVec zeros, int32_t start) {
+#if defined(__AVX512VNNI__)
+  return (IVec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)zeros, _mm512_set1_epi32(start));
+#elif defined(__AVX512F__)
+  return sum + (IVec)_mm512_madd_epi16((__m512i)zeros, _mm512_set1_epi32(start));
+#elif defined(__AVX2__)
+  return sum + (IVec)_mm256_madd_epi16((__m256i)zeros, _mm256_set1_epi32(start));
+#else
+  return sum + zeros * start;
+#endif
+}
 
 // The sum of a row's products with the words of a group, or of a part of it.
 template <int BITS>
@@ -230,13 +278,17 @@ __attribute__((noinline)) static void multiply_blocks(const BlockRows::Block& ro
           for (int line = 0; line < L::kGroupBytes; line += kLine) __builtin_prefetch(codes + ahead + line);
           if (g * kLine < L::kCodes) __builtin_prefetch(chunk + ahead + g * kLine);
         }
+        const IVec zeros = zeros_of<F>(chunk, g, v);
         unroll<L::kParts>([&](auto part) {
-          Dots<L::kCode.bits> sum[ROWS];
+          Dots<L::kCodeBits> sum[ROWS];
 #pragma GCC unroll 8
-          for (int r = 0; r < ROWS; ++r) sum[r].whole = IVec{} + (L::kCode.offset ? starts[r * L::kParts + part] : 0);
+          for (int r = 0; r < ROWS; ++r) {
+            const int32_t start = L::kCode.offset ? starts[r * L::kParts + part] : 0;
+            sum[r].whole = L::kHasZeros ? add_zeros(IVec{}, zeros, start) : IVec{} + start;
+          }
           unroll<kPartWords>([&](auto word) {
             constexpr int kWord = part * kPartWords + word;
-            const IVec some = load_codes<L::kCode.bits, kWord>(codes, v);
+            const IVec some = load_codes<F, kWord>(codes, v);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; ++r) sum[r].template add<kWord>(some, words[r * kBlockGroupWords + kWord]);
           });
@@ -259,7 +311,8 @@ __attribute__((noinline)) static void multiply_blocks(const BlockRows::Block& ro
 }
 
 #if DFLASH_TILES
-// On AMX tiles the words of a group are one operand, for 16 rows, and its codes the other, less their offset. Registers
+// On AMX tiles the words of a group are one operand, for 16 rows, and its codes the other, less their offset. Zero
+// points, by which codes could leave 8 bits, are taken off the sums. Registers
 // 0 to 3 hold sums, 4 and 5 rows, 6 and 7 codes. Sums leave them after each group, for the scales. Of a group with two
 // scales the codes are two operands, each with zeros in place of the other's.
 constexpr TileShape kBlockShapes[kTileRegisters] = {
@@ -276,6 +329,7 @@ struct Unpacked {
   static constexpr int kPartWords = kBlockGroupWords / kParts, kAtOnce = 4;  // parts whose sums are in registers
   alignas(64) uint8_t codes[kGroups * kParts][kBlockGroupWords * kLine];
   alignas(64) float scales[kGroups * kParts][kQuantTile], minima[kGroups][kQuantTile];
+  alignas(64) int32_t zeros[kGroups][kQuantTile];
 
   Unpacked() {
     if (kParts > 1) std::memset(codes, 0, sizeof(codes));
@@ -283,17 +337,18 @@ struct Unpacked {
 
   void unpack(const uint8_t* chunk, int64_t chunks) {
     ByteLine offset;
-    std::memset(&offset, L::kCode.offset, sizeof(offset));
+    std::memset(&offset, L::kHasZeros ? 0 : L::kCode.offset, sizeof(offset));
     for (int64_t i = 0; i < chunks; ++i, chunk += L::kBytes)
       for (int g = 0; g < L::kGroups; ++g) {
         const int64_t at = (i * L::kGroups + g) * kParts;
         const uint8_t* from = chunk + L::kCodes + g * L::kGroupBytes;
         unroll<kBlockGroupWords>([&](auto word) {
-          const ByteLine line = (ByteLine)load_codes<L::kCode.bits, word>(from, 0) - offset;
+          const ByteLine line = (ByteLine)load_codes<F, word>(from, 0) - offset;
           *reinterpret_cast<ByteLine*>(codes[at + word / kPartWords] + word * kLine) = line;
         });
         for (int p = 0; p < kParts; ++p) store(scales[at + p], scale_of<F>(chunk, g, p, 0));
         if constexpr (L::kCode.has_minima) store(minima[at], minimum_of<F>(chunk, g, 0));
+        if constexpr (L::kHasZeros) *reinterpret_cast<IVec*>(zeros[at]) = zeros_of<F>(chunk, g, 0);
       }
     for (int64_t at = chunks * L::kGroups * kParts; at % kAtOnce != 0; ++at) {  // rows are zero there
       store(scales[at], Vec{});
@@ -315,16 +370,18 @@ struct Unpacked {
         tile_zero<i>();
         tile_load<kRowTile>(rows.words + (first + g + i / kParts) * kRows * kBlockGroupWords, kBlockGroup);
         tile_load<kCodeTile>(codes[g * kParts + i], kLine);
-        tile_multiply_signed<i, kRowTile, kCodeTile>();
+        L::kHasZeros ? tile_multiply_int8<i, kRowTile, kCodeTile>() : tile_multiply_signed<i, kRowTile, kCodeTile>();
       });
       unroll<kAtOnce>([&](auto i) { tile_store<i>(whole[i], kTileBytes); });
       unroll<kAtOnce>([&](auto i) {
         const int64_t at = (first + g + i / kParts) * kRows;
         const Vec scale = load(scales[g * kParts + i]);
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r)
-          total[r] =
-              fma_vec(__builtin_convertvector(load_ints(whole[i][r]), Vec), scale * rows.scales()[at + r], total[r]);
+        for (int r = 0; r < kRows; ++r) {
+          IVec sum = load_ints(whole[i][r]);
+          if constexpr (L::kHasZeros) sum = add_zeros(sum, load_ints(zeros[g + i]), rows.starts_of<F>()[at + r]);
+          total[r] = fma_vec(__builtin_convertvector(sum, Vec), scale * rows.scales()[at + r], total[r]);
+        }
         if constexpr (L::kCode.has_minima) {
           const Vec minimum = load(minima[g + i]);
 #pragma GCC unroll 16
@@ -385,7 +442,7 @@ static void copy_block_tile(const uint8_t* tile, int64_t chunks, int64_t live, u
   std::memset(to, 0, chunks * L::kBytes);
   for (int64_t c = 0; c < chunks; ++c)
     for (int at = 0, size; at < L::kBytes; at += size * kQuantTile, tile += size * live, to += size * kQuantTile) {
-      size = at < L::kCodes ? 2 : 4;  // bytes of a feature that lie together
+      size = at < L::kShorts ? 2 : 4;  // bytes of a feature that lie together
       std::memcpy(to, tile, size * live);
     }
 }

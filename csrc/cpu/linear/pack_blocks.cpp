@@ -14,11 +14,15 @@ static inline uint32_t word(const uint8_t* from, int64_t i) {
   return out;
 }
 
-// Of a block of 32 or 256 columns in the file: half-precision numbers, small scales, codes.
+// Of a block of 32 or 256 columns in the file: scales and minima, and with them its codes.
 template <Format F>
-constexpr int kBlockBytes =
-    Layout<F>::kCode.is_super ? (Layout<F>::kCode.has_minima ? 16 : 18) + 32 * Layout<F>::kCode.bits
-                              : (Layout<F>::kCode.has_minima ? 4 : 2) + 4 * Layout<F>::kCode.bits;
+constexpr int kHeadBytes = F == Format::kMXFP4    ? 1
+                           : F == Format::kIQ4_XS ? 8
+                           : !Layout<F>::kIsSuper ? (Layout<F>::kCode.has_minima ? 4 : 2)
+                           : F == Format::kQ6_K   ? 18
+                                                  : 16;
+template <Format F>
+constexpr int kBlockBytes = kHeadBytes<F> + (Layout<F>::kIsSuper ? 32 : 4) * Layout<F>::kCode.bits;
 
 // Where a feature's numbers of a chunk go.
 template <Format F>
@@ -39,14 +43,17 @@ struct Writer {
   }
 };
 
-// A chunk of 64 columns: two blocks of 32, or one and zeros.
+// A chunk of several blocks of 32, or fewer and zeros.
 template <Format F>
 static void pack_chunk(const uint8_t* blocks, int64_t count, const Writer<F>& to, Constant<32>) {
   using L = Layout<F>;
-  constexpr int kHead = L::kCode.has_minima ? 4 : 2, kHigh = L::kCode.bits == 5 ? 4 : 0;
+  constexpr int kHead = kHeadBytes<F>, kHigh = L::kCode.bits == 5 ? 4 : 0;
   for (int g = 0; g < count; ++g, blocks += kBlockBytes<F>) {
     const uint8_t* codes = blocks + kHead + kHigh;
-    to.half(g * kHalves, blocks);
+    if (F == Format::kMXFP4)
+      to.at(0)[g] = blocks[0];
+    else
+      to.half(g * kHalves, blocks);
     if (L::kCode.has_minima) to.half(L::kMinima + g * kHalves, blocks + 2);
     if (L::kCode.bits == 8) {
       for (int i = 0; i < 8; ++i) to.line(g, i, word(codes, i) ^ 0x80808080);
@@ -91,6 +98,15 @@ static void pack_chunk(const uint8_t* block, int64_t, const Writer<F>& to, Const
       to.nibbles(g, words);
       to.line(g, 4, tops[0]), to.line(g, 5, tops[1]);
     }
+  } else if constexpr (F == Format::kIQ4_XS) {
+    uint16_t high;
+    std::memcpy(&high, block + 2, 2);
+    to.half(0, block);
+    for (int g = 0; g < 8; ++g) {
+      const int scale = (block[4 + g / 2] >> 4 * (g % 2) & 15) | (high >> 2 * g & 3) << 4;
+      *byte(L::kScales, g) = uint8_t(scale - 32);
+      for (int i = 0; i < 4; ++i) to.line(g, i, word(block + 8, 4 * g + i));
+    }
   } else {
     const uint8_t *high = block + 16, *codes = high + (L::kCode.bits == 5 ? 32 : 0);
     to.half(0, block), to.half(kHalves, block + 2);
@@ -109,7 +125,7 @@ static void pack_chunk(const uint8_t* block, int64_t, const Writer<F>& to, Const
 
 template <Format F>
 static void pack_tile(const PackBlocksParams& p, int64_t first) {
-  constexpr int kBlock = Layout<F>::kCode.is_super ? 256 : 32;
+  constexpr int kBlock = Layout<F>::kIsSuper ? 256 : 32;
   constexpr int64_t kPerChunk = blocks_of(F).columns / kBlock;
   const int64_t live = least(kQuantTile, p.features - first), blocks = p.columns / kBlock,
                 size = row_size(F, p.columns);
@@ -127,7 +143,9 @@ DFLASH_NAMESPACE_END
 
 void dflash::DFLASH_ISA::pack_blocks(const PackBlocksParams& p) {
   with_format(p.format, [&](auto format) {
-    parallel_for(ceil_div(p.features, kQuantTile), p.features * p.columns, p.threads,
-                 [&](int64_t tile) { pack_tile<decltype(format)::value>(p, tile * kQuantTile); });
+    constexpr Format kFormat = decltype(format)::value;
+    if constexpr (!Layout<kFormat>::kHasZeros)  // those are no blocks of a GGUF file (PackedWeight.of_integers)
+      parallel_for(ceil_div(p.features, kQuantTile), p.features * p.columns, p.threads,
+                   [&](int64_t tile) { pack_tile<kFormat>(p, tile * kQuantTile); });
   });
 }

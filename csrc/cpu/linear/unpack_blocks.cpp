@@ -25,14 +25,19 @@ static void unpack_row(const UnpackBlocksParams& p, int64_t row) {
         std::memcpy(lines + i, at(chunk + L::kCodes + g * L::kGroupBytes + i * kLine), 4);
       float minimum = 0.0f;
       if (L::kCode.has_minima)
-        minimum = L::kCode.is_super ? -half(chunk + kHalves) * float(byte(chunk + L::kMinima, g))
-                                    : half(chunk + L::kMinima + g * kHalves);
+        minimum = L::kIsSuper ? -half(chunk + kHalves) * float(byte(chunk + L::kMinima, g))
+                              : half(chunk + L::kMinima + g * kHalves);
+      const int offset = L::kHasZeros ? at(chunk + L::kZeros)[g] : L::kCode.offset;
       for (int i = 0; i < kBlockGroup; ++i) {
         const int w = i / 4, shift = 8 * (i % 4), part = i / L::kCode.scale_columns;
         float scale = 0.0f;
-        if constexpr (L::kCode.is_super) {
+        if constexpr (L::kIsSuper) {
           const uint8_t bits = byte(chunk + L::kScales, g * L::kParts + part);
-          scale = half(chunk) * float(F == Format::kQ6_K ? int8_t(bits) : bits);
+          scale = half(chunk) * float(L::kCode.has_minima ? bits : int8_t(bits));
+        } else if constexpr (L::kHasZeros) {
+          std::memcpy(&scale, at(chunk + g * kBlockGroup / L::kCode.scale_columns * kLine), 4);
+        } else if constexpr (L::kCode.scales == Scales::kExponent) {
+          scale = exponent_to_float(at(chunk)[g]);
         } else {
           scale = half(chunk + g * kHalves);
         }
@@ -44,7 +49,8 @@ static void unpack_row(const UnpackBlocksParams& p, int64_t row) {
           if constexpr (L::kCode.bits == 5) code |= (lines[4] >> (shift + w) & 1) << 4;
           if constexpr (L::kCode.bits == 6) code |= (lines[4 + w / 4] >> (shift + 2 * (w % 4)) & 3) << 4;
         }
-        out[k + g * kBlockGroup + i] = scale * float(code - L::kCode.offset) + minimum;
+        if constexpr (L::kCode.table != nullptr) code = L::kCode.table[code];
+        out[k + g * kBlockGroup + i] = scale * float(code - offset) + minimum;
       }
     }
 }

@@ -306,9 +306,9 @@ def load_target(
 ) -> PreTrainedModel:  # fmt: skip
     """Load a target for `dflash.generate`, in eval mode.
 
-    On a CPU the weights of a GGUF file stay in its blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K): the file is
-    mapped and packed tensor by tensor. Files with other types, architectures whose tensors transformers rearranges, and
-    float16 become dense. Targets to train for must be dense: load these with transformers.
+    On a CPU the weights of a GGUF file stay in its blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL,
+    IQ4_XS, MXFP4): the file is mapped and packed tensor by tensor. Files with other types, architectures whose tensors
+    transformers rearranges, and float16 become dense. Targets to train for must be dense: load these with transformers.
 
     Args:
         name: a GGUF file, a folder, a hub id, or ``owner/name:FILE.gguf`` on the hub.

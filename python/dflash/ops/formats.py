@@ -112,7 +112,7 @@ class WeightFormat(NamedTuple):
         row_group: what is multiplied is rounded to 8 bits too, so many adjacent elements of a row by one scale
             (`dflash.ops.reference.round_rows`). Sums are of integers, with the same bits on every instruction set.
         order: how its values lie in memory; of blocks the bytes of their features.
-        blocks: the type of a GGUF file's tensors whose integers and half-precision numbers it holds.
+        blocks: the type of a GGUF file's tensors whose integers and scales it holds.
     """
 
     name: str
@@ -138,7 +138,7 @@ FORMATS = {
         # What a lane of a warp has as a factor of mma of 64 columns (csrc/cuda/linear/int8.cuh). Columns are [steps of
         # 16, halves, lanes, pairs]
         WeightFormat("w8a16", "int8", "cuda", 8, None, ByteOrder(8, (4, 2, 4, 2), (1, 0, 4, 2, 5, 3))),
-        # Blocks of GGUF files: the file's own integers and half-precision numbers
+        # Blocks of GGUF files: the file's own integers and scales
         WeightFormat("q4_0", None, "cpu", 4, 32, TileOrder(2, 8), "Q4_0"),
         WeightFormat("q4_1", None, "cpu", 4, 32, TileOrder(4, 8), "Q4_1"),
         WeightFormat("q5_0", None, "cpu", 5, 32, TileOrder(2, 10), "Q5_0"),
@@ -147,6 +147,14 @@ FORMATS = {
         WeightFormat("q4_k", None, "cpu", 4, 32, TileOrder(10, 32), "Q4_K"),
         WeightFormat("q5_k", None, "cpu", 5, 32, TileOrder(10, 40), "Q5_K"),
         WeightFormat("q6_k", None, "cpu", 6, 32, TileOrder(10, 48), "Q6_K"),
+        WeightFormat("iq4_nl", None, "cpu", 4, 32, TileOrder(2, 8), "IQ4_NL"),
+        WeightFormat("iq4_xs", None, "cpu", 4, 32, TileOrder(6, 32), "IQ4_XS"),
+        WeightFormat("mxfp4", None, "cpu", 4, 32, TileOrder(0, 17), "MXFP4"),
+        # Integers with a float scale per 32 or 128 columns, and a zero point (`PackedWeight.of_integers`)
+        WeightFormat("w4g32", None, "cpu", 4, 32, TileOrder(0, 21)),
+        WeightFormat("w4g128", None, "cpu", 4, 32, TileOrder(0, 18)),
+        WeightFormat("w8g32", None, "cpu", 8, 32, TileOrder(0, 37)),
+        WeightFormat("w8g128", None, "cpu", 8, 32, TileOrder(0, 34)),
     )
 }
 """The formats by name. Which is used where is decided by `format_of` alone."""
@@ -160,7 +168,7 @@ def format_of(storage: str, device: str) -> str:
 class Blocks(NamedTuple):
     """What a weight ``[out, in]`` in blocks stands for: ``scales * codes``, plus ``minima``. ``in`` is padded."""
 
-    codes: Tensor  # [out, groups, parts, columns] int32, the offset taken off
+    codes: Tensor  # [out, groups, parts, columns] int32, the offset or zero point taken off
     scales: Tensor  # [out, groups, parts] float32
     minima: Tensor | None  # [out, groups] float32
 
@@ -173,10 +181,10 @@ class Blocks(NamedTuple):
 def unpack(packed: Tensor, format: str) -> Blocks:
     """Read a weight ``[out, bytes]`` in blocks as the kernels do (csrc/cpu/linear/blocks.h)."""
     order = FORMATS[format].order
-    bits, offset, has_minima, is_super, size = _C.coding(_C.FORMATS[format])
-    groups, parts = order.words // bits, 32 // size
+    columns, bits, offset, kind, has_minima, size, table = _C.coding(_C.FORMATS[format])
+    groups, parts = columns // 32, max(1, 32 // size)
     rows = order.unpack(packed).unflatten(-1, (-1, 2 * order.shorts + 4 * order.words))
-    head, body = rows.split([2 * order.shorts, 4 * order.words], -1)
+    head, body = rows.split([rows.shape[-1] - 4 * groups * bits, 4 * groups * bits], -1)
     # 1. Codes: lines of words of four columns
     lines = body.unflatten(-1, (groups, bits, 4)).int()
     words = lines if bits == 8 else torch.cat([lines[..., :4, :] & 15, lines[..., :4, :] >> 4], -2)
@@ -184,17 +192,24 @@ def unpack(packed: Tensor, format: str) -> Blocks:
         words |= (lines[..., 4:, :] >> torch.arange(8)[:, None] & 1) << 4
     elif bits == 6:
         words |= ((lines[..., 4:, None, :] >> 2 * torch.arange(4)[:, None] & 3) << 4).flatten(-3, -2)
-    codes = words.flatten(-2).unflatten(-1, (parts, size)) - offset
-    # 2. Scales and minima: half-precision numbers, in formats of 256 columns times bytes
+    words = torch.tensor(table, device=words.device)[words] if table else words
+    codes = words.flatten(-2).unflatten(-1, (parts, 32 // parts)) - (0 if kind == "float" else offset)
+    # 2. Scales, and minima or zero points
     halves, small, count = head.contiguous().view(torch.float16).float(), head[..., 4:], groups * parts
-    if is_super:
-        scales = halves[..., :1] * (small.view(torch.int8) if bits == 6 else small)[..., :count]
-        minima = -halves[..., 1:2] * small[..., count : count + groups]
-    else:
+    minima = None
+    if kind == "half":
         scales, minima = halves[..., :groups], halves[..., groups:]
+    elif kind == "super":
+        scales = halves[..., :1] * (small if has_minima else small.view(torch.int8))[..., :count]
+        minima = -halves[..., 1:2] * small[..., count : count + groups]
+    elif kind == "exponent":
+        byte = head.int()
+        scales = torch.where(byte < 2, byte + 1 << 21, byte - 1 << 23).view(torch.float32)
+    else:
+        scales = head[..., :-4].contiguous().view(torch.float32).repeat_interleave(size // 32, -1)
+        codes -= head[..., -4:, None, None].int()
     scales = scales.unflatten(-1, (groups, parts))
-    found = (x.flatten(1, 2) for x in (codes, scales, minima))
-    return Blocks(*found) if has_minima else Blocks(*found)._replace(minima=None)
+    return Blocks(codes.flatten(1, 2), scales.flatten(1, 2), minima.flatten(1, 2) if has_minima else None)
 
 
 class NotFiniteError(ValueError):
@@ -213,7 +228,7 @@ class NotFiniteError(ValueError):
 class PackedWeight(NamedTuple):
     """A weight, or one per expert, in a format that is not dense.
 
-    It stands for ``values() * scales[..., None]``, or for what a GGUF file's blocks do, whose scales are in ``packed``.
+    It stands for ``values() * scales[..., None]``, or for what a file's blocks do, whose scales are in ``packed``.
     """
 
     packed: Tensor  # [..., out, size] uint8
@@ -248,11 +263,99 @@ class PackedWeight(NamedTuple):
     @classmethod
     @torch.inference_mode(False)
     def of_blocks(cls, blocks: Tensor, format: str, columns: int) -> PackedWeight:
-        """Return the weight of a GGUF file's blocks ``[..., out, bytes]`` uint8, contiguous, of so many columns."""
+        """Return the weight of a GGUF file's blocks ``[..., out, bytes]`` uint8, contiguous, of so many columns.
+
+        ``format`` is that of the file's type, see `FORMATS`.
+        """
         packed = blocks.new_empty(*blocks.shape[:-1], FORMATS[format].size(columns))
         for source, to in zip(_matrices(blocks), _matrices(packed), strict=True):
             call = {"blocks": source, "packed": to, "features": len(source), "columns": columns}
             _C.run("pack_blocks", call | {"format": _C.FORMATS[format]}, torch.get_num_threads())
+        return cls(packed, None, format, columns)
+
+    @classmethod
+    def of_integers(
+        cls, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, *, group: int, bits: int
+    ) -> PackedWeight:
+        """Return the weight ``(codes - zeros) * scales`` of a checkpoint: AWQ, GPTQ and compressed-tensors have such.
+
+        Nothing is rounded. Scales without zero points that half precision holds take 4.5 or 8.5 bits per weight, as
+        Q4_0 and Q8_0 do. Else scales are kept in float32, for groups of 128, or for groups of 32.
+
+        Args:
+            codes: ``[..., out, in]`` uint8, less than ``2 ** bits``.
+            scales: ``[..., out, ceil(in / group)]`` of a floating-point type that float32 holds.
+            zeros: the same shape, uint8; None if all are ``2 ** (bits - 1)``.
+            group: columns that share a scale and a zero point: a multiple of 32, or at least ``in`` (one per channel).
+            bits: 4 or 8.
+
+        Raises:
+            ValueError: a shape, dtype or number is not as above.
+        """
+        columns, middle = codes.shape[-1], 2 ** (bits - 1)
+        # 1. Check what came
+        if bits not in (4, 8):
+            raise ValueError(f"bits must be 4 or 8, got {bits}: keep the weight dense")
+        if group < 1 or (group % 32 and group < columns):
+            raise ValueError(f"group must be a multiple of 32 or at least in = {columns}, got {group}: keep it dense")
+        _check_groups("scales", scales, codes, group)
+        if not scales.is_floating_point() or scales.dtype == torch.float64:
+            raise ValueError(f"scales must be float16, bfloat16 or float32, got {scales.dtype}: convert them")
+        if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != torch.uint8):
+            raise ValueError(f"zeros must be uint8 {list(scales.shape)}, got {zeros.dtype} {list(zeros.shape)}")
+        if codes.numel() and bits == 4 and int(codes.amax()) > 15:
+            raise ValueError(f"codes of 4 bits must be less than 16, got {int(codes.amax())}: unpack the bytes first")
+        # 2. Choose the format
+        wide, halves = scales.float(), scales.half()
+        if (zeros is None or bool((zeros == middle).all())) and torch.equal(halves.float(), wide):
+            return cls._of_codes(f"q{bits}_0", codes, (halves, 32, group))
+        shared = 128 if group % 128 == 0 or group >= columns else 32
+        zeros = torch.full_like(wide, middle, dtype=torch.uint8) if zeros is None else zeros
+        return cls._of_codes(f"w{bits}g{shared}", codes, (wide, shared, group), (zeros, 32, group))
+
+    @classmethod
+    def of_mxfp4(cls, codes: Tensor, exponents: Tensor) -> PackedWeight:
+        """Return the weight of OCP MXFP4 numbers, as gpt-oss has them: a value of E2M1 times ``2 ** (exponent - 127)``.
+
+        Args:
+            codes: ``[..., out, in]`` uint8, less than 16: the sign and three bits of E2M1. Minus zero becomes zero.
+            exponents: ``[..., out, ceil(in / 32)]`` uint8.
+
+        Raises:
+            ValueError: a shape, dtype or number is not as above, or an exponent is 255, which stands for NaN.
+        """
+        _check_groups("exponents", exponents, codes, 32)
+        if exponents.dtype != torch.uint8 or (exponents == 255).any():
+            raise ValueError(f"exponents must be uint8 below 255 (NaN), got {exponents.dtype}: keep the weight dense")
+        if codes.numel() and int(codes.amax()) > 15:
+            raise ValueError(f"codes must be less than 16, got {int(codes.amax())}: unpack the bytes first")
+        return cls._of_codes("mxfp4", codes, (exponents, 32, 32))
+
+    @classmethod
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _of_codes(cls, format: str, codes: Tensor, *head: tuple[Tensor, int, int]) -> PackedWeight:
+        """Pack codes, and what chunks begin with: ``[..., out, groups]``, one per how many columns, of what group."""
+        columns, order, size = codes.shape[-1], FORMATS[format].order, FORMATS[format].size(codes.shape[-1])
+        chunk, bits = _C.coding(_C.FORMATS[format])[:2]
+        padded = -(-columns // chunk) * chunk
+        # 1. Of each chunk the bytes of its scales and zero points
+        parts = []
+        for values, every, group in head:
+            found = (torch.arange(0, padded, every) // group).clamp_(max=values.shape[-1] - 1)
+            parts.append(values[..., found].view(torch.uint8).unflatten(-1, (padded // chunk, -1)))
+        parts = torch.cat(parts, -1).flatten(-2)
+        # 2. Codes after them, a few tiles at a time
+        packed = codes.new_empty(*codes.shape[:-1], size)
+        rows = _TILE * max(1, _WIDENED // (_TILE * max(1, columns)))
+        for matrices in zip(*map(_matrices, (packed, codes.contiguous(), parts)), strict=True):
+            for to, some, front in zip(*(x.split(rows) for x in matrices), strict=True):
+                body = torch.nn.functional.pad(some, (0, padded - columns)) if columns < padded else some
+                if bits == 4:  # eight codes at a time
+                    low, high = body.view(torch.int64).unflatten(-1, (-1, 2, 2)).unbind(-2)
+                    body = (low | high << 4).flatten(-2)
+                words = [x.view(torch.int32).unflatten(-1, (padded // chunk, -1)) for x in (front, body)]
+                to.copy_(order.pack(torch.cat(words, -1).flatten(1).view(torch.uint8), size))
         return cls(packed, None, format, columns)
 
     @torch.inference_mode(False)
@@ -284,6 +387,15 @@ class PackedWeight(NamedTuple):
     def record(self) -> tuple[Tensor, Tensor | None, int]:
         """Return the fields of ``LinearWeight``, as in params.h."""
         return self.packed, self.scales, _C.FORMATS[self.format]
+
+
+def _check_groups(name: str, values: Tensor, codes: Tensor, group: int) -> None:
+    """Raise ValueError unless codes are uint8 and ``values`` has one number per group of them."""
+    if codes.dtype != torch.uint8 or codes.ndim < 2:
+        raise ValueError(f"codes must be uint8 [..., out, in], got {codes.dtype} {list(codes.shape)}")
+    wanted = [*codes.shape[:-1], -(-codes.shape[-1] // group)]
+    if list(values.shape) != wanted:
+        raise ValueError(f"{name} must be {wanted}, one per {group} columns, got {list(values.shape)}")
 
 
 def _matrices(tensor: Tensor) -> Tensor:
