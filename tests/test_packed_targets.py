@@ -1,13 +1,18 @@
-"""Targets whose weights stay in the blocks of their GGUF file."""
+"""Targets whose weights stay as a GGUF file or another library's folder has them."""
 
 import copy
+import json
 import pickle
+import warnings
 
 import draft_variants
 import gguf
 import pytest
+import quantized_folders
 import torch
 from gguf_files import add_tokenizer, write, write_llama
+from quantized_folders import DENSE, PACKED
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import dflash
@@ -186,3 +191,91 @@ def test_experts_stay_packed_and_drafting_changes_no_text(tmp_path, draft, gate,
     assert error.median() < 0.1  # a rounded row may choose another expert
     plain = dflash.generate(target, None, IDS, max_new_tokens=30, temperature=1.5, seed=3)
     assert torch.equal(plain, dflash.generate(target, draft, IDS, max_new_tokens=30, temperature=1.5, seed=3))
+
+
+# ---------------------------------------------------------------------------------------------- folders
+
+
+def values_of(linear):
+    """Return what a linear layer multiplies by, in the order of its inputs."""
+    if isinstance(linear, torch.nn.Linear):
+        return linear.weight
+    dense = linear.weight.dense()
+    return dense if linear.order is None else dense[:, linear.order.argsort()]
+
+
+def assert_same_values(target, model):
+    for name, module in target.named_modules():
+        if isinstance(module, torch.nn.Linear | PackedLinear):
+            assert torch.equal(values_of(module), model.get_submodule(name).weight), name
+
+
+@pytest.mark.parametrize("kind", [*PACKED, *DENSE])
+def test_values_of_a_folder_are_those_that_were_written(tmp_path, kind):
+    model = quantized_folders.write_llama(tmp_path, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same_values(dflash.load_target(tmp_path), model)
+
+
+@pytest.mark.parametrize(("kind", "why"), [("fp8 per channel", "FP8"), ("groups of 16", "not multiples of 32")])
+def test_weights_that_become_dense_are_counted_in_a_warning(tmp_path, kind, why):
+    quantized_folders.write_llama(tmp_path, kind)
+    with pytest.warns(UserWarning, match=rf"28 weights become dense, \d+\.\d\d GB in torch.float32 \(.*{why}\)"):
+        dflash.load_target(tmp_path)
+
+
+CHANGES = {
+    "gptq": [
+        ({"checkpoint_format": "marlin"}, r"the layout of GPTQ must be gptq, gptq_v2, got marlin"),
+        ({"quant_method": "other"}, r"quant_method must be one that can be read, got other"),
+    ],
+    "awq": [({"version": "gemv"}, r"the layout of AWQ must be gemm, got gemv")],
+    "int4": [
+        ({"format": "marlin-24"}, r"the format marlin-24 of compressed-tensors cannot be read"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme quantizes keys and values in a cache"),
+        ({"transform_config": {"config_groups": {"u": {}}}}, r"transform_config rotates activations"),
+        ({"sparsity_config": {"format": "sparse-bitmask"}}, r"sparse weights of compressed-tensors \(sparse-bitmask\)"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "error"), [(kind, *each) for kind in CHANGES for each in CHANGES[kind]])
+def test_a_scheme_that_cannot_be_read_is_refused_by_name(tmp_path, kind, change, error):
+    quantized_folders.write_llama(tmp_path, kind)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=error):
+        dflash.load_target(tmp_path)
+
+
+UP, NORM = "model.layers.0.mlp.up_proj", "model.norm.weight"
+LOST = [
+    ("gptq", {f"{UP}.scales": None}, r"up_proj\.weight is stored in a way that cannot be read: .*up_proj\.g_idx I32"),
+    ("gptq", {f"{UP}.qweight": torch.ones(12, 96).int()}, r"tensors that make \[96, 64\], got .* 4 or 8 bits"),
+    ("fp8 of Model-Optimizer", {f"{UP}.weight_scale": None}, r"few bits need scales, and these have none: .* F8_E4M3"),
+    ("int8", {f"{UP}.weight_scale": None}, r"weights in few bits need scales, and these have none: .*up_proj"),
+    ("int4", {f"{UP}.pre_quant_scale": torch.ones(64)}, r"and these have none: model.*pre_quant_scale F32 \[64\]\. "),
+    ("int4", {NORM: None}, r"has no weights for model\.norm\.weight: its files are incomplete"),
+    ("int4", {NORM: torch.ones(65)}, r"model\.norm\.weight must be \[64\] as config\.json says, got .*\[65\]"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "error"), LOST, ids=range(len(LOST)))
+def test_a_folder_whose_tensors_do_not_fit_is_refused_by_name(tmp_path, kind, change, error):
+    quantized_folders.write_llama(tmp_path, kind)
+    tensors = load_file(tmp_path / "model.safetensors") | change
+    save_file({name: x for name, x in tensors.items() if x is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=error):
+        dflash.load_target(tmp_path)
+
+
+def test_model_optimizer_may_say_it_in_a_file_of_its_own(tmp_path):
+    model = quantized_folders.write_llama(tmp_path, "fp8 of Model-Optimizer")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.warns(UserWarning, match="28 weights become dense"):
+        assert_same_values(dflash.load_target(tmp_path), model)

@@ -26,9 +26,10 @@ BUDGETS = {
     # nobody found no more: less would take the check of kernels on a new GPU (425) or a feature. Weights that stay in
     # the blocks of GGUF files took 360: their oracle, their layers and their loader. Packing the integers of
     # checkpoints took 75, of which 20 check them; experts in 8 bits 70; limits of grammars that only their first tokens
-    # meet, asked before an answer begins, 60; folders that a full disk or a crash left half made 30.
-    "engine": 13_000,
-    "core": 8_800,
+    # meet, asked before an answer begins, 60; folders that a full disk or a crash left half made 30. Checkpoints that
+    # other libraries have quantized took 480: schemes, layouts, places, what is refused, and that no tensor is left out.
+    "engine": 13_600,
+    "core": 8_900,
     # What strangers send took 100: calls read the same for every cut of a text, in linear time, and values, limits and
     # connections refused before an answer begins.
     "server": 3_600,
@@ -39,8 +40,9 @@ BUDGETS = {
     # tables, exponents and zero points of seven more formats added 170.
     "csrc": 12_900,
     # All lines of Python. What differed in one value is one test with a table by now; less would take the only test of
-    # a behavior. Texts that are cut at every place, and values and limits asked of every API, took 200.
-    "tests": 36_100,
+    # a behavior. Texts that are cut at every place, and values and limits asked of every API, took 200; folders of other
+    # libraries, whose layouts are written in torch here, 400.
+    "tests": 36_500,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

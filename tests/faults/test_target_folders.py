@@ -5,8 +5,10 @@ import shutil
 import struct
 
 import pytest
+import torch
 from checkpoints import assert_refused, load_in_child
 from families import make_target
+from safetensors.torch import load_file, save_file
 from tiny_pair import save_pair
 
 from dflash.loading import Pretrained
@@ -102,6 +104,34 @@ def test_an_index_that_names_no_file_of_the_folder_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match=r"weight_map names .* not a file in the same folder") as caught:
         check_target_weights(tmp_path)
     assert len(str(caught.value)) < 500
+
+
+def save_with(folder, changes):
+    """Save a target with other tensors; those that are None are left out."""
+    make_target("qwen3").save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({name: x for name, x in tensors.items() if x is not None}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"model.norm.scale": torch.ones(64)}, r"place in Qwen3ForCausalLM, .* none: model\.norm\.scale F32 \[64\]\. "),
+        ({"model.norm.weight": torch.ones(65)}, r"shapes than .* says: model\.norm\.weight \[65\] instead of \[64\]"),
+        ({"model.norm.weight": None}, r"no weights for model\.norm\.weight: its files are incomplete"),
+    ],
+    ids=["unknown", "mismatched", "missing"],
+)
+def test_a_tensor_without_its_place_is_refused_by_name(tmp_path, change, error):
+    save_with(tmp_path, change)
+    with pytest.raises(ValueError, match=error):
+        Pretrained(tmp_path).load_target("auto")
+
+
+def test_tensors_that_change_no_output_are_left_out(tmp_path):
+    names = ("layers.0.self_attn.rotary_emb.inv_freq", "visual.patch_embed.weight", "layers.0.self_attn.k_scale")
+    save_with(tmp_path, {name: torch.ones(1) for name in ("mtp.fc.weight", *(f"model.{name}" for name in names))})
+    assert torch.equal(Pretrained(tmp_path).load_target("auto").lm_head.weight, make_target("qwen3").lm_head.weight)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3", "deepseek_v3"])

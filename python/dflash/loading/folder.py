@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -53,6 +53,62 @@ def check_target_weights(folder: Path) -> list[Path]:
                         pass  # checks its header
             return files
     return []
+
+
+class Header(NamedTuple):
+    """What a safetensors file says of a tensor. ``dtype`` is the file's name for it, such as ``BF16``."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def read_headers(files: Sequence[Path]) -> dict[str, Header]:
+    """Return what safetensors files say of their tensors, by name. Raises ValueError if one is broken."""
+    found = {}
+    for path in files:
+        with open_tensors(path) as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                part = file.get_slice(name)
+                found[name] = Header(path, name, part.get_dtype(), tuple(part.get_shape()))
+    return found
+
+
+# Tensors without which a model writes the same: tables that follow from its config, counters, heads that draft, scales
+# of a cache in 8 bits, and towers for other inputs than text.
+_HARMLESS = re.compile(
+    r"(^|[._])inv_freq$|num_batches_tracked$|masked_bias$|position_ids$|(^|\.)mtp[._]|[._][qkv]_scale$|"
+    r"(^|\.)(visual|vision_\w+|audio_\w+|embed_(vision|audio)|\w*multi_?modal_projector|image_newline)(\.|$)"
+)
+
+
+def check_all_used(model: nn.Module, unused: Mapping[str, object], source: object) -> None:
+    """Raise ValueError if tensors of a checkpoint have no place in the model, but for some that change nothing.
+
+    Args:
+        model: the target, perhaps on the meta device.
+        unused: what the file says of each tensor, by name.
+        source: the folder or file, for the error.
+    """
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    first = getattr(text, "num_hidden_layers", 0)  # layers past these draft: DeepSeek, GLM
+    drafting = range(first, first + (getattr(text, "num_nextn_predict_layers", None) or 0))
+
+    def is_harmless(name: str) -> bool:
+        layer = re.search(r"(^|\.)layers\.(\d+)\.", name)
+        return bool(_HARMLESS.search(name)) or (layer is not None and int(layer[2]) in drafting)
+
+    if lost := [f"{name} {what}".rstrip() for name, what in sorted(unused.items()) if not is_harmless(name)]:
+        raise ValueError(
+            f"{printable(source)}: every tensor must have a place in {type(model).__name__}, and these have none: "
+            f"{listed(lost)}. config.json belongs to another model, or the weights are stored in a way that is not "
+            "known here"
+        )
 
 
 def _integers(content: Any, key: str = "") -> Iterator[tuple[str, int]]:

@@ -118,14 +118,18 @@ def load_packed(model: nn.Module, file: GgufFile, processor: Any, dtype: torch.d
         module.register_parameter(key, nn.Parameter(torch.from_numpy(values).to(dtype), requires_grad=False))
     for path, parts in experts.items():
         _load_experts(model, path, file, parts, dtype)
-    # A tied head multiplies by the tiles of the embeddings.
+    tie_head(model)
+    if missing := sorted(name for name, parameter in model.named_parameters() if parameter.is_meta):
+        raise ValueError(f"{printable(file.path)} has no tensors for {listed(missing)}: it is incomplete")
+
+
+def tie_head(model: Any) -> None:
+    """Have a head without weights multiply by those of the embeddings, or by their tiles."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if isinstance(head, nn.Linear) and head.weight.is_meta and isinstance(embeddings, PackedEmbedding):
         model.set_output_embeddings(PackedLinear(embeddings.packed))
     elif isinstance(head, nn.Linear) and head.weight.is_meta:
         head.weight = embeddings.weight
-    if missing := sorted(name for name, parameter in model.named_parameters() if parameter.is_meta):
-        raise ValueError(f"{printable(file.path)} has no tensors for {listed(missing)}: it is incomplete")
 
 
 def _check_shape(file: GgufFile, name: str, shape: Sequence[int], parameter: torch.Tensor) -> None:

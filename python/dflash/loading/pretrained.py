@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..files import read_json
+from ..targets import packed_bytes
 from ..terminal import listed, named, printable, shortened
-from .folder import check_target_config, check_target_size, check_target_weights
+from .folder import check_all_used, check_target_config, check_target_size, check_target_weights, read_headers
 from .gguf import GgufFile, find_gguf, read_gguf, require_gguf
 from .gguf_target import complete_config, load_packed, processor_of, quiet_reader
+from .quantized import QuantizedFolder, read_scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,23 +111,48 @@ class Pretrained:
 
     def load_target(self, dtype: Any, device: Any = "cpu") -> Any:
         """Load the target, in eval mode. Weights that are missing are refused, where transformers draws random ones."""
-        config, folder = self.load_config(), (self._base() or self)._folder()
+        config, base = self.load_config(), self._base()
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-        if self.gguf is not None and dtype == "auto":
-            dtype = self.gguf.dtype
-        files = [self.gguf.path] if self.gguf is not None else [] if folder is None else check_target_weights(folder)
-        if files:  # before transformers allocates anything
-            is_quantized = self.gguf is not None or getattr(config, "quantization_config", None) is not None
+        # 1. Judge the files before transformers allocates anything
+        is_cpu, scheme, folder = torch.device(device).type == "cpu", None, (base or self)._folder()
+        if self.gguf is not None:
+            files, dtype = [self.gguf.path], self.gguf.dtype if dtype == "auto" else dtype
+        else:
+            scheme = read_scheme(config, folder, is_cpu=is_cpu, is_adapted=base is not None)
+            folder = self._download() if scheme is not None else folder
+            files = [] if folder is None else check_target_weights(folder)
+            dtype = _stored_dtype(config, is_cpu) if scheme is not None and dtype == "auto" else dtype
+        if files:
+            is_quantized = self.gguf is not None or scheme is not None or hasattr(config, "quantization_config")
             check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)
-        is_cpu = torch.device(device).type == "cpu" and dtype in (torch.float32, torch.bfloat16)
-        if (
-            self.gguf is not None
-            and self.keeps_blocks
-            and is_cpu
-            and (processor := processor_of(self.gguf, config)) is not None
-        ):
-            return self._load_packed(config, processor, dtype)
-        target, found = self._load(self._model_class, config=config, dtype=dtype, output_loading_info=True)
+        # 2. Read weights that stay packed, or that transformers would not read right
+        packs = self.keeps_blocks and is_cpu and dtype in (torch.float32, torch.bfloat16)
+        if self.gguf is not None and packs and (processor := processor_of(self.gguf, config)) is not None:
+            target = self._filled(config, dtype, lambda empty: load_packed(empty, self.gguf, processor, dtype))
+            # The mapped file and the vocabulary. Copies of the target must not hold them either.
+            self.__dict__.pop("_reader", None)
+            self.gguf.__dict__.pop("_bytes", None)
+            return target
+        if scheme is not None and files and all(file.suffix == ".safetensors" for file in files):
+            plain = copy.deepcopy(config)
+            plain.__dict__.pop("quantization_config", None)
+
+            def fill(empty: Any) -> None:
+                QuantizedFolder(self.name, files, scheme, empty, dtype, packs).load()
+
+            with self._readable_errors():  # the device may be full
+                return self._filled(plain, dtype, fill).to(device)
+        # 3. All others
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # its own error names no tensor
+        target, found = self._load(self._model_class, config=config, dtype=dtype, **options)
+        if other := [f"{name} {[*shape]} instead of {[*ours]}" for name, shape, ours in found["mismatched_keys"]]:
+            raise ValueError(
+                f"{printable(self.name)}: tensors have other shapes than config.json says: {listed(other)}"
+            )
+        if self.gguf is None:
+            headers = read_headers([file for file in files if file.suffix == ".safetensors"])
+            unused = {name: headers.get(name, "") for name in found["unexpected_keys"]}
+            check_all_used(target, unused, self.name)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
                 f"{printable(self.name)} has no weights for {listed(missing)}: its files are incomplete, or "
@@ -139,22 +166,28 @@ class Pretrained:
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
 
-    def _load_packed(self, config: Any, processor: Any, dtype: torch.dtype) -> Any:
-        """Load a target whose linear layers keep the blocks of the GGUF file."""
-        from accelerate import init_empty_weights
+    def _filled(self, config: Any, dtype: torch.dtype, fill: Callable[[Any], None]) -> Any:
+        """Build the target without memory for its weights, and have ``fill`` give it its tensors."""
         from transformers import GenerationConfig
 
+        if importlib.util.find_spec("accelerate") is None:
+            raise ValueError(f"{printable(self.name)} needs the accelerate package: pip install accelerate")
+        from accelerate import init_empty_weights
+
         with self._readable_errors(), self._quiet():
+            options = {} if self.gguf is not None else {"trust_remote_code": self.trust_remote_code}
             with init_empty_weights(include_buffers=False):
-                target = self._model_class.from_config(copy.deepcopy(config), dtype=dtype)
-            load_packed(target, self.gguf, processor, dtype)
+                target = self._model_class.from_config(copy.deepcopy(config), dtype=dtype, **options)
+            fill(target)
             target.generation_config = GenerationConfig.from_model_config(target.config)
             with contextlib.suppress(OSError):  # of the folder, as transformers does
-                target.generation_config = GenerationConfig.from_pretrained(self.gguf.path.parent)
-        # The mapped file and the vocabulary. Copies of the target must not hold them either.
-        self.__dict__.pop("_reader", None)
-        self.gguf.__dict__.pop("_bytes", None)
-        target.save_pretrained = functools.partial(_refuse_to_save, printable(self.gguf.path))
+                where = self.name if self.gguf is None else self.gguf.path.parent
+                target.generation_config = GenerationConfig.from_pretrained(
+                    where, local_files_only=self.local_files_only
+                )
+        if packed_bytes(target):
+            path = self.name if self.gguf is None else self.gguf.path
+            target.save_pretrained = functools.partial(_refuse_to_save, printable(path))
         return target.eval()
 
     def load_empty_target(self, config: Any = None) -> Any:
@@ -196,6 +229,15 @@ class Pretrained:
             with contextlib.suppress(OSError, ValueError, TypeError):
                 return Path(cached_file(self.name, name, local_files_only=self.local_files_only)).parent
         return None
+
+    def _download(self) -> Path:
+        """Return a folder with all weights: a local one, or the snapshot of a hub id."""
+        if Path(self.name).is_dir():
+            return Path(self.name)
+        from huggingface_hub import snapshot_download
+
+        patterns = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": ["*/*"]}
+        return Path(snapshot_download(str(self.name), local_files_only=self.local_files_only, **patterns))
 
     def _base(self) -> Pretrained | None:
         """Return the model that these files adapt if they are those of a PEFT adapter only, else None."""
@@ -249,6 +291,13 @@ class Pretrained:
 
 def _refuse_to_save(path: str, *_: object, **_options: object) -> None:
     raise ValueError(f"a target with packed weights cannot be saved: its file is {path}")
+
+
+def _stored_dtype(config: Any, is_cpu: bool) -> torch.dtype:
+    """Return the dtype of "auto" for a quantized folder. Kernels of CPUs do not take float16, and float32 holds it."""
+    text = config.get_text_config(decoder=True)
+    found = getattr(config, "dtype", None) or getattr(text, "dtype", None) or torch.bfloat16
+    return torch.float32 if is_cpu and found == torch.float16 else found
 
 
 def load_target(

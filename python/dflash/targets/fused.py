@@ -85,7 +85,7 @@ class Family(NamedTuple):
     def fits(self, module: nn.Module, has_biases: bool = False) -> bool:
         """Return True if a module of a layer and all in it are of the family's own classes, or plain ones of torch."""
         if type(module) in _PLAIN:
-            return has_biases or getattr(module, "bias", None) is None
+            return (has_biases or getattr(module, "bias", None) is None) and getattr(module, "order", None) is None
         if self.is_a(module, "SparseMoeBlock"):  # runs as it is
             return True
         is_attention = self.is_a(module, "Attention")
@@ -103,10 +103,8 @@ class Family(NamedTuple):
         decoder, head = self.decoder(model), model.get_output_embeddings()
         if not self.is_a(decoder, f"{self.text}Model") or not all(map(_is_plain_module, model.modules())):
             return False
-        if type(head) not in (nn.Linear, PackedLinear) or type(decoder.embed_tokens) not in (
-            nn.Embedding,
-            PackedEmbedding,
-        ):
+        is_own = type(head) in _LINEARS and type(decoder.embed_tokens) in (nn.Embedding, PackedEmbedding)
+        if not is_own or getattr(head, "order", None) is not None:
             return False
         layers = layers_of(decoder)
         mixers = [getattr(layer, "self_attn", None) or getattr(layer, "linear_attn", None) for layer in layers]
@@ -349,7 +347,7 @@ def use_experts_op(copied: nn.Module) -> bool:
 
     What they have as ``packed``, an `ExpertWeights`, is run for any number of rows.
     """
-    found = [(module, form) for module in copied.modules() if (form := form_of_experts(module)) is not None]
+    found = [(module, form) for module in copied.modules() if (form := experts_form(module)) is not None]
     for module, form in found:
         if hasattr(module, "packed"):
             continue
@@ -377,8 +375,8 @@ def _experts_forward(own: Callable, form: ExpertsForm) -> Callable:
     return forward
 
 
-def form_of_experts(module: nn.Module) -> ExpertsForm | None:
-    """Return how our op runs a module; None for other modules."""
+def experts_form(module: nn.Module) -> ExpertsForm | None:
+    """Return how our op runs experts, by their gate and the layout of their weights; None for other modules."""
     # 1. Its gate and the layout of its weights
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if not hasattr(module, "gate_up_proj") or chosen not in _IMPLEMENTATIONS or not _is_plain_module(module):
@@ -395,9 +393,13 @@ def form_of_experts(module: nn.Module) -> ExpertsForm | None:
         form, expected = ExpertsForm(gate), (True, True, False, False, False)
     if layout != expected or not form.gate:
         return None
-    if form.gate != "clamped_silu" and kind._apply_gate is not moe._default_apply_gate:
+    return None if form.gate != "clamped_silu" and kind._apply_gate is not moe._default_apply_gate else form
+
+
+def _form_of(module: nn.Module) -> ExpertsForm | None:
+    """Return how our op runs a module; None for other modules, and for weights that the op does not take."""
+    if (form := experts_form(module)) is None:
         return None
-    # 2. The weights: those that the op takes, and no others
     names = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set())
     parameters, weights = dict(module.named_parameters()), (module.gate_up_proj, module.down_proj)
     if parameters.keys() != names or not _are_plain_tensors(parameters.values()):

@@ -14,7 +14,7 @@ from .. import ops
 from ..decoder import product
 from ..ops import NotFiniteError, PackedWeight, Weight, format_of
 from .fingerprint import Fingerprint
-from .fused import FusedTarget, form_of_experts, use_experts_op
+from .fused import FusedTarget, experts_form, use_experts_op
 from .model import KERNEL_DTYPES, PLAIN_TENSORS, UnsupportedTargetError, embedding_table, name_of, weight_of
 from .packed import ExpertWeights, PackedEmbedding, PackedExperts, PackedLinear
 from .parallel import ranks_in
@@ -147,7 +147,7 @@ def _weights_of(layer: nn.Module) -> list[tuple[Weight, Turn | None]]:
     """Return the weights of a linear layer or of experts, and how each matrix is turned; none of other modules."""
     if type(layer) in (nn.Linear, Int8Linear, PackedLinear):
         return [(weight_of(layer), None)]
-    if (form := form_of_experts(layer)) is None:
+    if (form := experts_form(layer)) is None:
         return []
     turns = (_gate_then_up, _transposed) if form.transposed else (None, None)
     return list(zip((layer.gate_up_proj, layer.down_proj), turns, strict=True))
@@ -164,7 +164,7 @@ def _transposed(matrix: Tensor) -> Tensor:
 
 def _run_by(layer: nn.Module, copies: Sequence[PackedWeight]) -> PackedWeight | ExpertWeights:
     """Return what a layer computes with, given the copies of its weights."""
-    if (form := form_of_experts(layer)) is None:
+    if (form := experts_form(layer)) is None:
         return copies[0]
     gate_up_bias, down_bias = (layer.gate_up_proj_bias, layer.down_proj_bias) if layer.has_bias else (None, None)
     if gate_up_bias is not None and form.transposed:
@@ -207,7 +207,7 @@ def int8_obstacle(model: nn.Module) -> str:
         return f"{replaced} is not transformers' own"
     stored, others = 0, [(0, "")]
     for name, module in _modules_of_text(model):
-        is_stored = type(module) in (nn.Linear, PackedLinear, PackedExperts) or form_of_experts(module) is not None
+        is_stored = type(module) in (nn.Linear, PackedLinear, PackedExperts) or experts_form(module) is not None
         for key, weight in (*module._parameters.items(), *module._buffers.items()):
             if weight is None or weight.dim() < 2 or isinstance(module, (nn.Embedding, PackedEmbedding, _ConvNd)):
                 continue

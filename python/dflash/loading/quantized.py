@@ -1,0 +1,562 @@
+"""Folders that another library has quantized: weights stay packed on a CPU, or become dense and a warning says so."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..files import open_tensors, read_json
+from ..ops import PackedWeight
+from ..targets import ExpertWeights, PackedEmbedding, PackedExperts, PackedLinear, experts_form
+from ..terminal import listed, named, printable, shortened
+from .folder import Header, check_all_used, read_headers
+from .gguf_target import tie_head
+
+# ---------------------------------------------------------------------------------------------- what a config says
+
+_METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4", "fp8", "mxfp8")
+_FORMATS = {  # of compressed-tensors, as a whole or per group
+    *("dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+}
+
+
+class Scheme(NamedTuple):
+    """What cannot be told from a checkpoint's tensors.
+
+    Attributes:
+        method: the library, of `_METHODS`, or modelopt.
+        stores_less: zero points of GPTQ are stored less one (``checkpoint_format`` gptq, not gptq_v2).
+        block: rows and columns that share a scale of FP8, if several of both do.
+    """
+
+    method: str
+    stores_less: bool = True
+    block: tuple[int, int] = (128, 128)
+
+
+def read_scheme(config: Any, folder: Path | None, *, is_cpu: bool, is_adapted: bool) -> Scheme | None:
+    """Return how this package reads a quantized folder; None if it is not quantized, or transformers reads it.
+
+    On GPUs transformers does, by the kernels of the library, except for Model-Optimizer, whose scales it leaves out.
+
+    Args:
+        config: of the model.
+        folder: may have ``hf_quant_config.json``.
+        is_cpu: the model runs on a CPU.
+        is_adapted: it is the base of a PEFT adapter, which transformers loads.
+
+    Raises:
+        ValueError: the library is unknown, or it stores weights in a way that cannot be read.
+    """
+    text = config.get_text_config(decoder=True)
+    given = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if given is None and folder is not None and (folder / "hf_quant_config.json").is_file():  # of Model-Optimizer
+        found = read_json(folder / "hf_quant_config.json").get("quantization")
+        if isinstance(found, dict) and found.get("quant_algo"):
+            given = {**found, "quant_method": "modelopt"}
+    if given is None:
+        return None
+    given = given if isinstance(given, dict) else given.to_dict()
+    method, where = str(given.get("quant_method", "")), printable(folder or "config.json")
+    if method.startswith("modelopt"):
+        if is_adapted:
+            raise ValueError(f"{where}: an adapter cannot be put on weights of Model-Optimizer: use the plain model")
+    elif method not in _METHODS or not is_cpu or is_adapted:
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        if AutoHfQuantizer.supports_quant_method(given):
+            return None
+        raise ValueError(f"{where}: quant_method must be one that can be read, got {named(method)}")
+    method = "modelopt" if method.startswith("modelopt") else method
+    groups = [group for group in dict(given.get("config_groups") or {}).values() if isinstance(group, dict)]
+    layout = str(given.get("checkpoint_format") or given.get("format") or given.get("version") or "").lower()
+    if method == "compressed-tensors":
+        _check_compressed(given, {layout, *(str(group.get("format") or "") for group in groups)} - {""}, where)
+    elif (wanted := {"awq": {"gemm"}, "gptq": {"gptq", "gptq_v2"}}.get(method)) and layout and layout not in wanted:
+        raise ValueError(
+            f"{where}: the layout of {method.upper()} must be {listed(sorted(wanted))}, got {named(layout)}"
+        )
+    blocks = [group["weights"].get("block_structure") for group in groups if isinstance(group.get("weights"), dict)]
+    block = next(filter(None, [given.get("weight_block_size"), *blocks]), (128, 128))
+    if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(x, int) and x > 0 for x in block)):
+        raise ValueError(f"{where}: the block of a scale must be two sizes, got {shortened(block)}")
+    return Scheme(method, layout != "gptq_v2", (block[0], block[1]))
+
+
+def _check_compressed(given: Mapping[str, Any], formats: set[str], where: str) -> None:
+    """Raise ValueError for what compressed-tensors does besides storing weights of linear layers."""
+    if unknown := formats - _FORMATS:
+        raise ValueError(f"{where}: the format {listed(sorted(unknown))} of compressed-tensors cannot be read")
+    sparsity = given.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        raise ValueError(f"{where}: sparse weights of compressed-tensors ({named(sparsity['format'])}) cannot be read")
+    for key, what in (
+        ("kv_cache_scheme", "quantizes keys and values in a cache of compressed-tensors, which dflash replaces"),
+        ("transform_config", "rotates activations while the model runs"),
+    ):
+        if given.get(key):
+            raise ValueError(f"{where}: {key} {what}: use a checkpoint without it")
+
+
+# ---------------------------------------------------------------------------------------------- what tensors hold
+
+
+class Integers(NamedTuple):
+    """A weight ``(codes - zeros) * scales``, with a scale and a zero point per group of columns."""
+
+    codes: Tensor  # [..., out, in] uint8
+    scales: Tensor  # [..., out, groups]
+    zeros: Tensor | None  # [..., out, groups] uint8; None: half of what codes can be
+    bits: int
+    groups: Tensor | None = None  # [in], the group of each column; None: as many columns in turn
+
+    @property
+    def size(self) -> int:
+        """Columns per group."""
+        return self.codes.shape[-1] // self.scales.shape[-1]
+
+    @property
+    def obstacle(self) -> str:
+        """Why it cannot stay packed; empty if it can."""
+        columns, count = self.codes.shape[-1], self.scales.shape[-1]
+        if columns % 32 or (count > 1 and self.size % 32):
+            return "groups that are not multiples of 32"
+        uneven = self.groups is not None and (torch.bincount(self.groups, minlength=count) != self.size).any()
+        return "groups of several sizes" if uneven else ""
+
+    def dense(self) -> Tensor:
+        """Return the values in float32."""
+        groups = torch.arange(self.codes.shape[-1]) // self.size if self.groups is None else self.groups
+        zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[..., groups].float()
+        return (self.codes.float() - zeros) * self.scales[..., groups].float()
+
+    def pack(self) -> tuple[PackedWeight, Tensor | None]:
+        """Return the weight with the columns of a group side by side, and which columns these are."""
+        order = None if self.groups is None else torch.argsort(self.groups, stable=True)
+        codes = self.codes if order is None else self.codes[..., order]
+        return PackedWeight.of_integers(codes, self.scales, self.zeros, group=self.size, bits=self.bits), order
+
+
+class Floats(NamedTuple):
+    """A weight in MXFP4: values of E2M1, and a power of two per 32 columns."""
+
+    codes: Tensor  # [..., out, in] uint8
+    exponents: Tensor  # [..., out, in / 32] uint8, 127 for one
+    obstacle: str = ""
+
+    def dense(self) -> Tensor:
+        """Return the values in float32."""
+        return _e2m1(self.codes) * _powers(self.exponents).repeat_interleave(32, -1)
+
+    def pack(self) -> tuple[PackedWeight, None]:
+        return PackedWeight.of_mxfp4(self.codes, self.exponents), None
+
+
+class Values(NamedTuple):
+    """A weight that no kernel multiplies by as it is stored."""
+
+    values: Tensor  # [..., out, in] float32
+    obstacle: str
+
+    def dense(self) -> Tensor:
+        return self.values
+
+
+Quantized = Integers | Floats | Values
+Parts = Mapping[str, Tensor]
+_AWQ = [0, 4, 1, 5, 2, 6, 3, 7]  # the nibbles of a word in which eight neighbors lie
+_E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def _e2m1(codes: Tensor) -> Tensor:
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    return table.to(codes.device)[codes.int()]
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 127)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Return ``[..., 2 * n]`` of ``[..., n]`` uint8, the low half of each byte first."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def _codes(words: Tensor, bits: int) -> Tensor:
+    """Return the codes uint8 that lie along the last dimension of int32 words, the lowest bits first."""
+    packed = words.contiguous().view(torch.uint8)
+    return _nibbles(packed) if bits == 4 else packed
+
+
+def _bits(words: int, columns: int) -> int:
+    """Return the bits per value of a row that takes so many words."""
+    for bits in (4, 8):
+        if -(-columns * bits // 32) == words:
+            return bits
+    raise ValueError(f"values must have 4 or 8 bits, got {words} words of 32 bits for {columns} values")
+
+
+def _groups(index: Tensor | None, scales: Tensor) -> Tensor | None:
+    """Return the group of each column, None if as many belong to each in turn."""
+    if index is None or index.is_meta or int(index.min()) < 0:  # -1 for none
+        return None
+    if int(index.max()) >= scales.shape[-1]:
+        raise ValueError(f"g_idx must name one of {scales.shape[-1]} groups, got {int(index.max())}")
+    in_turn = torch.arange(len(index)) // (len(index) // scales.shape[-1])
+    return None if torch.equal(index.long(), in_turn) else index.long()
+
+
+def _read_words(parts: Parts, shape: Sequence[int], scheme: Scheme) -> Quantized:
+    """Read AWQ and GPTQ: ``qweight`` and ``qzeros`` int32, ``scales [groups, out]``."""
+    words, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"].T
+    if scheme.method == "awq":
+        codes, zeros = (_codes(x, 4).unflatten(-1, (-1, 8))[..., _AWQ].flatten(-2).T for x in (words, zeros))
+        return Integers(codes, scales, zeros, 4)
+    bits = _bits(len(words), shape[1])
+    if scheme.stores_less:  # in whole words, with carries, as GPTQModel writes and reads them
+        zeros = zeros + (0x11111111 if bits == 4 else 0x01010101)
+    codes, zeros = _codes(words.T, bits)[:, : shape[1]], _codes(zeros, bits)[:, : shape[0]].T
+    return Integers(codes, scales, zeros, bits, _groups(parts.get("g_idx"), scales))
+
+
+def _read_packed(parts: Parts, shape: Sequence[int], _scheme: Scheme) -> Quantized:
+    """Read compressed-tensors: ``weight_packed`` int32 for integers, uint8 for FP4."""
+    packed, scales, zeros = parts["weight_packed"], parts["weight_scale"], parts.get("weight_zero_point")
+    if packed.dtype == torch.uint8:
+        factor = parts.get("weight_global_scale")
+        return _read_fp4(packed, scales if factor is None else scales.float() / factor.float())
+    bits = _bits(packed.shape[1], shape[1])
+    zeros = None if zeros is None else _codes(zeros.T, bits)[:, : shape[0]].T
+    scales = scales.expand(len(packed), -1) if scales.dim() == 2 else scales.reshape(-1, 1).expand(len(packed), 1)
+    groups = _groups(parts.get("weight_g_idx"), scales)
+    return Integers(_codes(packed, bits)[:, : shape[1]], scales, zeros, bits, groups)
+
+
+def _read_fp4(packed: Tensor, scales: Tensor) -> Quantized:
+    codes = _nibbles(packed)
+    if scales.dtype == torch.uint8:
+        return Floats(codes, scales)
+    return Values(_e2m1(codes) * scales.float().repeat_interleave(16, -1), "NVFP4")
+
+
+def _read_scaled(parts: Parts, _shape: Sequence[int], scheme: Scheme) -> Quantized:
+    """Read a ``weight`` in int8 or FP8, or Model-Optimizer's in FP4."""
+    weight, zeros = parts["weight"], parts.get("weight_zero_point")
+    scales = parts["weight_scale" if "weight_scale" in parts else "weight_scale_inv"]
+    if weight.dtype == torch.uint8:
+        factor = parts.get("weight_scale_2")
+        return _read_fp4(weight, scales if factor is None else scales.float() * factor.float())
+    scales = scales if scales.dim() == 2 else scales.reshape(-1, 1)
+    if weight.dtype == torch.int8 and len(scales) in (1, len(weight)):
+        codes, zeros = (None if x is None else x.view(torch.uint8) ^ 128 for x in (weight, zeros))
+        zeros = None if zeros is None else zeros.reshape(scales.shape).expand(len(weight), -1)
+        return Integers(cast(Tensor, codes), scales.expand(len(weight), -1), zeros, 8)
+    scales = _powers(scales) if scales.dtype == torch.uint8 else scales.float()
+    for dim, (length, count, block) in enumerate(zip(weight.shape, scales.shape, scheme.block, strict=True)):
+        each = block if -(-length // block) == count else length // count
+        scales = scales.repeat_interleave(each, dim).narrow(dim, 0, length)
+    return Values(weight.float() * scales, "FP8" if weight.is_floating_point() else "int8 in blocks")
+
+
+def _read_blocks(parts: Parts, _shape: Sequence[int], _scheme: Scheme) -> Quantized:
+    """Read gpt-oss: ``blocks [experts, out, in / 32, 16]`` uint8, ``scales [experts, out, in / 32]``."""
+    return Floats(_nibbles(parts["blocks"]).flatten(-2), parts["scales"])
+
+
+class Layout(NamedTuple):
+    """The tensors that a library makes of a weight, all that it needs and what else there may be, and their reader."""
+
+    needs: set[str]
+    may_have: set[str]
+    read: Callable[[Parts, Sequence[int], Scheme], Quantized]
+
+
+_LAYOUTS = (
+    Layout({"qweight", "qzeros", "scales"}, {"g_idx"}, _read_words),
+    Layout(
+        {"weight_packed", "weight_scale"}, {"weight_zero_point", "weight_g_idx", "weight_global_scale"}, _read_packed
+    ),
+    Layout({"weight", "weight_scale"}, {"weight_zero_point", "weight_scale_2"}, _read_scaled),
+    Layout({"weight", "weight_scale_inv"}, set(), _read_scaled),
+    Layout({"blocks", "scales"}, set(), _read_blocks),
+)
+# What a model's own shapes say, and scales of its inputs: here rows are rounded by scales of their own, or not at all.
+_UNREAD = {"weight_shape", "input_scale", "input_zero_point", "input_global_scale", "activation_scale"}
+_NAMES = sorted({"weight"} | _UNREAD | set().union(*(row.needs | row.may_have for row in _LAYOUTS)) - {"blocks"})
+_PART = re.compile(rf"(.+)\.({'|'.join(_NAMES)})|(.+)_(blocks|scales)")
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    "BOOL": torch.bool,
+}
+_WIDE = ("F64", "F32", "F16", "BF16")
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+class _Place(NamedTuple):
+    """A weight of the checkpoint on its way into a parameter.
+
+    ``parts`` are the names of its tensors, ``pattern`` the source of the transformers converter that makes several
+    weights one parameter; None if it is the parameter.
+    """
+
+    parts: dict[str, str]
+    pattern: str | None
+
+
+class QuantizedFolder:
+    """A quantized checkpoint, and where in a model its tensors belong. Reads only what the files say of them.
+
+    Args:
+        folder: for errors.
+        files: safetensors.
+        scheme: from `read_scheme`.
+        model: its parameters on the meta device, its buffers real.
+        dtype: of all that will not be packed, except for what the family keeps in float32.
+        packs: leave weights packed where kernels read them.
+
+    Raises:
+        ValueError: a tensor has no place, a parameter has no tensor, scales are missing, or shapes do not fit.
+    """
+
+    def __init__(
+        self, folder: object, files: Sequence[Path], scheme: Scheme, model: Any, dtype: torch.dtype, packs: bool
+    ) -> None:  # fmt: skip
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+
+        self._where, self._scheme, self._model = printable(folder), scheme, model
+        self._dtype, self._packs = dtype, packs
+        self._made_dense: dict[str, list[int]] = {}  # by reason: the bytes of each
+        self._headers, self._state = read_headers(files), model.state_dict()
+        mapping = get_model_conversion_mapping(model)
+        converters = [x for x in mapping if isinstance(x, WeightConverter)]
+        renamings = [x for x in mapping if not isinstance(x, WeightConverter)]
+        self._converters = {pattern: x for x in converters for pattern in x.source_patterns}
+
+        def rename(name: str) -> tuple[str, str | None]:
+            return rename_source_key(name, renamings, converters, model.base_model_prefix, self._state)
+
+        # 1. The tensors of each weight
+        weights: dict[str, dict[str, str]] = {}
+        for name in sorted(self._headers, key=lambda name: re.sub(r"\d+", lambda digits: digits[0].zfill(9), name)):
+            found = _PART.fullmatch(name)
+            if found is None or (rename(name)[0] in self._state and found[2] != "weight"):
+                weights[name] = {"weight": name}
+            else:
+                stem, part = (f"{found[1]}.weight", found[2]) if found[1] else (found[3], found[4])
+                weights.setdefault(stem, {})[part] = name
+        # 2. Their places
+        self._places: dict[str, list[_Place]] = {}
+        unused: dict[str, object] = {}
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        for stem, parts in weights.items():
+            target, pattern = rename(stem)
+            if target in self._state:
+                self._places.setdefault(target, []).append(_Place(parts, pattern))
+            elif not any(re.search(each, stem) for each in ignored):
+                unused |= {name: self._headers[name] for name in parts.values()}
+        check_all_used(model, unused, folder)
+        # 3. Shapes, and what is missing
+        for target, places in self._places.items():
+            for place in places:
+                self._read(target, place, _without_memory)
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        """Raise ValueError if a parameter has no tensor."""
+        made = set(self._places)
+        for target, places in self._places.items():
+            if places[0].pattern is not None:
+                first, *others = self._converters[places[0].pattern].target_patterns
+                made |= {target.replace(first, each) for each in others}
+        optional = self._model._keys_to_ignore_on_load_missing or ()
+        missing = self._state.keys() - made - getattr(self._model, "all_tied_weights_keys", {}).keys()
+        if lost := sorted(name for name in missing if not any(re.search(each, name) for each in optional)):
+            raise ValueError(f"{self._where} has no weights for {listed(lost)}: its files are incomplete")
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def _read(self, target: str, place: _Place, get: _Get) -> Quantized | Tensor:
+        """Read a weight, by ``get`` of what the files say of a tensor. Raises ValueError if it does not fit."""
+        headers = {part: self._headers[name] for part, name in place.parts.items()}
+        said = ", ".join(f"{named(name)} {self._headers[name]}" for name in place.parts.values())
+        shape, names = self._shape(target, place), headers.keys() - _UNREAD
+        if names == {"weight"}:
+            if self._state[target].is_floating_point() and headers["weight"].dtype not in _WIDE:
+                raise ValueError(f"{self._where}: weights in few bits need scales, and these have none: {said}")
+            if shape is not None and headers["weight"].shape != tuple(shape):
+                raise ValueError(
+                    f"{self._where}: {named(target)} must be {list(shape)} as config.json says, got {said}"
+                )
+            return get(headers["weight"])
+        is_known = all(header.dtype in _DTYPES for header in headers.values())
+        layout = next((row for row in _LAYOUTS if is_known and row.needs <= names <= row.needs | row.may_have), None)
+        if layout is None or shape is None:
+            raise ValueError(f"{self._where}: {named(target)} is stored in a way that cannot be read: {said}")
+        try:
+            weight = layout.read({part: get(headers[part]) for part in names}, shape, self._scheme)
+            found = weight.values if isinstance(weight, Values) else weight.codes
+            if found.shape != torch.Size(shape):
+                raise ValueError(f"it would be {list(found.shape)}")
+            if isinstance(weight, Integers) and weight.zeros is not None and weight.zeros.shape != weight.scales.shape:
+                raise ValueError("its zero points need a place per scale")
+        except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
+            fits = f"{named(target)} needs tensors that make {list(shape)}"
+            raise ValueError(f"{self._where}: {fits}, got {said}: {printable(error)}") from error
+        return weight
+
+    def _shape(self, target: str, place: _Place) -> Sequence[int] | None:
+        """Return the shape ``[..., out, in]`` of one weight of a parameter; None if a converter decides it."""
+        shape = self._state[target].shape
+        if place.pattern is None:
+            return (shape[0], shape[2], shape[1]) if "blocks" in place.parts else shape
+        converter = self._converters[place.pattern]
+        return (shape[1] // len(converter.source_patterns), shape[2]) if _is_merge(converter) else None
+
+    def load(self) -> None:
+        """Give the model its tensors, a module at a time. Warns of weights that become dense."""
+        modules: dict[str, dict[str, list[_Place]]] = {}
+        for target, places in self._places.items():
+            path, _, key = target.rpartition(".")
+            modules.setdefault(path, {})[key] = places
+        for path, keys in modules.items():
+            with self._opened() as get:
+                if self._load_experts(path, keys, get):
+                    continue
+                for key in sorted(keys):  # the bias before the weight
+                    self._load(path, key, keys[key], get)
+        tie_head(self._model)
+        for reason, sizes in self._made_dense.items():
+            what = f"{len(sizes)} weights become dense, {sum(sizes) / 1e9:.2f} GB"
+            warnings.warn(f"{self._where}: {what} in {self._dtype} ({reason})", stacklevel=2)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Callable[[Header], Tensor]]:
+        """Yield what reads tensors. The files are closed after it, so that their memory is given back."""
+        with contextlib.ExitStack() as stack:
+            opened = functools.cache(lambda path: stack.enter_context(open_tensors(path)))
+            yield lambda header: opened(header.file).get_tensor(header.name)
+
+    # ------------------------------------------------------------------------------------------ making modules
+
+    def _load(self, path: str, key: str, places: Sequence[_Place], get: _Get) -> None:
+        """Give a module one of its parameters or buffers, and the model a packed module in its place if it can be."""
+        module, target = self._model.get_submodule(path), f"{path}.{key}" if path else key
+        if places[0].pattern is None:
+            weight = self._read(target, places[0], get)
+            if isinstance(weight, Integers | Floats) and key == "weight" and self._stays(weight):
+                packed, order = weight.pack()
+                if type(module) is nn.Linear:
+                    self._model.set_submodule(path, PackedLinear(packed, module.bias, order))
+                    return
+                if type(module) is nn.Embedding and order is None:
+                    self._model.set_submodule(path, PackedEmbedding(packed, self._dtype))
+                    return
+            value = self._dense(weight)
+            values = {target: value.mT if "blocks" in places[0].parts else value}
+        else:
+            converter = copy.deepcopy(self._converters[places[0].pattern])
+            for place in places:
+                one = functools.partial(lambda place: self._dense(self._read(target, place, get)), place)
+                converter.add_tensor(target, target, place.pattern, one)
+            values = converter.convert(target, model=self._model, config=self._model.config)
+        for name, value in values.items():
+            self._set(name, value[0] if isinstance(value, list) else value)
+
+    def _load_experts(self, path: str, keys: Mapping[str, Sequence[_Place]], get: _Get) -> bool:
+        """Put packed experts in the place of a module. Returns False if they cannot stay packed."""
+        module = self._model.get_submodule(path)
+        if not {"gate_up_proj", "down_proj"} <= keys.keys() or (form := experts_form(module)) is None:
+            return False
+        gate_up, down = (self._joined(f"{path}.{key}", keys[key], get) for key in ("gate_up_proj", "down_proj"))
+        if gate_up is None or down is None or not (self._stays(gate_up) and self._stays(down)):
+            return False
+        biases = {
+            key: cast(Tensor, self._read(f"{path}.{key}_proj_bias", keys[f"{key}_proj_bias"][0], get)).to(self._dtype)
+            for key in ("gate_up", "down")
+            if f"{key}_proj_bias" in keys
+        }
+        if form.transposed and isinstance(gate_up, Floats):  # of gpt-oss: rows of gate and up alternate
+            rows = torch.arange(gate_up.codes.shape[1]).view(-1, 2).T.flatten()
+            gate_up = Floats(gate_up.codes[:, rows], gate_up.exponents[:, rows])
+            biases["gate_up"] = biases["gate_up"][:, rows]
+        bias_of = {f"{key}_bias": x.clone() for key, x in biases.items()}
+        weights = ExpertWeights(gate_up.pack()[0], down.pack()[0], **bias_of)
+        weights = weights._replace(gate=form.gate, alpha=form.alpha, limit=form.limit)
+        self._model.set_submodule(path, PackedExperts(weights))
+        return True
+
+    def _joined(self, target: str, places: Sequence[_Place], get: _Get) -> Integers | Floats | None:
+        """Return the weights of all experts as one; None if they differ in kind."""
+        if not isinstance(self._read(target, places[0], _without_memory), Integers | Floats):
+            return None
+        read = [cast(Integers | Floats, self._read(target, place, get)) for place in places]
+        if places[0].pattern is None:
+            return read[0]
+        patterns = self._converters[places[0].pattern].source_patterns
+        parts = [[one for one, place in zip(read, places, strict=True) if place.pattern == each] for each in patterns]
+        experts = list(zip(*parts, strict=False))
+        kinds = {(type(one), *(x.shape[1:] if isinstance(x, Tensor) else x for x in one)) for one in read}
+        if len(kinds) > 1 or len(experts) != len(self._state[target]) or getattr(read[0], "groups", None) is not None:
+            return None
+
+        def join(name: str) -> Tensor:
+            return torch.stack([torch.cat([getattr(part, name) for part in expert]) for expert in experts])
+
+        return read[0]._replace(**{name: join(name) for name, x in read[0]._asdict().items() if isinstance(x, Tensor)})
+
+    def _stays(self, weight: Quantized) -> bool:
+        return self._packs and not weight.obstacle
+
+    def _dense(self, weight: Quantized | Tensor) -> Tensor:
+        """Return the values of a weight, and count them for the warning."""
+        if isinstance(weight, Tensor):
+            return weight
+        values = weight.dense()
+        reason = weight.obstacle or (
+            "experts that differ, or modules without a kernel" if self._packs else "as asked for"
+        )
+        self._made_dense.setdefault(reason, []).append(values.numel() * self._dtype.itemsize)
+        return values
+
+    def _set(self, target: str, value: Tensor) -> None:
+        path, _, key = target.rpartition(".")
+        module, like = self._model.get_submodule(path), self._state[target]
+        if value.shape != like.shape:
+            what = f"{named(target)} must be {list(like.shape)} as config.json says"
+            raise ValueError(f"{self._where}: {what}, got {list(value.shape)}")
+        strict = self._model._keep_in_fp32_modules_strict or () if self._dtype != torch.float32 else ()
+        wide = any(re.search(rf"(^|\.){name}(\.|$)", target) for name in strict)
+        value = value.to(torch.float32 if wide else like.dtype, copy=True)  # the memory of the file must not stay
+        if key in module._buffers:
+            module._buffers[key] = value
+        else:
+            module.register_parameter(key, nn.Parameter(value, requires_grad=False))
+
+
+_Get = Callable[[Header], Tensor]
+
+
+def _without_memory(header: Header) -> Tensor:
+    """Return a tensor of a file on the meta device."""
+    return torch.empty(header.shape, dtype=_DTYPES[header.dtype], device="meta")
+
+
+def _is_merge(converter: Any) -> bool:
+    """Return True if a converter stacks experts, of each the rows of its sources one after another."""
+    steps = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+    return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
