@@ -159,6 +159,8 @@ def test_groups_of_any_size_have_the_bits_of_plain_torch(count, bits, group):
     codes, scales, zeros, _ = integers(bits, group, 24, 360, dtype=torch.bfloat16)
     weight, x = PackedWeight.of_integers(codes, scales, zeros, group=group, bits=bits), rows(count, 360, torch.float32)
     assert torch.equal(multiply(ops, x, weight), multiply(reference, x, weight))
+    ids = torch.tensor([23, 0])
+    assert torch.equal(ops.unpack_rows(weight.packed, ids, 360, weight.format), weight.dense()[ids])
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *INTEGERS])
