@@ -28,6 +28,7 @@ from dflash.internals import terminal
 
 from . import anthropic, ollama, openai, openai_responses, receipts
 from .api import Api, Served
+from .connections import BACKLOG, connections_of_server
 from .requests import ApiError, bad_request
 from .service import Service
 
@@ -263,7 +264,8 @@ class Server(uvicorn.Server):
     ) -> None:
         app, end = build_app(service, api_key, origins), int(grace + _AFTER_GRACE) + 1
         quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}  # answers are logged
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=end, lifespan="off", **quiet))
+        own: dict[str, Any] = {"http": connections_of_server(), "backlog": BACKLOG, "ws": "none", "lifespan": "off"}
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=end, **own, **quiet))
         self._service, self._grace = service, grace
         self._written = 0  # tokens, when the log last told of them
 

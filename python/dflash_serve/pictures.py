@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import threading
 import time
@@ -103,7 +104,9 @@ def _decoded(data: bytes, name: str, pixels: int) -> Any:
         width, height = picture.size
         if width * height <= pixels:
             with _TURNS:
-                return ImageOps.exif_transpose(picture).convert("RGB")
+                with contextlib.suppress(Exception):  # broken EXIF: browsers show the picture as it lies
+                    picture = ImageOps.exif_transpose(picture)
+                return picture.convert("RGB")
     most = f"the pictures of a request may have {MAX_PIXELS} pixels together"
     raise bad_request(f"{most}: {name} has {width} x {height}, and {pixels} are left", _FIELD)
 

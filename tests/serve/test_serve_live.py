@@ -100,6 +100,56 @@ def test_a_client_that_gives_up_frees_its_row():
         assert gate.steps <= 2
 
 
+def raw(server, text: str) -> socket.socket:
+    """Return a connection to a server that has sent this much."""
+    url = httpx.URL(server.url)
+    connection = socket.create_connection((url.host, url.port), timeout=60)
+    connection.sendall(text.encode())
+    return connection
+
+
+def rest(connection: socket.socket) -> str:
+    """Return what a connection still receives until it is closed."""
+    received = b""
+    while data := connection.recv(4096):
+        received += data
+    connection.close()
+    return received.decode()
+
+
+BEGUN = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def test_requests_that_never_end_are_bounded_in_time_and_number(monkeypatch):
+    monkeypatch.setattr("dflash_serve.connections.MOST_WAITING", 8)
+    with live() as server:
+        texts = ["", "GET /he", BEGUN, f"{BEGUN}Content-Length: 9\r\n\r\n{{"]
+        open_ones = [raw(server, text) for text in texts * 8]
+        health = server.url.replace("/v1", "/health")
+        for _ in range(3):
+            assert httpx.get(health, timeout=10).status_code == 200
+        wait_until(lambda: len(server.server.config.http_protocol_class.waiting) <= 8)
+        monkeypatch.setattr("dflash_serve.connections._REQUEST_SECONDS", 0.2)
+        late = [raw(server, text) for text in ("", "GET /he", BEGUN)]
+        # The second request of a connection, too.
+        late.append(raw(server, "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"))
+        assert [rest(connection)[9:12] for connection in late] == ["", "", "", "200"]
+        for connection in open_ones:
+            connection.close()
+
+
+def test_a_client_that_only_closes_its_writing_half_gets_its_answer():
+    with live() as server:
+        slow_down(server.service)
+        for stream in (False, True):
+            body = json.dumps(chat(TRIP, max_tokens=9, stream=stream))
+            connection = raw(server, f"{BEGUN}Content-Length: {len(body)}\r\n\r\n{body}")
+            connection.shutdown(socket.SHUT_WR)
+            answer = rest(connection)
+            assert " 200 OK" in answer
+            assert '"finish_reason":"length"' in answer.replace(" ", "")
+
+
 def test_the_log_tells_how_fast_all_answers_are_written(monkeypatch, caplog):
     caplog.set_level("INFO", "dflash_serve")
     monkeypatch.setattr("dflash_serve.app._LOAD_SECONDS", 0.2)

@@ -7,6 +7,7 @@ import http.server
 import io
 import threading
 import time
+import zlib
 
 import pytest
 import torch
@@ -171,6 +172,15 @@ def test_a_photo_is_turned_upright_as_transformers_turns_it(serve, target):
     answer = content(ask(serve(), CHAT, said("w20", url(written.getvalue()))))
     assert answer == own(target, "w20 <start_of_image> ", [upright])
     assert answer != own(target, "w20 <start_of_image> ", [made])
+
+
+def test_a_photo_with_broken_exif_is_shown_as_it_lies(serve, target):
+    made, plain = picture(4, (24, 10))
+    for exif in (b"junk", b"", b"II*\0" + b"\xff" * 20):
+        chunk = b"eXIf" + exif
+        data = plain[:33] + len(exif).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") + plain[33:]
+        answer = content(ask(serve(), CHAT, said("w20", url(data))))
+        assert answer == own(target, "w20 <start_of_image> ", [made])
 
 
 def test_hosts_that_are_slow_or_lead_elsewhere_are_given_up(serve, monkeypatch):
