@@ -24,9 +24,10 @@ BUDGETS = {
     # The store of answers (155) must be here, because the server writes it and the workshop reads it; the list of
     # internals takes 30, weight formats and 8-bit drafters on GPUs 80. A search for what is told twice or used by
     # nobody found no more: less would take the check of kernels on a new GPU (425) or a feature. Weights that stay in
-    # the blocks of GGUF files took 360: their oracle, their layers and their loader. Experts in 8 bits took 70.
-    "engine": 13_000,
-    "core": 8_800,
+    # the blocks of GGUF files took 360: their oracle, their layers and their loader. Experts in 8 bits, and
+    # copies without dense weights next to them, took 110.
+    "engine": 13_020,
+    "core": 8_810,
     "server": 3_500,
     # The demo (170) measures, so it is not in the engine, and JSON lines (20) are read here only. What is left is
     # tables, fields of reports and checks; imports are 430.
