@@ -30,13 +30,14 @@ BUDGETS = {
     "core": 8_810,
     "server": 3_500,
     # The demo (170) measures, so it is not in the engine, and JSON lines (20) are read here only. What is left is
-    # tables, fields of reports and checks; imports are 430.
-    "workshop": 5_100,
+    # tables, fields of reports and checks; imports are 430. What becomes of a file's weights (120) must be told without
+    # loading them.
+    "workshop": 5_230,
     # All lines. Eight formats of blocks took 780: rows, kernels and packing. Their kernels are one template.
     "csrc": 12_800,
     # All lines of Python. What differed in one value is one test with a table by now; less would take the only test of
     # a behavior.
-    "tests": 35_900,
+    "tests": 36_000,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

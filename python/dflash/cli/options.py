@@ -164,12 +164,12 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
     if is_packed(target):
         sizes = weight_bytes_per_token(target)
         kinds = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items())
-        most = _bytes_per_second() / sum(sizes.values())
+        most = memory_bytes_per_second() / sum(sizes.values())
         say(f"a token reads {kinds} of weights: memory allows {most:.0f} tokens per second without drafts")
     return target
 
 
-def _bytes_per_second() -> float:
+def memory_bytes_per_second() -> float:
     """Measure how fast memory is read: the fastest of a few reductions. Takes a tenth of a second."""
     values, fastest = torch.ones(2**25), float("inf")
     for _ in range(4):

@@ -109,7 +109,7 @@ class Pretrained:
 
     def load_target(self, dtype: Any, device: Any = "cpu") -> Any:
         """Load the target, in eval mode. Weights that are missing are refused, where transformers draws random ones."""
-        config, folder = self.load_config(), (self._base() or self)._folder()
+        config, folder = self.load_config(), (self._base() or self).folder
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
         if self.gguf is not None and dtype == "auto":
             dtype = self.gguf.dtype
@@ -117,13 +117,7 @@ class Pretrained:
         if files:  # before transformers allocates anything
             is_quantized = self.gguf is not None or getattr(config, "quantization_config", None) is not None
             check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)
-        is_cpu = torch.device(device).type == "cpu" and dtype in (torch.float32, torch.bfloat16)
-        if (
-            self.gguf is not None
-            and self.keeps_blocks
-            and is_cpu
-            and (processor := processor_of(self.gguf, config)) is not None
-        ):
+        if (processor := self.packing(config, dtype, device)) is not None:
             return self._load_packed(config, processor, dtype)
         target, found = self._load(self._model_class, config=config, dtype=dtype, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
@@ -138,6 +132,11 @@ class Pretrained:
                 target.is_quantized = False
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
+
+    def packing(self, config: Any, dtype: Any, device: Any) -> Any | None:
+        """Return what transformers does to tensors of a GGUF file whose blocks stay as they are; None for others."""
+        is_cpu = torch.device(device).type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+        return processor_of(self.gguf, config) if self.gguf is not None and self.keeps_blocks and is_cpu else None
 
     def _load_packed(self, config: Any, processor: Any, dtype: torch.dtype) -> Any:
         """Load a target whose linear layers keep the blocks of the GGUF file."""
@@ -173,7 +172,7 @@ class Pretrained:
         return [] if stops is None else list(stops) if isinstance(stops, list | tuple) else [stops]
 
     def _load(self, loader: Any, **options: Any) -> Any:
-        if (folder := self._folder()) is not None:  # check the JSON files first, so that an error names the file
+        if (folder := self.folder) is not None:  # check the JSON files first, so that an error names the file
             check_target_config(folder)
             for path in filter(Path.is_file, (folder / name for name in _JSON_FILES)):
                 read_json(path)
@@ -184,7 +183,8 @@ class Pretrained:
             with quiet_reader(self._reader):
                 return loader.from_pretrained(self.gguf.path.parent, gguf_file=self.gguf.path.name, **options)
 
-    def _folder(self) -> Path | None:
+    @property
+    def folder(self) -> Path | None:
         """Return the local folder, of a hub id its snapshot so far. None for a GGUF file, or if there is none."""
         if self.gguf is not None:
             return None
@@ -199,7 +199,7 @@ class Pretrained:
 
     def _base(self) -> Pretrained | None:
         """Return the model that these files adapt if they are those of a PEFT adapter only, else None."""
-        folder = self._folder()
+        folder = self.folder
         if folder is None or (folder / "config.json").is_file() or not (folder / _ADAPTER).is_file():
             return None
         name = read_json(folder / _ADAPTER).get("base_model_name_or_path")
