@@ -32,7 +32,7 @@ from torch import Tensor
 import dflash
 from dflash import ops
 from dflash.cli.options import Source, load_target
-from dflash.targets import packed_bytes
+from dflash.targets import is_packed, weight_bytes_per_token
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
@@ -49,8 +49,8 @@ def step_ms(generator: dflash.Generator, prompt: Tensor, new: int) -> float:
 
 def weight_bytes(target: torch.nn.Module, weights: str | None) -> int:
     """Return the bytes of weights that a step reads: all but an embedding that is not the head too."""
-    if packed := packed_bytes(target):
-        return sum(packed.values())
+    if is_packed(target):
+        return round(sum(weight_bytes_per_token(target).values()))
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     read = [p for p in target.parameters() if p is not embedding or embedding is head]
     return sum(p.numel() * (1 if weights == "int8" and p.dim() == 2 else p.element_size()) for p in read)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import dflash
 from dflash.drafter import check_draft_weights
 from dflash.ops import PackedWeight, reference
-from dflash.targets import Target, UnsupportedTargetError, check_int8
+from dflash.targets import Target, UnsupportedTargetError, check_int8, store_int8_, weight_bytes_per_token
 
 FAMILIES = {
     "llama": {}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}, "qwen3 (windowed)": {}, "qwen3_5": {},
@@ -409,6 +409,27 @@ def test_targets_of_one_model_share_their_copies(target):
     torch.testing.assert_close(first.head.packed.dense(), target.lm_head.weight, rtol=0.02, atol=0.02)
     with torch.no_grad():
         target.lm_head.weight.div_(2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_copies_in_the_place_of_the_weights_write_the_same_text(family):
+    target, ids = make_target(family, tie_word_embeddings=True), prompt(LONG)
+    draft = make_draft(target)
+    expected, dense = answer(generator(target, draft), ids), weight_bytes_per_token(target)
+    store_int8_(target)
+    assert not any(type(module) is nn.Linear or hasattr(module, "gate_up_proj") for module in target.modules())
+    assert torch.equal(answer(generator(target, draft), ids), expected)
+    made = Target(target, weights="int8")
+    assert made.head.packed.packed is target.get_output_embeddings().blocks
+    read = weight_bytes_per_token(target)
+    assert dense.keys() == {"float32"}
+    assert dense["float32"] / 4 < read["int8"] + read.get("float32", 0) < dense["float32"] / 3
+
+
+def test_a_token_reads_a_dense_head_that_is_tied_and_the_experts_that_it_chooses():
+    target = make_target("qwen3_moe", tie_word_embeddings=True)
+    layers = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 8 * 64 + 2 * 3 * 64 * 32)  # attention, routers, 2 of 8 experts
+    assert weight_bytes_per_token(target) == {"float32": 4 * (97 * 64 + layers)}
 
 
 def test_a_receipt_of_int8_weights_needs_a_target_that_can_store_them():

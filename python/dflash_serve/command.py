@@ -145,8 +145,9 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
     for house in ("dflash", "dflash_serve"):
         logging.getLogger(house).setLevel(logging.INFO)
     # 2. Load the models.
-    # A target that is learned from must be dense, as where the drafter is trained.
-    source = dataclasses.replace(models.source(is_logged=True), pictures=asked.pictures, keeps_blocks=not asked.learn)
+    # A target that is learned from must be dense, as where the drafter is trained; receipts have its fingerprint.
+    found = models.source(is_logged=True, needs_dense=bool(asked.learn or asked.receipts))
+    source = dataclasses.replace(found, pictures=asked.pictures, keeps_blocks=not asked.learn)
     processor = source.load_processor() if asked.pictures else None
     tokenizer = options.load_tokenizer(source)
     if template is not None:
@@ -236,11 +237,9 @@ def _cache_bytes(target: Any, context: int, free: int) -> float:
 
 
 def _log_models(generator: Generator, target: Any, is_pair_as_stored: bool) -> None:
-    count, dtype = sum(weight.numel() for weight in target.parameters()), str(target.dtype).removeprefix("torch.")
-    stored = " and copies in 8 bits" if generator.weights else ""
+    dtype = str(target.dtype).removeprefix("torch.") + (" and 8 bits" if generator.weights else "")
     modules = f", as transformers' modules: {generator.fused_reason}" if generator.fused_reason else ""
-    what = f"{type(target).__name__}, {count / 1e6:.3g} M weights, {dtype}{stored}"
-    _LOG.info("target: %s on %s%s", what, target.device, modules)
+    _LOG.info("target: %s, %s on %s%s", type(target).__name__, dtype, target.device, modules)
     if is_pair_as_stored:
         _LOG.info("demo_pair() has float32, which may write another text by the same seed; so does --dtype float32")
     steps = f"up to {generator.block_size} tokens per step" if generator.block_size > 1 else "none, one token per step"

@@ -7,11 +7,42 @@ import sys
 
 import pytest
 import torch
+from families import make_target
+from gguf import GGMLQuantizationType
+from gguf_files import write_llama
 
 from dflash import cli, ops
+from dflash.loading import Pretrained
 from dflash.ops import switches
 from dflash.ops.check import OVERLAPPING, KernelResult
 from dflash_tools.doctor import installation
+
+
+@pytest.mark.parametrize(("tied", "kind"), [(False, "Q8_0"), (False, "Q4_0"), (True, "Q8_0")])
+def test_the_weights_of_a_gguf_file_are_counted_without_loading_them(shell, tmp_path, monkeypatch, tied, kind):
+    path = tmp_path / "x.gguf"
+    write_llama(path, lambda name: GGMLQuantizationType["F16" if name == "output.weight" and tied else kind])
+    monkeypatch.setattr(Pretrained, "load_target", lambda *_, **__: pytest.fail("a model was loaded"))
+    found = json.loads(shell("doctor", path, "--json", "--dtype", "float32").assert_done().out)
+    kinds = {(each["type"], each["becomes"]): each for each in found["kinds"]}
+    packed = kinds[kind, "stays packed"]
+    assert packed["tensors"] == 4 * 7 + (1 if tied else 2)
+    assert packed["read"] == packed["memory"] - 97 * 64 * (34 if kind == "Q8_0" else 18) / 32
+    assert found["read"] < found["memory"]
+    assert found["tokens_per_second"] > 0
+    assert found["refused"] == ""
+
+
+def test_the_weights_of_a_folder_and_what_is_refused_are_named(shell, tmp_path):
+    make_target("qwen3", tie_word_embeddings=True, dtype=torch.bfloat16).save_pretrained(tmp_path / "folder")
+    (kind,) = json.loads(shell("doctor", tmp_path / "folder", "--json").assert_done().out)["kinds"]
+    assert (kind["type"], kind["memory"]) == ("BF16", kind["read"])
+    write_llama(tmp_path / "x.gguf", GGMLQuantizationType.Q8_0, keys={"llama.rope.scaling.type": "spiral"})
+    done = shell("doctor", tmp_path / "x.gguf")
+    assert done.code == 1
+    assert "it cannot be run: " in done.out
+    assert "rope.scaling.type = spiral" in done.out
+    shell("doctor", tmp_path / "x.gguf", "--model", "x", "--draft", "y").assert_refused("FILE is examined by itself")
 
 
 def find(name: str) -> installation.Check:

@@ -25,7 +25,15 @@ from ..grammar import Grammar
 from ..loading import PAIR, Pretrained, check_text, draft_folder, load_draft
 from ..options import OPTIONS, GeneratorArguments, OneShotOptions, check_combination, check_tree, resolve_options
 from ..settings import SETTINGS, GenerateArguments, TreeSize, checked
-from ..targets import PackedExperts, is_quantized, max_positions, packed_bytes
+from ..targets import (
+    check_target,
+    is_packed,
+    is_quantized,
+    max_positions,
+    modules_of_text,
+    store_int8_,
+    weight_bytes_per_token,
+)
 from ..terminal import printable
 
 _LOG = logging.getLogger(__name__)
@@ -70,10 +78,12 @@ class Source(Pretrained):
     """A target and its tokenizer, as named on the command line.
 
     ``quiet`` shows no spinner and no bars. ``is_logged``: the log says what is loaded, and how long it took.
+    ``stores_int8`` puts copies in 8 bits in the place of the target's weights.
     """
 
     quiet: bool = False
     is_logged: bool = False
+    stores_int8: bool = False
 
 
 @contextlib.contextmanager
@@ -128,23 +138,38 @@ def check_device(dtype: str, device: str | None) -> str:
 
 
 def load_target(source: Source, dtype: str, device: Any) -> Any:
+    """Load it and store it as asked. Says what copies will take, and what a token reads of packed weights."""
+
+    def say(text: str) -> None:
+        if source.is_logged:
+            _LOG.info("%s", text)
+        elif not source.quiet:
+            typer.echo(text, err=True)
+
+    if source.stores_int8:
+        modules = [module for _, module in modules_of_text(check_target(source.load_empty_target(), loaded=False))]
+        layers = [module for module in modules if not isinstance(module, torch.nn.Embedding)]
+        weights = {weight for layer in layers for weight in layer._parameters.values() if weight is not None}
+        size = sum(weight.numel() for weight in weights if weight.dim() > 1)
+        say(f"weights in 8 bits, {size / 1e9:.2f} GB, take the place of those in the files")
     with _waiting("target", source.name, source):
         target = source.load_target(dtype, device)
-    if (sizes := packed_bytes(target)) and (source.is_logged or not source.quiet):
-        kinds = ", ".join(f"{name.upper()} {size / 1e9:.2f} GB" for name, size in sizes.items())
-        text = f"weights as in the file: {kinds}"
-        if not any(type(module) is PackedExperts for module in target.modules()):  # of these a token reads a few only
-            read = [p for p in target.parameters() if p.dim() == 2 and p is not target.get_input_embeddings().weight]
-            most = _bytes_per_second() / (sum(sizes.values()) + sum(p.nbytes for p in read))
-            text += f". Memory allows {most:.0f} tokens per second without drafts"
-        _LOG.info("%s", text) if source.is_logged else typer.echo(text, err=True)
-    if dtype != "auto" or target.dtype != torch.float16 or target.device.type != "cpu" or is_quantized(target):
-        return target
-    typer.echo("the target is stored as float16, which CPU kernels do not take: it runs as --dtype float32", err=True)
-    return target.float()
+        is_wide = dtype != "auto" or target.dtype != torch.float16 or target.device.type != "cpu"
+        if not is_wide and not is_quantized(target):
+            text = "the target is stored as float16, which CPU kernels do not take: it runs as --dtype float32"
+            typer.echo(text, err=True)
+            target = target.float()
+        if source.stores_int8:
+            store_int8_(target)
+    if is_packed(target):
+        sizes = weight_bytes_per_token(target)
+        kinds = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items())
+        most = memory_bytes_per_second() / sum(sizes.values())
+        say(f"a token reads {kinds} of weights: memory allows {most:.0f} tokens per second without drafts")
+    return target
 
 
-def _bytes_per_second() -> float:
+def memory_bytes_per_second() -> float:
     """Measure how fast memory is read: the fastest of a few reductions. Takes a tenth of a second."""
     values, fastest = torch.ones(2**25), float("inf")
     for _ in range(4):
@@ -213,8 +238,10 @@ class _Models:
             what = f"--weights {self.weights} needs the models on the CPU"
             raise ValueError(f"{what}, got {found}: pass --device cpu")
 
-    def source(self, quiet: bool = False, is_logged: bool = False) -> Source:
-        return Source(cast(str, self.model), self.trust_remote_code, quiet=quiet, is_logged=is_logged)
+    def source(self, quiet: bool = False, is_logged: bool = False, needs_dense: bool = False) -> Source:
+        """Return the target's files; ``needs_dense`` keeps dense weights next to copies in 8 bits."""
+        stored = {"quiet": quiet, "is_logged": is_logged, "stores_int8": self.weights is not None and not needs_dense}
+        return Source(cast(str, self.model), self.trust_remote_code, **stored)
 
     def load(self, source: Source) -> tuple[Any, Any, str]:
         """Load the target and its drafter, if one is named; return both with the device.

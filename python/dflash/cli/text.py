@@ -57,7 +57,7 @@ def generate(
         check_text(string, f"--stop {number}")
     models = models.resolve(draft_sharpness)
     options.check_sampling(max_new_tokens, draft_sharpness=draft_sharpness, **dataclasses.asdict(sampling))
-    source = models.source(quiet=as_json)
+    source = models.source(quiet=as_json, needs_dense=receipt is not None)  # for its fingerprint
     tokenizer = options.load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
     grammar = constraint.resolve(tokenizer)

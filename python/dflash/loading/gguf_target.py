@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..ops import FORMATS, PackedWeight
-from ..targets import ExpertWeights, PackedEmbedding, PackedExperts, PackedLinear
+from ..targets import PackedEmbedding, PackedExperts, PackedLinear
 from ..terminal import listed, named, printable
 from .gguf import GgufFile, require_gguf
 
@@ -148,7 +148,7 @@ def _load_experts(model: nn.Module, path: str, file: GgufFile, parts: dict[str, 
     if gate == up and {gate, down} <= _FORMATS.keys():
         both = np.concatenate([file.rows(parts["gate"]), file.rows(parts["up"])], 1)
         packed = [(both, parts["gate"]), (file.rows(parts["down"]), parts["down"])]
-        model.set_submodule(path, PackedExperts(ExpertWeights(*(_pack(file, *each) for each in packed))))
+        model.set_submodule(path, PackedExperts(*(_pack(file, *each) for each in packed)))
         return
     module, dense = model.get_submodule(path), {part: file.tensor(name).to(dtype) for part, name in parts.items()}
     both = torch.cat([dense["gate"], dense["up"]], 1)

@@ -114,7 +114,7 @@ class Pretrained:
         config, base = self.load_config(), self._base()
         dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
         # 1. Judge the files before transformers allocates anything
-        is_cpu, scheme, folder = torch.device(device).type == "cpu", None, (base or self)._folder()
+        is_cpu, scheme, folder = torch.device(device).type == "cpu", None, (base or self).folder
         if self.gguf is not None:
             files, dtype = [self.gguf.path], self.gguf.dtype if dtype == "auto" else dtype
         else:
@@ -127,7 +127,7 @@ class Pretrained:
             check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)
         # 2. Read weights that stay packed, or that transformers would not read right
         packs = self.keeps_blocks and is_cpu and dtype in (torch.float32, torch.bfloat16)
-        if self.gguf is not None and packs and (processor := processor_of(self.gguf, config)) is not None:
+        if (processor := self.packing(config, dtype, device)) is not None:
             target = self._filled(config, dtype, lambda empty: load_packed(empty, self.gguf, processor, dtype))
             # The mapped file and the vocabulary. Copies of the target must not hold them either.
             self.__dict__.pop("_reader", None)
@@ -165,6 +165,11 @@ class Pretrained:
                 target.is_quantized = False
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
+
+    def packing(self, config: Any, dtype: Any, device: Any) -> Any | None:
+        """Return what transformers does to tensors of a GGUF file whose blocks stay as they are; None for others."""
+        is_cpu = torch.device(device).type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+        return processor_of(self.gguf, config) if self.gguf is not None and self.keeps_blocks and is_cpu else None
 
     def _filled(self, config: Any, dtype: torch.dtype, fill: Callable[[Any], None]) -> Any:
         """Build the target without memory for its weights, and have ``fill`` give it its tensors."""
@@ -206,7 +211,7 @@ class Pretrained:
         return [] if stops is None else list(stops) if isinstance(stops, list | tuple) else [stops]
 
     def _load(self, loader: Any, **options: Any) -> Any:
-        if (folder := self._folder()) is not None:  # check the JSON files first, so that an error names the file
+        if (folder := self.folder) is not None:  # check the JSON files first, so that an error names the file
             check_target_config(folder)
             for path in filter(Path.is_file, (folder / name for name in _JSON_FILES)):
                 read_json(path)
@@ -217,7 +222,8 @@ class Pretrained:
             with quiet_reader(self._reader):
                 return loader.from_pretrained(self.gguf.path.parent, gguf_file=self.gguf.path.name, **options)
 
-    def _folder(self) -> Path | None:
+    @property
+    def folder(self) -> Path | None:
         """Return the local folder, of a hub id its snapshot so far. None for a GGUF file, or if there is none."""
         if self.gguf is not None:
             return None
@@ -241,7 +247,7 @@ class Pretrained:
 
     def _base(self) -> Pretrained | None:
         """Return the model that these files adapt if they are those of a PEFT adapter only, else None."""
-        folder = self._folder()
+        folder = self.folder
         if folder is None or (folder / "config.json").is_file() or not (folder / _ADAPTER).is_file():
             return None
         name = read_json(folder / _ADAPTER).get("base_model_name_or_path")

@@ -12,7 +12,7 @@ from .fingerprint import (
     weights_digest,
 )
 from .fused import experts_form
-from .int8 import check_int8, int8_obstacle, not_finite
+from .int8 import check_int8, int8_obstacle, not_finite, store_int8_
 from .model import (
     UnsupportedTargetError,
     config_values,
@@ -22,13 +22,14 @@ from .model import (
     generation_defaults,
     logit_scale,
     max_positions,
+    modules_of_text,
     tap_,
     tapped_modules,
     text_config,
     transformers_version,
     unwrap,
 )
-from .packed import ExpertWeights, PackedEmbedding, PackedExperts, PackedLinear, packed_bytes
+from .packed import PackedEmbedding, PackedExperts, PackedLinear, is_packed, weight_bytes_per_token
 from .parallel import ranks_in
 from .recurrent import has_recurrent_layers
 from .support import check_target, is_quantized, refusal, refusal_of_weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,15 @@ from ..decoder import product
 from ..ops import NotFiniteError, PackedWeight, Weight, format_of
 from .fingerprint import Fingerprint
 from .fused import FusedTarget, experts_form, use_experts_op
-from .model import KERNEL_DTYPES, PLAIN_TENSORS, UnsupportedTargetError, embedding_table, name_of, weight_of
+from .model import (
+    KERNEL_DTYPES,
+    PLAIN_TENSORS,
+    UnsupportedTargetError,
+    embedding_table,
+    modules_of_text,
+    name_of,
+    weight_of,
+)
 from .packed import ExpertWeights, PackedEmbedding, PackedExperts, PackedLinear
 from .parallel import ranks_in
 from .support import is_quantized, replaced_function
@@ -106,7 +114,7 @@ class Int8Weights:
         self._made_of: Fingerprint | None = None  # of the weights that the copies were made of
         self._trusts_others = True
         use_experts_op(model)
-        self._layers = [module for _, module in _modules_of_text(model) if _weights_of(module)]
+        self._layers = [module for _, module in modules_of_text(model) if _weights_of(module)]
         for layer in self._layers:
             if type(layer) is nn.Linear:
                 layer.__class__ = Int8Linear
@@ -172,6 +180,26 @@ def _run_by(layer: nn.Module, copies: Sequence[PackedWeight]) -> PackedWeight | 
     return ExpertWeights(*copies, gate_up_bias, down_bias, *form[:3])
 
 
+def store_int8_(model: nn.Module) -> None:
+    """Put copies in 8 bits in the place of a target's weights, each of which is freed before the next is copied.
+
+    A `Generator` with ``weights="int8"`` then multiplies by these. The model cannot be saved or trained any more.
+
+    Raises:
+        UnsupportedTargetError: there is an `int8_obstacle`, or a value is infinite or NaN.
+    """
+    check_int8(model)
+    names = [name for name, module in modules_of_text(model) if _weights_of(module)]
+    for name in names:
+        layer = model.get_submodule(name)
+        try:
+            found = _run_by(layer, [_in_8_bits(*each) for each in _weights_of(layer)])
+        except NotFiniteError as error:
+            raise UnsupportedTargetError(not_finite("weights", model, error)) from error
+        is_linear = isinstance(found, PackedWeight)
+        model.set_submodule(name, PackedLinear(found, layer.bias) if is_linear else PackedExperts(*found))
+
+
 def not_finite(option: str, model: nn.Module, error: NotFiniteError) -> str:
     """Return the message for a weight of a target or drafter that is not finite, with ``option`` asking for int8."""
     name = name_of(model, error.weight).removesuffix(".weight")
@@ -206,7 +234,7 @@ def int8_obstacle(model: nn.Module) -> str:
     if replaced := replaced_function(model):  # may read a layer's weight without calling it
         return f"{replaced} is not transformers' own"
     stored, others = 0, [(0, "")]
-    for name, module in _modules_of_text(model):
+    for name, module in modules_of_text(model):
         is_stored = type(module) in (nn.Linear, PackedLinear, PackedExperts) or experts_form(module) is not None
         for key, weight in (*module._parameters.items(), *module._buffers.items()):
             if weight is None or weight.dim() < 2 or isinstance(module, (nn.Embedding, PackedEmbedding, _ConvNd)):
@@ -224,9 +252,3 @@ def int8_obstacle(model: nn.Module) -> str:
 
 def _is_plain(weight: Tensor) -> bool:
     return type(weight) in PLAIN_TENSORS and weight.dtype in KERNEL_DTYPES["cpu"]
-
-
-def _modules_of_text(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of the decoder and the head with their names: no vision tower, for example."""
-    inside = {module for part in (model.get_decoder(), model.get_output_embeddings()) for module in part.modules()}
-    return (named for named in model.named_modules() if named[1] in inside)

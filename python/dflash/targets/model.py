@@ -88,6 +88,12 @@ def weight_of(linear: nn.Module) -> Weight:
     return getattr(linear, "packed", None) or linear.weight
 
 
+def modules_of_text(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of the decoder and the head with their names: no vision tower, for example."""
+    inside = {module for part in (model.get_decoder(), model.get_output_embeddings()) for module in part.modules()}
+    return (named for named in model.named_modules() if named[1] in inside)
+
+
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return what ``modules()`` does, in another order, in a third of the time."""
     found, seen = [model], {id(model)}

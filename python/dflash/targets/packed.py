@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..decoder import product
-from ..ops import PackedWeight
-from .model import weight_of
+from ..ops import FORMATS, PackedWeight
+from .model import config_values, modules_of, modules_of_text, text_config, weight_of
 
 
 class PackedLinear(nn.Module):
@@ -70,17 +70,19 @@ class ExpertWeights(NamedTuple):
 class PackedExperts(nn.Module):
     """The experts of a mixture on CPU, in packed weights.
 
-    Args:
-        weights: what they multiply by.
+    Takes the fields of `ExpertWeights`.
     """
 
-    def __init__(self, weights: ExpertWeights) -> None:
+    def __init__(
+        self, gate_up: PackedWeight, down: PackedWeight, gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None, gate: str = "silu", alpha: float = 0.0, limit: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
-        up, down, gate_up_bias, down_bias, *self.form = weights
-        self.sizes = [(up.format, up.columns), (down.format, down.columns)]
-        self.register_buffer("gate_up", up.packed)
+        self.form = gate, alpha, limit
+        self.sizes = [(weight.format, weight.columns) for weight in (gate_up, down)]
+        self.register_buffer("gate_up", gate_up.packed)
         self.register_buffer("down", down.packed)
-        self.register_buffer("gate_up_scales", up.scales)
+        self.register_buffer("gate_up_scales", gate_up.scales)
         self.register_buffer("down_scales", down.scales)
         self.register_buffer("gate_up_bias", gate_up_bias)
         self.register_buffer("down_bias", down_bias)
@@ -88,9 +90,8 @@ class PackedExperts(nn.Module):
     @property
     def weights(self) -> ExpertWeights:
         """What they multiply by."""
-        up, down = self.sizes
-        gate_up = PackedWeight(self.gate_up, self.gate_up_scales, *up)
-        both = gate_up, PackedWeight(self.down, self.down_scales, *down)
+        stored = (self.gate_up, self.gate_up_scales), (self.down, self.down_scales)
+        both = (PackedWeight(*tensors, *size) for tensors, size in zip(stored, self.sizes, strict=True))
         return ExpertWeights(*both, self.gate_up_bias, self.down_bias, *self.form)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -140,16 +141,32 @@ class PackedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
 
 
-def packed_bytes(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of the weights that a step reads, by format; empty if none are packed."""
-    found: dict[int, tuple[str, int]] = {}
-    for module in model.modules():
-        if type(module) is PackedLinear:
-            found[id(module.blocks)] = module.format, module.blocks.numel()
-        elif type(module) is PackedExperts:
-            for weight in module.weights[:2]:
-                found[id(weight.packed)] = weight.format, weight.packed.numel()
-    sizes: dict[str, int] = {}
-    for name, size in found.values():
-        sizes[name] = sizes.get(name, 0) + size
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Return True if a model has packed weights."""
+    return any(type(module) in (PackedLinear, PackedExperts) for module in modules_of(model))
+
+
+def weight_bytes_per_token(model: nn.Module) -> dict[str, float]:
+    """Return the bytes of weights that a step of one row reads, by format.
+
+    Of a mixture of experts these are the chosen ones. Embeddings count if a dense head is tied to them.
+    """
+    sizes: dict[str, float] = {}
+    chosen = next((count for key in _CHOSEN for count in config_values(text_config(model), key)), None)
+    for _, module in modules_of_text(model):
+        if isinstance(module, (nn.Embedding, PackedEmbedding)):
+            continue
+        is_mixture = chosen is not None and (type(module) is PackedExperts or hasattr(module, "gate_up_proj"))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or tensor.dim() < 2:
+                continue
+            format = str(tensor.dtype).removeprefix("torch.")
+            if tensor.dtype == torch.uint8:
+                format = module.sizes[name == "down"][0] if type(module) is PackedExperts else module.format
+                format = FORMATS[format].storage or format.upper()
+            share = chosen / len(tensor) if is_mixture else 1.0
+            sizes[format] = sizes.get(format, 0) + share * tensor.nbytes
     return sizes

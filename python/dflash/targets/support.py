@@ -32,7 +32,7 @@ from .model import (
     transformers_version,
     unwrap,
 )
-from .packed import PackedEmbedding, PackedExperts, PackedLinear, packed_bytes
+from .packed import PackedEmbedding, PackedExperts, PackedLinear, is_packed
 from .parallel import ranks_in, refusal_of_ranks, shards
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
 from .sparse import sparse_family
@@ -153,7 +153,7 @@ def _refusal_of_storage(model: PreTrainedModel) -> str | None:
             "per device (DistributedConfig(tp_size=N))"
         )
     places = {str(buffer.device) for buffer in model.buffers() if buffer.dtype == torch.uint8} - {"cpu"}
-    if places and packed_bytes(model):
+    if places and is_packed(model):
         return f"its packed weights are on {', '.join(sorted(places))}, and only CPUs read them: load it there"
     embedding = model.get_input_embeddings().weight
     if embedding.device.type == "cpu" and embedding.dtype not in (torch.float32, torch.bfloat16):

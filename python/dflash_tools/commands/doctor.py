@@ -27,6 +27,7 @@ from dflash.internals import (
 
 from ..doctor.diagnosis import Diagnosis, Pair, Prompts, diagnose, find_prompts
 from ..doctor.installation import examine
+from ..doctor.weights import examine_weights
 from ..measure.progress import bars
 
 _POSITIONS = (1, 2, 3, 4, 6, 8, 12)  # and the last
@@ -37,6 +38,9 @@ _HEALTHY = "published drafters keep the first draft in about 80 % of the steps, 
 @options.command()
 def doctor(
     context: typer.Context,
+    weights: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="Examine the weights of a GGUF file or a folder.")
+    ] = None,
     model: Annotated[str | None, "Examine a pair: its target, a folder or a hub id."] = None,
     draft: Annotated[str | None, "Its DFlash drafter: a folder, a GGUF file or a hub id."] = None,
     prompts: Annotated[
@@ -52,6 +56,9 @@ def doctor(
 ) -> None:
     """Check this installation or, with --model and --draft, say whether a pair is wired as it was trained.
 
+    With FILE, say what its weights become on this machine's CPU, and how fast memory lets them be read; no model is
+    loaded.
+
     A pair answers a few prompts. Then its drafter drafts again from the same hidden states with other taps, RoPE, mask,
     causality, window, scale and block size. If one of these accepts more than the config does, the report names the
     fault, the gain and the line that repairs it.
@@ -59,6 +66,12 @@ def doctor(
     The exit code is 0 if nothing was found, 1 if something does not work or the pair has a fault, and 2 if the pair
     cannot be examined at all.
     """
+    if weights is not None:
+        if model is not None or draft is not None:
+            raise ValueError("FILE is examined by itself: leave --model and --draft out")
+        options.check_dtype(dtype)
+        _examine_weights(options.Source(weights, trust_remote_code, quiet=as_json), dtype, as_json)
+        return
     options.check_pair(model, draft, "a pair is examined; without both, the installation is")
     if model is None:
         source = context.get_parameter_source
@@ -94,6 +107,26 @@ def doctor(
     else:
         _print_diagnosis(found, Console())
     if found.findings:
+        raise typer.Exit(1)
+
+
+def _examine_weights(source: options.Source, dtype: str, as_json: bool) -> None:
+    found = examine_weights(source, dtype)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found)))
+    else:
+        table = Table(*("type", "tensors", "GB in the files", "becomes", "GB in memory"), box=None)
+        for kind in found.kinds:
+            sizes = f"{kind.stored / 1e9:.3f}", kind.becomes, f"{kind.memory / 1e9:.3f}"
+            table.add_row(kind.type, str(kind.tensors), *sizes)
+        Console().print(table)
+        typer.echo(
+            f"{found.memory / 1e9:.2f} GB in memory. A token reads {found.read / 1e9:.2f} GB: memory allows "
+            f"{found.tokens_per_second:.0f} tokens per second without drafts"
+        )
+        if found.refused:
+            typer.echo(f"it cannot be run: {terminal.printable(found.refused)}")
+    if found.refused:
         raise typer.Exit(1)
 
 

@@ -222,7 +222,7 @@ class Trainer:
         # 1. Refuse models that do not match
         self.target = targets.check_target(target, spread=False)
         check_config(self.target, drafter.config)
-        if targets.packed_bytes(self.target):
+        if targets.is_packed(self.target):
             raise ValueError("the target must be dense for training, got packed weights: load it with transformers")
         targets.Target(self.target, drafter.config.target_layer_ids)  # runs the checks for families that are not tested
         if drafter.dtype != torch.float32:

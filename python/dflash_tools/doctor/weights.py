@@ -1,0 +1,138 @@
+"""Say from the headers of a target's files what its weights become here. See `examine_weights`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from dflash.internals import files, ops, options, targets
+
+_BITS = {
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I64": 64,
+    "I32": 32,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "U8": 8,
+    "I8": 8,
+}
+_FORMATS = {row.blocks: row for row in ops.FORMATS.values() if row.blocks}
+_EMBEDDINGS = "token_embd.weight", "embed_tokens.weight"
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
+
+
+@dataclass
+class TensorKind:
+    """All tensors of one type of the files.
+
+    Attributes:
+        type: as the files call it.
+        becomes: what they are in memory.
+        tensors: how many there are.
+        stored: their bytes in the files, ``memory`` those in memory, ``read`` those that a token reads.
+    """
+
+    type: str
+    becomes: str
+    tensors: int = 0
+    stored: float = 0.0
+    memory: float = 0.0
+    read: float = 0.0
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """What the weights of a target become here.
+
+    Attributes:
+        kinds: the largest first.
+        refused: why the target cannot be run; empty if it can.
+        memory: bytes of all weights, without caches.
+        read: bytes that a token reads.
+        tokens_per_second: the most that this machine's memory allows without drafts.
+    """
+
+    kinds: list[TensorKind]
+    refused: str
+    memory: float
+    read: float
+    tokens_per_second: float
+
+
+class _Stored(NamedTuple):
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    size: int  # bytes
+
+
+def examine_weights(source: options.Source, dtype: str) -> WeightsReport:
+    """Report on a GGUF file or a folder for CPUs. Reads headers, and runs nothing but a measurement of memory.
+
+    Raises:
+        ValueError: a file is broken, or there are no weights.
+    """
+    # 1. What is refused, as when it is loaded.
+    refused, config, is_packed = "", None, False
+    asked = None if dtype == "auto" else getattr(torch, dtype)
+    if source.gguf is not None:
+        asked = asked or source.gguf.dtype
+    try:
+        config = source.load_config()
+        refused = targets.refusal(source.load_empty_target(config), loaded=False) or ""
+        is_packed = source.packing(config, asked, "cpu") is not None
+    except ValueError as error:
+        refused = str(error)
+    # 2. What each tensor becomes.
+    tensors, kinds = list(_tensors(source)), dict[tuple[str, str], TensorKind]()
+    if not tensors:
+        raise ValueError(f"{source.name} holds no weights: name a GGUF file, or a folder with safetensors")
+    has_head = any(tensor.name == "output.weight" or tensor.name.endswith("lm_head.weight") for tensor in tensors)
+    chosen = _share_of_experts(config)
+    for tensor in tensors:
+        becomes = str(asked or tensor.type).removeprefix("torch.")
+        memory = tensor.size if asked is None else math.prod(tensor.shape) * asked.itemsize
+        if is_packed and len(tensor.shape) > 1 and tensor.type in _FORMATS:
+            becomes = "stays packed"
+            memory = math.prod(tensor.shape[:-1]) * _FORMATS[tensor.type].size(tensor.shape[-1])
+        kind = kinds.setdefault((tensor.type, becomes), TensorKind(tensor.type, becomes))
+        is_looked_up = tensor.name.endswith(_EMBEDDINGS) and has_head
+        share = 0.0 if is_looked_up else chosen if "_exps." in tensor.name or ".experts." in tensor.name else 1.0
+        kind.tensors += 1
+        kind.stored += tensor.size
+        kind.memory += memory
+        kind.read += share * memory
+    # 3. All of them.
+    found = sorted(kinds.values(), key=lambda kind: -kind.stored)
+    memory, read = sum(kind.memory for kind in found), sum(kind.read for kind in found)
+    return WeightsReport(found, refused, memory, read, options.memory_bytes_per_second() / read)
+
+
+def _tensors(source: options.Source) -> Iterator[_Stored]:
+    """Yield the tensors of the files."""
+    if (gguf := source.gguf) is not None:
+        for name, shape in gguf.shapes.items():
+            yield _Stored(name, gguf.kind(name), shape, gguf.rows(name).size)
+        return
+    for path in files.find_shards(source.folder) if source.folder else ():
+        with files.open_tensors(path) as file:
+            for name in file.keys():  # noqa: SIM118  (it is not a mapping)
+                piece = file.get_slice(name)
+                shape, kind = tuple(piece.get_shape()), piece.get_dtype()
+                yield _Stored(name, kind, shape, math.prod(shape) * _BITS.get(kind, 8) // 8)
+
+
+def _share_of_experts(config: Any) -> float:
+    """Return the share of a mixture's experts that a token reads."""
+    text = None if config is None else config.get_text_config(decoder=True)
+    counts = [getattr(text, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
+    chosen = next(filter(None, (getattr(text, key, None) for key in _CHOSEN)), None)
+    every = next(filter(None, counts), None)
+    return chosen / every if isinstance(chosen, int) and isinstance(every, int) else 1.0
