@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..files import read_json
-from ..targets import packed_bytes
+from ..targets import is_packed
 from ..terminal import listed, named, printable, shortened
 from .folder import check_all_used, check_target_config, check_target_size, check_target_weights, read_headers
 from .gguf import GgufFile, find_gguf, read_gguf, require_gguf
@@ -190,7 +190,7 @@ class Pretrained:
                 target.generation_config = GenerationConfig.from_pretrained(
                     where, local_files_only=self.local_files_only
                 )
-        if packed_bytes(target):
+        if is_packed(target):
             path = self.name if self.gguf is None else self.gguf.path
             target.save_pretrained = functools.partial(_refuse_to_save, printable(path))
         return target.eval()

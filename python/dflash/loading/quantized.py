@@ -497,7 +497,7 @@ class QuantizedFolder:
         bias_of = {f"{key}_bias": x.clone() for key, x in biases.items()}
         weights = ExpertWeights(gate_up.pack()[0], down.pack()[0], **bias_of)
         weights = weights._replace(gate=form.gate, alpha=form.alpha, limit=form.limit)
-        self._model.set_submodule(path, PackedExperts(weights))
+        self._model.set_submodule(path, PackedExperts(*weights))
         return True
 
     def _joined(self, target: str, places: Sequence[_Place], get: _Get) -> Integers | Floats | None:

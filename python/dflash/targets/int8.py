@@ -196,8 +196,11 @@ def store_int8_(model: nn.Module) -> None:
             found = _run_by(layer, [_in_8_bits(*each) for each in _weights_of(layer)])
         except NotFiniteError as error:
             raise UnsupportedTargetError(not_finite("weights", model, error)) from error
-        is_linear = isinstance(found, PackedWeight)
-        model.set_submodule(name, PackedLinear(found, layer.bias) if is_linear else PackedExperts(*found))
+        if isinstance(found, PackedWeight):
+            made = PackedLinear(found, layer.bias, getattr(layer, "order", None))
+        else:
+            made = PackedExperts(*found)
+        model.set_submodule(name, made)
 
 
 def not_finite(option: str, model: nn.Module, error: NotFiniteError) -> str:
