@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from .files import read_json, write_atomically
+from .files import UNFINISHED, read_json, write_atomically
 from .receipts import RecordedSettings
 from .targets import describe_config, sample_digest
 from .terminal import printable
@@ -113,7 +113,8 @@ class Store:
         self._sizes: dict[Path, int] | None = None  # of the answers, the oldest first, once one was added
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{printable(self.folder)} is a file: name a folder for the answers")
-        if self.folder.is_dir() and not (self.folder / _MARK).exists() and any(self.folder.iterdir()):
+        is_new = self.folder.is_dir() and not (self.folder / _MARK).exists()
+        if is_new and not all(map(_is_begun, self.folder.iterdir())):
             raise ValueError(f"{printable(self.folder)} holds something else than answers: name a folder of its own")
 
     def open_for(self, target: nn.Module, taps: Sequence[int]) -> None:
@@ -133,38 +134,42 @@ class Store:
                 )
             return
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self.folder / "answers").mkdir(mode=0o700, exist_ok=True)
         self.write(self.folder / _MARK, json.dumps(facts).encode())
 
     # ------------------------------------------------------------------------------------------ answers
 
     def answers(self) -> list[Path]:
         """Return the files of all answers, the oldest first."""
-        return sorted(self.folder.glob(f"answers/[0-9]*{_SUFFIX}"))
+        return sorted(path for path in self.folder.glob(f"answers/*{_SUFFIX}") if path.stem.isdecimal())
 
     def add(self, answer: StoredAnswer) -> None:
-        """Write an answer, then drop the oldest ones until all fit. One that is too large by itself is not kept."""
+        """Write an answer, then drop the oldest ones until all fit. One that is too large by itself is not kept.
+
+        Raises:
+            OSError: it cannot be written. Nothing is dropped for it.
+        """
         content = answer.to_bytes()
         if len(content) > self.max_bytes:
             return
         if self._sizes is None:
             self._sizes = {path: path.stat().st_size for path in self.answers()}
-        sizes, total = self._sizes, sum(self._sizes.values()) + len(content)
+        sizes = self._sizes
         number = int(next(reversed(sizes)).stem) + 1 if sizes else 0
-        while total > self.max_bytes:
-            oldest = next(iter(sizes))
-            total -= sizes.pop(oldest)
-            oldest.unlink(missing_ok=True)
         path = self.folder / "answers" / f"{number:012d}{_SUFFIX}"
+        path.parent.mkdir(mode=0o700, exist_ok=True)  # it may have been removed by hand
         self.write(path, content)
         sizes[path] = len(content)
+        while sum(sizes.values()) > self.max_bytes:
+            oldest = next(iter(sizes))
+            oldest.unlink(missing_ok=True)
+            del sizes[oldest]
 
     @staticmethod
     def read(path: Path, vocab_size: int) -> StoredAnswer:
         """Return an answer; raises ValueError for a file that is damaged."""
         try:
             return StoredAnswer.from_bytes(path.read_bytes(), vocab_size)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"{printable(path)}: {error}") from error
 
     def forget(self) -> int:
@@ -175,15 +180,26 @@ class Store:
         """
         with self.used_by("server"), self.used_by("learner"):
             count = len(self.answers())
+            # What says that this is a store goes last, or a second try would be refused.
+            for path in self.folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != _MARK:
+                    path.unlink()
             shutil.rmtree(self.folder)
         return count
 
     # ------------------------------------------------------------------------------------------ drafters
 
     def drafters(self) -> Drafters:
-        """Return which drafter is to be served."""
-        path = self.folder / _STATE
-        return Drafters(**read_json(path)) if path.exists() else Drafters()
+        """Return which drafter is to be served; raises ValueError for a file that this version did not write."""
+        if not (path := self.folder / _STATE).exists():
+            return Drafters()
+        found, wanted = read_json(path), dataclasses.asdict(Drafters())
+        if {name: type(value) for name, value in found.items()} != {name: type(x) for name, x in wanted.items()}:
+            what = f"{printable(path)} must have {', '.join(wanted)}, got {printable(json.dumps(found)[:200])}"
+            raise ValueError(f"{what}: use the version that wrote it, or delete it to serve the first drafter again")
+        return Drafters(**found)
 
     @contextlib.contextmanager
     def changing_drafters(self) -> Iterator[Drafters]:
@@ -237,6 +253,13 @@ class Store:
                 file.write(content)
 
         write_atomically(path, fill)
+
+
+def _is_begun(path: Path) -> bool:
+    """True for what is left of a start that could not write all of its files, such as on a full disk."""
+    if path.name == "answers" and path.is_dir():
+        return not any(path.iterdir())
+    return path.suffix == ".lock" or path.name.startswith(UNFINISHED)
 
 
 class RunningRequests:

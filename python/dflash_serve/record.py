@@ -72,12 +72,16 @@ class AnswerRecorder:
         self._queue.join()
 
     def _write(self) -> None:
+        failed: object = None
         while True:
             answer = self._queue.get()
             try:
                 self.store.add(answer)
+                failed = None
             except Exception as error:  # a full disk, a file that is in the way
                 self.dropped += 1
-                _LOG.error("an answer was not kept for learning: %s", error)
+                if (kind := (type(error), getattr(error, "errno", None))) != failed:  # said once
+                    _LOG.error("answers are not kept for learning until this ends: %s", error)
+                failed = kind
             finally:
                 self._queue.task_done()

@@ -320,7 +320,7 @@ UNLIKE = {  # a value's schema, words of the warning, and of the refusal where i
     "propertyNames": ({"type": "object", "propertyNames": {"maxLength": 1}}, "propertyNames", "propertyNames"),
     "format": ({"type": "string", "format": "color", "maxLength": 3}, "format: color", "Unknown format: color"),
     "oneOf": ({"oneOf": [{"const": 1}, {"const": 2}]}, "oneOf not fully supported", "oneOf"),
-    "if, not": ({"enum": [1], "if": {}, "then": {}, "not": {}}, '["if", "not", "then"]', '["if", "not", "then"]'),
+    "if, not": ({"enum": [1], "if": {}, "then": {"enum": [1]}, "not": {}}, *['["if", "not", "then"]'] * 2),
 }
 
 

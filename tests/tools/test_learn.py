@@ -1,10 +1,12 @@
 """Answers that are kept, replayed and learned from, and drafters that are swapped while requests run."""
 
 import dataclasses
+import errno
 import functools
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -137,6 +139,50 @@ def test_folders_of_something_else_are_refused(tmp_path, pair):
         dflash.Generator(target, max_length=20, on_answer=print)
 
 
+def is_full(*_) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "a file")
+
+
+def test_a_full_disk_loses_nothing_and_is_said_once(tmp_path, pair, monkeypatch, caplog):
+    target, draft = pair
+    with monkeypatch.context() as full:  # at the first start
+        full.setattr(Store, "write", is_full)
+        with pytest.raises(OSError, match="No space"):
+            AnswerRecorder(tmp_path, target, draft)
+    (tmp_path / "answers").mkdir(exist_ok=True)  # of earlier versions
+    names = [path.name for path in kept(tmp_path, pair, 2).answers()]
+    with monkeypatch.context() as full:  # in the middle of an answer
+        full.setattr("dflash.files.fsync", is_full)
+        store = kept(tmp_path, pair, 4)
+    assert [path.name for path in store.answers()] == names
+    assert len(list((tmp_path / "answers").iterdir())) == 2
+    assert [record.message for record in caplog.records].count(caplog.messages[0]) == len(caplog.messages) == 1
+    assert len(kept(tmp_path, pair, 1).answers()) == 3
+
+
+def test_answers_that_were_removed_by_hand_and_other_files_are_in_nobodys_way(tmp_path, pair):
+    recorder = answers_of(tmp_path, pair, 2)
+    shutil.rmtree(tmp_path / "answers")
+    recorder.store.add(dataclasses.replace(written(kept(tmp_path.parent / "other", pair, 1))[0]))
+    recorder.close()
+    for name in ("notes.txt", "000000000001 (copy).safetensors", ".DS_Store"):
+        (tmp_path / "answers" / name).touch()
+    store = kept(tmp_path, pair, 1)
+    assert len(store.answers()) == 2
+    assert store.forget() == 2
+    assert not tmp_path.exists()
+
+
+def test_a_file_of_another_version_is_named(tmp_path, pair):
+    store = kept(tmp_path, pair, 1)
+    for content in ({"adopted": 1, "epoch": 2}, {"adopted": "1", "before": 0, "refused": [], "last": 1}, {}):
+        (tmp_path / "drafters.json").write_text(json.dumps(content))
+        with pytest.raises(
+            ValueError, match=r"drafters.json must have adopted, before, refused, last, got .* delete it"
+        ):
+            store.drafters()
+
+
 # ---------------------------------------------------------------------------------------------- the gate
 
 
@@ -232,11 +278,19 @@ def test_a_drafter_learns_and_is_adopted(tmp_path):
 
 def test_a_drafter_that_has_nothing_to_learn_is_not_adopted(tmp_path):
     store, target, draft, base = lesson(tmp_path, 50)
+    for folder, name in (("drafters", "notes.txt"), ("drafters/old", "x"), ("run/answers", "x")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / name).touch()  # of an editor, or of a desktop
+    (tmp_path / "run" / "run.json").write_text('{"epoch": 2}')  # of another version
+    base = datasets.concatenate_datasets([base, base.select([50])])
+    taught = [*base[100]["input_ids"][:-1], draft.config.mask_token_id]
+    base = base.select(range(100)).add_item({"input_ids": taught, "loss_mask": base[100]["loss_mask"]})
     verdict = learn(store, target, draft, base, LearnOptions(steps=2, learning_rate=1e-9))
     assert not verdict.is_adopted
     assert abs(verdict.own.gain) < 0.02
     assert store.drafters() == Drafters(adopted=0, before=0, last=1)
     assert not store.drafter_folder(1).exists()
+    assert {path.name for path in (tmp_path / "drafters").iterdir()} == {"notes.txt", "old"}
 
 
 def test_a_stopped_run_goes_on_with_its_answers(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dflash import Drafter, load_draft
+from dflash import DraftConfig, Drafter, load_draft
 from dflash.internals import RecordedSettings, Store, StoredAnswer, files, resolve, targets
 
 from ..measure.datasets import import_datasets
@@ -111,7 +112,7 @@ def _learn(
 ) -> CandidateGains:  # fmt: skip
     # 1. Read the answers of this run, which stay whatever the server drops meanwhile
     run, own = _Run.begin(store, options), []
-    for path in sorted((run.folder / "answers").iterdir()):
+    for path in sorted((run.folder / "answers").glob("*.safetensors")):
         try:
             own.append(store.read(path, targets.text_config(target).vocab_size))
         except ValueError as error:  # a damaged file
@@ -120,7 +121,7 @@ def _learn(
     served = draft
     if run.served:
         served = load_draft(store.drafter_folder(run.served), dtype=draft.dtype, device=draft.device)
-    base, rows = _split_base(base, served.config.block_size)
+    base, rows = _split_base(base, served.config)
     general = _general_answers(rows, target, served, wait)
     # 2. Replay the held-out answers with the drafter that is served
     longest = max(answer.prompt_length + answer.settings.max_new_tokens for answer in [*own, *general])
@@ -169,14 +170,14 @@ def _learn(
             drafters.before, drafters.adopted = run.served, number
         kept = {drafters.before, drafters.adopted}
     for old in folder.parent.iterdir():
-        if int(old.name) not in kept:
+        if old.name.isdecimal() and old.is_dir() and int(old.name) not in kept:
             shutil.rmtree(old)
     about = {"drafter": number, "from": run.served, "answers": len(own), "share": share, "adopted": is_adopted}
     about |= {"own": verdict.own._asdict(), "general": verdict.general._asdict()}
     reports = store.folder / "reports.jsonl"
     earlier = reports.read_bytes() if reports.exists() else b""
     store.write(reports, earlier + json.dumps(about).encode() + b"\n")
-    shutil.rmtree(store.run_folder)
+    _Run.delete(store.run_folder)
     return verdict
 
 
@@ -201,11 +202,11 @@ class _Run:
     def begin(cls, store: Store, options: LearnOptions) -> _Run:
         """Continue the run that was stopped, or begin one with all answers in the store."""
         folder, wanted = store.run_folder, (store.drafters().adopted, repr(options))
-        if (folder / "run.json").exists():
+        with contextlib.suppress(ValueError, TypeError):  # there is none, or another version's
             run = cls(folder, **files.read_json(folder / "run.json"))
             if (run.served, run.options) == wanted:
                 return run
-        shutil.rmtree(folder, ignore_errors=True)
+        cls.delete(folder)
         answers = store.answers()
         if len(answers) < LEAST_ANSWERS:
             raise ValueError(f"there must be at least {LEAST_ANSWERS} answers to learn from, there are {len(answers)}")
@@ -220,14 +221,21 @@ class _Run:
         run.write()
         return run
 
+    @staticmethod
+    def delete(folder: Path) -> None:
+        """Delete a run. What says that its answers are whole goes first."""
+        (folder / "run.json").unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
     def write(self) -> None:
         """Write what the next process needs to continue."""
         content = {"served": self.served, "options": self.options, "steps": self.steps}
         Store.write(self.folder / "run.json", json.dumps(content).encode())
 
 
-def _split_base(base: Any, least: int) -> tuple[Any, list[dict[str, Any]]]:
-    """Return rows to learn from, and general answers to replay, of other prompts."""
+def _split_base(base: Any, config: DraftConfig) -> tuple[Any, list[dict[str, Any]]]:
+    """Return rows to learn from, and general answers to replay, of other prompts. The mask token cannot be learned."""
+    least, mask_token = config.block_size, config.mask_token_id
     groups: dict[tuple[int, ...], list[int]] = {}
     for place, (ids, mask) in enumerate(zip(base["input_ids"], base["loss_mask"], strict=True)):
         if 1 in mask:
@@ -240,7 +248,11 @@ def _split_base(base: Any, least: int) -> tuple[Any, list[dict[str, Any]]]:
         got = f"{len(groups)} prompts, and {len(rows)} answers of that length among {len(chosen)}"
         raise ValueError(f"the general answers must be {wanted}; got {got}")
     replayed = {place for places in chosen for place in places}
-    left = [place for place, mask in enumerate(base["loss_mask"]) if place not in replayed and sum(mask) > 1]
+    taught = (itertools.compress(*row) for row in zip(base["input_ids"], base["loss_mask"], strict=True))
+    left = [
+        place for place, (ids, mask) in enumerate(zip(taught, base["loss_mask"], strict=True))
+        if place not in replayed and sum(mask) > 1 and mask_token not in ids
+    ]  # fmt: skip
     return base.select(left[:_BASE_ROWS]), rows
 
 
@@ -329,7 +341,7 @@ def _train(
 
     digest = hashlib.sha256(repr(base["input_ids"]).encode()).hexdigest()[:8]
     for other in run.folder.parent.glob("base-*"):
-        if other.name != f"base-{digest}":
+        if other.name != f"base-{digest}" and other.is_dir():
             shutil.rmtree(other)
     kept = cache_features(target, in_half, base, layers, run.folder.parent / f"base-{digest}")
     assert kept is not None
