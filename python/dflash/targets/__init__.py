@@ -29,7 +29,7 @@ from .model import (
     transformers_version,
     unwrap,
 )
-from .packed import PackedEmbedding, PackedExperts, PackedLinear, is_packed, weight_bytes_per_token
+from .packed import CHOSEN_EXPERTS, PackedEmbedding, PackedExperts, PackedLinear, is_packed, weight_bytes_per_token
 from .parallel import ranks_in
 from .recurrent import has_recurrent_layers
 from .support import check_target, is_quantized, refusal, refusal_of_weights

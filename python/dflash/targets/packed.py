@@ -141,7 +141,8 @@ class PackedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"
 
 
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
+"""Keys of configs for the experts of a mixture that a token chooses."""
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -155,7 +156,8 @@ def weight_bytes_per_token(model: nn.Module) -> dict[str, float]:
     Of a mixture of experts these are the chosen ones. Embeddings count if a dense head is tied to them.
     """
     sizes: dict[str, float] = {}
-    chosen = next((count for key in _CHOSEN for count in config_values(text_config(model), key)), None)
+    counts = (count for key in CHOSEN_EXPERTS for count in config_values(text_config(model), key))
+    chosen = next((count for count in counts if isinstance(count, int)), None)
     for _, module in modules_of_text(model):
         if isinstance(module, (nn.Embedding, PackedEmbedding)):
             continue

@@ -25,7 +25,6 @@ _BITS = {
 }
 _FORMATS = {row.blocks: row for row in ops.FORMATS.values() if row.blocks}
 _EMBEDDINGS = "token_embd.weight", "embed_tokens.weight"
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 
 
 @dataclass
@@ -133,6 +132,6 @@ def _share_of_experts(config: Any) -> float:
     """Return the share of a mixture's experts that a token reads."""
     text = None if config is None else config.get_text_config(decoder=True)
     counts = [getattr(text, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
-    chosen = next(filter(None, (getattr(text, key, None) for key in _CHOSEN)), None)
+    chosen = next(filter(None, (getattr(text, key, None) for key in targets.CHOSEN_EXPERTS)), None)
     every = next(filter(None, counts), None)
     return chosen / every if isinstance(chosen, int) and isinstance(every, int) else 1.0
