@@ -126,6 +126,12 @@ class Integers(NamedTuple):
         return self.codes.shape[-1] // self.scales.shape[-1]
 
     @property
+    def has_scales_for_all(self) -> bool:
+        """True if scales and zero points are of the shape that goes with the codes."""
+        is_whole = self.codes.shape[:-1] == self.scales.shape[:-1] and self.codes.shape[-1] % self.scales.shape[-1] == 0
+        return is_whole and (self.zeros is None or self.zeros.shape == self.scales.shape)
+
+    @property
     def obstacle(self) -> str:
         """Why it cannot stay packed; empty if it can."""
         columns, count = self.codes.shape[-1], self.scales.shape[-1]
@@ -412,8 +418,8 @@ class QuantizedFolder:
             found = weight.values if isinstance(weight, Values) else weight.codes
             if found.shape != torch.Size(shape):
                 raise ValueError(f"it would be {list(found.shape)}")
-            if isinstance(weight, Integers) and weight.zeros is not None and weight.zeros.shape != weight.scales.shape:
-                raise ValueError("its zero points need a place per scale")
+            if isinstance(weight, Integers) and not weight.has_scales_for_all:
+                raise ValueError("each group of columns needs a scale, and a zero point if there are any")
         except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
             fits = f"{named(target)} needs tensors that make {list(shape)}"
             raise ValueError(f"{self._where}: {fits}, got {said}: {printable(error)}") from error
@@ -526,11 +532,11 @@ class QuantizedFolder:
         """Return the values of a weight, and count them for the warning."""
         if isinstance(weight, Tensor):
             return weight
-        values = weight.dense()
+        values = weight.dense().to(self._dtype)  # before experts are stacked
         reason = weight.obstacle or (
             "experts that differ, or modules without a kernel" if self._packs else "as asked for"
         )
-        self._made_dense.setdefault(reason, []).append(values.numel() * self._dtype.itemsize)
+        self._made_dense.setdefault(reason, []).append(values.nbytes)
         return values
 
     def _set(self, target: str, value: Tensor) -> None:
