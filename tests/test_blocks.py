@@ -124,13 +124,15 @@ def test_wrong_integers_are_refused(wrong, message):
         PackedWeight.of_integers(**{"codes": codes, "scales": scales, "zeros": zeros, "group": 64, "bits": 4, **wrong})
 
 
+ONES = torch.ones(4, 2, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("code", "exponents", "message"),
-    [(16, torch.zeros(4, 2), "exponents must be uint8"), (1, torch.full((4, 2), 255), "below 255"),
-     (16, torch.ones(4, 2), "less than 16, got 16"), (1, torch.ones(4, 1), r"exponents must be \[4, 2\]")],
+    [(1, torch.ones(4, 2), "exponents must be uint8, got torch.float32"), (16, ONES, "less than 16, got 16"),
+     (1, 255 * ONES, "must be below 255"), (1, ONES[:, :1], r"exponents must be \[4, 2\]")],
 )  # fmt: skip
 def test_wrong_mxfp4_is_refused(code, exponents, message):
-    exponents = exponents if code == 16 and not exponents.any() else exponents.to(torch.uint8)
     with pytest.raises(ValueError, match=message):
         PackedWeight.of_mxfp4(torch.full((4, 64), code, dtype=torch.uint8), exponents)
 
@@ -157,6 +159,8 @@ def test_groups_of_any_size_have_the_bits_of_plain_torch(count, bits, group):
     codes, scales, zeros, _ = integers(bits, group, 24, 360, dtype=torch.bfloat16)
     weight, x = PackedWeight.of_integers(codes, scales, zeros, group=group, bits=bits), rows(count, 360, torch.float32)
     assert torch.equal(multiply(ops, x, weight), multiply(reference, x, weight))
+    ids = torch.tensor([23, 0])
+    assert torch.equal(ops.unpack_rows(weight.packed, ids, 360, weight.format), weight.dense()[ids])
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *INTEGERS])

@@ -22,6 +22,7 @@ AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 NEEDED = {
     "scalar": set(),
     "avx2": AVX2,
+    "avx_vnni": AVX2 | {"avx_vnni"},
     "avx512": AVX512,
     "avx512_bf16": AVX512 | {"avx512_bf16", "avx512_vnni"},
     "amx": AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},

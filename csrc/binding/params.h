@@ -617,7 +617,7 @@ struct LinearParams {
 };
 
 // packed = the blocks of a GGUF file's tensor, as tiles. Of a block of several columns of a feature it takes the
-// integers and the half-precision numbers as they are.
+// integers and the scales as they are.
 struct PackBlocksParams {
   const void* blocks;  // [features, columns], as the file has them
   void* packed;        // [features, row_size]

@@ -2,8 +2,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
-#if DFLASH_WITH_AMX && !DFLASH_EMULATE_TILES
+#if DFLASH_WITH_AVX_VNNI || (DFLASH_WITH_AMX && !DFLASH_EMULATE_TILES)
 #include <cpuid.h>
+#endif
+#if DFLASH_WITH_AMX && !DFLASH_EMULATE_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -37,6 +39,14 @@ TABLE(avx2)
 static bool has_avx2() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+#endif
+#if DFLASH_WITH_AVX_VNNI
+TABLE(avx_vnni)
+
+static bool has_avx_vnni() {
+  unsigned a, b, c, d;
+  return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
 }
 #endif
 #if DFLASH_WITH_AVX512
@@ -92,6 +102,9 @@ static const InstructionSet kSets[] = {
 #endif
 #if DFLASH_WITH_AVX2
     {&avx2::kernels, has_avx2},
+#endif
+#if DFLASH_WITH_AVX_VNNI
+    {&avx_vnni::kernels, has_avx_vnni},
 #endif
 #if DFLASH_WITH_AVX512
     {&avx512::kernels, has_avx512},

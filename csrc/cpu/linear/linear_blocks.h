@@ -197,6 +197,8 @@ static inline IVec zeros_of(const uint8_t* chunk, int g, int v) {
 static inline IVec add_zeros(IVec sum, IVec zeros, int32_t start) {
 #if defined(__AVX512VNNI__)
   return (IVec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)zeros, _mm512_set1_epi32(start));
+#elif defined(__AVXVNNI__)
+  return (IVec)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)zeros, _mm256_set1_epi32(start));
 #elif defined(__AVX512F__)
   return sum + (IVec)_mm512_madd_epi16((__m512i)zeros, _mm512_set1_epi32(start));
 #elif defined(__AVX2__)
@@ -211,10 +213,10 @@ template <int BITS>
 struct Dots {
   IVec whole;
 
-#if defined(__AVX512VNNI__)
+#if DFLASH_VNNI
   template <int W>
   void add(IVec codes, uint32_t row) {
-    whole = (IVec)_mm512_dpbusd_epi32((__m512i)whole, (__m512i)codes, _mm512_set1_epi32(int(row)));
+    whole = add_bytes(whole, codes, IVec{} + int32_t(row));
   }
 #elif defined(__AVX2__)
   // Products of bytes are added in pairs, and as many words as fit in 16 bits. Those of 8 bits are two codes of 4.

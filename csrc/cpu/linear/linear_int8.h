@@ -21,7 +21,10 @@ constexpr int64_t kInt8Group = kQuantGroup * kQuantTile;  // bytes of a tile's g
 constexpr int64_t kInt8Ahead = 8192, kInt8Soon = 1024;    // bytes: weights are in the L2 and L1 cache so early
 constexpr int kShift = 128;
 static_assert(row_size(Format::kW8A8, 1) == kQuantGroup, "rows of weights are whole groups");
-#if DFLASH_TILES || defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define DFLASH_VNNI 1
+#endif
+#if DFLASH_TILES || DFLASH_VNNI
 constexpr int kWordParts = 1;
 #else
 constexpr int kWordParts = 2;  // a group has its words' even elements in 16 bits, then the odd ones
@@ -33,6 +36,17 @@ typedef int8_t ByteVec __attribute__((vector_size(kWidth), aligned(1), may_alias
 typedef int16_t PairVec __attribute__((vector_size(4 * kWidth), aligned(1), may_alias));
 
 static inline IVec load_ints(const void* from) { return *static_cast<const IVec*>(from); }
+
+#if DFLASH_VNNI
+// sum + the products of words of four bytes, those of `codes` without a sign
+static inline IVec add_bytes(IVec sum, IVec codes, IVec row) {
+#if defined(__AVX512VNNI__)
+  return (IVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)row);
+#else
+  return (IVec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)row);
+#endif
+}
+#endif
 
 #if defined(__AVX512F__)
 static inline int32_t largest_of(IVec x) { return _mm512_reduce_max_epi32((__m512i)x); }
@@ -187,8 +201,8 @@ static void multiply_int8(const QuantizedRows::Block& rows, int64_t groups, cons
 #else
 // sum + the products of a word of kWidth features with a row's, which is in kWordParts vectors
 static inline IVec add_words(IVec weights, const IVec (&row)[kWordParts], IVec sum) {
-#if defined(__AVX512VNNI__)
-  return (IVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)row[0]);
+#if DFLASH_VNNI
+  return add_bytes(sum, weights, row[0]);
 #else
   const IVec even = weights & 0x00ff00ff, odd = (weights >> 8) & 0x00ff00ff;
 #if defined(__AVX512F__)

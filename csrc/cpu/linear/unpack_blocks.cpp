@@ -28,7 +28,8 @@ static void unpack_row(const UnpackBlocksParams& p, int64_t row) {
         minimum = L::kIsSuper ? -half(chunk + kHalves) * float(byte(chunk + L::kMinima, g))
                               : half(chunk + L::kMinima + g * kHalves);
       const int offset = L::kHasZeros ? at(chunk + L::kZeros)[g] : L::kCode.offset;
-      for (int i = 0; i < kBlockGroup; ++i) {
+      const int64_t live = least(kBlockGroup, p.columns - k - g * kBlockGroup);
+      for (int i = 0; i < live; ++i) {
         const int w = i / 4, shift = 8 * (i % 4), part = i / L::kCode.scale_columns;
         float scale = 0.0f;
         if constexpr (L::kIsSuper) {

@@ -265,8 +265,11 @@ class PackedWeight(NamedTuple):
     def of_blocks(cls, blocks: Tensor, format: str, columns: int) -> PackedWeight:
         """Return the weight of a GGUF file's blocks ``[..., out, bytes]`` uint8, contiguous, of so many columns.
 
-        ``format`` is that of the file's type, see `FORMATS`.
+        Raises:
+            ValueError: ``format`` is not that of a type of GGUF files.
         """
+        if not FORMATS[format].blocks:
+            raise ValueError(f"format must be that of a GGUF type, got {format!r}: use of_integers")
         packed = blocks.new_empty(*blocks.shape[:-1], FORMATS[format].size(columns))
         for source, to in zip(_matrices(blocks), _matrices(packed), strict=True):
             call = {"blocks": source, "packed": to, "features": len(source), "columns": columns}
@@ -277,14 +280,15 @@ class PackedWeight(NamedTuple):
     def of_integers(
         cls, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, *, group: int, bits: int
     ) -> PackedWeight:
-        """Return the weight ``(codes - zeros) * scales`` of a checkpoint: AWQ, GPTQ and compressed-tensors have such.
+        """Return the weight ``(codes - zeros) * scales``, as AWQ, GPTQ and compressed-tensors store it. Rounds nothing.
 
-        Nothing is rounded. Scales without zero points that half precision holds take 4.5 or 8.5 bits per weight, as
-        Q4_0 and Q8_0 do. Else scales are kept in float32, for groups of 128, or for groups of 32.
+        With ``zeros`` in the middle and scales that half precision holds, the format is that of Q4_0 or Q8_0: 4.5 or
+        8.5 bits per weight. Else it has scales in float32: 4.5 or 8.5 bits if groups are multiples of 128 or a whole
+        channel, 5.25 or 9.25 if not.
 
         Args:
             codes: ``[..., out, in]`` uint8, less than ``2 ** bits``.
-            scales: ``[..., out, ceil(in / group)]`` of a floating-point type that float32 holds.
+            scales: ``[..., out, ceil(in / group)]`` float16, bfloat16 or float32.
             zeros: the same shape, uint8; None if all are ``2 ** (bits - 1)``.
             group: columns that share a scale and a zero point: a multiple of 32, or at least ``in`` (one per channel).
             bits: 4 or 8.
@@ -325,8 +329,10 @@ class PackedWeight(NamedTuple):
             ValueError: a shape, dtype or number is not as above, or an exponent is 255, which stands for NaN.
         """
         _check_groups("exponents", exponents, codes, 32)
-        if exponents.dtype != torch.uint8 or (exponents == 255).any():
-            raise ValueError(f"exponents must be uint8 below 255 (NaN), got {exponents.dtype}: keep the weight dense")
+        if exponents.dtype != torch.uint8:
+            raise ValueError(f"exponents must be uint8, got {exponents.dtype}: view them as bytes")
+        if (exponents == 255).any():
+            raise ValueError("exponents must be below 255, got 255, which stands for NaN: keep the weight dense")
         if codes.numel() and int(codes.amax()) > 15:
             raise ValueError(f"codes must be less than 16, got {int(codes.amax())}: unpack the bytes first")
         return cls._of_codes("mxfp4", codes, (exponents, 32, 32))
@@ -335,7 +341,14 @@ class PackedWeight(NamedTuple):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _of_codes(cls, format: str, codes: Tensor, *head: tuple[Tensor, int, int]) -> PackedWeight:
-        """Pack codes, and what chunks begin with: ``[..., out, groups]``, one per how many columns, of what group."""
+        """Pack codes after what their chunks begin with.
+
+        Args:
+            format: one of 4 or 8 bits whose codes are as they come.
+            codes: ``[..., out, in]`` uint8.
+            head: of each part of a chunk's head, in order: values ``[..., out, groups]``, the columns per value in
+                memory, and the columns per group.
+        """
         columns, order, size = codes.shape[-1], FORMATS[format].order, FORMATS[format].size(codes.shape[-1])
         chunk, bits = _C.coding(_C.FORMATS[format])[:2]
         padded = -(-columns // chunk) * chunk

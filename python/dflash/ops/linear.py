@@ -270,7 +270,7 @@ def experts(
     prepare=on_cpu,
 )
 def unpack_rows(packed: Tensor, ids: Tensor, columns: int, format: str) -> Tensor:
-    """Read rows of a weight in the blocks of a GGUF file, as the gguf package does.
+    """Read rows of a weight in the blocks of a file; those of a GGUF file as the gguf package does.
 
     Args:
         packed: ``[features, size]``, what a `PackedWeight` has packed.

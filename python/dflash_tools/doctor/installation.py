@@ -48,10 +48,10 @@ def _instruction_set(name: str) -> Check:
     chosen, forced = ops.isa(), os.environ.get("DFLASH_ISA")
     if forced:
         return Check(name, f"{chosen}, because DFLASH_ISA is set", "warning", "unset DFLASH_ISA")
-    better = {"scalar": "avx2", "avx2": "avx512vl", "avx512": "avx512_bf16", "avx512_bf16": "amx_bf16"}.get(chosen)
-    if better in processor_flags():
+    flags = "scalar avx2 avx_vnni avx512vl avx512_bf16 amx_bf16"  # begin as the sets' names do
+    if better := processor_flags().intersection(flags[flags.index(chosen) :].split()[1:]):
         advice = "install on this machine, or with -C cmake.define.DFLASH_ALL_ISAS=ON"
-        return Check(name, f"{chosen}, and this processor has {better} too", "warning", advice)
+        return Check(name, f"{chosen}, and this processor has {', '.join(sorted(better))} too", "warning", advice)
     if chosen == "scalar" and platform.machine() in ("x86_64", "AMD64"):
         return Check(name, "scalar", "warning", "this processor has no AVX2: expect low speed")
     return Check(name, chosen)
