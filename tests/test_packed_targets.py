@@ -276,6 +276,7 @@ CHANGES = {
     "gptq": [
         ({"checkpoint_format": "marlin"}, r"the layout of GPTQ must be gptq, gptq_v2, got marlin"),
         ({"quant_method": "other"}, r"quant_method must be one that can be read, got other"),
+        ({"weight_block_size": [128]}, r"the block of a scale must be two sizes, got \[128\]"),
     ],
     "awq": [({"version": "gemv"}, r"the layout of AWQ must be gemm, got gemv")],
     "int4": [
