@@ -2,8 +2,8 @@
 
 HEAD = """# Quantized targets
 
-A target that another library has quantized runs as it is: the copy uses the library's own layers on the same memory,
-and the text is the one that the quantized model writes. The tests compare:
+A target that another library has quantized and loaded runs as it is: the copy uses the library's own layers on the same
+memory, and the text is the one that the quantized model writes. The tests compare:
 
 - **Greedy, fp32** (the table): token for token equal to `generate(do_sample=False)` of the same quantized model. The
   model is the target of the [trained pair](demo-pair.md) inside the package, whose margins are wide. If activations are
@@ -15,14 +15,48 @@ and the text is the one that the quantized model writes. The tests compare:
   them in every method that is refused (`tests/quantized`).
 - **Memory shared**: "all" means that a generator adds no weights, scales or codes to those of the model.
 
-Quantize the target only; drafters are loaded in their own dtype. `--model FOLDER` of every command takes a saved
-quantized checkpoint. `fused=True` is for dense weights and refused here. So is `weights="int8"`, by which this package
-quantizes a target itself ([Weights in 8 bits](int8.md)).
+Quantize the target only; drafters are loaded in their own dtype. `fused=True` is for dense weights and refused here. So
+is `weights="int8"`, by which this package quantizes a target itself ([Weights in 8 bits](int8.md)).
 
 Recurrent targets such as Qwen3.5 run quantized in the same way: `tests/quantized` compares one with torchao, quanto and
 compressed-tensors. On CPUs with AVX512-BF16, bitsandbytes nf4 fails at the first pass of a layer unless its inputs are
 a multiple of 64 and its outputs a multiple of 32. Gated DeltaNets have two layers with one output per head; unless the
 heads are a multiple of 32, load with `llm_int8_skip_modules=["in_proj_a", "in_proj_b", "lm_head"]`.
+
+## Folders on a CPU
+
+`dflash.load_target(FOLDER)` and every command read these checkpoints themselves on a CPU, without the library. Weights
+that stay packed are multiplied as those of [GGUF files](files.md#the-text): rows are rounded to 8 bits, 32 elements by
+one scale. Scales that a checkpoint has for its inputs are left out. What becomes dense is counted in a warning.
+
+| folder | float32, bfloat16 | the same values, bit for bit |
+| --- | --- | --- |
+| AWQ: gemm layout, 4 bits | packed | autoawq 0.2.9 |
+| GPTQ: 4 and 8 bits, zero points of v1 and v2, `desc_act` | packed | GPTQModel 7.7.0 |
+| compressed-tensors: int4, int8; groups, channels, `weight_g_idx` | packed | compressed-tensors 0.20.0 |
+| MXFP4: gpt-oss, compressed-tensors | packed | transformers, compressed-tensors |
+| FP8: in blocks, per channel or tensor | dense | transformers, compressed-tensors |
+| NVFP4 | dense | compressed-tensors |
+| bitsandbytes, torchao, quanto | read by transformers and the library | |
+| AWQ and GPTQ in other layouts or bits, sparse weights | refused by name | |
+| `kv_cache_scheme`, `transform_config`, `pre_quant_scale` | refused by name | |
+
+`tests/quantized` compares; GPTQ, and `weight_g_idx` with compressed-tensors 0.12.2, were compared by hand. FP8 and
+NVFP4 of Model-Optimizer are read by their published layout, and were not compared with the library.
+
+Groups and inputs that are not multiples of 32 make a layer dense, as do a `g_idx` with groups of several sizes, and
+experts of one layer that are stored in several ways or orders. Experts of Qwen's mixtures and of gpt-oss stay packed;
+so do embeddings. A layer whose input is reordered keeps the model out of the fused path, and is slower for it. The head
+is dense in most of these checkpoints, so text is that of one-token decoding at the same block size. A checkpoint in
+float16 runs in float32 unless `dtype` says otherwise. float16, `dflash train` and `dflash learn` make all of it dense.
+
+On a GPU, and under a PEFT adapter, transformers loads these with the library, except for Model-Optimizer's, whose
+scales transformers leaves out: they are read here, and become dense.
+
+Every tensor of a folder, quantized or not, must have a place in the model or be known to change nothing (`inv_freq`,
+heads that draft, scales of a cache in 8 bits, towers for other inputs than text). Else the error names it.
+
+## Models of other libraries
 """
 
 NOTES = {
@@ -45,7 +79,7 @@ NOTES = {
     "compressed-tensors FP8, static": "decompressed, as above; scales from calibration do not depend on rows",
     "torchao int4 weights": "needs mslk, or a GPU",
     "torchao fp8 dynamic": "needs a GPU of compute capability 8.9",
-    "FP8, fine-grained, on the fly": "needs a GPU; checkpoints are dequantized on the CPU (not tried)",
+    "FP8, fine-grained, on the fly": "needs a GPU",
     "NVFP4": "needs the kernels package and a GPU of compute capability 10.0; on the fly only",
     "HQQ": "needs hqq, not installed here; transformers 5.23 cannot quantize with it yet",
 }
@@ -91,6 +125,5 @@ python bench/try_gptq.py
 
 The script quantizes the pair's target to 4 bits (group size 64), loads it and compares as above. 8 of 8 answers were
 equal in fp32 and in bf16 (`TorchCpuAvx512Linear`), with all memory shared. GPTQModel replaces functions of transformers
-when it is imported. dflash recognizes those that change nothing for models without their own code. GPTQModel also loads
-AWQ checkpoints, which were not tried.
+when it is imported. dflash recognizes those that change nothing for models without their own code.
 """

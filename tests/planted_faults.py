@@ -47,6 +47,8 @@ RUN, STEP, PREFILL = "engine/run.py", "engine/step.py", "engine/prefill.py"
 STATE, CACHE = "state.py", "cache.py"
 RULES, CHOICE, ATTENTION = "sampling/rules.py", "sampling/sampling.py", "targets/copies.py"
 CHAIN, MODEL, GGUF = "proposers/chain.py", "drafter/drafter.py", "loading/gguf_draft.py"
+PACKED, FOLDER = "test_packed_targets.py", "loading/quantized.py"
+VALUES = "test_values_of_a_folder_are_those_that_were_written"
 SERVICE, WRITER = "../dflash_serve/service.py", "../dflash_tools/train/gguf.py"
 
 FAULTS = [
@@ -115,6 +117,15 @@ FAULTS = [
           "mask_embedding, 1.0)", [PARTS]),
     Fault("the softcap of drafts is dropped", MODEL, "return torch.tanh(logits / cap) * cap if cap else logits",
           "return logits", [f"{PARTS}::test_a_reduced_head_is_scattered_after_multiplier_and_softcap"]),
+    Fault("zero points of GPTQ are read as they are stored", FOLDER,
+          "zeros = zeros + (0x11111111 if bits == 4 else 0x01010101)", "pass", [f"{PACKED}::{VALUES}"]),
+    Fault("tensors of a folder that nobody reads are left out", FOLDER, "check_all_used(model, unused, folder)", "pass",
+          [f"{PACKED}::test_a_folder_whose_tensors_do_not_fit_is_refused_by_name"]),
+    Fault("gates of gpt-oss alternate with what they gate", FOLDER, ".view(-1, 2).T.flatten()", "",
+          [f"{PACKED}::test_a_folder_stays_packed_and_computes_what_its_values_do"]),
+    Fault("a layer that is stored by activations takes its input in order", "targets/packed.py",
+          "x if self.order is None else x[..., self.order]", "x",
+          [f"{PACKED}::test_a_folder_stays_packed_and_computes_what_its_values_do"]),
     Fault("taps of llama.cpp's files are not shifted", GGUF, '("target_layers", 1) if',
           '("target_layers", 0) if',
           ["test_gguf_drafters.py::test_a_converted_file_is_the_same_drafter_as_its_safetensors"]),

@@ -93,16 +93,13 @@ def mxfp4(out: int, inputs: int) -> tuple[Parts, Tensor]:
 
 def nvfp4(out: int, inputs: int, of: str = "modelopt") -> tuple[Parts, Tensor]:
     (bytes_, numbers), scales = fp4(out, inputs), (torch.rand(out, inputs // 16) * 400 + 1).to(torch.float8_e4m3fn)
-    factor = torch.tensor([0.00031])
-    wide = numbers * (scales.float() * factor).repeat_interleave(16, 1)
     if of == "modelopt":
-        return {
-            "weight": bytes_,
-            "weight_scale": scales,
-            "weight_scale_2": factor[0],
-            "input_scale": torch.ones(()),
-        }, wide
-    return {"weight_packed": bytes_, "weight_scale": scales, "weight_global_scale": 1 / factor}, wide
+        factor = torch.tensor(0.00031)
+        parts = {"weight": bytes_, "weight_scale": scales, "weight_scale_2": factor, "input_scale": torch.ones(())}
+        return parts, numbers * (scales.float() * factor).repeat_interleave(16, 1)
+    divisor = torch.tensor([3210.0])
+    parts = {"weight_packed": bytes_, "weight_scale": scales, "weight_global_scale": divisor}
+    return parts, numbers * (scales.float() / divisor).repeat_interleave(16, 1)
 
 
 def fp8(out: int, inputs: int, block: tuple[int, int] = (0, 0), name: str = "weight_scale") -> tuple[Parts, Tensor]:
@@ -202,7 +199,7 @@ def write_gpt_oss(folder: Path) -> GptOssForCausalLM:
     """Write a random gpt-oss as its publisher does: experts in MXFP4, their biases and all else in bfloat16."""
     torch.manual_seed(0)
     config = GptOssConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=256,
         sliding_window=16, tie_word_embeddings=False, initializer_range=0.3, eos_token_id=0, bos_token_id=0,
         pad_token_id=None, dtype=torch.bfloat16,

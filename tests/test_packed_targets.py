@@ -35,6 +35,35 @@ def target(request, tmp_path_factory):
     return Pretrained(path).load_target(torch.float32)
 
 
+FOLDERS = [
+    "awq",
+    "awq, per channel",
+    "gptq",
+    "gptq, by activations",
+    "int8",
+    "int8, groups",
+    "mxfp4",
+    "experts",
+    "gpt-oss",
+]
+
+
+def write_folder(folder, kind):
+    """Write a quantized folder, and return the model with its values."""
+    if kind == "gpt-oss":
+        return quantized_folders.write_gpt_oss(folder)
+    if kind == "experts":
+        return quantized_folders.write_mixture(folder, "int4, asymmetric")
+    return quantized_folders.write_llama(folder, kind)
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("folder")
+    model = write_folder(path, request.param)
+    return Pretrained(path).load_target(torch.float32), model
+
+
 @pytest.fixture(scope="module")
 def draft():
     config = draft_variants.config_dict(
@@ -105,6 +134,13 @@ def test_no_dense_weight_of_a_linear_layer_exists(target):
 def test_drafting_changes_no_text(target, draft, options):
     plain = dflash.generate(target, None, IDS, max_new_tokens=40, temperature=1.5, seed=3)
     drafted = dflash.generate(target, draft, IDS, max_new_tokens=40, temperature=1.5, seed=3, **options)
+    assert torch.equal(plain, drafted)
+
+
+@pytest.mark.parametrize("options", [{"block_size": 8}, {"tree": 24}, {"prompt_lookup": 2}], ids=str)
+def test_drafting_changes_no_text_of_a_folder(folder, draft, options):
+    plain = dflash.generate(folder[0], None, IDS, max_new_tokens=40, temperature=1.5, seed=3)
+    drafted = dflash.generate(folder[0], draft, IDS, max_new_tokens=40, temperature=1.5, seed=3, **options)
     assert torch.equal(plain, drafted)
 
 
@@ -210,6 +246,17 @@ def assert_same_values(target, model):
             assert torch.equal(values_of(module), model.get_submodule(name).weight), name
 
 
+def test_a_folder_stays_packed_and_computes_what_its_values_do(folder):
+    target, model = folder
+    quantized = ("mlp.experts",) if "GptOss" in type(target).__name__ else ("_proj", "mlp.experts")
+    modules = [module for name, module in target.named_modules() if name.endswith(quantized)]
+    assert modules
+    assert all(type(module) in (PackedLinear, PackedExperts) for module in modules)
+    with torch.no_grad():
+        error = (target(IDS).logits - model(IDS).logits).abs()
+    assert error.median() < 0.2  # rows are rounded; a rounded row may choose another expert
+
+
 @pytest.mark.parametrize("kind", [*PACKED, *DENSE])
 def test_values_of_a_folder_are_those_that_were_written(tmp_path, kind):
     model = quantized_folders.write_llama(tmp_path, kind)
@@ -229,6 +276,7 @@ CHANGES = {
     "gptq": [
         ({"checkpoint_format": "marlin"}, r"the layout of GPTQ must be gptq, gptq_v2, got marlin"),
         ({"quant_method": "other"}, r"quant_method must be one that can be read, got other"),
+        ({"weight_block_size": [128]}, r"the block of a scale must be two sizes, got \[128\]"),
     ],
     "awq": [({"version": "gemv"}, r"the layout of AWQ must be gemm, got gemv")],
     "int4": [
@@ -254,6 +302,11 @@ UP, NORM = "model.layers.0.mlp.up_proj", "model.norm.weight"
 LOST = [
     ("gptq", {f"{UP}.scales": None}, r"up_proj\.weight is stored in a way that cannot be read: .*up_proj\.g_idx I32"),
     ("gptq", {f"{UP}.qweight": torch.ones(12, 96).int()}, r"tensors that make \[96, 64\], got .* 4 or 8 bits"),
+    (
+        "gptq",
+        {f"{UP}.scales": torch.ones(2, 95)},
+        r"tensors that make \[96, 64\], got .* group of columns needs a scale",
+    ),
     ("fp8 of Model-Optimizer", {f"{UP}.weight_scale": None}, r"few bits need scales, and these have none: .* F8_E4M3"),
     ("int8", {f"{UP}.weight_scale": None}, r"weights in few bits need scales, and these have none: .*up_proj"),
     ("int4", {f"{UP}.pre_quant_scale": torch.ones(64)}, r"and these have none: model.*pre_quant_scale F32 \[64\]\. "),

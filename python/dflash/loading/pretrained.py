@@ -42,7 +42,7 @@ class Pretrained:
         advice: what to do about code that may not run, for the error.
         local_files_only: download nothing.
         pictures: load the vision tower too.
-        keeps_blocks: leave weights of GGUF files packed on CPUs; else they become dense.
+        keeps_blocks: leave weights of GGUF files and quantized folders packed on CPUs; else they become dense.
     """
 
     name: str | os.PathLike
@@ -314,17 +314,20 @@ def load_target(
 
     On a CPU the weights of a GGUF file stay in its blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL,
     IQ4_XS, MXFP4): the file is mapped and packed tensor by tensor. Files with other types, architectures whose tensors
-    transformers rearranges, and float16 become dense. Targets to train for must be dense: load these with transformers.
+    transformers rearranges, and float16 become dense. Folders in AWQ, GPTQ, compressed-tensors' integers and MXFP4 stay
+    packed too; those in FP8 and NVFP4 become dense, with a warning (docs/quantized.md). Targets to train for must be
+    dense: load these with transformers.
 
     Args:
         name: a GGUF file, a folder, a hub id, or ``owner/name:FILE.gguf`` on the hub.
         dtype: of the activations and of all weights that are not packed; "auto" for that of the files, bfloat16 for
-            quantized GGUF files.
+            quantized GGUF files, float32 for quantized folders in float16.
         device: where it runs.
         trust_remote_code: run the Python code that comes with it, with the rights of this process.
 
     Raises:
-        ValueError: a file is broken, or it needs Python code that may not run.
+        ValueError: a file is broken, a tensor has no place in the model, weights are stored in a way that cannot be
+            read, or the files need Python code that may not run.
         OSError: there is no such file.
     """
     return Pretrained(name, trust_remote_code).load_target(dtype, device)

@@ -58,7 +58,8 @@ def read_scheme(config: Any, folder: Path | None, *, is_cpu: bool, is_adapted: b
     Raises:
         ValueError: the library is unknown, or it stores weights in a way that cannot be read.
     """
-    text = config.get_text_config(decoder=True)
+    # 1. What the folder says of itself
+    text, where = config.get_text_config(decoder=True), printable(folder or "config.json")
     given = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
     if given is None and folder is not None and (folder / "hf_quant_config.json").is_file():  # of Model-Optimizer
         found = read_json(folder / "hf_quant_config.json").get("quantization")
@@ -66,26 +67,28 @@ def read_scheme(config: Any, folder: Path | None, *, is_cpu: bool, is_adapted: b
             given = {**found, "quant_method": "modelopt"}
     if given is None:
         return None
-    given = given if isinstance(given, dict) else given.to_dict()
-    method, where = str(given.get("quant_method", "")), printable(folder or "config.json")
-    if method.startswith("modelopt"):
-        if is_adapted:
-            raise ValueError(f"{where}: an adapter cannot be put on weights of Model-Optimizer: use the plain model")
-    elif method not in _METHODS or not is_cpu or is_adapted:
+    given = given.to_dict() if hasattr(given, "to_dict") else given
+    if not isinstance(given, dict):
+        raise ValueError(f"{where}: quantization_config must be an object, got {shortened(given)}")
+    # 2. Who reads it
+    method = str(given.get("quant_method", ""))
+    method = "modelopt" if method.startswith("modelopt") else method
+    if method == "modelopt" and is_adapted:
+        raise ValueError(f"{where}: an adapter cannot be put on weights of Model-Optimizer: use the plain model")
+    if method != "modelopt" and (method not in _METHODS or not is_cpu or is_adapted):
         from transformers.quantizers.auto import AutoHfQuantizer
 
         if AutoHfQuantizer.supports_quant_method(given):
             return None
         raise ValueError(f"{where}: quant_method must be one that can be read, got {named(method)}")
-    method = "modelopt" if method.startswith("modelopt") else method
-    groups = [group for group in dict(given.get("config_groups") or {}).values() if isinstance(group, dict)]
+    # 3. How
+    groups = given.get("config_groups")
+    groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     layout = str(given.get("checkpoint_format") or given.get("format") or given.get("version") or "").lower()
     if method == "compressed-tensors":
         _check_compressed(given, {layout, *(str(group.get("format") or "") for group in groups)} - {""}, where)
-    elif (wanted := {"awq": {"gemm"}, "gptq": {"gptq", "gptq_v2"}}.get(method)) and layout and layout not in wanted:
-        raise ValueError(
-            f"{where}: the layout of {method.upper()} must be {listed(sorted(wanted))}, got {named(layout)}"
-        )
+    elif layout and layout not in (known := {"awq": ["gemm"], "gptq": ["gptq", "gptq_v2"]}.get(method, [layout])):
+        raise ValueError(f"{where}: the layout of {method.upper()} must be {listed(known)}, got {named(layout)}")
     blocks = [group["weights"].get("block_structure") for group in groups if isinstance(group.get("weights"), dict)]
     block = next(filter(None, [given.get("weight_block_size"), *blocks]), (128, 128))
     if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(x, int) and x > 0 for x in block)):
@@ -124,6 +127,12 @@ class Integers(NamedTuple):
     def size(self) -> int:
         """Columns per group."""
         return self.codes.shape[-1] // self.scales.shape[-1]
+
+    @property
+    def has_scales_for_all(self) -> bool:
+        """True if scales and zero points are of the shape that goes with the codes."""
+        is_whole = self.codes.shape[:-1] == self.scales.shape[:-1] and self.codes.shape[-1] % self.scales.shape[-1] == 0
+        return is_whole and (self.zeros is None or self.zeros.shape == self.scales.shape)
 
     @property
     def obstacle(self) -> str:
@@ -395,6 +404,7 @@ class QuantizedFolder:
         headers = {part: self._headers[name] for part, name in place.parts.items()}
         said = ", ".join(f"{named(name)} {self._headers[name]}" for name in place.parts.values())
         shape, names = self._shape(target, place), headers.keys() - _UNREAD
+        # 1. A weight that is stored as it is
         if names == {"weight"}:
             if self._state[target].is_floating_point() and headers["weight"].dtype not in _WIDE:
                 raise ValueError(f"{self._where}: weights in few bits need scales, and these have none: {said}")
@@ -403,6 +413,7 @@ class QuantizedFolder:
                     f"{self._where}: {named(target)} must be {list(shape)} as config.json says, got {said}"
                 )
             return get(headers["weight"])
+        # 2. One that a library has made of several tensors
         is_known = all(header.dtype in _DTYPES for header in headers.values())
         layout = next((row for row in _LAYOUTS if is_known and row.needs <= names <= row.needs | row.may_have), None)
         if layout is None or shape is None:
@@ -412,8 +423,8 @@ class QuantizedFolder:
             found = weight.values if isinstance(weight, Values) else weight.codes
             if found.shape != torch.Size(shape):
                 raise ValueError(f"it would be {list(found.shape)}")
-            if isinstance(weight, Integers) and weight.zeros is not None and weight.zeros.shape != weight.scales.shape:
-                raise ValueError("its zero points need a place per scale")
+            if isinstance(weight, Integers) and not weight.has_scales_for_all:
+                raise ValueError("each group of columns needs a scale, and a zero point if there are any")
         except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
             fits = f"{named(target)} needs tensors that make {list(shape)}"
             raise ValueError(f"{self._where}: {fits}, got {said}: {printable(error)}") from error
@@ -526,11 +537,11 @@ class QuantizedFolder:
         """Return the values of a weight, and count them for the warning."""
         if isinstance(weight, Tensor):
             return weight
-        values = weight.dense()
+        values = weight.dense().to(self._dtype)  # before experts are stacked
         reason = weight.obstacle or (
             "experts that differ, or modules without a kernel" if self._packs else "as asked for"
         )
-        self._made_dense.setdefault(reason, []).append(values.numel() * self._dtype.itemsize)
+        self._made_dense.setdefault(reason, []).append(values.nbytes)
         return values
 
     def _set(self, target: str, value: Tensor) -> None:
