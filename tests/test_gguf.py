@@ -92,14 +92,6 @@ def test_a_folder_may_hold_target_drafter_and_projector(pair, tmp_path):
     assert Pretrained(tmp_path).load_config().num_hidden_layers == 4
 
 
-def test_a_vocabulary_is_read_once(pair, monkeypatch):
-    reads, reader = [], gguf.GGUFReader
-    monkeypatch.setattr(gguf, "GGUFReader", lambda path: reads.append(path) or reader(path))
-    files = Pretrained(pair[0] / "target.gguf")
-    files.load_tokenizer(), files.load_empty_target(), files.load_target("auto")
-    assert len(reads) == 1
-
-
 def test_commands_take_a_file(pair, shell, tmp_path):
     folder = pair[0]
     models = ["--model", folder / "target.gguf", "--draft", folder / "draft", "--json"]

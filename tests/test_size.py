@@ -24,9 +24,12 @@ BUDGETS = {
     # The store of answers (155) must be here, because the server writes it and the workshop reads it; the list of
     # internals takes 30, weight formats and 8-bit drafters on GPUs 80. A search for what is told twice or used by
     # nobody found no more: less would take the check of kernels on a new GPU (425) or a feature. Weights that stay in
-    # the blocks of GGUF files took 360: their oracle, their layers and their loader.
-    "engine": 12_900,
-    "core": 8_700,
+    # the blocks of GGUF files took 360: their oracle, their layers and their loader. GGUF files read by their own keys
+    # took 600: a table of 34 architectures, what converters changed in each, and tokenizers. The reader of transformers
+    # loses tensors and keys without a word.
+    "engine": 13_500,
+    # Of packed experts with biases and other gates, scaled embeddings and weights with another order of columns: 25.
+    "core": 8_730,
     "server": 3_500,
     # The demo (170) measures, so it is not in the engine, and JSON lines (20) are read here only. What is left is
     # tables, fields of reports and checks; imports are 430.
@@ -35,7 +38,7 @@ BUDGETS = {
     "csrc": 12_800,
     # All lines of Python. What differed in one value is one test with a table by now; less would take the only test of
     # a behavior.
-    "tests": 35_900,
+    "tests": 36_500,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..files import read_json
+from ..targets import packed_bytes
 from ..terminal import listed, named, printable, shortened
 from .folder import check_target_config, check_target_size, check_target_weights
-from .gguf import GgufFile, find_gguf, read_gguf, require_gguf
-from .gguf_target import complete_config, load_packed, processor_of, quiet_reader
+from .gguf import GgufFile, find_gguf, read_gguf
+from .gguf_architectures import read_config
+from .gguf_target import load_weights
+from .gguf_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,16 +64,16 @@ class Pretrained:
             raise ValueError(f"{printable(path)} {what}")
         if importlib.util.find_spec("accelerate") is None:
             raise ValueError(f"{printable(path)} needs the accelerate package: pip install '.[gguf]'")
+        if self.pictures:
+            raise ValueError(f"{printable(path)} has no vision tower that is read here: leave --pictures out")
         return file
-
-    @functools.cached_property
-    def _reader(self) -> Any:
-        # It takes seconds for a vocabulary, and transformers would read it for each part that it loads.
-        return functools.cache(require_gguf().GGUFReader)
 
     def load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
+        if self.gguf is not None:
+            with self._readable_errors():
+                return load_tokenizer(self.gguf)
         return self._load(AutoTokenizer)
 
     def load_processor(self) -> Any:
@@ -94,10 +97,11 @@ class Pretrained:
         """Load the config, and refuse one that would have transformers download kernels and run them."""
         from transformers import AutoConfig
 
+        if self.gguf is not None:
+            with self._readable_errors(), self._quiet():
+                return read_config(self.gguf)
         model = self._base() or self
         config = model._load(AutoConfig)
-        if model.gguf is not None:
-            complete_config(config, model.gguf)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
             if isinstance(kernel, str) and "/" in kernel:
@@ -117,45 +121,34 @@ class Pretrained:
         if files:  # before transformers allocates anything
             is_quantized = self.gguf is not None or getattr(config, "quantization_config", None) is not None
             check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)
-        is_cpu = torch.device(device).type == "cpu" and dtype in (torch.float32, torch.bfloat16)
-        if (
-            self.gguf is not None
-            and self.keeps_blocks
-            and is_cpu
-            and (processor := processor_of(self.gguf, config)) is not None
-        ):
-            return self._load_packed(config, processor, dtype)
+        if self.gguf is not None:
+            return self._load_gguf(config, dtype, device)
         target, found = self._load(self._model_class, config=config, dtype=dtype, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
                 f"{printable(self.name)} has no weights for {listed(missing)}: its files are incomplete, or "
                 "config.json belongs to another model"
             )
-        if self.gguf is not None:
-            self.__dict__.pop("_reader", None)  # it has the whole vocabulary
-            if not any(type(part).__name__.startswith("Gguf") for part in target.modules()):  # dense: it can be saved
-                target.hf_quantizer = target.config.quantization_config = None
-                target.is_quantized = False
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
 
-    def _load_packed(self, config: Any, processor: Any, dtype: torch.dtype) -> Any:
-        """Load a target whose linear layers keep the blocks of the GGUF file."""
+    def _load_gguf(self, config: Any, dtype: torch.dtype, device: Any) -> Any:
+        """Load a target from a GGUF file. On a CPU its weights stay packed."""
         from accelerate import init_empty_weights
         from transformers import GenerationConfig
 
+        file, is_cpu = self.gguf, torch.device(device).type == "cpu" and dtype in (torch.float32, torch.bfloat16)
         with self._readable_errors(), self._quiet():
             with init_empty_weights(include_buffers=False):
                 target = self._model_class.from_config(copy.deepcopy(config), dtype=dtype)
-            load_packed(target, self.gguf, processor, dtype)
+            load_weights(target, file, dtype, keeps_blocks=self.keeps_blocks and is_cpu)
             target.generation_config = GenerationConfig.from_model_config(target.config)
             with contextlib.suppress(OSError):  # of the folder, as transformers does
-                target.generation_config = GenerationConfig.from_pretrained(self.gguf.path.parent)
-        # The mapped file and the vocabulary. Copies of the target must not hold them either.
-        self.__dict__.pop("_reader", None)
-        self.gguf.__dict__.pop("_bytes", None)
-        target.save_pretrained = functools.partial(_refuse_to_save, printable(self.gguf.path))
-        return target.eval()
+                target.generation_config = GenerationConfig.from_pretrained(file.path.parent)
+            if packed_bytes(target):
+                target.save_pretrained = functools.partial(_refuse_to_save, printable(file.path))
+            file.__dict__.pop("_bytes", None)  # the mapped file: copies of the target must not hold it
+            return target.to(device).eval()
 
     def load_empty_target(self, config: Any = None) -> Any:
         """Build the target from its config, on the meta device and without its weights."""
@@ -179,10 +172,7 @@ class Pretrained:
                 read_json(path)
         options |= {"trust_remote_code": self.trust_remote_code, "local_files_only": self.local_files_only}
         with self._readable_errors(), self._quiet():
-            if self.gguf is None:
-                return loader.from_pretrained(self.name, **options)
-            with quiet_reader(self._reader):
-                return loader.from_pretrained(self.gguf.path.parent, gguf_file=self.gguf.path.name, **options)
+            return loader.from_pretrained(self.name, **options)
 
     def _folder(self) -> Path | None:
         """Return the local folder, of a hub id its snapshot so far. None for a GGUF file, or if there is none."""
@@ -257,9 +247,9 @@ def load_target(
 ) -> PreTrainedModel:  # fmt: skip
     """Load a target for `dflash.generate`, in eval mode.
 
-    On a CPU the weights of a GGUF file stay in its blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K): the file is
-    mapped and packed tensor by tensor. Files with other types, architectures whose tensors transformers rearranges, and
-    float16 become dense. Targets to train for must be dense: load these with transformers.
+    On a CPU the weights of a GGUF file stay in its blocks (``docs/files.md`` has the types): the file is mapped and
+    packed tensor by tensor. In float16, and on other devices, they become dense. Targets to train for must be dense:
+    load these with transformers.
 
     Args:
         name: a GGUF file, a folder, a hub id, or ``owner/name:FILE.gguf`` on the hub.

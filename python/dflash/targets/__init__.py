@@ -11,6 +11,7 @@ from .fingerprint import (
     versions,
     weights_digest,
 )
+from .fused import experts_form
 from .int8 import check_int8, int8_obstacle, not_finite
 from .model import (
     UnsupportedTargetError,

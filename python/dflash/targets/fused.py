@@ -20,7 +20,7 @@ from ..decoder import DecoderLayer, DecoderStack, DeltaNetLayer, product, rotati
 from ..ops import PackedWeight, Weight, separate_packed
 from ..state import Tree
 from .model import KERNEL_DTYPES, PLAIN_TENSORS, config_values, has_global_hooks, weight_of
-from .packed import PackedEmbedding, PackedLinear
+from .packed import ExpertsForm, PackedEmbedding, PackedLinear
 
 _LAYER_KERNELS = {"linear", "block_attention", "qkv_norm_rope_append", "rms_norm"}
 _MAX_ROWS = 256  # of one pass of experts: a block for each row of a batch, but not a chunk of a long prompt
@@ -146,6 +146,7 @@ class Family(NamedTuple):
         found = DeltaNetLayer(
             **shared, **dict.fromkeys(_DELTA_NET) | projections, conv=mixer.conv1d.weight, a_log=mixer.A_log,
             dt_bias=mixer.dt_bias, norm=mixer.norm.weight, out=weight_of(mixer.out_proj), key_heads=mixer.num_k_heads,
+            out_order=getattr(mixer.out_proj, "order", None),
         )  # fmt: skip
         return separate_packed(found)
 
@@ -335,15 +336,6 @@ _ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}
 _LAYOUT = ("has_gate", "is_concatenated", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
 
 
-class _Form(NamedTuple):
-    """The last arguments of `ops.experts` for a module."""
-
-    gate: str
-    alpha: float = 0.0
-    limit: float = 0.0
-    transposed: bool = False
-
-
 def use_experts_op(copied: nn.Module) -> bool:
     """Give the modules of a copy whose experts our op can run a forward that does. Returns True if there are any."""
     found = [(module, form) for module in copied.modules() if (form := _form_of(module)) is not None]
@@ -355,7 +347,7 @@ def use_experts_op(copied: nn.Module) -> bool:
     return bool(found)
 
 
-def _experts_forward(own: Callable, form: _Form) -> Callable:
+def _experts_forward(own: Callable, form: ExpertsForm) -> Callable:
     """Return a forward that runs our op, or ``own`` where the op does not take the tensors."""
 
     def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -370,24 +362,32 @@ def _experts_forward(own: Callable, form: _Form) -> Callable:
     return forward
 
 
-def _form_of(module: nn.Module) -> _Form | None:
-    """Return how our op runs a module; None for other modules."""
-    # 1. Its gate and the layout of its weights
+def experts_form(module: nn.Module) -> ExpertsForm | None:
+    """Return the gate and the layout of a module whose experts our op can run; None for other modules."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if not hasattr(module, "gate_up_proj") or chosen not in _IMPLEMENTATIONS or not _is_plain_module(module):
         return None
     kind, layout = type(module), tuple(getattr(module, name, False) for name in _LAYOUT)
     if (kind.__module__, kind.__name__) == ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"):
-        form, expected = _Form("clamped_silu", module.alpha, module.limit, True), (True, False, True, False, False)
+        form, expected = (
+            ExpertsForm("clamped_silu", module.alpha, module.limit, True),
+            (True, False, True, False, False),
+        )
     else:
         activation: Any = getattr(module, "act_fn", None)
         gate = "silu" if activation is nn.functional.silu else _ACTIVATIONS.get(type(activation), "")
-        form, expected = _Form(gate), (True, True, False, False, False)
+        form, expected = ExpertsForm(gate), (True, True, False, False, False)
     if layout != expected or not form.gate:
         return None
     if form.gate != "clamped_silu" and kind._apply_gate is not moe._default_apply_gate:
         return None
-    # 2. The weights: those that the op takes, and no others
+    return form
+
+
+def _form_of(module: nn.Module) -> ExpertsForm | None:
+    """Return how our op runs a module, if its weights are those that the op takes, and no others."""
+    if (form := experts_form(module)) is None:
+        return None
     names = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set())
     parameters, weights = dict(module.named_parameters()), (module.gate_up_proj, module.down_proj)
     if parameters.keys() != names or not _are_plain_tensors(parameters.values()):
