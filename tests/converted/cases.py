@@ -214,7 +214,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     }),
     "ernie4_5": ({"head_dim": 16, "use_bias": False}, {**SIZES, **DIMS, "bias": {"use_bias": True}}),
     "hunyuan_v1_dense": ({"head_dim": 16}, {**SIZES, **DIMS}),
-    "apertus": ({}, {"TIED": TIED, "HEADS": HEADS}),
     "lfm2": ({"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention", "conv"]}, {
         "TIED": TIED, "HEADS": HEADS, "eps": {"norm_eps": 3e-3},
     }),

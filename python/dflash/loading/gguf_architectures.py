@@ -130,6 +130,7 @@ def read_config(file: GgufFile) -> Any:
     row, keys = find_architecture(file), Keys(file)
     cls = CONFIG_MAPPING[row.model_type]
     default = cls()
+    known = default.to_dict() | default.attribute_map
     # 1. Keys that are names of the config, and those that must have one value
     layers = keys.need("block_count") - keys.get("nextn_predict_layers", 0)
     if "token_embd.weight" not in file.shapes:
@@ -139,7 +140,7 @@ def read_config(file: GgufFile) -> Any:
         value = keys.get(key)
         if name is None or value is None or value == _OPTIONAL.get(key):
             continue
-        if key not in row.keys and not hasattr(default, name):
+        if key not in row.keys and name not in known:
             raise keys.refuse(key, f"absent from a {row.model_type}")
         config[name] = value
     for key, expected in row.same.items():
@@ -157,11 +158,11 @@ def read_config(file: GgufFile) -> Any:
     if not row.is_latent:
         if keys.get("attention.value_length", head_dim) != head_dim:
             raise keys.refuse("attention.value_length", f"{head_dim}, the keys' own")
-        if head_dim != plain or "head_dim" in default.to_dict():
+        if head_dim != plain or "head_dim" in known:
             config["head_dim"] = head_dim
     if row.rest is not None:
         config |= row.rest(keys, config)
-    config |= _windows(keys, default, layers) | _rope(keys, row, default, config, head_dim)
+    config |= _windows(keys, known, layers) | _rope(keys, row, default, config, head_dim)
     # 3. Ids of special tokens
     config |= {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _IDS.items()}
     if len(stops := list(dict.fromkeys(file.metadata[key] for key in _STOPS if key in file.metadata))) > 1:
@@ -174,7 +175,7 @@ def read_config(file: GgufFile) -> Any:
     return cls(**config)
 
 
-def _windows(keys: Keys, default: Any, layers: int) -> dict[str, Any]:
+def _windows(keys: Keys, known: dict[str, Any], layers: int) -> dict[str, Any]:
     """Return the layers that have a window, where the file says which."""
     key = "attention.sliding_window_pattern"
     pattern = keys.file.metadata.get(f"{keys.file.architecture}.{key}")
@@ -183,7 +184,7 @@ def _windows(keys: Keys, default: Any, layers: int) -> dict[str, Any]:
         return {}
     if isinstance(pattern, int):
         pattern = [(layer + 1) % pattern != 0 for layer in range(layers)]
-    if not hasattr(default, "layer_types") or len(pattern) < layers:
+    if "layer_types" not in known or len(pattern) < layers:
         raise keys.refuse(key, f"one value for each of {layers} layers")
     return {"layer_types": ["sliding_attention" if has else "full_attention" for has in pattern[:layers]]}
 
@@ -237,6 +238,9 @@ def _scaling(keys: Keys, row: Architecture, config: dict[str, Any], rope: dict[s
         return {"rope_type": "longrope", **dict(zip(("long_factor", "short_factor"), factors, strict=True)), **found}
     if kind == "none" and not tables:
         return {}
+    if tables == ["rope_freqs.weight"] and kind == "none" and row.model_type == "gemma4_text":
+        turned = (keys.file.tensor(tables[0]).float() == 1).float().mean().item()  # the others turn by nothing
+        return {"rope_type": "proportional", "partial_rotary_factor": turned}
     if tables == ["rope_freqs.weight"] and kind == "none" and (llama3 := _as_llama3(keys.file, row, config, rope)):
         return llama3
     if kind == "linear" and not tables:
@@ -379,6 +383,38 @@ def _query_scale(layers: int) -> Callable[[Keys, dict[str, Any]], dict[str, Any]
     return rest
 
 
+def _gemma4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of layers with windows and of the others, which the file states by layer or for each kind."""
+    counts, widths = config["num_key_value_heads"], config.get("intermediate_size")
+    head, vocab = keys.need("attention.key_length_swa"), keys.file.shapes.get("per_layer_token_embd.weight", (0,))[0]
+    if {keys.get("attention.value_length_swa", head), keys.get("rope.dimension_count_swa", head)} != {head}:
+        raise keys.refuse("rope.dimension_count_swa", f"{head}, all of a head")
+    own = keys.file.metadata["gemma4.attention.sliding_window_pattern"][
+        : -config.get("num_kv_shared_layers", 0) or None
+    ]
+    full = [f"blk.{i}.attn_v.weight" for i, has_window in enumerate(own) if not has_window]
+    found = {
+        "head_dim": head,
+        "global_head_dim": config["head_dim"],
+        "enable_moe_block": "num_experts" in config,
+        "use_double_wide_mlp": isinstance(widths, list),
+        "vocab_size_per_layer_input": vocab or config["vocab_size"],
+        "attention_k_eq_v": any(name not in keys.file.shapes for name in full),
+    }
+    if isinstance(widths, list):
+        found["intermediate_size"] = widths[0]
+    if isinstance(counts, list):
+        pattern = keys.get("attention.sliding_window_pattern")
+        found |= dict(
+            zip(
+                ("num_global_key_value_heads", "num_key_value_heads"),
+                (counts[pattern.index(has)] for has in (False, True)),
+                strict=True,
+            )
+        )
+    return found
+
+
 def _phi3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     original = keys.get("rope.scaling.original_context_length", config["max_position_embeddings"])
     return {"original_max_position_embeddings": original, "sliding_window": config.get("sliding_window") or None}
@@ -477,6 +513,13 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
     "gemma": (Architecture("gemma", values=_PLUS_ONE),),
     "gemma2": (Architecture("gemma2", rest=_query_scale(46), values=_PLUS_ONE),),
     "gemma3": (Architecture("gemma3_text", rest=_query_scale(62), values=_PLUS_ONE),),
+    "gemma4": (Architecture(
+        "gemma4_text", "", {
+            "attention.shared_kv_layers": "num_kv_shared_layers", "expert_used_count": "top_k_experts",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        },
+        rest=_gemma4,
+    ),),
     "phi3": (Architecture("phi3", rest=_phi3),),
     "phi2": (Architecture("phi"),),
     "glm4": (Architecture("glm4", flags=_BIASED),),

@@ -19,7 +19,7 @@ from .gguf_architectures import Architecture, find_architecture
 
 _FORMATS = {row.blocks: row.name for row in FORMATS.values() if row.blocks}
 # Parameters that are several tensors, or whose names gguf's table lacks: the first names that a file has count.
-_LAYER = r"model\.layers\.(\d+)\.\w+\."
+_LAYER = r"model\.layers\.(\d+)\.(?:\w+\.)*"
 _NAMES = [
     (re.compile(_LAYER + pattern), names)
     for pattern, names in {
@@ -28,6 +28,8 @@ _NAMES = [
         r"experts\.gate_up_proj_bias": [("ffn_gate_exps.bias", "ffn_up_exps.bias")],
         r"experts\.down_proj_bias": [("ffn_down_exps.bias",)],
         r"router\.weight": [("ffn_gate_inp.weight",)],
+        r"router\.scale": [("ffn_gate_inp.scale",)],
+        r"router\.per_expert_scale": [("ffn_down_exps.scale",)],
         r"gate\.e_score_correction_bias": [("exp_probs_b.bias",)],
         r"dt_bias": [("ssm_dt.bias",)],
         r"in_proj_qkvz\.weight": [("attn_qkv.weight", "attn_gate.weight")],
@@ -68,8 +70,8 @@ class _Part(NamedTuple):
 
     @property
     def scales(self) -> list[str]:
-        """Names of the factors that the converter took out of tensors."""
-        found = (name.removesuffix(".weight") + ".scale" for name in self.names)
+        """Names of the factors that the converter took out of NVFP4 tensors."""
+        found = (f"{name.removesuffix('.weight')}.scale" for name in self.names if self.file.kind(name) == "NVFP4")
         return [name for name in found if name in self.file.shapes]
 
     def order(self, table: Mapping[str, Any], size: int) -> Tensor | None:
@@ -82,8 +84,8 @@ class _Part(NamedTuple):
         """Return the parameter in float32."""
         tensors = []
         for name in self.names:
-            values, scale = self.file.tensor(name).float(), name.removesuffix(".weight") + ".scale"
-            if scale in self.file.shapes:
+            values, scale = self.file.tensor(name).float(), f"{name.removesuffix('.weight')}.scale"
+            if scale in self.scales:
                 factor = self.file.tensor(scale).float()
                 values *= factor.view(-1, *[1] * (values.dim() - 1))
             tensors.append(values)
@@ -207,7 +209,10 @@ def _parts_of(model: nn.Module, file: GgufFile) -> dict[str, _Part]:
     blocks = re.compile(r"blk\.(\d+)\.")
     for name in file.shapes.keys() - used:
         block = blocks.match(name)
-        if not _UNUSED.fullmatch(name) and not (block and int(block[1]) >= config.num_hidden_layers):
+        first_unused = config.num_hidden_layers  # blocks for drafting follow; some layers have others' keys and values
+        if re.search(r"attn_(k|v|k_norm)\.weight", name):
+            first_unused -= getattr(config, "num_kv_shared_layers", 0)
+        if not _UNUSED.fullmatch(name) and not (block and int(block[1]) >= first_unused):
             raise ValueError(f"{where}: tensor {named(name)} has no place in {type(model).__name__}")
     if missing:
         raise ValueError(f"{where} has no tensors for {listed(sorted(missing))}: it is incomplete")
