@@ -92,16 +92,14 @@ def load_tokenizer(file: GgufFile) -> Any:
     ]  # fmt: skip
     tokenizer.add_tokens(given)
     # 2. What a text begins and ends with
-    ids = {
-        name: keys.get(f"{name}_token_id", _SPM_IDS.get(name) if kind == "llama" else None) for name in _NAMES.values()
-    }
-    begins = keys.get("add_bos_token", kind == "llama" or (kind == "gpt2" and pre in _BEGINS))
-    ends = [
-        name for name, adds in (("bos", begins), ("eos", keys.get("add_eos_token"))) if adds and ids[name] is not None
-    ]
-    if ends:
-        template = [tokens[ids["bos"]]] * ("bos" in ends) + ["$A"] + [tokens[ids["eos"]]] * ("eos" in ends)
-        pairs = [(tokens[ids[name]], ids[name]) for name in ends]
+    usual = _SPM_IDS if kind == "llama" else {}
+    ids = {name: keys.get(f"{name}_token_id", usual.get(name)) for name in _NAMES.values()}
+    adds = {"bos": keys.get("add_bos_token", kind == "llama" or (kind == "gpt2" and pre in _BEGINS))}
+    adds["eos"] = keys.get("add_eos_token", False)
+    added = {name: tokens[ids[name]] for name in adds if adds[name] and ids[name] is not None}
+    if added:
+        template = [token for token in (added.get("bos"), "$A", added.get("eos")) if token is not None]
+        pairs = [(token, ids[name]) for name, token in added.items()]
         tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=pairs)
     # 3. As transformers has it
     special = {name: tokens[ids[key]] for name, key in _NAMES.items() if ids[key] is not None}
