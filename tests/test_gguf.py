@@ -40,6 +40,7 @@ def test_a_target_loaded_in_python_runs_fused_and_writes_transformers_text(pair)
     assert not generator.fused_reason
     ours = generator.generate(ids, max_new_tokens=24)
     assert ours.tolist() == model.generate(ids, max_new_tokens=24, do_sample=False).tolist()
+    assert dflash.generate(target, draft, ids, max_new_tokens=8, weights="int8").shape == (1, 12)  # it is dense
 
 
 @pytest.mark.parametrize("name", ["target.gguf", "."])

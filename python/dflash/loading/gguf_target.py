@@ -97,10 +97,10 @@ class _Part(NamedTuple):
             made = made[..., order]
         return made
 
-    def packed(self) -> tuple[PackedWeight, Tensor | None] | None:
+    def packed(self, changed: set[str]) -> tuple[PackedWeight, Tensor | None] | None:
         """Return the weight in blocks, and the order of its inputs if it is not the model's; None if it is dense.
 
-        Tensors that no format holds, or that change on the way, become Q8_0.
+        Tensors that no format holds, or that change on the way, become Q8_0; their types are added to ``changed``.
         """
         if self.kinds <= PLAIN.keys():
             return None
@@ -115,6 +115,7 @@ class _Part(NamedTuple):
             order = self.order(self.row.columns, self.shape[-1])
             return packed, None if order is None else order.argsort()
         values = self.values()
+        changed |= self.kinds - PLAIN.keys()
         if values.shape[-1] % 32:
             return None
         gguf = require_gguf()
@@ -145,10 +146,10 @@ def load_weights(model: nn.Module, file: GgufFile, dtype: torch.dtype, *, keeps_
     # 1. The tensors of each parameter. Nothing is loaded unless all have a place, and fit
     parts = _parts_of(model, file)
     # 2. Modules whose weights stay packed
-    kept: set[str] = set()
+    kept, changed = set[str](), set[str]()
     if keeps_blocks:
         for path, module in list(model.named_modules()):
-            if (made := _packed_module(module, path, parts, dtype)) is not None:
+            if (made := _packed_module(module, path, parts, dtype, changed)) is not None:
                 model.set_submodule(path, made)
                 kept |= {name for name in parts if name.rpartition(".")[0] == path}
     # 3. Everything else
@@ -171,7 +172,9 @@ def load_weights(model: nn.Module, file: GgufFile, dtype: torch.dtype, *, keeps_
             model.set_output_embeddings(PackedLinear(embeddings.packed))
         else:
             head.weight = embeddings.weight
-    _warn(file, {kind for name in kept for kind in parts[name].kinds} if keeps_blocks else set())
+    if changed:
+        what = f"some weights of type {listed(sorted(changed))} take 8.5 bits each in memory, as Q8_0"
+        warnings.warn(f"{printable(file.path)}: {what}", stacklevel=2)
 
 
 def _parts_of(model: nn.Module, file: GgufFile) -> dict[str, _Part]:
@@ -185,16 +188,8 @@ def _parts_of(model: nn.Module, file: GgufFile) -> dict[str, _Part]:
         if name == tied:
             continue
         base, _, end = name.rpartition(".")
-        known = [
-            f"{found}{dot}"
-            for found, dot in (
-                (table.get_name(base), f".{end}"),
-                (table.get_name(name), ".weight"),
-                (table.get_name(name), ""),
-            )
-            if found
-        ]
-        choices = [(each,) for each in known]
+        whole = table.get_name(name)
+        choices = [(f"{table.get_name(base)}.{end}",), (f"{whole}.weight",), (f"{whole}",)]
         for pattern, names in _NAMES:
             if match := pattern.fullmatch(name):
                 choices = [tuple(f"blk.{match[1]}.{each}" for each in group) for group in names]
@@ -230,12 +225,14 @@ def _check_shape(part: _Part, like: Tensor, module: nn.Module) -> None:
         )
 
 
-def _packed_module(module: nn.Module, path: str, parts: dict[str, _Part], dtype: torch.dtype) -> nn.Module | None:
+def _packed_module(
+    module: nn.Module, path: str, parts: dict[str, _Part], dtype: torch.dtype, changed: set[str]
+) -> nn.Module | None:
     """Return the module that keeps the weights of another packed; None if they are dense."""
     if f"{path}.gate_up_proj" in parts:
         if (form := experts_form(module)) is None:
             return None
-        packed = [parts[f"{path}.{name}"].packed() for name in ("gate_up_proj", "down_proj")]
+        packed = [parts[f"{path}.{name}"].packed(changed) for name in ("gate_up_proj", "down_proj")]
         if None in packed:
             return None
         names = [f"{path}.{name}_proj_bias" for name in ("gate_up", "down")]
@@ -244,7 +241,7 @@ def _packed_module(module: nn.Module, path: str, parts: dict[str, _Part], dtype:
     is_scaled = isinstance(module, nn.Embedding) and "embed_scale" in dict(module.named_buffers())
     is_plain = type(module) in (nn.Linear, nn.Embedding) or is_scaled or type(module).__name__ == "FalconLinear"
     part = parts.get(f"{path}.weight")
-    if part is None or not is_plain or (packed := part.packed()) is None:
+    if part is None or not is_plain or (packed := part.packed(changed)) is None:
         return None
     if isinstance(module, nn.Embedding):
         return PackedEmbedding(packed[0], dtype, module.embed_scale if is_scaled else None)
@@ -259,9 +256,3 @@ def _transposed(values: Tensor, key: str) -> Tensor:
         gate, up = values.chunk(2, axis)
         values = torch.stack([gate, up], axis + 1).flatten(axis, axis + 1)
     return values if key.endswith("bias") else values.mT
-
-
-def _warn(file: GgufFile, kinds: set[str]) -> None:
-    if changed := sorted(kinds - _FORMATS.keys() - PLAIN.keys()):
-        what = f"{printable(file.path)}: weights of type {listed(changed)} take 8.5 bits each in memory, as Q8_0"
-        warnings.warn(what, stacklevel=2)

@@ -173,9 +173,11 @@ _LIBRARIES = {"bitsandbytes", "compressed_tensors", "gptqmodel", "optimum", "tor
 
 def is_quantized(model: nn.Module) -> bool:
     """Return True if a library has quantized weights of a model."""
-    if getattr(model.config, "quantization_config", None) is not None:
+    modules, config = modules_of(model), getattr(model.config, "quantization_config", None)
+    # transformers leaves its mark on what it has read from a GGUF file as a dense model
+    is_gguf = str(getattr(config, "quant_method", "")).lower().endswith("gguf")
+    if config is not None and not (is_gguf and not any(type(part).__name__.startswith("Gguf") for part in modules)):
         return True
-    modules = modules_of(model)
     return any(library(part) in _LIBRARIES for module in modules for part in (module, *module._parameters.values()))
 
 
