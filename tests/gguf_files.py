@@ -46,6 +46,16 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(TEMPLATE)
 
 
+def write_header(path: Path, arch: str, keys: dict) -> Path:
+    """Write a file with metadata, and embeddings as its only tensor."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in keys.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    writer.add_tensor("token_embd.weight", torch.zeros(8, 8).numpy())
+    write(writer)
+    return path
+
+
 def draft_keys(config: dict, arch: str = "dflash") -> dict:
     """Return the metadata that converters write of a published config: llama.cpp's, or for other names a fork's."""
     section = config.get("dflash_config") or {}
@@ -114,21 +124,24 @@ def write(writer: gguf.GGUFWriter) -> None:
 
 def write_llama(
     path: Path, quantization=gguf.GGMLQuantizationType.F32, *, rare: int | None = None, rope: dict | None = None,
-    keys: dict | None = None, extra: dict | None = None, width: int = 96,
+    keys: dict | None = None, extra: dict | None = None, width: int = 96, config: dict | None = None,
 ) -> LlamaForCausalLM:  # fmt: skip
     """Write a random Llama, and return the model.
 
     It hardly ever writes the token ``rare``. ``rope`` scales its RoPE, ``keys`` are more of the metadata, ``extra``
-    more tensors, ``width`` what it says of its MLPs (they have 96). ``quantization`` may be a function of the names of
-    tensors.
+    more tensors, ``width`` what it says of its MLPs (they have 96), ``config`` more of the config. ``quantization`` may
+    be a function of the names of tensors.
     """
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 10000.0} | (rope or {})
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, eos_token_id=0, bos_token_id=0, tie_word_embeddings=False,
-        initializer_range=0.3, rope_parameters=rope,
+        initializer_range=0.3, rope_parameters=rope, **(config or {}),
     )).eval()  # fmt: skip
+    for name, tensor in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(tensor)
     if rare is not None:
         model.lm_head.weight.data *= 2  # the others are far above it
         model.lm_head.weight.data[rare] = 0
@@ -159,7 +172,7 @@ def write_llama(
         writer.add_tensor(name, tensor.numpy())
     for name, weight in model.state_dict().items():
         if heads := {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2]):  # llama.cpp pairs neighbors in its RoPE
-            weight = weight.view(heads, 2, 8, 64).transpose(1, 2).reshape(weight.shape)
+            weight = weight.view(heads, 2, 8, -1).transpose(1, 2).reshape(weight.shape)
         for ours, theirs in _NAMES.items():
             name = name.replace(ours, theirs)
         data, kind = weight.numpy(), quantization(name) if callable(quantization) else quantization

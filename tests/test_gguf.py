@@ -7,11 +7,14 @@ import draft_variants
 import gguf
 import pytest
 import torch
-from gguf_files import write_llama
+from gguf_files import write_header, write_llama
 from transformers import AutoModelForCausalLM
 
 import dflash
 from dflash.loading import Pretrained
+from dflash.loading.gguf import read_gguf
+from dflash.loading.gguf_architectures import read_config
+from dflash.loading.gguf_tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,7 @@ def test_a_target_loaded_in_python_runs_fused_and_writes_transformers_text(pair)
     assert not generator.fused_reason
     ours = generator.generate(ids, max_new_tokens=24)
     assert ours.tolist() == model.generate(ids, max_new_tokens=24, do_sample=False).tolist()
+    assert dflash.generate(target, draft, ids, max_new_tokens=8, weights="int8").shape == (1, 12)  # it is dense
 
 
 @pytest.mark.parametrize("name", ["target.gguf", "."])
@@ -70,6 +74,83 @@ def test_scaled_rope_is_that_of_the_file(tmp_path, rope):
         torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("flags", [{"attention_bias": True}, {"mlp_bias": True}], ids=str)
+def test_biases_of_a_file_are_used(tmp_path, flags):
+    model, ids = write_llama(tmp_path / "x.gguf", config=flags), torch.arange(40)[None]
+    found = Pretrained(tmp_path / "x.gguf").load_target("auto")
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, model(ids).logits)
+
+
+SIZES = {"embedding_length": 96, "context_length": 512, "attention.head_count": 4, "block_count": 2}
+YARN = {"type": "yarn", "factor": 32.0, "original_context_length": 4096, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+
+
+@pytest.mark.parametrize(("arch", "keys", "expected"), [
+    ("gemma3", {"block_count": 62, "attention.key_length": 32}, {"query_pre_attn_scalar": 24}),
+    ("gemma3", {"block_count": 48, "attention.key_length": 32}, {"query_pre_attn_scalar": 32}),
+    ("gemma2", {"block_count": 46, "attention.key_length": 32}, {"query_pre_attn_scalar": 24}),
+    ("starcoder2", {"rope.freq_base": 999999.4375}, {"rope_parameters.rope_theta": 999999.44}),
+    ("qwen3moe", {"expert_feed_forward_length": 96, "expert_count": 4},
+     {"moe_intermediate_size": 96, "num_experts": 4}),
+    ("qwen2moe", {"expert_shared_feed_forward_length": 40}, {"shared_expert_intermediate_size": 40}),
+    ("qwen3", {"attention.key_length": 64}, {"head_dim": 64}),
+    ("gpt-oss", {f"rope.scaling.{key}": value for key, value in YARN.items()},
+     {"rope_parameters.factor": 32.0, "rope_parameters.truncate": False, "rope_parameters.beta_fast": 32.0}),
+    ("granite", {"attention.scale": 0.015625, "logit_scale": 8.0},
+     {"attention_multiplier": 0.015625, "logits_scaling": 8.0}),
+    ("llama", {"expert_count": 8, "expert_used_count": 2}, {"model_type": "mixtral", "num_local_experts": 8}),
+], ids=str)  # fmt: skip
+def test_keys_of_an_architecture_are_read(tmp_path, arch, keys, expected):
+    given = {f"{arch}.{key}": value for key, value in (SIZES | keys).items()}
+    config = read_config(read_gguf(write_header(tmp_path / "x.gguf", arch, given)))
+    for name, value in expected.items():
+        first, _, second = name.partition(".")
+        found = getattr(config, first)
+        assert (found[second] if second else found) == value
+
+
+def tokenizer(tmp_path, tokens, **keys):
+    """Return the tokenizer of a file whose tokens of the form <...> are control tokens."""
+    kinds = [3 if token[:1] == "<" and token[-1:] == ">" else 1 for token in tokens]
+    given = {"model": "gpt2", "pre": "llama-bpe", "tokens": tokens, "token_type": kinds, **keys}
+    keys = {f"tokenizer.ggml.{key}": value for key, value in given.items()}
+    return load_tokenizer(read_gguf(write_header(tmp_path / "x.gguf", "llama", keys)))
+
+
+LETTERS = ["a", "b", "<", ">", "|", "e", "n", "d", "o", "f", "t", "x", "ab"]
+
+
+def test_each_control_token_of_a_file_is_one_id(tmp_path):
+    marks = ["<｜begin▁of▁sentence｜>", "<｜User｜>"]
+    made = tokenizer(tmp_path, [*LETTERS, *marks], merges=["a b"], bos_token_id=13, pre="deepseek-r1-qwen")
+    assert len(made) == 15
+    assert made.bos_token_id == 13
+    assert made.encode(f"{marks[0]}ab{marks[1]}", add_special_tokens=False) == [13, 12, 14]
+    assert made.decode([13, 12], skip_special_tokens=True) == "ab"
+
+
+def test_text_that_is_no_token_of_the_file_is_pieces(tmp_path):
+    made = tokenizer(tmp_path, [*LETTERS, "<s>"], bos_token_id=13)
+    ids = made.encode("<|endoftext|>")
+    assert ids[0] == 13  # llama.cpp begins such a text with BOS if the file does not say
+    assert max(ids) < 14
+    assert made.decode(ids[1:]) == "<|endoftext|>"
+
+
+@pytest.mark.parametrize(("keys", "expected"), [({}, [4, 6]), ({"add_space_prefix": False}, [6])])
+def test_a_text_and_what_follows_a_control_token_begin_with_a_space(tmp_path, keys, expected):
+    tokens, scores = ["<unk>", "<s>", "</s>", "b", "▁", "a", "▁a", "▁▁"], [0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -1.0, -2.0]
+    made = tokenizer(tmp_path, tokens, model="llama", scores=scores, **keys)
+    assert made.encode(" a") == [1, *expected]
+    assert made.encode("<s> a", add_special_tokens=False) == [1, *expected]
+
+
+def test_a_vocabulary_of_an_unknown_kind_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre must be one of .* got other: take the model's"):
+        tokenizer(tmp_path, LETTERS, pre="other")
+
+
 def test_every_stop_token_of_a_file_counts(tmp_path):
     write_llama(tmp_path / "x.gguf", keys={"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 0})
     files = Pretrained(tmp_path / "x.gguf")
@@ -90,14 +171,6 @@ def test_a_folder_may_hold_target_drafter_and_projector(pair, tmp_path):
     (tmp_path / "mmproj-x.gguf").write_bytes(b"")
     broken(tmp_path, "draft")
     assert Pretrained(tmp_path).load_config().num_hidden_layers == 4
-
-
-def test_a_vocabulary_is_read_once(pair, monkeypatch):
-    reads, reader = [], gguf.GGUFReader
-    monkeypatch.setattr(gguf, "GGUFReader", lambda path: reads.append(path) or reader(path))
-    files = Pretrained(pair[0] / "target.gguf")
-    files.load_tokenizer(), files.load_empty_target(), files.load_target("auto")
-    assert len(reads) == 1
 
 
 def test_commands_take_a_file(pair, shell, tmp_path):
@@ -124,8 +197,13 @@ def broken(folder, kind):
     if kind == "several":
         path.write_bytes(whole)
         return folder
-    if kind in ("llama.rope.scaling.type", "split.count"):
-        write_llama(path, keys={kind: "longrope" if "rope" in kind else 3})
+    keys = {
+        "llama.rope.scaling.type": "longrope", "split.count": 3, "general.type": "adapter",
+        "llama.attention.scale": 0.5,
+        "llama.attention.causal": False, "llama.attention.value_length": 8,
+    }  # fmt: skip
+    if kind in keys:
+        write_llama(path, keys={kind: keys[kind]})
         return path
     if kind == "draft":
         writer = gguf.GGUFWriter(path, "dflash")
@@ -148,6 +226,10 @@ def broken(folder, kind):
     ("other", "is not a GGUF file"),
     ("llama.rope.scaling.type", "RoPE is scaled as transformers cannot read it here .rope.scaling.type = longrope"),
     ("split.count", "one of 3 parts of a model: merge them"),
+    ("general.type", "is not a model but of type adapter: merge it into its model"),
+    ("llama.attention.scale", "llama.attention.scale mean nothing to transformers' llama"),
+    ("llama.attention.causal", "llama.attention.causal must be true"),
+    ("llama.attention.value_length", "llama.attention.value_length must be 16, the keys' own, got 8"),
 ])  # fmt: skip
 def test_what_is_no_target_is_refused_by_name(pair, tmp_path, kind, message):
     shutil.copy(pair[0] / "target.gguf", tmp_path)

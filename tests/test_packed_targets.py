@@ -7,6 +7,7 @@ import warnings
 
 import draft_variants
 import gguf
+import numpy as np
 import pytest
 import quantized_folders
 import torch
@@ -17,6 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import dflash
 from dflash.loading import Pretrained
+from dflash.ops import PackedWeight
 from dflash.targets import PackedEmbedding, PackedExperts, PackedLinear, Target, sample_digest, structural_copy
 
 KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")}
@@ -191,6 +193,28 @@ def test_a_partly_packed_target_is_exact_for_few_rows_only(tmp_path):
     write_llama(tmp_path / "y.gguf", KINDS["Q8_0"])
     packed = Target(dflash.load_target(tmp_path / "y.gguf", dtype=torch.bfloat16))
     assert (packed.is_exact_for(4096), partly.is_exact_for(4096)) == (True, False)
+
+
+def test_a_factor_of_a_tensor_is_used_and_its_type_named(tmp_path):
+    path, blocks = tmp_path / "x.gguf", np.random.default_rng(0).integers(0, 96, (64, 36), np.uint8)
+    kind, real = gguf.GGMLQuantizationType.NVFP4, gguf.quants.quantize
+    with pytest.MonkeyPatch.context() as patch:  # the package reads this type, and does not write it
+        patch.setattr(gguf.quants, "quantize", lambda data, to: blocks if to == kind else real(data, to))
+        kinds = lambda name: kind if name == "blk.0.attn_output.weight" else KINDS["Q8_0"]  # noqa: E731
+        write_llama(path, kinds, extra={"blk.0.attn_output.scale": torch.tensor([0.25])})
+    with pytest.warns(UserWarning, match=r"weights of type NVFP4 take 8\.5 bits each in memory, as Q8_0"):
+        packed = dflash.load_target(path, dtype=torch.float32)
+    found = packed.model.layers[0].self_attn.o_proj.weight
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks, kind)) * 0.25
+    assert found.format == "q8_0"
+    torch.testing.assert_close(found.dense(), expected, rtol=0, atol=float(expected.abs().max()) / 100)
+
+
+def test_scaled_embeddings_stay_packed_and_index_unscaled():
+    rows = torch.from_numpy(gguf.quants.quantize(torch.randn(8, 32).numpy(), KINDS["Q8_0"]))
+    table = PackedEmbedding(PackedWeight.of_blocks(rows, "q8_0", 32), torch.float32, torch.tensor(4.0))
+    ids = torch.tensor([[3, 1]])
+    assert torch.equal(table(ids), 4 * table[ids])
 
 
 def test_files_of_one_model_have_different_digests(tmp_path):

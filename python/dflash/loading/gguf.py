@@ -20,7 +20,7 @@ from ..terminal import listed, named, printable
 DRAFT_ARCHITECTURES = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # of values
 _STRING, _ARRAY = 8, 9
-_PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
 def find_gguf(
@@ -100,7 +100,7 @@ class GgufFile:
         sizes: dict[str, int] = {}
         for name, (kind, _, _) in self._places.items():
             sizes[kind.name] = sizes.get(kind.name, 0) + math.prod(self.shapes[name])
-        found = _PLAIN.get(max(sizes, key=sizes.__getitem__, default=""))
+        found = PLAIN.get(max(sizes, key=sizes.__getitem__, default=""))
         return torch.bfloat16 if found is None or not found.is_floating_point else found
 
     def kind(self, name: str) -> str:
@@ -128,8 +128,8 @@ class GgufFile:
         """Read a tensor. Quantized ones become float32."""
         kind, start, size = self._places[name]
         data = np.fromfile(self.path, np.uint8, size, offset=start)
-        if kind.name in _PLAIN:
-            return torch.from_numpy(data).view(_PLAIN[kind.name]).view(self.shapes[name])
+        if kind.name in PLAIN:
+            return torch.from_numpy(data).view(PLAIN[kind.name]).view(self.shapes[name])
         rows = data.reshape(*self.shapes[name][:-1], -1)
         try:
             return torch.from_numpy(require_gguf().quants.dequantize(rows, kind))

@@ -1,205 +1,262 @@
-"""GGUF targets: weights that stay packed, and what transformers 5 leaves out, scaled RoPE and further stop tokens."""
+"""The tensors of GGUF targets: weights that stay packed, and what llama.cpp's converter changed in them, undone."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops import FORMATS, PackedWeight
-from ..targets import PackedEmbedding, PackedExperts, PackedLinear
+from ..targets import PackedEmbedding, PackedExperts, PackedLinear, experts_layout
 from ..terminal import listed, named, printable
-from .gguf import GgufFile, require_gguf
+from .gguf import PLAIN, GgufFile, require_gguf
+from .gguf_architectures import Architecture, find_architecture
 
-_STOPS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_HARMLESS = ("type", "factor", "finetuned", "original_context_length")
-
-
-@contextlib.contextmanager
-def quiet_reader(reader: Callable[..., Any]) -> Iterator[None]:
-    """Have transformers read GGUF files by ``reader``, and show no progress bar of its own."""
-    from transformers import modeling_gguf_pytorch_utils as loading
-
-    gguf = require_gguf()
-    before = gguf.GGUFReader, loading.tqdm
-    try:
-        gguf.GGUFReader, loading.tqdm = reader, functools.partial(loading.tqdm, disable=True)
-        yield
-    finally:
-        gguf.GGUFReader, loading.tqdm = before
-
-
-def complete_config(config: Any, file: GgufFile) -> None:
-    """Add the file's stop tokens, width of experts and scaled RoPE to the config that transformers made of it.
-
-    Raises:
-        ValueError: RoPE is scaled in a way that is not understood here.
-    """
-    text = config.get_text_config(decoder=True)
-    width = file.metadata.get(f"{file.architecture}.expert_feed_forward_length")
-    if width is not None and hasattr(text, "moe_intermediate_size"):
-        text.moe_intermediate_size = width
-    stops = list(dict.fromkeys(file.metadata[key] for key in _STOPS if key in file.metadata))
-    if len(stops) > 1:
-        text.eos_token_id = config.eos_token_id = stops
-    rope = copy.deepcopy(getattr(text, "rope_parameters", None) or {})
-    scaled = rope.get("full_attention", rope)  # layers with windows are not scaled
-    if not rope or scaled.get("rope_type", "default") != "default":
-        return
-    scaled |= _scaling(file, text, scaled)
-    text.rope_parameters = rope
-
-
-# What transformers does to tensors of these architectures besides naming them: nothing, or it permutes rows, or it
-# takes one off the weights of norms.
-_PROCESSORS = {f"{name}TensorProcessor" for name in ("", "Llama", "Gemma2", "Nemotron", "Qwen2Moe")}
-_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight")
-# Read with the config, or tables that follow from it
-_UNUSED = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 _FORMATS = {row.blocks: row.name for row in FORMATS.values() if row.blocks}
+# Parameters that are several tensors, or whose names gguf's table lacks: the first names that a file has count.
+_LAYER = r"model\.layers\.(\d+)\.(?:\w+\.)*"
+_NAMES = [
+    (re.compile(_LAYER + pattern), names)
+    for pattern, names in {
+        r"experts\.gate_up_proj": [("ffn_gate_up_exps.weight",), ("ffn_gate_exps.weight", "ffn_up_exps.weight")],
+        r"experts\.down_proj": [("ffn_down_exps.weight",)],
+        r"experts\.gate_up_proj_bias": [("ffn_gate_exps.bias", "ffn_up_exps.bias")],
+        r"experts\.down_proj_bias": [("ffn_down_exps.bias",)],
+        r"router\.weight": [("ffn_gate_inp.weight",)],
+        r"router\.scale": [("ffn_gate_inp.scale",)],
+        r"router\.per_expert_scale": [("ffn_down_exps.scale",)],
+        r"gate\.e_score_correction_bias": [("exp_probs_b.bias",)],
+        r"dt_bias": [("ssm_dt.bias",)],
+        r"in_proj_qkvz\.weight": [("attn_qkv.weight", "attn_gate.weight")],
+        r"kv_b_proj\.weight": [("attn_kv_b.weight",), ("attn_k_b.weight", "attn_v_b.weight")],
+        r"input_linear\.weight": [("ffn_up_shexp.weight",)],
+        r"output_linear\.weight": [("ffn_down_shexp.weight",)],
+    }.items()
+]
+# Read with the config, tables that follow from it, and factors of activations that llama.cpp does not apply
+_UNUSED = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight|.*\.input_scale")
 
 
-def processor_of(file: GgufFile, config: Any) -> Any | None:
-    """Return what transformers does to each tensor of a file, if its blocks can stay as they are, else None."""
-    from transformers import modeling_gguf_pytorch_utils as loading
+class _Part(NamedTuple):
+    """The tensors of a file that are a parameter, one above the other."""
 
-    found = loading.TENSOR_PROCESSORS.get(file.architecture, loading.TensorProcessor)
-    kinds = {file.kind(name) for name, shape in file.shapes.items() if len(shape) > 1}
-    is_known = found.__name__ in _PROCESSORS and kinds <= _FORMATS.keys() | {"F32", "F16", "BF16"}
-    return found(config=config.to_dict()) if is_known and kinds & _FORMATS.keys() else None
+    names: tuple[str, ...]
+    file: GgufFile
+    row: Architecture
+    config: Any
+
+    def change(self, table: Mapping[str, Any]) -> Any:
+        return next((change for end, change in table.items() if self.names[0].endswith(end)), None)
+
+    @property
+    def kinds(self) -> set[str]:
+        return {self.file.kind(name) for name in self.names}
+
+    @property
+    def axis(self) -> int:
+        """Where the tensors are joined."""
+        return -1 if self.names[0].endswith(".bias") or len(self.file.shapes[self.names[0]]) < 2 else -2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.file.shapes[self.names[0]])
+        shape[self.axis] = sum(self.file.shapes[name][self.axis] for name in self.names)
+        return tuple(shape)
+
+    @property
+    def scales(self) -> list[str]:
+        """Names of the factors that the converter took out of NVFP4 tensors."""
+        found = (f"{name.removesuffix('.weight')}.scale" for name in self.names if self.file.kind(name) == "NVFP4")
+        return [name for name in found if name in self.file.shapes]
+
+    def order(self, table: Mapping[str, Any], size: int) -> Tensor | None:
+        """Return the order of rows or columns, if the model has another than the file."""
+        change = self.change(table)
+        order = None if change is None else change(self.config, size)
+        return None if order is None or torch.equal(order, torch.arange(size)) else order
+
+    def values(self) -> Tensor:
+        """Return the parameter in float32."""
+        tensors = []
+        for name in self.names:
+            values, scale = self.file.tensor(name).float(), f"{name.removesuffix('.weight')}.scale"
+            if scale in self.scales:
+                factor = self.file.tensor(scale).float()
+                values *= factor.view(-1, *[1] * (values.dim() - 1))
+            tensors.append(values)
+        change = self.change(self.row.values)
+        made = torch.cat(tensors, self.axis) if change is None else change(*tensors, self.config)
+        if (order := self.order(self.row.rows, made.shape[0])) is not None:
+            made = made[order]
+        if (order := self.order(self.row.columns, made.shape[-1])) is not None:
+            made = made[..., order]
+        return made
+
+    def packed(self, changed: set[str]) -> tuple[PackedWeight, Tensor | None] | None:
+        """Return the weight in blocks, and the order of its inputs if it is not the model's; None if it is dense.
+
+        Tensors that no format holds, or that change on the way, become Q8_0; their types are added to ``changed``.
+        """
+        if self.kinds <= PLAIN.keys():
+            return None
+        (kind, *others), change = self.kinds, self.change(self.row.values)
+        if not others and kind in _FORMATS and change is None and not self.scales:
+            rows = np.concatenate([self.file.rows(name) for name in self.names], self.axis)
+            if (order := self.order(self.row.rows, rows.shape[0])) is not None:
+                rows = rows[order.numpy()]
+            packed = PackedWeight.of_blocks(_tensor_of(rows), _FORMATS[kind], self.shape[-1])
+            for name in self.names:
+                self.file.give_back(name)
+            order = self.order(self.row.columns, self.shape[-1])
+            return packed, None if order is None else order.argsort()
+        values = self.values()
+        changed |= self.kinds - PLAIN.keys()
+        if values.shape[-1] % 32:
+            return None
+        gguf = require_gguf()
+        rows = gguf.quants.quantize(values.contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
+        return PackedWeight.of_blocks(_tensor_of(rows), _FORMATS["Q8_0"], values.shape[-1]), None
 
 
-def load_packed(model: nn.Module, file: GgufFile, processor: Any, dtype: torch.dtype) -> None:
-    """Give an empty model the tensors of a file. Weights of linear layers stay in the file's blocks.
+def _tensor_of(rows: np.ndarray) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mapped file cannot be written, and is not
+        return torch.from_numpy(np.ascontiguousarray(rows))
+
+
+def load_weights(model: nn.Module, file: GgufFile, dtype: torch.dtype, *, keeps_blocks: bool) -> None:
+    """Give an empty model the tensors of a file.
 
     The file is mapped, and each tensor packed as it is read, so that memory holds the packed weights and one tensor.
 
     Args:
         model: its parameters on the meta device, its buffers real.
-        file: what it is loaded from.
-        processor: from `processor_of`.
-        dtype: of everything else.
+        file: what it is loaded from; its config is from `read_config`.
+        dtype: of everything that is not packed.
+        keeps_blocks: leave the weights of linear layers, embeddings and experts in blocks.
 
     Raises:
         ValueError: a tensor of the file has no place in the model, or a parameter of the model none in the file.
     """
-    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
-
-    names = get_gguf_hf_weights_map(model, processor)
-    experts: dict[str, dict[str, str]] = {}  # by their place in the model: the names of gate, up and down
-    for name in file.shapes:
-        is_expert = _EXPERTS.fullmatch(name)
-        if (place := names.get(name.removesuffix(".weight") if is_expert else name)) is None:
-            if not _UNUSED.fullmatch(name):
-                raise ValueError(f"{printable(file.path)}: tensor {named(name)} has no place in {type(model).__name__}")
-            continue
-        path, _, key = place.rpartition(".")
-        if is_expert:
-            experts.setdefault(path, {})[is_expert[1]] = name
-            continue
-        module = model.get_submodule(path)
-        if key == "weight" and type(module) in (nn.Linear, nn.Embedding) and file.kind(name) in _FORMATS:
-            _check_shape(file, name, file.shapes[name], module.weight)
-            weight = _packed(file, name, processor)
-            made = PackedLinear(weight, module.bias) if type(module) is nn.Linear else PackedEmbedding(weight, dtype)
-            model.set_submodule(path, made)
-            continue
-        values = processor.process(weights=file.tensor(name).float().numpy(), name=name).weights
-        _check_shape(file, name, values.shape, getattr(module, key))
-        module.register_parameter(key, nn.Parameter(torch.from_numpy(values).to(dtype), requires_grad=False))
-    for path, parts in experts.items():
-        _load_experts(model, path, file, parts, dtype)
+    # 1. The tensors of each parameter. Nothing is loaded unless all have a place, and fit
+    parts = _parts_of(model, file)
+    # 2. Modules whose weights stay packed
+    kept, changed = set[str](), set[str]()
+    if keeps_blocks:
+        for path, module in list(model.named_modules()):
+            if (made := _packed_module(module, path, parts, dtype, changed)) is not None:
+                model.set_submodule(path, made)
+                kept |= {name for name in parts if name.rpartition(".")[0] == path}
+    # 3. Everything else
+    wide = [re.compile(name) for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    for name in parts.keys() - kept:
+        path, _, key = name.rpartition(".")
+        module, values = model.get_submodule(path), parts[name].values()
+        if getattr(module, "is_transposed", False):
+            values = _transposed(values, key)
+        like = getattr(module, key)
+        values = values.reshape(like.shape).to(torch.float32 if any(each.search(name) for each in wide) else dtype)
+        if isinstance(like, nn.Parameter):
+            module.register_parameter(key, nn.Parameter(values, requires_grad=False))
+        else:
+            module.register_buffer(key, values)
     tie_head(model)
-    if missing := sorted(name for name, parameter in model.named_parameters() if parameter.is_meta):
-        raise ValueError(f"{printable(file.path)} has no tensors for {listed(missing)}: it is incomplete")
+    if changed:
+        what = f"some weights of type {listed(sorted(changed))} take 8.5 bits each in memory, as Q8_0"
+        warnings.warn(f"{printable(file.path)}: {what}", stacklevel=2)
 
 
 def tie_head(model: Any) -> None:
     """Have a head without weights multiply by those of the embeddings, or by their tiles."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if isinstance(head, nn.Linear) and head.weight.is_meta and isinstance(embeddings, PackedEmbedding):
-        model.set_output_embeddings(PackedLinear(embeddings.packed))
-    elif isinstance(head, nn.Linear) and head.weight.is_meta:
-        head.weight = embeddings.weight
+    if isinstance(head, nn.Linear) and head.weight.is_meta:
+        if isinstance(embeddings, PackedEmbedding):
+            model.set_output_embeddings(PackedLinear(embeddings.packed))
+        else:
+            head.weight = embeddings.weight
 
 
-def _check_shape(file: GgufFile, name: str, shape: Sequence[int], parameter: torch.Tensor) -> None:
-    if tuple(shape) != tuple(parameter.shape):
+def _parts_of(model: nn.Module, file: GgufFile) -> dict[str, _Part]:
+    """Return the tensors of each parameter, and of each buffer that is saved."""
+    gguf, row, config = require_gguf(), find_architecture(file), model.config.get_text_config()
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(kinds[file.architecture], config.num_hidden_layers)
+    where, parts, missing = printable(file.path), {}, []
+    tied = "lm_head.weight" if config.tie_word_embeddings else None
+    for name, like in model.state_dict().items():
+        if name == tied:
+            continue
+        base, _, end = name.rpartition(".")
+        whole = table.get_name(name)
+        choices = [(f"{table.get_name(base)}.{end}",), (f"{whole}.weight",), (f"{whole}",)]
+        for pattern, names in _NAMES:
+            if match := pattern.fullmatch(name):
+                choices = [tuple(f"blk.{match[1]}.{each}" for each in group) for group in names]
+        names = next((group for group in choices if all(each in file.shapes for each in group)), None)
+        if names is None:
+            missing.append(name)
+            continue
+        part = parts[name] = _Part(names, file, row, config)
+        _check_shape(part, like, model.get_submodule(base))
+    # What is left over would be lost without a word
+    used = {each for part in parts.values() for each in (*part.names, *part.scales)}
+    blocks = re.compile(r"blk\.(\d+)\.")
+    for name in file.shapes.keys() - used:
+        block = blocks.match(name)
+        first_unused = config.num_hidden_layers  # blocks for drafting follow; some layers have others' keys and values
+        if re.search(r"attn_(k|v|k_norm)\.weight", name):
+            first_unused -= getattr(config, "num_kv_shared_layers", 0)
+        if not _UNUSED.fullmatch(name) and not (block and int(block[1]) >= first_unused):
+            raise ValueError(f"{where}: tensor {named(name)} has no place in {type(model).__name__}")
+    if missing:
+        raise ValueError(f"{where} has no tensors for {listed(sorted(missing))}: it is incomplete")
+    return parts
+
+
+def _check_shape(part: _Part, like: Tensor, module: nn.Module) -> None:
+    shape, expected = ([size for size in each if size != 1] for each in (part.shape, like.shape))
+    is_rearranged = getattr(module, "is_transposed", False) or (len(part.names) > 1 and part.change(part.row.values))
+    total = sum(np.prod(part.file.shapes[name]) for name in part.names)
+    if total != like.numel() or (not is_rearranged and shape != expected):
         raise ValueError(
-            f"{printable(file.path)}: tensor {named(name)} must be {list(parameter.shape)} as the file's keys say, got "
-            f"{list(shape)}"
+            f"{printable(part.file.path)}: tensor {named(part.names[0])} must be {list(like.shape)} as the file's keys "
+            f"say, got {list(part.shape)}"
         )
 
 
-def _load_experts(model: nn.Module, path: str, file: GgufFile, parts: dict[str, str], dtype: torch.dtype) -> None:
-    """Load the experts of a layer: of each the gate's rows, then those of what it gates."""
-    if len(parts) < 3:
-        raise ValueError(f"{printable(file.path)}: experts need gate, up and down, and {path} has {listed(parts)}")
-    gate, up, down = (file.kind(parts[part]) for part in ("gate", "up", "down"))
-    if gate == up and {gate, down} <= _FORMATS.keys():
-        both = np.concatenate([file.rows(parts["gate"]), file.rows(parts["up"])], 1)
-        packed = [(both, parts["gate"]), (file.rows(parts["down"]), parts["down"])]
-        model.set_submodule(path, PackedExperts(*(_pack(file, *each) for each in packed)))
-        return
-    module, dense = model.get_submodule(path), {part: file.tensor(name).to(dtype) for part, name in parts.items()}
-    both = torch.cat([dense["gate"], dense["up"]], 1)
-    for key, values in (("gate_up_proj", both), ("down_proj", dense["down"])):
-        module.register_parameter(key, nn.Parameter(values, requires_grad=False))
+def _packed_module(
+    module: nn.Module, path: str, parts: dict[str, _Part], dtype: torch.dtype, changed: set[str]
+) -> nn.Module | None:
+    """Return the module that keeps the weights of another packed; None if they are dense."""
+    if f"{path}.gate_up_proj" in parts:
+        if (form := experts_layout(module)) is None:
+            return None
+        packed = [parts[f"{path}.{name}"].packed(changed) for name in ("gate_up_proj", "down_proj")]
+        if None in packed:
+            return None
+        names = [f"{path}.{name}_proj_bias" for name in ("gate_up", "down")]
+        biases = [parts[name].values().to(dtype) if name in parts else None for name in names]
+        return PackedExperts(packed[0][0], packed[1][0], *biases, *form[:3])
+    is_scaled = isinstance(module, nn.Embedding) and "embed_scale" in dict(module.named_buffers())
+    is_plain = type(module) in (nn.Linear, nn.Embedding) or is_scaled or type(module).__name__ == "FalconLinear"
+    part = parts.get(f"{path}.weight")
+    if part is None or not is_plain or (packed := part.packed(changed)) is None:
+        return None
+    if isinstance(module, nn.Embedding):
+        return PackedEmbedding(packed[0], dtype, module.embed_scale if is_scaled else None)
+    bias = parts[f"{path}.bias"].values().to(dtype) if f"{path}.bias" in parts else None
+    return PackedLinear(packed[0], bias, packed[1])
 
 
-def _packed(file: GgufFile, name: str, processor: Any) -> PackedWeight:
-    return _pack(file, processor.process(weights=file.rows(name), name=name).weights, name)
-
-
-def _pack(file: GgufFile, rows: np.ndarray, name: str) -> PackedWeight:
-    """Pack the blocks ``[..., out, bytes]`` of a tensor."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mapped file cannot be written, and is not
-        blocks = torch.from_numpy(np.ascontiguousarray(rows))
-    packed = PackedWeight.of_blocks(blocks, _FORMATS[file.kind(name)], file.shapes[name][-1])
-    file.give_back(name)
-    return packed
-
-
-def _scaling(file: GgufFile, config: Any, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return what scales the RoPE of a file, as transformers says it."""
-    prefix = f"{file.architecture}.rope.scaling."
-    given = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-    tables = [name for name in file.shapes if name.startswith("rope_f")]  # rope_freqs, rope_factors_long, ..._short
-    kind, factor = given.get("type", "none"), given.get("factor", 1.0)
-    if (old := f"{file.architecture}.rope.scale_linear") in file.metadata:
-        kind, factor = "linear", file.metadata[old]
-    unknown = sorted(given.keys() - set(_HARMLESS))
-    if kind == "none" and not tables:
-        return {}
-    if tables == ["rope_freqs.weight"] and kind == "none" and (found := _as_llama3(file, config, rope)):
-        return found
-    if kind == "linear" and not tables and not unknown:
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn" and not tables and not unknown and "original_context_length" in given:
-        original = {"original_max_position_embeddings": given["original_context_length"]}
-        return {"rope_type": "yarn", "factor": factor, **original}
-    what = listed([f"rope.scaling.type = {kind}", *unknown, *tables])
-    raise ValueError(f"{printable(file.path)}: RoPE is scaled as transformers cannot read it here ({what})")
-
-
-def _as_llama3(file: GgufFile, config: Any, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return Llama 3's scaling if that made the file's table, else nothing."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    table = file.tensor("rope_freqs.weight").float().flatten()
-    found, trial = {"rope_type": "llama3", "factor": float(table.max()), **_LLAMA3}, copy.deepcopy(config)
-    trial.rope_parameters = {**rope, **found}
-    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](trial, torch.device("cpu"))
-    exponents = torch.arange(len(table), dtype=torch.float32) / len(table)
-    ratios = rope["rope_theta"] ** -exponents / frequencies
-    return found if ratios.shape == table.shape and torch.allclose(ratios, table, rtol=1e-3) else {}
+def _transposed(values: Tensor, key: str) -> Tensor:
+    """Return the experts of a file as gpt-oss has them: transposed, gate and up by turns."""
+    if key.startswith("gate_up"):
+        axis = 1
+        gate, up = values.chunk(2, axis)
+        values = torch.stack([gate, up], axis + 1).flatten(axis, axis + 1)
+    return values if key.endswith("bias") else values.mT

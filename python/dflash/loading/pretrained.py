@@ -19,8 +19,10 @@ from ..files import read_json
 from ..targets import is_packed
 from ..terminal import listed, named, printable, shortened
 from .folder import check_all_used, check_target_config, check_target_size, check_target_weights, read_headers
-from .gguf import GgufFile, find_gguf, read_gguf, require_gguf
-from .gguf_target import complete_config, load_packed, processor_of, quiet_reader
+from .gguf import GgufFile, find_gguf, read_gguf
+from .gguf_architectures import read_config
+from .gguf_target import load_weights
+from .gguf_tokenizer import load_tokenizer
 from .quantized import QuantizedFolder, read_scheme
 
 if TYPE_CHECKING:
@@ -63,16 +65,16 @@ class Pretrained:
             raise ValueError(f"{printable(path)} {what}")
         if importlib.util.find_spec("accelerate") is None:
             raise ValueError(f"{printable(path)} needs the accelerate package: pip install '.[gguf]'")
+        if self.pictures:
+            raise ValueError(f"{printable(path)} has no vision tower that is read here: leave --pictures out")
         return file
-
-    @functools.cached_property
-    def _reader(self) -> Any:
-        # It takes seconds for a vocabulary, and transformers would read it for each part that it loads.
-        return functools.cache(require_gguf().GGUFReader)
 
     def load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
+        if self.gguf is not None:
+            with self._readable_errors():
+                return load_tokenizer(self.gguf)
         return self._load(AutoTokenizer)
 
     def load_processor(self) -> Any:
@@ -96,10 +98,11 @@ class Pretrained:
         """Load the config, and refuse one that would have transformers download kernels and run them."""
         from transformers import AutoConfig
 
+        if self.gguf is not None:
+            with self._readable_errors(), self._quiet():
+                return read_config(self.gguf)
         model = self._base() or self
         config = model._load(AutoConfig)
-        if model.gguf is not None:
-            complete_config(config, model.gguf)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
             if isinstance(kernel, str) and "/" in kernel:
@@ -126,20 +129,18 @@ class Pretrained:
             is_quantized = self.gguf is not None or scheme is not None or hasattr(config, "quantization_config")
             check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)
         # 2. Read weights that stay packed, or that transformers would not read right
-        packs = self.keeps_blocks and is_cpu and dtype in (torch.float32, torch.bfloat16)
-        if (processor := self.packing(config, dtype, device)) is not None:
-            target = self._filled(config, dtype, lambda empty: load_packed(empty, self.gguf, processor, dtype))
-            # The mapped file and the vocabulary. Copies of the target must not hold them either.
-            self.__dict__.pop("_reader", None)
-            self.gguf.__dict__.pop("_bytes", None)
-            return target
-        if scheme is not None and files and all(file.suffix == ".safetensors" for file in files):
-            plain = copy.deepcopy(config)
-            plain.__dict__.pop("quantization_config", None)
+        packs = self.packs(dtype, device)
+        plain = copy.deepcopy(config)
+        plain.__dict__.pop("quantization_config", None)
 
-            def fill(empty: Any) -> None:
+        def fill(empty: Any) -> None:
+            if (file := self.gguf) is not None:
+                load_weights(empty, file, dtype, keeps_blocks=packs)
+                file.__dict__.pop("_bytes", None)  # the mapped file: copies of the target must not hold it
+            else:
                 QuantizedFolder(self.name, files, scheme, empty, dtype, packs).load()
 
+        if self.gguf is not None or (scheme is not None and files and all(x.suffix == ".safetensors" for x in files)):
             with self._readable_errors():  # the device may be full
                 return self._filled(plain, dtype, fill).to(device)
         # 3. All others
@@ -149,27 +150,20 @@ class Pretrained:
             raise ValueError(
                 f"{printable(self.name)}: tensors have other shapes than config.json says: {listed(other)}"
             )
-        if self.gguf is None:
-            headers = read_headers([file for file in files if file.suffix == ".safetensors"])
-            unused = {name: headers.get(name, "") for name in found["unexpected_keys"]}
-            check_all_used(target, unused, self.name)
+        headers = read_headers([file for file in files if file.suffix == ".safetensors"])
+        check_all_used(target, {name: headers.get(name, "") for name in found["unexpected_keys"]}, self.name)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
                 f"{printable(self.name)} has no weights for {listed(missing)}: its files are incomplete, or "
                 "config.json belongs to another model"
             )
-        if self.gguf is not None:
-            self.__dict__.pop("_reader", None)  # it has the whole vocabulary
-            if not any(type(part).__name__.startswith("Gguf") for part in target.modules()):  # dense: it can be saved
-                target.hf_quantizer = target.config.quantization_config = None
-                target.is_quantized = False
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
 
-    def packing(self, config: Any, dtype: Any, device: Any) -> Any | None:
-        """Return what transformers does to tensors of a GGUF file whose blocks stay as they are; None for others."""
-        is_cpu = torch.device(device).type == "cpu" and dtype in (torch.float32, torch.bfloat16)
-        return processor_of(self.gguf, config) if self.gguf is not None and self.keeps_blocks and is_cpu else None
+    def packs(self, dtype: Any, device: Any) -> bool:
+        """Return True if weights in few bits stay so on a device, with activations of ``dtype``."""
+        is_cpu = torch.device(device).type == "cpu"
+        return self.keeps_blocks and is_cpu and dtype in (torch.float32, torch.bfloat16)
 
     def _filled(self, config: Any, dtype: torch.dtype, fill: Callable[[Any], None]) -> Any:
         """Build the target without memory for its weights, and have ``fill`` give it its tensors."""
@@ -217,10 +211,7 @@ class Pretrained:
                 read_json(path)
         options |= {"trust_remote_code": self.trust_remote_code, "local_files_only": self.local_files_only}
         with self._readable_errors(), self._quiet():
-            if self.gguf is None:
-                return loader.from_pretrained(self.name, **options)
-            with quiet_reader(self._reader):
-                return loader.from_pretrained(self.gguf.path.parent, gguf_file=self.gguf.path.name, **options)
+            return loader.from_pretrained(self.name, **options)
 
     @property
     def folder(self) -> Path | None:
@@ -312,11 +303,10 @@ def load_target(
 ) -> PreTrainedModel:  # fmt: skip
     """Load a target for `dflash.generate`, in eval mode.
 
-    On a CPU the weights of a GGUF file stay in its blocks (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL,
-    IQ4_XS, MXFP4): the file is mapped and packed tensor by tensor. Files with other types, architectures whose tensors
-    transformers rearranges, and float16 become dense. Folders in AWQ, GPTQ, compressed-tensors' integers and MXFP4 stay
-    packed too; those in FP8 and NVFP4 become dense, with a warning (docs/quantized.md). Targets to train for must be
-    dense: load these with transformers.
+    On a CPU the weights of a GGUF file stay in its blocks (``docs/files.md`` has the types): the file is mapped and
+    packed tensor by tensor. Folders in AWQ, GPTQ, compressed-tensors' integers and MXFP4 stay packed too; those in FP8
+    and NVFP4 become dense, with a warning (``docs/quantized.md``). In float16, and on other devices, all become dense.
+    Targets to train for must be dense: load these with transformers.
 
     Args:
         name: a GGUF file, a folder, a hub id, or ``owner/name:FILE.gguf`` on the hub.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..files import open_tensors, read_json
 from ..ops import PackedWeight
-from ..targets import ExpertWeights, PackedEmbedding, PackedExperts, PackedLinear, experts_form
+from ..targets import ExpertWeights, PackedEmbedding, PackedExperts, PackedLinear, experts_layout
 from ..terminal import listed, named, printable, shortened
 from .folder import Header, check_all_used, read_headers
 from .gguf_target import tie_head
@@ -491,7 +491,7 @@ class QuantizedFolder:
     def _load_experts(self, path: str, keys: Mapping[str, Sequence[_Place]], get: _Get) -> bool:
         """Put packed experts in the place of a module. Returns False if they cannot stay packed."""
         module = self._model.get_submodule(path)
-        if not {"gate_up_proj", "down_proj"} <= keys.keys() or (form := experts_form(module)) is None:
+        if not {"gate_up_proj", "down_proj"} <= keys.keys() or (form := experts_layout(module)) is None:
             return False
         gate_up, down = (self._joined(f"{path}.{key}", keys[key], get) for key in ("gate_up_proj", "down_proj"))
         if gate_up is None or down is None or not (self._stays(gate_up) and self._stays(down)):

@@ -11,7 +11,7 @@ from .fingerprint import (
     versions,
     weights_digest,
 )
-from .fused import experts_form
+from .fused import experts_layout
 from .int8 import check_int8, int8_obstacle, not_finite, store_int8_
 from .model import (
     UnsupportedTargetError,
@@ -29,7 +29,15 @@ from .model import (
     transformers_version,
     unwrap,
 )
-from .packed import CHOSEN_EXPERTS, PackedEmbedding, PackedExperts, PackedLinear, is_packed, weight_bytes_per_token
+from .packed import (
+    CHOSEN_EXPERTS,
+    ExpertWeights,
+    PackedEmbedding,
+    PackedExperts,
+    PackedLinear,
+    is_packed,
+    weight_bytes_per_token,
+)
 from .parallel import ranks_in
 from .recurrent import has_recurrent_layers
 from .support import check_target, is_quantized, refusal, refusal_of_weights

@@ -144,6 +144,7 @@ class Family(NamedTuple):
         found = DeltaNetLayer(
             **shared, **dict.fromkeys(_DELTA_NET) | projections, conv=mixer.conv1d.weight, a_log=mixer.A_log,
             dt_bias=mixer.dt_bias, norm=mixer.norm.weight, out=weight_of(mixer.out_proj), key_heads=mixer.num_k_heads,
+            out_order=getattr(mixer.out_proj, "order", None),
         )  # fmt: skip
         return separate_packed(found)
 
@@ -375,9 +376,8 @@ def _experts_forward(own: Callable, form: ExpertsForm) -> Callable:
     return forward
 
 
-def experts_form(module: nn.Module) -> ExpertsForm | None:
+def experts_layout(module: nn.Module) -> ExpertsForm | None:
     """Return how our op runs experts, by their gate and the layout of their weights; None for other modules."""
-    # 1. Its gate and the layout of its weights
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if not hasattr(module, "gate_up_proj") or chosen not in _IMPLEMENTATIONS or not _is_plain_module(module):
         return None
@@ -396,9 +396,9 @@ def experts_form(module: nn.Module) -> ExpertsForm | None:
     return None if form.gate != "clamped_silu" and kind._apply_gate is not moe._default_apply_gate else form
 
 
-def _form_of(module: nn.Module) -> ExpertsForm | None:
+def experts_form(module: nn.Module) -> ExpertsForm | None:
     """Return how our op runs a module; None for other modules, and for weights that the op does not take."""
-    if (form := experts_form(module)) is None:
+    if (form := experts_layout(module)) is None:
         return None
     names = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set())
     parameters, weights = dict(module.named_parameters()), (module.gate_up_proj, module.down_proj)

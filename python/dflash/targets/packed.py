@@ -104,17 +104,20 @@ class PackedEmbedding(nn.Module):
     Args:
         weight: ``[vocab, hidden]``, in a format with blocks.
         dtype: of the embeddings.
+        scale: of a family that scales them, in `forward`; indexing gives the table's own values.
 
     Attributes:
         weight: ``[vocab, hidden]``, a tensor without memory that has the table's shape, dtype and device; all NaN.
     """
 
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype, scale: Tensor | None = None) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = weight.shape
         self.format = weight.format
         self.register_buffer("blocks", weight.packed)
         self.register_buffer("like", torch.full((), torch.nan, dtype=dtype), persistent=False)
+        if scale is not None:
+            self.register_buffer("embed_scale", scale, persistent=False)
 
     max_norm = None  # as nn.Embedding
 
@@ -132,10 +135,11 @@ class PackedEmbedding(nn.Module):
 
     def __getitem__(self, ids: Tensor) -> Tensor:
         """Return what ``table[ids]`` does for a table that is a tensor."""
-        return self(ids)
+        return ops.unpack_rows(self.blocks, ids, self.embedding_dim, self.format).to(self.like.dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return ops.unpack_rows(self.blocks, ids, self.embedding_dim, self.format).to(self.like.dtype)
+        scale = getattr(self, "embed_scale", None)
+        return self[ids] if scale is None else self[ids] * scale.to(self.like.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format}"

@@ -86,7 +86,7 @@ def examine_weights(source: options.Source, dtype: str) -> WeightsReport:
     try:
         config = source.load_config()
         refused = targets.refusal(source.load_empty_target(config), loaded=False) or ""
-        is_packed = source.packing(config, asked, "cpu") is not None
+        is_packed = source.gguf is not None and source.packs(asked, "cpu")
     except ValueError as error:
         refused = str(error)
     # 2. What each tensor becomes.
@@ -98,9 +98,10 @@ def examine_weights(source: options.Source, dtype: str) -> WeightsReport:
     for tensor in tensors:
         becomes = str(asked or tensor.type).removeprefix("torch.")
         memory = tensor.size if asked is None else math.prod(tensor.shape) * asked.itemsize
-        if is_packed and len(tensor.shape) > 1 and tensor.type in _FORMATS:
-            becomes = "stays packed"
-            memory = math.prod(tensor.shape[:-1]) * _FORMATS[tensor.type].size(tensor.shape[-1])
+        if is_packed and len(tensor.shape) > 1 and tensor.type not in ("F32", "F16", "BF16"):
+            stays = tensor.type in _FORMATS
+            becomes = "stays packed" if stays else "Q8_0"
+            memory = math.prod(tensor.shape[:-1]) * _FORMATS[tensor.type if stays else "Q8_0"].size(tensor.shape[-1])
         kind = kinds.setdefault((tensor.type, becomes), TensorKind(tensor.type, becomes))
         is_looked_up = tensor.name.endswith(_EMBEDDINGS) and has_head
         share = 0.0 if is_looked_up else chosen if "_exps." in tensor.name or ".experts." in tensor.name else 1.0
