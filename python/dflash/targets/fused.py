@@ -85,7 +85,7 @@ class Family(NamedTuple):
     def fits(self, module: nn.Module, has_biases: bool = False) -> bool:
         """Return True if a module of a layer and all in it are of the family's own classes, or plain ones of torch."""
         if type(module) in _PLAIN:
-            return has_biases or getattr(module, "bias", None) is None
+            return (has_biases or getattr(module, "bias", None) is None) and getattr(module, "order", None) is None
         if self.is_a(module, "SparseMoeBlock"):  # runs as it is
             return True
         is_attention = self.is_a(module, "Attention")
@@ -146,7 +146,6 @@ class Family(NamedTuple):
         found = DeltaNetLayer(
             **shared, **dict.fromkeys(_DELTA_NET) | projections, conv=mixer.conv1d.weight, a_log=mixer.A_log,
             dt_bias=mixer.dt_bias, norm=mixer.norm.weight, out=weight_of(mixer.out_proj), key_heads=mixer.num_k_heads,
-            out_order=getattr(mixer.out_proj, "order", None),
         )  # fmt: skip
         return separate_packed(found)
 
