@@ -192,8 +192,7 @@ class DecoderStack:
         qkv = ops.causal_conv_(qkv, layer.conv[:, 0], None, True, held.window, *counts)
         inputs = ops.delta_net_inputs(qkv, b, a, layer.a_log, layer.dt_bias, key_heads, key_dim)
         out = ops.gated_recurrence_(*inputs, held.state, held.saved_k, held.saved_d, held.saved_a, *counts)
-        out = ops.gated_rms_norm(out, z, layer.norm, self.eps)
-        return product(out if layer.out_order is None else out[..., layer.out_order], layer.out)
+        return product(ops.gated_rms_norm(out, z, layer.norm, self.eps), layer.out)
 
 
 def _prepare(conv: BlockConv | None, hidden: Tensor, front: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

@@ -109,10 +109,12 @@ class _Part(NamedTuple):
             rows = np.concatenate([self.file.rows(name) for name in self.names], self.axis)
             if (order := self.order(self.row.rows, rows.shape[0])) is not None:
                 rows = rows[order.numpy()]
+            order = self.order(self.row.columns, self.shape[-1])
+            if order is not None and (blocks := _order_of_blocks(order, kind)) is not None:
+                rows, order = rows.reshape(len(rows), len(blocks), -1)[:, blocks].reshape(rows.shape), None
             packed = PackedWeight.of_blocks(_tensor_of(rows), _FORMATS[kind], self.shape[-1])
             for name in self.names:
                 self.file.give_back(name)
-            order = self.order(self.row.columns, self.shape[-1])
             return packed, None if order is None else order.argsort()
         values = self.values()
         changed |= self.kinds - PLAIN.keys()
@@ -121,6 +123,15 @@ class _Part(NamedTuple):
         gguf = require_gguf()
         rows = gguf.quants.quantize(values.contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
         return PackedWeight.of_blocks(_tensor_of(rows), _FORMATS["Q8_0"], values.shape[-1]), None
+
+
+def _order_of_blocks(order: Tensor, kind: str) -> np.ndarray | None:
+    """Return the order of a row's blocks, if an order of columns keeps each of them whole."""
+    gguf = require_gguf()
+    size, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = order.view(-1, size)
+    is_whole = torch.equal(blocks, blocks[:, :1] // size * size + torch.arange(size))
+    return (blocks[:, 0] // size).numpy() if is_whole else None
 
 
 def _tensor_of(rows: np.ndarray) -> Tensor:

@@ -84,7 +84,6 @@ class DeltaNetLayer(NamedTuple):
     down: Weight | None  # [hidden, width]
     key_heads: int
     experts: Experts | None = None
-    out_order: Tensor | None = None  # [heads * value_dim], what each column of out multiplies if not its own
 
     is_recurrent = True
     attention_conv = mlp_conv = None
@@ -136,7 +135,7 @@ _CONTRACTS = {
         DeltaNetLayer,
         _MLP + "conv[channels, 1, conv_width] a_log[heads] norm[value_dim] dt_bias[heads] out[hidden, values]:T|u8 "
         "qkv[channels + (0 if has(z) else values), hidden]:T|u8 z[values, hidden]:T|u8 "
-        "b[heads * (1 if has(z) else 2), hidden]:T|u8 a[heads, hidden]:T|u8 out_order[values]:i64",
+        "b[heads * (1 if has(z) else 2), hidden]:T|u8 a[heads, hidden]:T|u8",
         "hidden >= 1; width >= 1; heads >= 1 and value_dim >= 1 and conv_width >= 1; "
         "key_heads >= 1 and heads % key_heads == 0; keys >= 1 and keys % (2 * key_heads) == 0; "
         "has(z) == has(a): z and a come together",

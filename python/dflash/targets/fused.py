@@ -144,7 +144,6 @@ class Family(NamedTuple):
         found = DeltaNetLayer(
             **shared, **dict.fromkeys(_DELTA_NET) | projections, conv=mixer.conv1d.weight, a_log=mixer.A_log,
             dt_bias=mixer.dt_bias, norm=mixer.norm.weight, out=weight_of(mixer.out_proj), key_heads=mixer.num_k_heads,
-            out_order=getattr(mixer.out_proj, "order", None),
         )  # fmt: skip
         return separate_packed(found)
 
