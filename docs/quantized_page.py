@@ -15,8 +15,8 @@ memory, and the text is the one that the quantized model writes. The tests compa
   them in every method that is refused (`tests/quantized`).
 - **Memory shared**: "all" means that a generator adds no weights, scales or codes to those of the model.
 
-Quantize the target only; drafters are loaded in their own dtype. `fused=True` is for dense weights and refused here. So
-is `weights="int8"`, by which this package quantizes a target itself ([Weights in 8 bits](int8.md)).
+Quantize the target only; drafters are loaded in their own dtype. `fused=True` and `weights="int8"`,
+by which this package [quantizes a target itself](weights.md), are refused for what another library has loaded.
 
 Recurrent targets such as Qwen3.5 run quantized in the same way: `tests/quantized` compares one with torchao, quanto and
 compressed-tensors. On CPUs with AVX512-BF16, bitsandbytes nf4 fails at the first pass of a layer unless its inputs are

@@ -39,6 +39,7 @@ _MAX_STATES, _MAX_ITEMS = 2**17, 20_000  # of the lexer, 0.4 to 1.4 KB each; of 
 # What may follow at one place: an alternative takes one of the parser's items, an optional property four, and a step
 # has several places. References and alternatives in each other are followed so deep. Some tokens are tried in advance.
 _MAX_CHOICES, _LEVELS, _AHEAD = 2_500, 4, 8
+_DEAD_END = "NoExtensionBias"  # llguidance's word for it; after other tokens there may be none
 # A compiled grammar took up to 1 KB per byte of text, and 64 MB for the states of a regex that explodes.
 _TEXT_BYTES, _STATES_BYTES, _MAX_KEPT_BYTES = 2**10, 2**26, 2**30
 # llguidance looks ahead for all text that can only follow, at 4 us and 0.4 KB per byte, unless told not to. Then masks
@@ -404,7 +405,7 @@ class _Vocabulary:
         ahead, kind = matcher.deep_copy(), _NAMES[grammar.kind]
         for what in ("begin", *["continue"] * _AHEAD):
             allowed = int.from_bytes(ahead.compute_bitmask(), "little")
-            if ahead.is_error():
+            if ahead.is_error() and (what == "begin" or _DEAD_END not in _reason(ahead)):
                 raise ValueError(f"no token of this tokenizer can {what} a match of this {kind}: {_reason(ahead)}")
             if not allowed or ahead.is_stopped() or not ahead.consume_token((allowed & -allowed).bit_length() - 1):
                 break

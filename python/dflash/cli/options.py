@@ -151,7 +151,7 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
         layers = [module for module in modules if not isinstance(module, torch.nn.Embedding)]
         weights = {weight for layer in layers for weight in layer._parameters.values() if weight is not None}
         size = sum(weight.numel() for weight in weights if weight.dim() > 1)
-        say(f"weights in 8 bits, {size / 1e9:.2f} GB, take the place of those in the files")
+        say(f"weights in 8 bits, at most {size / 1e9:.2f} GB, take the place of those in the files")
     with _waiting("target", source.name, source):
         target = source.load_target(dtype, device)
         is_wide = dtype != "auto" or target.dtype != torch.float16 or target.device.type != "cpu"

@@ -248,7 +248,7 @@ def _packed_module(
         if (form := experts_layout(module)) is None:
             return None
         packed = [parts[f"{path}.{name}"].packed(changed) for name in ("gate_up_proj", "down_proj")]
-        if None in packed:
+        if None in packed or any(order is not None for _, order in packed):
             return None
         names = [f"{path}.{name}_proj_bias" for name in ("gate_up", "down")]
         biases = [parts[name].values().to(dtype) if name in parts else None for name in names]
@@ -259,6 +259,8 @@ def _packed_module(
     if part is None or not is_plain or (packed := part.packed(changed)) is None:
         return None
     if isinstance(module, nn.Embedding):
+        if packed[1] is not None:
+            return None
         return PackedEmbedding(packed[0], dtype, module.embed_scale if is_scaled else None)
     bias = parts[f"{path}.bias"].values().to(dtype) if f"{path}.bias" in parts else None
     return PackedLinear(packed[0], bias, packed[1])

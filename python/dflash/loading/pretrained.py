@@ -63,8 +63,7 @@ class Pretrained:
         if (file := read_gguf(path)).is_draft:
             what = f"is a DFlash drafter ({file.architecture}), not a target: give it as draft"
             raise ValueError(f"{printable(path)} {what}")
-        if importlib.util.find_spec("accelerate") is None:
-            raise ValueError(f"{printable(path)} needs the accelerate package: pip install '.[gguf]'")
+        self._check_accelerate()
         if self.pictures:
             raise ValueError(f"{printable(path)} has no vision tower that is read here: leave --pictures out")
         return file
@@ -122,7 +121,9 @@ class Pretrained:
             files, dtype = [self.gguf.path], self.gguf.dtype if dtype == "auto" else dtype
         else:
             scheme = read_scheme(config, folder, is_cpu=is_cpu, is_adapted=base is not None)
-            folder = self._download() if scheme is not None else folder
+            if scheme is not None:
+                self._check_accelerate()
+                folder = self._download()
             files = [] if folder is None else check_target_weights(folder)
             dtype = _stored_dtype(config, is_cpu) if scheme is not None and dtype == "auto" else dtype
         if files:
@@ -165,13 +166,14 @@ class Pretrained:
         is_cpu = torch.device(device).type == "cpu"
         return self.keeps_blocks and is_cpu and dtype in (torch.float32, torch.bfloat16)
 
+    def _check_accelerate(self) -> None:
+        if importlib.util.find_spec("accelerate") is None:
+            raise ValueError(f"{printable(self.name)} needs the accelerate package: pip install '.[gguf]'")
+
     def _filled(self, config: Any, dtype: torch.dtype, fill: Callable[[Any], None]) -> Any:
         """Build the target without memory for its weights, and have ``fill`` give it its tensors."""
-        from transformers import GenerationConfig
-
-        if importlib.util.find_spec("accelerate") is None:
-            raise ValueError(f"{printable(self.name)} needs the accelerate package: pip install accelerate")
         from accelerate import init_empty_weights
+        from transformers import GenerationConfig
 
         with self._readable_errors(), self._quiet():
             options = {} if self.gguf is not None else {"trust_remote_code": self.trust_remote_code}

@@ -378,6 +378,10 @@ class QuantizedFolder:
                 self._places.setdefault(target, []).append(_Place(parts, pattern))
             elif not any(re.search(each, stem) for each in ignored):
                 unused |= {name: self._headers[name] for name in parts.values()}
+        with self._opened() as get:  # old GPTQ files have biases of zeros where the model has none
+            for name in [name for name in unused if name.endswith(".bias")]:
+                if f"{name.removesuffix('bias')}qweight" in self._headers and not get(self._headers[name]).any():
+                    del unused[name]
         check_all_used(model, unused, folder)
         # 3. Shapes, and what is missing
         for target, places in self._places.items():
@@ -501,7 +505,9 @@ class QuantizedFolder:
             for key in ("gate_up", "down")
             if f"{key}_proj_bias" in keys
         }
-        if form.transposed and isinstance(gate_up, Floats):  # of gpt-oss: rows of gate and up alternate
+        if form.transposed:  # of gpt-oss: rows of gate and up alternate
+            if not isinstance(gate_up, Floats):
+                return False
             rows = torch.arange(gate_up.codes.shape[1]).view(-1, 2).T.flatten()
             gate_up = Floats(gate_up.codes[:, rows], gate_up.exponents[:, rows])
             biases["gate_up"] = biases["gate_up"][:, rows]

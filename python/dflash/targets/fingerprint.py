@@ -140,7 +140,11 @@ def describe_config(target: nn.Module) -> str:
 def sample_digest(model: nn.Module) -> str:
     """Return a cheap digest of the weights: names, shapes, dtypes, and about 64 values of each that is not spread."""
     digest = hashlib.sha256()
-    packed = ((name, buffer) for name, buffer in model.named_buffers() if buffer.dtype == torch.uint8)
+    for name, module in model.named_modules():  # packed weights: their formats, then their codes, scales and orders
+        if (said := getattr(module, "sizes", None) or getattr(module, "format", None)) is not None:
+            digest.update(f"{name} {said}".encode())
+    state = model.state_dict().keys()
+    packed = ((name, buffer) for name, buffer in model.named_buffers() if name in state)
     for name, parameter in (*model.named_parameters(), *packed):
         digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
         if shard_of(parameter) is None:

@@ -201,7 +201,8 @@ class FusedTarget:
         target_layer_ids: the tapped layers.
 
     Attributes:
-        is_packed: True if all products are those of packed weights, whose bits are the same for any number of rows.
+        is_packed: True if all linear layers have packed weights, whose bits are the same for any number of rows; the
+            routers of experts are not among them.
     """
 
     def __init__(self, model: nn.Module, family: Family, target_layer_ids: tuple[int, ...]) -> None:

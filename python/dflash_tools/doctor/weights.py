@@ -83,6 +83,11 @@ def examine_weights(source: options.Source, dtype: str) -> WeightsReport:
     asked = None if dtype == "auto" else getattr(torch, dtype)
     if source.gguf is not None:
         asked = asked or source.gguf.dtype
+    elif (source.folder and (source.folder / "hf_quant_config.json").is_file()) or _is_quantized(source):
+        raise ValueError(
+            f"{source.name} was quantized by another library: only GGUF files and plain folders are listed. "
+            "docs/quantized.md says what stays packed of others"
+        )
     try:
         config = source.load_config()
         refused = targets.refusal(source.load_empty_target(config), loaded=False) or ""
@@ -96,8 +101,9 @@ def examine_weights(source: options.Source, dtype: str) -> WeightsReport:
     has_head = any(tensor.name == "output.weight" or tensor.name.endswith("lm_head.weight") for tensor in tensors)
     chosen = _share_of_experts(config)
     for tensor in tensors:
-        becomes = str(asked or tensor.type).removeprefix("torch.")
-        memory = tensor.size if asked is None else math.prod(tensor.shape) * asked.itemsize
+        made = torch.float32 if asked is None and tensor.type == "F16" else asked  # kernels do not take float16
+        becomes = str(made or tensor.type).removeprefix("torch.")
+        memory = tensor.size if made is None else math.prod(tensor.shape) * made.itemsize
         if is_packed and len(tensor.shape) > 1 and tensor.type not in ("F32", "F16", "BF16"):
             stays = tensor.type in _FORMATS
             becomes = "stays packed" if stays else "Q8_0"
@@ -113,6 +119,13 @@ def examine_weights(source: options.Source, dtype: str) -> WeightsReport:
     found = sorted(kinds.values(), key=lambda kind: -kind.stored)
     memory, read = sum(kind.memory for kind in found), sum(kind.read for kind in found)
     return WeightsReport(found, refused, memory, read, options.memory_bytes_per_second() / read)
+
+
+def _is_quantized(source: options.Source) -> bool:
+    """Return True if config.json says how a library has quantized the weights."""
+    config = source.load_config()
+    parts = config, config.get_text_config(decoder=True)
+    return any(getattr(part, "quantization_config", None) is not None for part in parts)
 
 
 def _tensors(source: options.Source) -> Iterator[_Stored]:
