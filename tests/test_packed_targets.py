@@ -331,6 +331,7 @@ LOST = [
         {f"{UP}.scales": torch.ones(2, 95)},
         r"tensors that make \[96, 64\], got .* group of columns needs a scale",
     ),
+    ("gptq", {f"{UP}.bias": torch.ones(96)}, r"and these have none: model\.layers\.0\.mlp\.up_proj\.bias F32 \[96\]"),
     ("fp8 of Model-Optimizer", {f"{UP}.weight_scale": None}, r"few bits need scales, and these have none: .* F8_E4M3"),
     ("int8", {f"{UP}.weight_scale": None}, r"weights in few bits need scales, and these have none: .*up_proj"),
     ("int4", {f"{UP}.pre_quant_scale": torch.ones(64)}, r"and these have none: model.*pre_quant_scale F32 \[64\]\. "),
@@ -346,6 +347,13 @@ def test_a_folder_whose_tensors_do_not_fit_is_refused_by_name(tmp_path, kind, ch
     save_file({name: x for name, x in tensors.items() if x is not None}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=error):
         dflash.load_target(tmp_path)
+
+
+def test_biases_of_zeros_in_old_gptq_files_are_left_out(tmp_path):
+    model = quantized_folders.write_llama(tmp_path, "gptq")
+    tensors = load_file(tmp_path / "model.safetensors") | {f"{UP}.bias": torch.zeros(96)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same_values(dflash.load_target(tmp_path), model)
 
 
 def test_model_optimizer_may_say_it_in_a_file_of_its_own(tmp_path):

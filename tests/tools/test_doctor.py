@@ -6,6 +6,7 @@ import math
 import sys
 
 import pytest
+import quantized_folders
 import torch
 from families import make_target
 from gguf import GGMLQuantizationType
@@ -37,6 +38,8 @@ def test_the_weights_of_a_folder_and_what_is_refused_are_named(shell, tmp_path):
     make_target("qwen3", tie_word_embeddings=True, dtype=torch.bfloat16).save_pretrained(tmp_path / "folder")
     (kind,) = json.loads(shell("doctor", tmp_path / "folder", "--json").assert_done().out)["kinds"]
     assert (kind["type"], kind["memory"]) == ("BF16", kind["read"])
+    quantized_folders.write_llama(tmp_path / "gptq", "gptq")
+    shell("doctor", tmp_path / "gptq").assert_refused("was quantized by another library")
     write_llama(tmp_path / "x.gguf", GGMLQuantizationType.Q8_0, keys={"llama.rope.scaling.type": "spiral"})
     done = shell("doctor", tmp_path / "x.gguf")
     assert done.code == 1
