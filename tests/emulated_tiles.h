@@ -13,7 +13,6 @@ struct alignas(64) EmulatedTile {
 
 struct EmulatedTiles {
   bool configured = false;
-  TileShape shapes[kTileRegisters];
   EmulatedTile tiles[kTileRegisters];
 };
 
@@ -28,10 +27,7 @@ static EmulatedTile& emulated_tile(int tile) {
   return all.tiles[tile];
 }
 
-static inline void configure_tiles(const TileShape (&shapes)[kTileRegisters]) {
-  emulated_tiles() = {true, {}, {}};
-  std::memcpy(emulated_tiles().shapes, shapes, sizeof(shapes));
-}
+static inline void configure_tiles() { emulated_tiles() = {true, {}}; }
 static inline void release_tiles() { emulated_tiles().configured = false; }
 
 template <int TILE>
@@ -41,10 +37,9 @@ static inline void tile_zero() {
 
 template <int TILE>
 static inline void tile_load(const void* from, int64_t stride) {
-  EmulatedTile& tile = emulated_tile(TILE) = {};  // what a register does not have is zero
-  const TileShape shape = emulated_tiles().shapes[TILE];
-  for (int i = 0; i < shape.rows; ++i)
-    std::memcpy(tile.words[i], static_cast<const char*>(from) + i * stride, shape.bytes);
+  EmulatedTile& tile = emulated_tile(TILE);
+  for (int i = 0; i < kTileRows; ++i)
+    std::memcpy(tile.words[i], static_cast<const char*>(from) + i * stride, kTileBytes);
 }
 
 template <int TILE>
@@ -55,8 +50,7 @@ static inline void tile_stream(const void* from, int64_t stride) {
 template <int TILE>
 static inline void tile_store(void* to, int64_t stride) {
   const EmulatedTile& tile = emulated_tile(TILE);
-  const TileShape shape = emulated_tiles().shapes[TILE];
-  for (int i = 0; i < shape.rows; ++i) std::memcpy(static_cast<char*>(to) + i * stride, tile.words[i], shape.bytes);
+  for (int i = 0; i < kTileRows; ++i) std::memcpy(static_cast<char*>(to) + i * stride, tile.words[i], kTileBytes);
 }
 
 // A row's even and odd products are summed apart, each with one rounding, and then added to the accumulator.
@@ -87,8 +81,8 @@ static inline void tile_multiply() {
   add_products(emulated_tile(SUMS), emulated_tile(A), emulated_tile(B));
 }
 
-// Integers are exact, in any order. Bytes of the second have a sign or not.
-template <int SUMS, int A, int B, int32_t MASK = 0xff>
+// Integers are exact, in any order.
+template <int SUMS, int A, int B>
 static inline void tile_multiply_int8() {
   static_assert(kAreDistinct<SUMS, A, B>);
   EmulatedTile& sums = emulated_tile(SUMS);
@@ -97,14 +91,9 @@ static inline void tile_multiply_int8() {
     for (int k = 0; k < kTileWords; ++k)
       for (int shift = 24; shift >= 0; shift -= 8) {
         const int32_t x = int32_t(a.words[m][k] << shift) >> 24;
-        const IVec y = ((*reinterpret_cast<const IVec*>(b.words[k]) << shift) >> 24) & MASK;
+        const IVec y = ((*reinterpret_cast<const IVec*>(b.words[k]) << shift) >> 24) & 0xff;
         *reinterpret_cast<IVec*>(sums.words[m]) += x * y;
       }
-}
-
-template <int SUMS, int A, int B>
-static inline void tile_multiply_signed() {
-  tile_multiply_int8<SUMS, A, B, -1>();
 }
 
 DFLASH_NAMESPACE_END

@@ -140,7 +140,7 @@ struct Rows<T, W8A8> : RowsInBytes<T, QuantizedRows> {
 // All formats with blocks, whose rows are the same: weights of several are multiplied at once.
 template <typename T>
 struct Rows<T, Blocks> : RowsInBytes<T, BlockRows> {
-  using ThreadState = BlockTiles;
+  using ThreadState = NoTiles;
   using RowsInBytes<T, BlockRows>::RowsInBytes;
   static bool takes(Format format) { return has_blocks(format); }
 };

@@ -16,11 +16,6 @@ DFLASH_NAMESPACE_BEGIN
 constexpr int kTileRegisters = 8, kTileRows = 16, kTileBytes = 64;  // a row's
 constexpr int kTileWords = kTileBytes / 4;
 
-// Of a tile register: its rows, and the bytes of each.
-struct TileShape {
-  uint8_t rows = kTileRows, bytes = kTileBytes;
-};
-
 // Operands that are the same register are an illegal instruction.
 template <int SUMS, int A, int B>
 constexpr bool kAreDistinct = SUMS != A && SUMS != B && A != B;
@@ -41,9 +36,9 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-static inline void configure_tiles(const TileShape (&shapes)[kTileRegisters]) {
+static inline void configure_tiles() {
   TileConfig config;
-  for (int i = 0; i < kTileRegisters; ++i) config.bytes[i] = shapes[i].bytes, config.rows[i] = shapes[i].rows;
+  for (int i = 0; i < kTileRegisters; ++i) config.bytes[i] = kTileBytes, config.rows[i] = kTileRows;
   asm volatile("ldtilecfg %0" ::"m"(config));
 }
 static inline void release_tiles() { asm volatile("tilerelease"); }
@@ -81,18 +76,11 @@ static inline void tile_multiply_int8() {
   static_assert(kAreDistinct<SUMS, A, B>);
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
 }
-
-// The same, those of both with a sign.
-template <int SUMS, int A, int B>
-static inline void tile_multiply_signed() {
-  static_assert(kAreDistinct<SUMS, A, B>);
-  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
-}
 #endif
 
 // Tile registers of this thread while it lives.
 struct TileRegisters {
-  explicit TileRegisters(const TileShape (&shapes)[kTileRegisters] = {}) { configure_tiles(shapes); }
+  TileRegisters() { configure_tiles(); }
   ~TileRegisters() { release_tiles(); }
   TileRegisters(const TileRegisters&) = delete;
   TileRegisters& operator=(const TileRegisters&) = delete;

@@ -17,12 +17,10 @@ constexpr int kSegmentColumns = 512;  // of a tile: all rows are multiplied with
 
 // ---- rows in 8 bits
 
-// Rows that are multiplied at once: as many as there are vector registers for the sums and the totals of.
-constexpr int kRowsAtOnce = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;
-constexpr int kBlockRows = kHasTiles ? 16 : kRowsAtOnce;
-constexpr int64_t padded_rows(int64_t rows) {
-  return rows > kRowsAtOnce ? kBlockRows : rows == 1 ? 1 : (rows + 1) / 2 * 2;
-}
+// Rows that are multiplied at once: as many as there are vector registers for the sums and the totals of. AMX tiles are
+// not used: sums leave them after 32 columns, and what scales and adds these takes as long as VNNI's products.
+constexpr int kBlockRows = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;
+constexpr int64_t padded_rows(int64_t rows) { return rows == 1 ? 1 : (rows + 1) / 2 * 2; }
 
 // What formats take off a sum: offset * the sum of the row's integers, negated. By 1 zero points are multiplied.
 constexpr int kOffsets[] = {1, 8, 16, 128};
@@ -312,93 +310,6 @@ __attribute__((noinline)) static void multiply_blocks(const BlockRows::Block& ro
   }
 }
 
-#if DFLASH_TILES
-// On AMX tiles the words of a group are one operand, for 16 rows, and its codes the other, less their offset. Zero
-// points, by which codes could leave 8 bits, are taken off the sums. Registers
-// 0 to 3 hold sums, 4 and 5 rows, 6 and 7 codes. Sums leave them after each group, for the scales. Of a group with two
-// scales the codes are two operands, each with zeros in place of the other's.
-constexpr TileShape kBlockShapes[kTileRegisters] = {
-    {}, {}, {}, {}, {kTileRows, kBlockGroup}, {kTileRows, kBlockGroup}, {kBlockGroupWords}, {kBlockGroupWords}};
-struct BlockTiles : TileRegisters {
-  BlockTiles() : TileRegisters(kBlockShapes) {}
-};
-
-// The columns of a segment of a tile as operands, and what their sums are multiplied with.
-template <Format F>
-struct Unpacked {
-  using L = Layout<F>;
-  static constexpr int kGroups = kSegmentColumns / kBlockGroup, kParts = L::kParts;
-  static constexpr int kPartWords = kBlockGroupWords / kParts, kAtOnce = 4;  // parts whose sums are in registers
-  alignas(64) uint8_t codes[kGroups * kParts][kBlockGroupWords * kLine];
-  alignas(64) float scales[kGroups * kParts][kQuantTile], minima[kGroups][kQuantTile];
-  alignas(64) int32_t zeros[kGroups][kQuantTile];
-
-  Unpacked() {
-    if (kParts > 1) std::memset(codes, 0, sizeof(codes));
-  }
-
-  void unpack(const uint8_t* chunk, int64_t chunks) {
-    ByteLine offset;
-    std::memset(&offset, L::kHasZeros ? 0 : L::kCode.offset, sizeof(offset));
-    for (int64_t i = 0; i < chunks; ++i, chunk += L::kBytes)
-      for (int g = 0; g < L::kGroups; ++g) {
-        const int64_t at = (i * L::kGroups + g) * kParts;
-        const uint8_t* from = chunk + L::kCodes + g * L::kGroupBytes;
-        unroll<kBlockGroupWords>([&](auto word) {
-          const ByteLine line = (ByteLine)load_codes<F, word>(from, 0) - offset;
-          *reinterpret_cast<ByteLine*>(codes[at + word / kPartWords] + word * kLine) = line;
-        });
-        for (int p = 0; p < kParts; ++p) store(scales[at + p], scale_of<F>(chunk, g, p, 0));
-        if constexpr (L::kCode.has_minima) store(minima[at], minimum_of<F>(chunk, g, 0));
-        if constexpr (L::kHasZeros) *reinterpret_cast<IVec*>(zeros[at]) = zeros_of<F>(chunk, g, 0);
-      }
-    for (int64_t at = chunks * L::kGroups * kParts; at % kAtOnce != 0; ++at) {  // rows are zero there
-      store(scales[at], Vec{});
-      if constexpr (L::kCode.has_minima) store(minima[at], Vec{});
-    }
-  }
-
-  // As multiply_blocks, for a whole block of rows.
-  __attribute__((noinline)) void multiply(const BlockRows::Block& rows, int64_t first, int64_t groups,
-                                          float* sums) const {
-    constexpr int kRows = kBlockRows;
-    alignas(64) int32_t whole[kAtOnce][kRows][kQuantTile];
-    Vec total[kRows];
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) total[r] = load(sums + r * kQuantTile);
-    for (int64_t g = 0; g < groups; g += kAtOnce / kParts) {
-      unroll<kAtOnce>([&](auto i) {
-        constexpr int kRowTile = 4 + i % 2, kCodeTile = 6 + i % 2;
-        tile_zero<i>();
-        tile_load<kRowTile>(rows.words + (first + g + i / kParts) * kRows * kBlockGroupWords, kBlockGroup);
-        tile_load<kCodeTile>(codes[g * kParts + i], kLine);
-        L::kHasZeros ? tile_multiply_int8<i, kRowTile, kCodeTile>() : tile_multiply_signed<i, kRowTile, kCodeTile>();
-      });
-      unroll<kAtOnce>([&](auto i) { tile_store<i>(whole[i], kTileBytes); });
-      unroll<kAtOnce>([&](auto i) {
-        const int64_t at = (first + g + i / kParts) * kRows;
-        const Vec scale = load(scales[g * kParts + i]);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-          IVec sum = load_ints(whole[i][r]);
-          if constexpr (L::kHasZeros) sum = add_zeros(sum, load_ints(zeros[g + i]), rows.starts_of<F>()[at + r]);
-          total[r] = fma_vec(__builtin_convertvector(sum, Vec), scale * rows.scales()[at + r], total[r]);
-        }
-        if constexpr (L::kCode.has_minima) {
-          const Vec minimum = load(minima[g + i]);
-#pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r) total[r] = fma_vec(minimum, splat(rows.wide()[at + r]), total[r]);
-        }
-      });
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) store(sums + r * kQuantTile, total[r]);
-  }
-};
-#else
-using BlockTiles = NoTiles;
-#endif
-
 // sums [rows of whole blocks, kQuantTile] = the products of rows, from the block of `row` on, with a whole tile.
 template <Format F>
 static void multiply_tile(const BlockRows& rows, int64_t row, int64_t in, const uint8_t* tile, float* sums) {
@@ -406,32 +317,16 @@ static void multiply_tile(const BlockRows& rows, int64_t row, int64_t in, const 
   constexpr int64_t kChunks = kSegmentColumns / blocks_of(F).columns;
   const int64_t chunks = ceil_div(in, blocks_of(F).columns), passes = ceil_div(rows.rows - row, kBlockRows);
   std::memset(sums, 0, passes * kBlockRows * kQuantTile * sizeof(float));
-#if DFLASH_TILES
-  Unpacked<F> unpacked;
-#endif
   for (int64_t c = 0; c < chunks; c += kChunks, tile += kChunks * L::kBytes) {
     const int64_t count = least(kChunks, chunks - c), group = c * L::kGroups;
-#if DFLASH_TILES
-    if (rows.rows - row > kRowsAtOnce) {
-      for (int64_t line = 0; line < count * L::kBytes; line += kLine)
-        __builtin_prefetch(tile + kChunks * L::kBytes + line);
-      unpacked.unpack(tile, count);
-    }
-#endif
     for (int pass = 0; pass < passes; ++pass) {
       const BlockRows::Block block = rows.block(row + pass * kBlockRows);
       float* to = sums + pass * kBlockRows * kQuantTile;
-#if DFLASH_TILES
-      if (block.rows == kBlockRows) {
-        unpacked.multiply(block, group, count * L::kGroups, to);
-        continue;
-      }
-#endif
       const auto multiply = block.rows == 1   ? multiply_blocks<F, 1>
                             : block.rows == 2 ? multiply_blocks<F, 2>
-                            : block.rows == 4 ? multiply_blocks<F, least(4, kRowsAtOnce)>
-                            : block.rows == 6 ? multiply_blocks<F, least(6, kRowsAtOnce)>
-                                              : multiply_blocks<F, kRowsAtOnce>;
+                            : block.rows == 4 ? multiply_blocks<F, least(4, kBlockRows)>
+                            : block.rows == 6 ? multiply_blocks<F, least(6, kBlockRows)>
+                                              : multiply_blocks<F, kBlockRows>;
       multiply(block, group, count, tile, kChunks * L::kBytes, pass, passes, to);
     }
   }
