@@ -151,8 +151,9 @@ class Pretrained:
             raise ValueError(
                 f"{printable(self.name)}: tensors have other shapes than config.json says: {listed(other)}"
             )
-        headers = read_headers([file for file in files if file.suffix == ".safetensors"])
-        check_all_used(target, {name: headers.get(name, "") for name in found["unexpected_keys"]}, self.name)
+        if names := found["unexpected_keys"]:
+            headers = read_headers([file for file in files if file.suffix == ".safetensors"])
+            check_all_used(target, {name: headers.get(name, "") for name in names}, self.name)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
                 f"{printable(self.name)} has no weights for {listed(missing)}: its files are incomplete, or "

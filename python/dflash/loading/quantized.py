@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..files import open_tensors, read_json
 from ..ops import PackedWeight
-from ..targets import ExpertWeights, PackedEmbedding, PackedExperts, PackedLinear, experts_layout
+from ..targets import PackedEmbedding, PackedExperts, PackedLinear, experts_layout
 from ..terminal import listed, named, printable, shortened
 from .folder import Header, check_all_used, read_headers
 from .gguf_target import tie_head
@@ -512,9 +512,8 @@ class QuantizedFolder:
             gate_up = Floats(gate_up.codes[:, rows], gate_up.exponents[:, rows])
             biases["gate_up"] = biases["gate_up"][:, rows]
         bias_of = {f"{key}_bias": x.clone() for key, x in biases.items()}
-        weights = ExpertWeights(gate_up.pack()[0], down.pack()[0], **bias_of)
-        weights = weights._replace(gate=form.gate, alpha=form.alpha, limit=form.limit)
-        self._model.set_submodule(path, PackedExperts(*weights))
+        gates = {"gate": form.gate, "alpha": form.alpha, "limit": form.limit}
+        self._model.set_submodule(path, PackedExperts(gate_up.pack()[0], down.pack()[0], **bias_of, **gates))
         return True
 
     def _joined(self, target: str, places: Sequence[_Place], get: _Get) -> Integers | Floats | None:

@@ -31,7 +31,6 @@ from .model import (
 )
 from .packed import (
     CHOSEN_EXPERTS,
-    ExpertWeights,
     PackedEmbedding,
     PackedExperts,
     PackedLinear,
