@@ -402,11 +402,12 @@ class _Vocabulary:
         make = functools.partial(_llguidance().LLMatcher, log_level=0, limits=grammar.limits)
         matcher: LLMatcher = _on_large_stack(make, self._tokens, grammar.source)
         # Some errors depend on the vocabulary, and some limits are met only after the first tokens.
-        ahead, kind = matcher.deep_copy(), _NAMES[grammar.kind]
+        ahead, kind, certain = matcher.deep_copy(), _NAMES[grammar.kind], True
         for what in ("begin", *["continue"] * _AHEAD):
             allowed = int.from_bytes(ahead.compute_bitmask(), "little")
-            if ahead.is_error() and (what == "begin" or _DEAD_END not in _reason(ahead)):
+            if ahead.is_error() and (certain or _DEAD_END not in _reason(ahead)):
                 raise ValueError(f"no token of this tokenizer can {what} a match of this {kind}: {_reason(ahead)}")
+            certain = certain and allowed.bit_count() == 1
             if not allowed or ahead.is_stopped() or not ahead.consume_token((allowed & -allowed).bit_length() - 1):
                 break
         return matcher
