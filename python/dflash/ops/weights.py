@@ -179,7 +179,7 @@ def _check_weights(at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv, n
             raise TypeError(f"{_OP}: {at}{name} must be {norm.dtype} or a PackedWeight, got {weight.dtype}")
     if isinstance(weights, DeltaNetLayer) and isinstance(weights.qkv, PackedWeight) and weights.z is None:
         raise TypeError(f"{_OP}: {at}qkv and z, b and a must be separate where they are packed: use packed_layer")
-    plain = [x.packed[:, :1].expand(x.shape) if isinstance(x, PackedWeight) else x for x in weights]
+    plain = [x.packed.new_empty(x.shape) if isinstance(x, PackedWeight) else x for x in weights]  # only looked at
     scope = vars(_CONTRACTS[type(weights)].check([norm, *plain], at))
     return {name: scope[name] for name in _SHARED if name in scope}
 
