@@ -19,7 +19,15 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import dflash
 from dflash.loading import Pretrained
 from dflash.ops import PackedWeight
-from dflash.targets import PackedEmbedding, PackedExperts, PackedLinear, Target, sample_digest, structural_copy
+from dflash.targets import (
+    PackedEmbedding,
+    PackedExperts,
+    PackedLinear,
+    Target,
+    sample_digest,
+    structural_copy,
+    weights_digest,
+)
 
 KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")}
 
@@ -217,12 +225,20 @@ def test_scaled_embeddings_stay_packed_and_index_unscaled():
     assert torch.equal(table(ids), 4 * table[ids])
 
 
-def test_files_of_one_model_have_different_digests(tmp_path):
+@pytest.mark.parametrize("digest", [sample_digest, weights_digest])
+def test_files_of_one_model_have_different_digests(digest, tmp_path):
     found = set()
     for kind in KINDS.values():
         write_llama(tmp_path / "x.gguf", kind)
-        found.add(sample_digest(dflash.load_target(tmp_path / "x.gguf")))
+        found.add(digest(dflash.load_target(tmp_path / "x.gguf")))
     assert len(found) == len(KINDS)
+
+
+def test_the_same_bytes_in_another_format_have_another_digest():
+    blocks = torch.zeros(2, 18, dtype=torch.uint8)
+    weights = [PackedWeight.of_blocks(blocks, kind, 32) for kind in ("q4_0", "iq4_nl")]
+    assert torch.equal(*(weight.packed for weight in weights))
+    assert len({weights_digest(PackedLinear(weight)) for weight in weights}) == 2
 
 
 def test_copies_of_a_target_share_its_weights(target):

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..files import version_of
 from .model import PLAIN_TENSORS, modules_of, shard_of, tensors_of, text_config
+from .packed import PackedEmbedding, PackedExperts, PackedLinear
 from .parallel import ranks_in
 
 # Keys of a config that do not affect the numbers computed by the model.
@@ -140,9 +141,8 @@ def describe_config(target: nn.Module) -> str:
 def sample_digest(model: nn.Module) -> str:
     """Return a cheap digest of the weights: names, shapes, dtypes, and about 64 values of each that is not spread."""
     digest = hashlib.sha256()
-    for name, module in model.named_modules():  # packed weights: their formats, then their codes, scales and orders
-        if (said := getattr(module, "sizes", None) or getattr(module, "format", None)) is not None:
-            digest.update(f"{name} {said}".encode())
+    for name, said in _formats(model):
+        digest.update(f"{name} {said}".encode())
     state = model.state_dict().keys()
     packed = ((name, buffer) for name, buffer in model.named_buffers() if name in state)
     for name, parameter in (*model.named_parameters(), *packed):
@@ -158,7 +158,8 @@ def weights_digest(model: nn.Module) -> str:
     """Return the SHA-256 of all weights as hexadecimal digits. Reads every byte: a second per GB and core, or less.
 
     It covers name, dtype, shape and bytes of every tensor in ``model.state_dict()``, of a quantized one of the tensors
-    inside. Every process of a target that is spread over several must call this: the whole tensors count.
+    inside, and the formats of packed ones. Every process of a target that is spread over several must call this: the
+    whole tensors count.
     """
     state = {name: tensor for name, tensor in sorted(model.state_dict().items()) if isinstance(tensor, Tensor)}
     if ranks_in(model) > 1:  # gathered one by one, in the same order everywhere
@@ -166,7 +167,17 @@ def weights_digest(model: nn.Module) -> str:
     else:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             digests = list(pool.map(_tensor_digest, state.values()))
-    return hashlib.sha256(json.dumps(list(zip(state, digests, strict=True))).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([*zip(state, digests, strict=True), *_formats(model)]).encode()).hexdigest()
+
+
+def _formats(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the names of modules with packed weights, and what their bytes stand for."""
+    packed = (PackedLinear, PackedEmbedding, PackedExperts)
+    return [
+        (name, str(getattr(module, "sizes", None) or getattr(module, "format", None)))
+        for name, module in model.named_modules()
+        if isinstance(module, packed)
+    ]
 
 
 @torch.no_grad()
