@@ -189,6 +189,8 @@ def test_rows_are_read_as_embeddings(kind):
     weight, ids = packed(kind, 40, 512), torch.tensor([[3, 39], [-5, 77]])
     got = ops.unpack_rows(weight.packed, ids, 512, weight.format)
     assert torch.equal(got, weight.dense()[ids.clamp(0, 39)])
+    # The same through torch's dispatcher, which compilers ask for shapes
+    assert torch.equal(torch.ops.dflash.unpack_rows(weight.packed, ids.T, 512, weight.format), got.transpose(0, 1))
 
 
 @pytest.mark.parametrize("kind", ["Q5_K", "MXFP4", "w4g128"])

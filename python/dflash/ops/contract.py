@@ -307,7 +307,12 @@ class Contract:
         """Make the results, uninitialized, and put them into the scope."""
         env, made = _FUNCTIONS | vars(scope), []
         like = getattr(scope, self.storage or self.tensors[0].name)
-        leading = like.shape[: like.dim() - len(self.tensors[0].sizes)]
+        leading: Sequence[int] = ()
+        for spec in self.tensors:
+            if spec.leading and (value := getattr(scope, spec.name)) is not None:
+                tensor = value[0] if spec.count else value
+                leading = tensor.shape[: tensor.dim() - len(spec.sizes)]
+                break
         for spec in self.outputs:
             shape = [*(leading if spec.leading else ()), *(self._size(dim, env) for dim in spec.sizes)]
             out = like.new_empty(shape, dtype=_DTYPES.get(spec.dtype, like.dtype))
