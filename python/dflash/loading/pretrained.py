@@ -120,7 +120,8 @@ class Pretrained:
         if self.gguf is not None:
             files, dtype = [self.gguf.path], self.gguf.dtype if dtype == "auto" else dtype
         else:
-            scheme = read_scheme(config, folder, is_cpu=is_cpu, is_adapted=base is not None)
+            said = (base or self).find("hf_quant_config.json")
+            scheme = read_scheme(config, said, folder, is_cpu=is_cpu, is_adapted=base is not None)
             if scheme is not None:
                 self._check_accelerate()
                 folder = self._download()
@@ -223,11 +224,15 @@ class Pretrained:
             return None
         if Path(self.name).is_dir():
             return Path(self.name)
+        found = self.find("config.json") or self.find(_ADAPTER)
+        return None if found is None else found.parent
+
+    def find(self, name: str) -> Path | None:
+        """Return a file of the folder, or of the hub id, from which it is downloaded. None if there is none."""
         from transformers.utils import cached_file
 
-        for name in ("config.json", _ADAPTER):
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                return Path(cached_file(self.name, name, local_files_only=self.local_files_only)).parent
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return Path(cached_file(self.name, name, local_files_only=self.local_files_only))
         return None
 
     def _download(self) -> Path:
