@@ -194,6 +194,23 @@ def test_grammars_of_every_form_take_its_calls_and_no_others(name):
             assert fits == (text in texts or text == good), (choice, text)
 
 
+@pytest.mark.parametrize("name", TOOL_FORMS)
+def test_words_that_stand_for_something_in_a_form_are_text_in_a_schema(name):
+    form, tokenizer = TOOL_FORMS[name], pair()[2]
+    schema = SCHEMA | {"properties": {"city": {"enum": ["$ID", "$KEY"]}, "$ID": {"type": "string"}}}
+    function = {"name": "weather", "parameters": schema}
+    request = ChatRequest.model_validate(
+        chat(tools=[{"type": "function", "function": function}], tool_choice="required")
+    )
+    grammar = answer_grammar(request, EncodedPrompt([], ""), read_tools(request, form, []), [])
+    for value, fits in (("$ID", True), ("7", False)):
+        text = written(form, [("weather", {"city": "VALUE"})]).replace("VALUE", value)
+        matcher = LLMatcher(from_tokenizer(tokenizer, eos_token=[tokenizer.eos_token_id]), grammar.source, log_level=0)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert (matcher.consume_tokens(ids) and matcher.is_accepting()) == fits
+        assert parsed(text, form, functions={"weather": schema})[2] == [("weather", {"city": value})]
+
+
 # ---------------------------------------------------------------------------------------------- templates
 
 
