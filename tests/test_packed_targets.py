@@ -399,7 +399,8 @@ def test_a_hub_id_is_judged_by_that_file_before_its_weights_are_downloaded(model
     with pytest.warns(UserWarning, match="28 weights become dense"):
         assert_same_values(source.load_target(torch.float32), model)
     assert downloads == [["config.json", "hf_quant_config.json"]]
-    say_algorithm(folder, "W4A8_AWQ")
-    with pytest.raises(ValueError, match="quant_algo must be one of FP8 or FP4, got W4A8_AWQ"):
-        source.load_target(torch.float32)
+    for algorithm in ("W4A8_AWQ", "NVFP4_AWQ", "W8A8_SQ_PER_CHANNEL"):
+        say_algorithm(folder, algorithm)
+        with pytest.raises(ValueError, match=f"quant_algo must be one of FP8 or FP4, without AWQ, got {algorithm}"):
+            source.load_target(torch.float32)
     assert len(downloads) == 1
