@@ -79,7 +79,7 @@ def read_scheme(
     if method == "modelopt" and is_adapted:
         raise ValueError(f"{where}: an adapter cannot be put on weights of Model-Optimizer: use the plain model")
     algorithm = str(given.get("quant_algo") or "FP8")
-    if method == "modelopt" and ("AWQ" in algorithm or not re.search("FP8|FP4|^MIXED", algorithm)):
+    if method == "modelopt" and ("AWQ" in algorithm or not re.search("FP8|FP4|^MIXED", algorithm, re.I)):
         known = "one of FP8 or FP4, without AWQ"
         raise ValueError(f"{where}: Model-Optimizer's quant_algo must be {known}, got {named(algorithm)}")
     if method != "modelopt" and (method not in _METHODS or not is_cpu or is_adapted):
