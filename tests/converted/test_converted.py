@@ -75,7 +75,7 @@ def test_llama_cpp_writes_the_same_text_from_the_file(folder, monkeypatch, kind,
     """Each token of its greedy text is our best one after those before it.
 
     Another may be it where ours is ahead by less than 1e-4 of the largest logit, ten times what the test above allows
-    float32. Its cache is in float32 too.
+    float32, and at one place in a mixture, whose router may take another of two experts. Its cache is in float32 too.
     """
     if f"{kind}-{name}" in OTHERWISE:
         pytest.skip(f"llama.cpp differs: {OTHERWISE[f'{kind}-{name}']}")
@@ -93,11 +93,12 @@ def test_llama_cpp_writes_the_same_text_from_the_file(folder, monkeypatch, kind,
     except SystemExit as ended:
         pytest.skip(next(line for line in str(ended).splitlines() if "error loading model" in line))
     assert len(text) == 40
+    ids, target = torch.cat([IDS, torch.tensor([text[:-1]])], 1), Pretrained(file).load_target(torch.float32)
     with torch.no_grad():
-        ids = torch.cat([IDS, torch.tensor([text[:-1]])], 1)
-        logits = Pretrained(file).load_target(torch.float32)(ids).logits[0, IDS.shape[1] - 1 :, 1:]  # 0 is eos
+        logits = target(ids).logits[0, IDS.shape[1] - 1 :, 1:]  # 0 is eos
     ahead = logits.max(-1).values - logits[range(40), [token - 1 for token in text]]
-    assert ahead.max() < 1e-4 * logits.abs().max()
+    has_router = any("expert" in part for part, _ in target.named_modules())
+    assert (ahead > 1e-4 * logits.abs().max()).sum() <= has_router
 
 
 @pytest.mark.parametrize("kind", CASES)
