@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import shutil
 import warnings
 
 import draft_variants
@@ -14,7 +15,7 @@ import torch
 from gguf_files import add_tokenizer, write, write_llama
 from quantized_folders import DENSE, PACKED
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import dflash
 from dflash.loading import Pretrained
@@ -372,11 +373,50 @@ def test_biases_of_zeros_in_old_gptq_files_are_left_out(tmp_path):
     assert_same_values(dflash.load_target(tmp_path), model)
 
 
-def test_model_optimizer_may_say_it_in_a_file_of_its_own(tmp_path):
-    model = quantized_folders.write_llama(tmp_path, "fp8 of Model-Optimizer")
-    config = json.loads((tmp_path / "config.json").read_text())
+@pytest.fixture
+def modelopt(tmp_path):
+    """A folder whose only sign of quantization is hf_quant_config.json, and the model with its values."""
+    model = quantized_folders.write_llama(tmp_path / "model", "fp8 of Model-Optimizer")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
     del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    say_algorithm(tmp_path / "model", "FP8")
+    return tmp_path / "model", model
+
+
+def say_algorithm(folder, name):
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": name}}))
+
+
+def test_model_optimizer_may_say_it_in_a_file_of_its_own(modelopt):
+    folder, model = modelopt
     with pytest.warns(UserWarning, match="28 weights become dense"):
-        assert_same_values(dflash.load_target(tmp_path), model)
+        assert_same_values(dflash.load_target(folder), model)
+
+
+def test_a_hub_id_is_judged_by_that_file_before_its_weights_are_downloaded(modelopt, tmp_path, monkeypatch):
+    folder, model = modelopt
+    config, snapshot, downloads = AutoConfig.from_pretrained(folder), tmp_path / "snapshot", []
+    snapshot.mkdir()
+
+    def download_one(name, file, **_):
+        if not (folder / file).is_file():
+            raise OSError(f"{name} has no {file}")
+        return shutil.copy(folder / file, snapshot)
+
+    def download_all(*_, **_options):
+        downloads.append(sorted(path.name for path in snapshot.iterdir()))
+        return shutil.copytree(folder, snapshot, dirs_exist_ok=True)
+
+    monkeypatch.setattr("transformers.utils.cached_file", download_one)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download_all)
+    monkeypatch.setattr(Pretrained, "load_config", lambda _: config)
+    source = Pretrained("owner/model", local_files_only=True)
+    with pytest.warns(UserWarning, match="28 weights become dense"):
+        assert_same_values(source.load_target(torch.float32), model)
+    assert downloads == [["config.json", "hf_quant_config.json"]]
+    for algorithm in ("W4A8_AWQ", "NVFP4_AWQ", "W8A8_SQ_PER_CHANNEL"):
+        say_algorithm(folder, algorithm)
+        with pytest.raises(ValueError, match=f"quant_algo must be one of FP8 or FP4, without AWQ, got {algorithm}"):
+            source.load_target(torch.float32)
+    assert len(downloads) == 1

@@ -113,8 +113,8 @@ class Store:
         self._sizes: dict[Path, int] | None = None  # of the answers, the oldest first, once one was added
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{printable(self.folder)} is a file: name a folder for the answers")
-        is_new = self.folder.is_dir() and not (self.folder / _MARK).exists()
-        if is_new and not all(map(_is_begun, self.folder.iterdir())):
+        has_others = self.folder.is_dir() and not all(map(_is_begun, self.folder.iterdir()))
+        if has_others and not (self.folder / _MARK).exists():  # in this order: another process may begin it just now
             raise ValueError(f"{printable(self.folder)} holds something else than answers: name a folder of its own")
 
     def open_for(self, target: nn.Module, taps: Sequence[int]) -> None:
@@ -123,18 +123,18 @@ class Store:
         Raises:
             ValueError: they are others.
         """
-        if self.folder.is_dir():
-            self.folder.chmod(0o700)
         facts = {"target": f"{describe_config(target)} {sample_digest(target)}", "taps": list(taps)}
-        if (self.folder / _MARK).exists():
-            if read_json(self.folder / _MARK) != facts:
-                raise ValueError(
-                    f"{printable(self.folder)} holds answers of another target, dtype or taps: name another folder, "
-                    f"or delete them with dflash learn forget {printable(self.folder)}"
-                )
-            return
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.write(self.folder / _MARK, json.dumps(facts).encode())
+        self.folder.chmod(0o700)
+        with self._lock("store") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two processes may begin it at once
+            if not (self.folder / _MARK).exists():
+                self.write(self.folder / _MARK, json.dumps(facts).encode())
+        if read_json(self.folder / _MARK) != facts:
+            raise ValueError(
+                f"{printable(self.folder)} holds answers of another target, dtype or taps: name another folder, "
+                f"or delete them with dflash learn forget {printable(self.folder)}"
+            )
 
     # ------------------------------------------------------------------------------------------ answers
 

@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
+from .connections import FILLER
 from .requests import ApiError, GenerationRequest
 from .service import Completion, Service
 
@@ -177,6 +178,9 @@ async def unless_gone(request: Request, work: Any) -> bool:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
+_FILLERS = {"text/event-stream": b":\n\n", "application/x-ndjson": b" "}  # a comment, and a space before an object
+
+
 class _Stream(StreamingResponse):
     """A stream of events whose rows are freed whatever happens."""
 
@@ -185,6 +189,7 @@ class _Stream(StreamingResponse):
         self._completion = completion
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})[FILLER] = _FILLERS[self.media_type]
         try:
             await super().__call__(scope, receive, send)
         finally:

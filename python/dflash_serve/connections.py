@@ -11,6 +11,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _REQUEST_SECONDS = 30.0  # for the head of a request; the body has as long
+FILLER = "filler"  # key of the state of a request: bytes that say nothing between two parts of its stream
 _ASK_SECONDS = 1.0  # between two questions whether a client is still there
 _DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 MOST_WAITING = max(8, min(256, _DESCRIPTORS // 4))  # connections without a whole request
@@ -41,8 +42,9 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection if its request is whole and not answered yet."""
-        if self.conn.their_state is not h11.DONE or self.cycle.response_started:
+        """Keep the connection if its request is whole and the answer can still ask whether the client is there."""
+        is_heard = not self.cycle.response_started or self._filler
+        if self.conn.their_state is not h11.DONE or not is_heard:
             return False
         self.cycle.keep_alive = False
         self._ask()
@@ -64,6 +66,10 @@ class Connection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:  # else the body has its own limit
             self.transport.abort()
 
+    @property
+    def _filler(self) -> bytes:
+        return self.cycle.scope["state"].get(FILLER, b"")
+
     def _ask(self) -> None:
         """Abort if the client has left: then it resets the connection when something is sent."""
         if self.transport.is_closing() or self.cycle.response_complete:
@@ -71,10 +77,14 @@ class Connection(H11Protocol):
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
-        if not self.cycle.response_started and self.conn.their_http_version == b"1.1":
+        question: h11.Event | None = None
+        if self.cycle.response_started and self._filler:
+            question = h11.Data(data=self._filler)
+        elif not self.cycle.response_started and self.conn.their_http_version == b"1.1":
             # Clients skip any number of these before an answer.
-            question = self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
-            self.transport.write(question or b"")
+            question = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        if question is not None:
+            self.transport.write(self.conn.send(question) or b"")
         self.loop.call_later(_ASK_SECONDS, self._ask)
 
 

@@ -8,6 +8,7 @@ import io
 import threading
 import time
 import urllib.request
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,6 +27,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _SECONDS = 10.0  # to fetch the pictures of a request
 _FETCHING = ThreadPoolExecutor(8, "pictures")  # hosts that never answer hold up these threads only
 _TURNS = threading.BoundedSemaphore(2)  # pictures that are decoded or prepared at once
+_PNG = b"\x89PNG\r\n\x1a\n"
 _PIECE = 2**16  # bytes that are read at once
 _FIELD = "messages"
 
@@ -100,7 +102,7 @@ def _decoded(data: bytes, name: str, pixels: int) -> Any:
     from PIL import Image, ImageOps
 
     with refusing_all(_FIELD, f"{name} cannot be read as {', '.join(FORMATS)}"):
-        picture = Image.open(io.BytesIO(data), formats=FORMATS)
+        picture = Image.open(io.BytesIO(_without_damage(data)), formats=FORMATS)
         width, height = picture.size
         if width * height <= pixels:
             with _TURNS:
@@ -109,6 +111,20 @@ def _decoded(data: bytes, name: str, pixels: int) -> Any:
                 return picture.convert("RGB")
     most = f"the pictures of a request may have {MAX_PIXELS} pixels together"
     raise bad_request(f"{most}: {name} has {width} x {height}, and {pixels} are left", _FIELD)
+
+
+def _without_damage(data: bytes) -> bytes:
+    """Return a PNG without optional chunks whose checksum is wrong: libpng and so browsers skip these, Pillow stops."""
+    if not data.startswith(_PNG):
+        return data
+    kept, at = [_PNG], len(_PNG)
+    while at < len(data):  # length, name, content, checksum of name and content
+        end = at + 12 + int.from_bytes(data[at : at + 4], "big")
+        is_optional = data[at + 4 : at + 5].islower()
+        if not is_optional or zlib.crc32(data[at + 4 : end - 4]) == int.from_bytes(data[end - 4 : end], "big"):
+            kept.append(data[at:end])
+        at = end
+    return b"".join(kept)
 
 
 def _http_opener() -> urllib.request.OpenerDirector:

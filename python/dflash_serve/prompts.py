@@ -20,7 +20,7 @@ from .answer_text import MarkedTokenizer
 from .pictures import PictureReader
 from .reasoning import ReasoningForm, find_reasoning_form
 from .requests import bad_request, refusing, refusing_all
-from .tool_calls import QUOTES, TOOL_FORMS, CallText, Rules, ToolForm, find_tool_form
+from .tool_calls import ANY_ID, QUOTES, TOOL_FORMS, CallText, Rules, ToolForm, find_tool_form
 
 _MAX_WARNING = 200  # characters; they are a header too
 
@@ -47,7 +47,7 @@ class Tools:
 
         ``answer`` is what text must match instead of calls; if it is empty, free text may not match ``unlike``.
         """
-        form, mark = self.form, self.form.mark
+        form, mark = self.form.with_id(ANY_ID), self.form.mark
         calls = "" if self.is_single else "next*"
         section = f"call {calls} {rules.text(form.end)}"
         if self.is_forced or answer:
@@ -313,7 +313,8 @@ _TOLD = "You may call functions. To call one, write nothing but\n{}\nThe functio
 
 
 def _example(form: ToolForm) -> str:
-    return f"{form.begin}{form.head}NAME{form.mid}{{ARGUMENTS}}{form.tail}{form.end}".replace("$ID", "0")
+    form = form.with_id("0")
+    return f"{form.begin}{form.head}NAME{form.mid}{{ARGUMENTS}}{form.tail}{form.end}"
 
 
 def _call_as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
@@ -324,7 +325,8 @@ def _call_as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
     for number, call in enumerate(calls):
         name, given = call["function"]["name"], call["function"].get("arguments")
         given = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
-        texts.append(f"{form.head}{name}{form.mid}{given.strip() or '{}'}{form.tail}".replace("$ID", str(number)))
+        one = form.with_id(str(number))
+        texts.append(f"{one.head}{name}{one.mid}{given.strip() or '{}'}{one.tail}")
     text = form.begin + form.between.join(texts) + form.end
     return {**message, "content": [*(message.get("content") or []), {"type": "text", "text": text}]}
 

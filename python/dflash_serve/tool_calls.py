@@ -54,7 +54,14 @@ class ToolForm(NamedTuple):
         """Text with which calls begin wherever it stands; empty if only the beginning of an answer tells."""
         return "" if self.is_first else regex.split(r"\n|\[?\{|\$", self.begin + self.head)[0].strip()
 
+    def with_id(self, text: str) -> ToolForm:
+        """Return the form with a text in the place of ``$ID``. What it is filled with later may hold such words."""
+        return self._replace(
+            **{name: part.replace("$ID", text) for name, part in self._asdict().items() if name in _PARTS}
+        )
 
+
+_PARTS = ToolForm._fields[:10]  # texts
 _OBJECT = ToolForm('{"name": "', '", "arguments": ', "}")
 
 
@@ -167,6 +174,7 @@ _KEY = regex.compile(r"[^\n\"'<>=:/(){}\[\],]{1,256}")
 _TAGS = regex.compile(r"\]<\]minimax\[>\[<(?P<key>[^/>]+)>(?P<value>.*?)\]<\]minimax\[>\[</\1>", regex.DOTALL)
 _GEMMA_KEY = regex.compile(r"([{,]\s*+)([^][{},:]+?)\s*+:")
 EMPTY = '""'
+ANY_ID = "\udfff"  # half of a character, which no request can hold
 QUOTES = {"python": "'", "gemma": '<|"|>'}  # before and after a text
 _CDATA = regex.compile(r"<!\[CDATA\[")
 # The signs in a literal, and one that pieces of a text may cut.
@@ -464,7 +472,7 @@ class Rules:
     def __init__(self, specials: Mapping[str, int]) -> None:
         self.lines = ["ID: /[A-Za-z0-9_.-]{0,64}/"]
         self.specials = specials
-        self._split = regex.compile("(" + "|".join([r"\$ID", *map(regex.escape, specials)]) + ")")
+        self._split = regex.compile("(" + "|".join(map(regex.escape, [ANY_ID, *specials])) + ")")
 
     def add(self, name: str, body: str) -> str:
         self.lines.append(f"{name}: {body}")
@@ -473,7 +481,7 @@ class Rules:
     def pieces(self, text: str) -> list[str]:
         """Return what text stands for in a rule, special tokens apart from others."""
         quoted = (piece for piece in self._split.split(text) if piece)
-        others = {"$ID": "ID"} | {name: f"<[{number}]>" for name, number in self.specials.items()}
+        others = {ANY_ID: "ID"} | {name: f"<[{number}]>" for name, number in self.specials.items()}
         return [others.get(piece, json.dumps(piece, ensure_ascii=False)) for piece in quoted]
 
     def text(self, text: str) -> str:

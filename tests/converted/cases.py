@@ -89,16 +89,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     }),
     "qwen3_next": ({**GATED, **MOE, "shared_expert_intermediate_size": 32, "norm_topk_prob": True}, {
         **SIZES, "heads": {"linear_num_value_heads": 8}, "equal": {"linear_num_key_heads": 4},
-        "dims": {"linear_key_head_dim": 32, "linear_value_head_dim": 16},
+        "dims": {"linear_key_head_dim": 32, "linear_value_head_dim": 16}, "square": {"linear_value_head_dim": 16},
     }),
     "qwen3_5_text": ({**GATED, **SECTIONS, "head_dim": 32}, {
         **SIZES, "heads": {"linear_num_value_heads": 8}, "equal": {"linear_num_key_heads": 4},
-        "dims": {"linear_key_head_dim": 32, "linear_value_head_dim": 16},
+        "dims": {"linear_key_head_dim": 32, "linear_value_head_dim": 16}, "square": {"linear_value_head_dim": 16},
     }),
     "qwen3_5_moe_text": (
         {**GATED, **MOE, **SECTIONS, "head_dim": 32, "shared_expert_intermediate_size": 64}, {
             **SIZES, "widths": {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 32},
             "heads": {"linear_num_value_heads": 8}, "equal": {"linear_num_key_heads": 4},
+            "square": {"linear_value_head_dim": 16},
         },
     ),
     "gemma": ({**GEMMA}, {"ONE_KV": ONE_KV, "EPS": EPS, **DIMS}),
@@ -122,7 +123,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
             "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0,
         }, {
-            "shared": {"num_kv_shared_layers": 2}, "wide": {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+            "shared": {"num_kv_shared_layers": 3}, "wide": {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
             "plain": {"hidden_size_per_layer_input": 0},
             "experts": {"enable_moe_block": True, "top_k_experts": 2, **MOE, "hidden_size_per_layer_input": 0},
             "heads": {"num_global_key_value_heads": 1, "attention_k_eq_v": True},
@@ -150,7 +151,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "olmo3": ({**WINDOW, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}, {
         **SIZES, "types": {"layer_types": TYPES * 2}, "YARN": YARN,
     }),
-    "olmoe": (MOE, {"TIED": TIED, "HEADS": HEADS, "BASE": BASE}),
+    "olmoe": (MOE, {"TIED": TIED, "HEADS": HEADS, "BASE": BASE, "all": {"num_key_value_heads": 4}}),
     "glm4": ({"head_dim": 16, "attention_bias": True}, {
         **SIZES, **DIMS, "plain": {"attention_bias": False}, "part": rope(partial_rotary_factor=0.25),
     }),
@@ -178,14 +179,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         "TIED": TIED, "direct": {"q_lora_rank": None}, "ranks": {"kv_lora_rank": 64, "v_head_dim": 32},
         "dense": {"first_k_dense_replace": 2}, "scale": {"routed_scaling_factor": 2.5}, "EPS": EPS,
     }),
-    "deepseek_v3": ({**MLA, "rope_interleave": True}, {
+    "deepseek_v3": ({**MLA, "rope_interleave": True, "scoring_func": "sigmoid"}, {
         "TIED": TIED, "direct": {"q_lora_rank": None}, "ranks": {"kv_lora_rank": 64, "v_head_dim": 32},
         "dense": {"first_k_dense_replace": 2}, "scale": {"routed_scaling_factor": 2.5}, "EPS": EPS,
         "groups": {"n_group": 4, "topk_group": 2}, "norm": {"norm_topk_prob": False}, "MSCALE": MSCALE,
         "shared": {"n_shared_experts": 2},
     }),
     "gpt_oss": ({**MOE, **WINDOW, "layer_types": TYPES * 2, "head_dim": 16}, {
-        "TIED": TIED, "HEADS": HEADS, "WIDE": WIDE, "EPS": EPS,
+        "TIED": TIED, "HEADS": HEADS, "WIDE": WIDE, "EPS": EPS, "BASE": BASE,
         "YARN": rope(
             rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0,
             truncate=False,
@@ -218,3 +219,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         "TIED": TIED, "HEADS": HEADS, "eps": {"norm_eps": 3e-3},
     }),
 }  # fmt: skip
+
+# Where llama.cpp 11434 computes something else than the model from the same file, by model_type and name, and why.
+OTHERWISE = {
+    "deepseek_v2-EPS": "norms of latents have an epsilon of their own, which no key of the file says",
+    "deepseek_v3-EPS": "as for DeepSeek V2",
+    "exaone4-windows": "the window counts in models of 64 layers only",
+    **dict.fromkeys(
+        [f"gpt_oss-{name}" for name in ("", "HEADS", "WIDE", "EPS", "YARN")],
+        "the ends of YaRN's ramp are rounded, although the config says truncate: false, which no key of the file says",
+    ),
+}

@@ -18,6 +18,7 @@ import convert_hf_to_gguf  # noqa: E402
 def read_vocabulary(model):
     vocabulary = json.loads((model.dir_model / "tokenizer.json").read_text())["model"]["vocab"]
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    model.gguf_writer.add_token_merges(["a b"])  # llama.cpp loads no such vocabulary without any
     return tokens, [base.gguf.TokenType.NORMAL] * len(tokens), "default"
 
 
@@ -31,6 +32,7 @@ base.TextModel.get_vocab_base = read_vocabulary
 convert_hf_to_gguf.get_model_class = find
 for folder in map(pathlib.Path, folders):
     sys.argv = ["convert", str(folder), "--outfile", str(folder / f"model.{kind}.gguf"), "--outtype", kind]
+    sys.argv += ["--model-name", "tiny"]  # llama.cpp looks for words of Phi-3's vocabulary in a model of that name
     try:
         convert_hf_to_gguf.main()
     except (Exception, SystemExit):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from checkpoints import assert_refused, load_in_child
 from families import make_target
 from safetensors.torch import load_file, save_file
 from tiny_pair import save_pair
+from tiny_tokenizers import byte_fallback, byte_level
+from tokenizers import Tokenizer
 
 from dflash.loading import Pretrained
 from dflash.loading.folder import check_target_config, check_target_size, check_target_weights
@@ -160,6 +163,31 @@ def test_the_size_of_a_download_that_was_interrupted_is_not_judged(tmp_path, kin
 def test_a_folder_without_files_is_left_to_transformers(tmp_path):
     check_target_config(tmp_path)
     check_target_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "warns"),
+    [
+        (byte_level, "Qwen2Tokenizer", False),
+        (byte_fallback, "PreTrainedTokenizerFast", False),
+        (byte_fallback, "LlamaTokenizer", True),
+        (byte_level, "GemmaTokenizer", True),
+    ],
+)
+def test_a_tokenizer_whose_class_is_not_that_of_its_file_is_warned_of_with_a_text(tmp_path, make, name, warns):
+    make().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tokenizer = Pretrained(tmp_path).load_tokenizer()
+    said = [str(each.message) for each in caught if "tokenizer_class" in str(each.message)]
+    assert len(said) == warns
+    if warns:
+        file = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        assert f"makes {file.encode('Hello world').ids} of 'Hello world', and the class {name}, which" in said[0]
+        assert type(tokenizer).__name__ == name
 
 
 def adapter_of(name, folder):

@@ -150,6 +150,28 @@ def test_a_client_that_only_closes_its_writing_half_gets_its_answer():
             assert '"finish_reason":"length"' in answer.replace(" ", "")
 
 
+@pytest.mark.parametrize("path", ["v1/chat/completions", "api/chat"])
+def test_a_client_may_close_its_writing_half_while_it_reads_a_stream(path, monkeypatch):
+    monkeypatch.setattr("dflash_serve.connections._ASK_SECONDS", 0.01)
+    with live() as server:
+        slow_down(server.service)
+        body = {"model": "pair", "messages": QUESTION, "stream": True}
+        with httpx.stream("POST", server.url.replace("v1", path), json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            received = [next(lines)]
+            response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_WR)
+            received += lines
+    assert any(line[:1] in (":", " ") for line in received)  # by which the server asks whether it is still there
+    *parts, end = [line.removeprefix("data: ") for line in received if line and line[0] != ":"]
+    if path == "api/chat":
+        text = "".join(json.loads(part)["message"]["content"] for part in parts)
+        assert json.loads(end)["done"]
+    else:
+        text = "".join(json.loads(part)["choices"][0]["delta"].get("content") or "" for part in parts)
+        assert end == "[DONE]"
+    assert text == direct(prompt_ids(TRIP), max_new_tokens=400)[0]
+
+
 def test_the_log_tells_how_fast_all_answers_are_written(monkeypatch, caplog):
     caplog.set_level("INFO", "dflash_serve")
     monkeypatch.setattr("dflash_serve.app._LOAD_SECONDS", 0.2)

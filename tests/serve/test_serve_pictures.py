@@ -176,11 +176,12 @@ def test_a_photo_is_turned_upright_as_transformers_turns_it(serve, target):
 
 def test_a_photo_with_broken_exif_is_shown_as_it_lies(serve, target):
     made, plain = picture(4, (24, 10))
-    for exif in (b"junk", b"", b"II*\0" + b"\xff" * 20):
+    service, shown = serve(), own(target, "w20 <start_of_image> ", [made])
+    for exif, damage in ((b"junk", 0), (b"", 0), (b"II*\0" + b"\xff" * 20, 0), (b"II*\0", 1), (b"junk", 1)):
         chunk = b"eXIf" + exif
-        data = plain[:33] + len(exif).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") + plain[33:]
-        answer = content(ask(serve(), CHAT, said("w20", url(data))))
-        assert answer == own(target, "w20 <start_of_image> ", [made])
+        whole = len(exif).to_bytes(4, "big") + chunk + (zlib.crc32(chunk) ^ damage).to_bytes(4, "big")
+        for place in (33, len(plain) - 12):  # after IHDR, and before IEND
+            assert content(ask(service, CHAT, said("w20", url(plain[:place] + whole + plain[place:])))) == shown
 
 
 def test_hosts_that_are_slow_or_lead_elsewhere_are_given_up(serve, monkeypatch):

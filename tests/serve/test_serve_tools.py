@@ -194,6 +194,23 @@ def test_grammars_of_every_form_take_its_calls_and_no_others(name):
             assert fits == (text in texts or text == good), (choice, text)
 
 
+@pytest.mark.parametrize("name", TOOL_FORMS)
+def test_words_that_stand_for_something_in_a_form_are_text_in_a_schema(name):
+    form, tokenizer = TOOL_FORMS[name], pair()[2]
+    schema = SCHEMA | {"properties": {"city": {"enum": ["$ID", "$KEY"]}, "$ID": {"type": "string"}}}
+    function = {"name": "weather", "parameters": schema}
+    request = ChatRequest.model_validate(
+        chat(tools=[{"type": "function", "function": function}], tool_choice="required")
+    )
+    grammar = answer_grammar(request, EncodedPrompt([], ""), read_tools(request, form, []), [])
+    for value, fits in (("$ID", True), ("7", False)):
+        text = written(form, [("weather", {"city": "VALUE"})]).replace("VALUE", value)
+        matcher = LLMatcher(from_tokenizer(tokenizer, eos_token=[tokenizer.eos_token_id]), grammar.source, log_level=0)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert (matcher.consume_tokens(ids) and matcher.is_accepting()) == fits
+        assert parsed(text, form, functions={"weather": schema})[2] == [("weather", {"city": value})]
+
+
 # ---------------------------------------------------------------------------------------------- templates
 
 
@@ -396,7 +413,7 @@ PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 @pytest.mark.parametrize("template", ["", PLAIN], ids=["pair", "plain"])
 def test_auto_is_answered_whatever_the_template_knows(template):
-    call = messages_of([("weather", SECOND)])[1]["tool_calls"]
+    call = messages_of([("weather", {"city": "$ID"})])[1]["tool_calls"]
     history = [
         {"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": call},
         {"role": "tool", "tool_call_id": call[0]["id"], "content": "rain"}, {"role": "user", "content": "Thanks."},
@@ -416,7 +433,7 @@ def test_auto_is_answered_whatever_the_template_knows(template):
             else:
                 assert "does not show them" in response.json()["warnings"][0]
             if template and messages is history:
-                assert '[assistant]{"name": "weather", "arguments": {"city": "12"}}[tool]rain' in prompt.text
+                assert '[assistant]{"name": "weather", "arguments": {"city": "$ID"}}[tool]rain' in prompt.text
 
 
 THINKS = PLAIN + "({{ reasoning_effort }}|{{ enable_thinking }}){# <think></think> #}"

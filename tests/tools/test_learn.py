@@ -304,12 +304,17 @@ def test_a_stopped_run_goes_on_with_its_answers(tmp_path, monkeypatch):
     given = LearnOptions(steps=12, rank=2)
     with pytest.raises(KeyboardInterrupt):
         learn(store, target, draft, base, given, say=stop)
-    for path in store.answers()[:20]:
+    for path in store.answers()[:2]:
         path.unlink()  # as a server makes room
     said = []
-    learn(store, target, draft, base, given, say=said.append)
+    with pytest.raises(KeyboardInterrupt):
+        learn(store, target, draft, base, given, say=lambda line: (said.append(line), stop(line)))
     assert any(", from step " in line for line in said), said
     assert said[0].startswith("52 answers")
+    # With other general answers it is another run.
+    learn(store, target, draft, base.select(range(98)), given, say=said.append)
+    assert said[-1].startswith("50%")
+    assert sum(", from step " in line for line in said) == 1
 
 
 def test_few_answers_and_few_general_ones_are_refused(tmp_path, pair):

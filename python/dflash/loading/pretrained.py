@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ADAPTER = "adapter_config.json"
+_PROBES = (  # spaces, digits, capitals, marks, accents, scripts: vocabularies split these in their own ways
+    *(
+        "Hello world",
+        " a",
+        "a  b\n\n c\t",
+        "1234567 3.14",
+        "I'm DON'T",
+        "na\u00efve Stra\u00dfe",
+        "\u6771\u4eac \u05e9",
+    ),
+    *("x\u0301 \ufb01", "\U0001f642", "f(x)=[x]; // y"),
+)
 _JSON_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -69,12 +82,16 @@ class Pretrained:
         return file
 
     def load_tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         if self.gguf is not None:
             with self._readable_errors():
                 return load_tokenizer(self.gguf)
-        return self._load(AutoTokenizer)
+        tokenizer = self._load(AutoTokenizer)
+        if type(tokenizer) is not PreTrainedTokenizerFast and (path := self.find("tokenizer.json")) is not None:
+            with self._readable_errors():
+                _compare_tokenizers(tokenizer, path)
+        return tokenizer
 
     def load_processor(self) -> Any:
         """Load what makes text and pictures to inputs of the model."""
@@ -120,7 +137,8 @@ class Pretrained:
         if self.gguf is not None:
             files, dtype = [self.gguf.path], self.gguf.dtype if dtype == "auto" else dtype
         else:
-            scheme = read_scheme(config, folder, is_cpu=is_cpu, is_adapted=base is not None)
+            said = (base or self).find("hf_quant_config.json")
+            scheme = read_scheme(config, said, folder, is_cpu=is_cpu, is_adapted=base is not None)
             if scheme is not None:
                 self._check_accelerate()
                 folder = self._download()
@@ -223,11 +241,15 @@ class Pretrained:
             return None
         if Path(self.name).is_dir():
             return Path(self.name)
+        found = self.find("config.json") or self.find(_ADAPTER)
+        return None if found is None else found.parent
+
+    def find(self, name: str) -> Path | None:
+        """Return a file of the folder, or of the hub id, from which it is downloaded. None if there is none."""
         from transformers.utils import cached_file
 
-        for name in ("config.json", _ADAPTER):
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                return Path(cached_file(self.name, name, local_files_only=self.local_files_only)).parent
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return Path(cached_file(self.name, name, local_files_only=self.local_files_only))
         return None
 
     def _download(self) -> Path:
@@ -287,6 +309,30 @@ class Pretrained:
                 stack.callback(logging.enable_progress_bar)
                 logging.disable_progress_bar()
             yield
+
+
+def _compare_tokenizers(tokenizer: Any, path: Path) -> None:
+    """Warn of a text for which the tokenizer's class makes other ids than its tokenizer.json does."""
+    from tokenizers import Tokenizer
+
+    file = Tokenizer.from_file(str(path))
+    file.no_padding()
+    file.no_truncation()
+    for text in _PROBES:
+        ours: object = "an error"
+        theirs = ours
+        with contextlib.suppress(Exception):  # of a text that a vocabulary cannot express
+            ours = tokenizer.encode(text, add_special_tokens=False)
+        with contextlib.suppress(Exception):
+            theirs = file.encode(text, add_special_tokens=False).ids
+        if ours != theirs:
+            warnings.warn(
+                f"{printable(path)} makes {theirs} of {text!r}, and the class {type(tokenizer).__name__}, which is "
+                f"used, makes {ours}: if the file is right, write PreTrainedTokenizerFast as tokenizer_class into "
+                "tokenizer_config.json",
+                stacklevel=3,
+            )
+            return
 
 
 def _refuse_to_save(path: str, *_: object, **_options: object) -> None:

@@ -44,14 +44,17 @@ class Scheme(NamedTuple):
     block: tuple[int, int] = (128, 128)
 
 
-def read_scheme(config: Any, folder: Path | None, *, is_cpu: bool, is_adapted: bool) -> Scheme | None:
+def read_scheme(
+    config: Any, said: Path | None, folder: Path | None, *, is_cpu: bool, is_adapted: bool
+) -> Scheme | None:
     """Return how this package reads a quantized folder; None if it is not quantized, or transformers reads it.
 
     On GPUs transformers does, by the kernels of the library, except for Model-Optimizer, whose scales it leaves out.
 
     Args:
         config: of the model.
-        folder: may have ``hf_quant_config.json``.
+        said: the ``hf_quant_config.json`` of Model-Optimizer, if there is one.
+        folder: for errors.
         is_cpu: the model runs on a CPU.
         is_adapted: it is the base of a PEFT adapter, which transformers loads.
 
@@ -61,8 +64,8 @@ def read_scheme(config: Any, folder: Path | None, *, is_cpu: bool, is_adapted: b
     # 1. What the folder says of itself
     text, where = config.get_text_config(decoder=True), printable(folder or "config.json")
     given = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
-    if given is None and folder is not None and (folder / "hf_quant_config.json").is_file():  # of Model-Optimizer
-        found = read_json(folder / "hf_quant_config.json").get("quantization")
+    if given is None and said is not None:
+        found = read_json(said).get("quantization")
         if isinstance(found, dict) and found.get("quant_algo"):
             given = {**found, "quant_method": "modelopt"}
     if given is None:
@@ -75,6 +78,10 @@ def read_scheme(config: Any, folder: Path | None, *, is_cpu: bool, is_adapted: b
     method = "modelopt" if method.startswith("modelopt") else method
     if method == "modelopt" and is_adapted:
         raise ValueError(f"{where}: an adapter cannot be put on weights of Model-Optimizer: use the plain model")
+    algorithm = str(given.get("quant_algo") or "FP8")
+    if method == "modelopt" and ("AWQ" in algorithm or not re.search("FP8|FP4|^MIXED", algorithm, re.I)):
+        known = "one of FP8 or FP4, without AWQ"
+        raise ValueError(f"{where}: Model-Optimizer's quant_algo must be {known}, got {named(algorithm)}")
     if method != "modelopt" and (method not in _METHODS or not is_cpu or is_adapted):
         from transformers.quantizers.auto import AutoHfQuantizer
 

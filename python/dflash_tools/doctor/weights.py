@@ -83,7 +83,7 @@ def examine_weights(source: options.Source, dtype: str) -> WeightsReport:
     asked = None if dtype == "auto" else getattr(torch, dtype)
     if source.gguf is not None:
         asked = asked or source.gguf.dtype
-    elif (source.folder and (source.folder / "hf_quant_config.json").is_file()) or _is_quantized(source):
+    elif source.find("hf_quant_config.json") is not None or _is_quantized(source):
         raise ValueError(
             f"{source.name} was quantized by another library: only GGUF files and plain folders are listed. "
             "docs/quantized.md says what stays packed of others"

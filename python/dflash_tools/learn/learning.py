@@ -111,7 +111,7 @@ def _learn(
     say: Say,
 ) -> CandidateGains:  # fmt: skip
     # 1. Read the answers of this run, which stay whatever the server drops meanwhile
-    run, own = _Run.begin(store, options), []
+    run, own = _Run.begin(store, repr((options, draft.config, _digest(base)))), []
     for path in sorted((run.folder / "answers").glob("*.safetensors")):
         try:
             own.append(store.read(path, targets.text_config(target).vocab_size))
@@ -191,7 +191,7 @@ def prompt_of(answer: StoredAnswer) -> tuple[int, ...]:
 
 @dataclass
 class _Run:
-    """Links to a run's answers, and the drafter that it began with. It is kept until the run has ended."""
+    """Links to a run's answers, and the drafter and the settings that it began with. Kept until the run has ended."""
 
     folder: Path
     served: int
@@ -199,9 +199,9 @@ class _Run:
     steps: int | None = None
 
     @classmethod
-    def begin(cls, store: Store, options: LearnOptions) -> _Run:
+    def begin(cls, store: Store, options: str) -> _Run:
         """Continue the run that was stopped, or begin one with all answers in the store."""
-        folder, wanted = store.run_folder, (store.drafters().adopted, repr(options))
+        folder, wanted = store.run_folder, (store.drafters().adopted, options)
         with contextlib.suppress(ValueError, TypeError):  # there is none, or another version's
             run = cls(folder, **files.read_json(folder / "run.json"))
             if (run.served, run.options) == wanted:
@@ -254,6 +254,11 @@ def _split_base(base: Any, config: DraftConfig) -> tuple[Any, list[dict[str, Any
         if place not in replayed and sum(mask) > 1 and mask_token not in ids
     ]  # fmt: skip
     return base.select(left[:_BASE_ROWS]), rows
+
+
+def _digest(base: Any) -> str:
+    # A column is read in whole: its own repr shows five rows.
+    return hashlib.sha256(repr([[*base[name]] for name in ("input_ids", "loss_mask")]).encode()).hexdigest()[:16]
 
 
 def _end_of_answer(row: Mapping[str, Any]) -> int:
@@ -339,11 +344,11 @@ def _train(
         with torch.autocast(device.type, torch.bfloat16):
             return compute(ids)
 
-    digest = hashlib.sha256(repr(base["input_ids"]).encode()).hexdigest()[:8]
-    for other in run.folder.parent.glob("base-*"):
-        if other.name != f"base-{digest}" and other.is_dir():
+    folder = run.folder.parent / f"base-{_digest(base)}"
+    for other in folder.parent.glob("base-*"):
+        if other != folder and other.is_dir():
             shutil.rmtree(other)
-    kept = cache_features(target, in_half, base, layers, run.folder.parent / f"base-{digest}")
+    kept = cache_features(target, in_half, base, layers, folder)
     assert kept is not None
     # 2. Make the trainer, for as many steps as fit into the minutes
     count = sum(parameter.numel() for parameter in candidate.parameters())
