@@ -16,7 +16,7 @@ from tiny_tokenizers import byte_level
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dflash
-from dflash.cli import options as loading
+from dflash.cli import sources
 from dflash_serve.memory import bytes_per_token
 from dflash_tools.train import save_draft
 
@@ -34,7 +34,7 @@ def folders(tmp_path_factory) -> tuple[str, str]:
 @pytest.fixture
 def nothing_loads(monkeypatch):
     for name in ("load_target", "load_draft"):
-        monkeypatch.setattr(loading, name, lambda *_, **__: pytest.fail("a model was loaded"))
+        monkeypatch.setattr(sources, name, lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_weights_in_8_bits_write_the_text_of_the_quantized_target(
     assert json.loads(generate(*call, "--weights", "int8", "--json").out)["weights"] == "int8"
     # Its receipt is verified on the CPU.
     spy = lambda _dtype, device: asked.append(device) or device or "cuda"  # noqa: E731
-    monkeypatch.setattr("dflash.cli.options.check_device", spy)
+    monkeypatch.setattr("dflash.cli.sources.check_device", spy)
     done = shell("verify", file, "--model", folders[0])
     assert (done.code, asked) == (0, ["cpu"]), done.err
 
@@ -251,7 +251,7 @@ def test_weights_that_cannot_be_stored_are_refused_before_models_are_loaded(
 ):
     model, draft = chat_folders
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n')
-    monkeypatch.setattr("dflash.cli.options.check_device", lambda _dtype, device: device or "cuda")
+    monkeypatch.setattr("dflash.cli.sources.check_device", lambda _dtype, device: device or "cuda")
     more = {"generate": ["w5"], "benchmark": ["--dataset", str(tmp_path / "prompts.jsonl")]}[command]
     shell(command, "--model", model, "--draft", draft, *options.split(), *more).assert_refused(message)
 

@@ -12,7 +12,7 @@ from tiny_tokenizers import byte_level
 from transformers import RepetitionPenaltyLogitsProcessor, TextStreamer
 
 import dflash
-from dflash.options import check_config
+from dflash.fit import check_config
 
 NAN = float("nan")
 

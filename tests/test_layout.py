@@ -29,7 +29,7 @@ AROUND = {
     "cli": {"hf", "grammar", "receipts", "loading"},
     "internals": {"grammar", "receipts", "answers", "loading", "cli"},
 }
-DOOR = "options.py"  # of the core, to loading
+DOOR = "fit.py"  # of the core, to loading
 USES_TRANSFORMERS = {"targets", "drafter", "hf", "loading", "cli"}
 
 

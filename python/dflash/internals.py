@@ -4,19 +4,20 @@
 from . import files, ops, targets, terminal
 from .answers import Store, StoredAnswer
 from .call import Call
-from .cli import options, running
+from .cli import options, running, sources
 from .drafter import CandidateSelector, GroupedConv, scale_logits
 from .drafter import config as drafter_config
 from .drafter.drafter import MarkovHead, target_ids
 from .engine import Prefill, context_bucket
 from .engine.graphs import captured
+from .fit import check_config
 from .loading import Pretrained, gguf, gguf_draft
 from .loading.chat import WRITTEN, check_template, render_chat, written_calls
 from .loading.drafters import MASK_EMBEDDING_FILE, find_draft, read_draft_config
 from .loading.pair import PAIR, check_folder
 from .loading.prompts import as_messages, check_encoding, check_text, prompt_ids, render_prompt, text_ids
 from .ops.check import OVERLAPPING, check_gpu
-from .options import OPTIONS, check_config
+from .options import OPTIONS
 from .outputs import FinishedAnswer, mean_acceptance
 from .proposers import ChainProposer
 from .receipts import RecordedAnswer, RecordedSettings, Verifier, lines_of, picture_digests

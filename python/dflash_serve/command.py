@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash import Generator
-from dflash.internals import Store, files, options, targets, terminal
+from dflash.internals import Store, files, options, sources, targets, terminal
 
 from .adopt import Adopter
 from .memory import bytes_per_token, free_memory
@@ -149,7 +149,7 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
     found = models.source(is_logged=True, needs_dense=bool(asked.learn or asked.receipts))
     source = dataclasses.replace(found, pictures=asked.pictures, keeps_blocks=not asked.learn)
     processor = source.load_processor() if asked.pictures else None
-    tokenizer = options.load_tokenizer(source)
+    tokenizer = sources.load_tokenizer(source)
     if template is not None:
         tokenizer.chat_template = template
     pictures = None if processor is None else PictureReader(processor, allows_urls=asked.allow_image_urls)
@@ -220,7 +220,7 @@ def _room(target: Any, rows: int, asked: int | None, free: int, each: int) -> in
     """
     own = targets.max_positions(target)
     if asked is not None:
-        room, why = options.room_of(target, asked), "as asked" if asked <= (own or asked) else "the target has no more"
+        room, why = sources.room_of(target, asked), "as asked" if asked <= (own or asked) else "the target has no more"
     else:
         room = min(max(2, int(free / 2 / each) // 128 * 128), own or _MOST_UNASKED)
         memory = f"what half of the free {free / 1e9:.1f} GB holds for {rows} rows (--rows, --max-length)"

@@ -24,7 +24,7 @@ from ..outputs import mean_acceptance
 from ..receipts import Receipt, Recorder, lines_of
 from ..receipts import verify as verify_receipt
 from ..terminal import printable, shortened
-from . import options, running
+from . import options, running, sources
 
 # ---------------------------------------------------------------------------------------------- generate
 
@@ -58,7 +58,7 @@ def generate(
     models = models.resolve(draft_sharpness)
     options.check_sampling(max_new_tokens, draft_sharpness=draft_sharpness, **dataclasses.asdict(sampling))
     source = models.source(quiet=as_json, needs_dense=receipt is not None)  # for its fingerprint
-    tokenizer = options.load_tokenizer(source)
+    tokenizer = sources.load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
     grammar = constraint.resolve(tokenizer)
     if receipt is not None:
@@ -189,13 +189,13 @@ def chat(
     models = models.resolve()
     options.check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
     source = models.source(quiet=as_json)
-    tokenizer = options.load_tokenizer(source)
+    tokenizer = sources.load_tokenizer(source)
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     check_template(tokenizer, "user", "assistant")
     _check_system(tokenizer, system)
     target, drafter, device = models.load(source)
-    length = options.room_of(target, max_length)
+    length = sources.room_of(target, max_length)
     generator = Generator(target, drafter, max_length=length, tree=models.tree, **models.generator)
     arguments = {"max_new_tokens": max_new_tokens, **dataclasses.asdict(sampling)}
     conversation = _Conversation(generator, tokenizer, device, system, arguments, as_json)
@@ -307,14 +307,14 @@ def verify(
             "dflash.verify(receipt, target, tokenizer, pictures=...)"
         )
     name = str(PAIR / "target") if model is None else model
-    source = options.Source(name, trust_remote_code, quiet=as_json, pictures=pictures)
+    source = sources.Source(name, trust_remote_code, quiet=as_json, pictures=pictures)
     if device is None and receipt.weights is not None:
         device = "cpu"  # int8 weights are computed with there only
-    device = options.check_device(receipt.fingerprints.dtype, device)
-    tokenizer = options.load_tokenizer(source)
+    device = sources.check_device(receipt.fingerprints.dtype, device)
+    tokenizer = sources.load_tokenizer(source)
     # 2. Derive the tokens again.
     try:
-        found = verify_receipt(receipt, options.load_target(source, receipt.fingerprints.dtype, device), tokenizer)
+        found = verify_receipt(receipt, sources.load_target(source, receipt.fingerprints.dtype, device), tokenizer)
     except (RuntimeError, MemoryError) as error:  # exit code 1 would say that a token does not follow
         raise ValueError(f"the receipt cannot be checked here: {error}") from error
     # 3. Say what was found.

@@ -21,6 +21,7 @@ from dflash.internals import (
     gguf,
     options,
     read_draft_config,
+    sources,
     targets,
     terminal,
 )
@@ -69,8 +70,8 @@ def doctor(
     if weights is not None:
         if model is not None or draft is not None:
             raise ValueError("FILE is examined by itself: leave --model and --draft out")
-        options.check_dtype(dtype)
-        _examine_weights(options.Source(weights, trust_remote_code, quiet=as_json), dtype, as_json)
+        sources.check_dtype(dtype)
+        _examine_weights(sources.Source(weights, trust_remote_code, quiet=as_json), dtype, as_json)
         return
     options.check_pair(model, draft, "a pair is examined; without both, the installation is")
     if model is None:
@@ -85,9 +86,9 @@ def doctor(
     if max_new_tokens < 4:
         raise ValueError(f"--max-new-tokens must be at least 4, got {max_new_tokens}")
     # 1. Read the small files first, so that what does not fit is refused before weights are loaded.
-    source = options.Source(model, trust_remote_code, quiet=as_json)
+    source = sources.Source(model, trust_remote_code, quiet=as_json)
     rows, origin = find_prompts(prompts, str(source.name))
-    tokenizer = options.load_tokenizer(source)
+    tokenizer = sources.load_tokenizer(source)
     check_encoding(tokenizer, False, bos)
     path = find_draft(draft)
     with warnings.catch_warnings():
@@ -110,7 +111,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examine_weights(source: options.Source, dtype: str, as_json: bool) -> None:
+def _examine_weights(source: sources.Source, dtype: str, as_json: bool) -> None:
     found = examine_weights(source, dtype)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found)))

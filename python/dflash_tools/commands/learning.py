@@ -16,9 +16,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dflash.internals import OPTIONS, Store, options, targets, terminal
+from dflash.internals import OPTIONS, Store, options, sources, targets, terminal
 
-from ..learn.learning import LearnOptions
+from ..config import LearnOptions
 from ..learn.learning import learn as learn_from
 from ..train.data import load_rows
 
@@ -64,7 +64,7 @@ def learn(
         models = models.resolve()
         _yield_the_machine(threads)
         source = dataclasses.replace(models.source(), keeps_blocks=False)  # it is trained with
-        tokenizer = options.load_tokenizer(source)
+        tokenizer = sources.load_tokenizer(source)
         target, draft, _ = models.load(source)
         rows = load_rows(base, tokenizer, min(3072, targets.max_positions(target) or 3072))
         # As dflash serve has them by default; the widths that "auto" chooses follow measured times.

@@ -14,12 +14,13 @@ import typer
 from rich.console import Console
 
 from dflash import demo_pair
-from dflash.internals import PAIR, check_text, checked, options
+from dflash.internals import PAIR, check_text, checked, options, sources
 
+from ..config import BenchmarkConfig, Decoding
 from ..measure import demo as demos
 from ..measure import report as reports
-from ..measure.benchmark import BenchmarkConfig, run_benchmark
-from ..measure.compare import Decoding, GeneratorRunner
+from ..measure.benchmark import run_benchmark
+from ..measure.compare import GeneratorRunner
 from ..measure.datasets import DATASETS, load_conversations
 from ..measure.trees import TreeWatch
 
@@ -79,7 +80,7 @@ def demo(
     else:
         models = options.ModelOptions(model, draft, dtype, tree=tree).resolve()
         source = models.source(quiet=as_json)
-        tokenizer = options.load_tokenizer(source)
+        tokenizer = sources.load_tokenizer(source)
         target, drafter, _ = models.load(source)
     # 4. Answer the prompts, and show the first few answers as they are written.
     console, trees = Console(), TreeWatch()
@@ -148,7 +149,7 @@ def benchmark(
         raise ValueError(f"--out must be a folder, {str(out)!r} is a file")
     datasets = _load_datasets(dataset, data, limit)
     source = models.source(quiet=as_json)
-    tokenizer = options.load_tokenizer(source)
+    tokenizer = sources.load_tokenizer(source)
     config.check(tokenizer)
     # 2. Load the models and run.
     target, drafter, _ = models.load(source)

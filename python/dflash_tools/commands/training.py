@@ -25,17 +25,18 @@ from dflash.internals import (
     ops,
     options,
     running,
+    sources,
     targets,
     terminal,
 )
 
+from ..config import RegenerateConfig, TrainConfig
 from ..measure.progress import bars
 from ..train import model as models
-from ..train.config import TrainConfig
 from ..train.data import load_prompts, load_rows
 from ..train.export import export as export_draft
 from ..train.features import FeatureCache, cache_features, cache_size
-from ..train.regenerate import LocalWriter, RegenerateConfig, ServerWriter, Summary, Writer, check_out
+from ..train.regenerate import LocalWriter, ServerWriter, Summary, Writer, check_out
 from ..train.regenerate import regenerate as write_responses
 from ..train.self_prompts import tell, user_turn, write_prompts
 from ..train.trainer import Trainer, make_accelerator
@@ -125,8 +126,8 @@ def train(
 
     # 2. Create the drafter and read the rows, checked against the target without its weights
     quiet = run.as_json or not _is_first_process()
-    source = options.Source(run.model, run.trust_remote_code, quiet=quiet)
-    tokenizer = options.load_tokenizer(source)
+    source = sources.Source(run.model, run.trust_remote_code, quiet=quiet)
+    tokenizer = sources.load_tokenizer(source)
     empty_target = targets.check_target(source.load_empty_target(), loaded=False)
     rows, heldout = (_rows(data, source, empty_target, tokenizer, run) for data in (run.data, run.heldout))
     if run.init is None:
@@ -141,7 +142,7 @@ def train(
     tracker = None if run.dry_run else run.tracker
     accelerator = make_accelerator(config, run.output, cpu=device == "cpu", tracker=tracker)
     source = dataclasses.replace(source, keeps_blocks=False)  # gradients pass through the head
-    target = options.load_target(source, run.dtype, accelerator.device).requires_grad_(False)
+    target = sources.load_target(source, run.dtype, accelerator.device).requires_grad_(False)
     if run.init is None:
         if models.adopt_layers_(drafter, target) and not quiet:
             print(f"dflash: the drafter starts as the target's last {len(drafter.layers)} layers", file=sys.stderr)
@@ -172,7 +173,7 @@ def _check(run: _TrainOptions) -> str:
         raise ValueError(f"--type must be dflash or dflash2, got {run.type!r}")
     if run.dry_run and run.resume:
         raise ValueError("--dry-run plans a run from its start: leave out --resume")
-    device = options.check_device(run.dtype, run.device)
+    device = sources.check_device(run.dtype, run.device)
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {device!r}")
     if _is_first_process():
@@ -228,14 +229,14 @@ def _expect_not_given(given: dict[str, Any]) -> None:
         raise ValueError(f"{options.option_of(next(iter(given)))} is fixed by --init: leave it out")
 
 
-def _rows(data: str | None, source: options.Source, target: Any, tokenizer: Any, run: _TrainOptions) -> Any:
+def _rows(data: str | None, source: sources.Source, target: Any, tokenizer: Any, run: _TrainOptions) -> Any:
     if data is None:
         return None
     config = target.config.get_text_config(decoder=True)
     encoding: dict[str, Any] = {name: getattr(run, name) for name in ("raw", "bos", "skip_long")}
     encoding |= {"template": {"enable_thinking": False} if run.no_thinking else None, "vocab_size": config.vocab_size}
     encoding |= {"stop_token_ids": source.load_stop_token_ids(config)}
-    return load_rows(data, tokenizer, options.room_of(target, run.max_length), **encoding)
+    return load_rows(data, tokenizer, sources.room_of(target, run.max_length), **encoding)
 
 
 def _cached_features(trainer: Any, folder: Path) -> Any:
@@ -337,7 +338,7 @@ class _Asking:
         loading = options.ModelOptions(**{name: getattr(self, name) for name in names})
         loading.check_storage()
         source = loading.source(quiet=self.as_json)
-        tokenizer = options.load_tokenizer(source)
+        tokenizer = sources.load_tokenizer(source)
         own = self.self_prompts is not None
         check_encoding(tokenizer, self.raw, self.bos and own, {"--self-prompts": own})
         if own:
@@ -419,7 +420,7 @@ def export(
 ) -> None:
     """Convert a drafter to the layout given by --format, from the published or the speculators one, or from GGUF."""
     if dtype != "q8_0":
-        options.check_dtype(dtype)
+        sources.check_dtype(dtype)
     kind: Any = dtype if dtype == "q8_0" else None if dtype == "auto" else getattr(torch, dtype)
     with warnings.catch_warnings(record=True) as caught:  # printed without their place in the code, before an error too
         warnings.simplefilter("ignore")

@@ -6,8 +6,7 @@ import dataclasses
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,21 +14,9 @@ from torch import nn
 from dflash import Drafter, Generator, Statistics, StreamEvent
 from dflash.internals import OPTIONS, ops, targets
 
+from ..config import Decoding
+
 WARM_UP_TOKENS = 32
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How prompts are answered, as for `dflash.generate`, with top-k, top-p and min-p off.
-
-    The texts are the help of the commands' options.
-    """
-
-    max_new_tokens: Annotated[int, "New tokens at most."] = 512
-    temperature: Annotated[float, "0 is greedy; top-k, top-p and min-p are off."] = 0.0
-    seed: Annotated[int, "The same seed writes the same text."] = 0
-    draft_sharpness: Annotated[float, "See dflash.generate; of chains."] = 1.0
-    tree: Annotated[int | Literal["auto"] | None, "Rows of draft trees, measured next to chains."] = None
 
 
 class TimedAnswer(NamedTuple):

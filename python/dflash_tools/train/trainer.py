@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from dflash import Drafter, Generator
 from dflash.internals import check_config, files, scale_logits, target_ids, targets
 
-from ..measure.compare import Decoding, GeneratorRunner
+from ..config import Decoding, TrainConfig
+from ..measure.compare import GeneratorRunner
 from ..measure.progress import bars
 from .batches import BatchBlocks, Batches, add_noise, default_gamma, make_blocks, mix_seed, pad, sample_anchors
 from .checkpoint import CheckpointError, resume_run, save_draft, save_run
-from .config import TrainConfig
 from .data import MeasuredRows, hold_out
 from .export import engine_warnings
 from .features import TargetFeatures
