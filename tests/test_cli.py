@@ -3,6 +3,7 @@
 import io
 import json
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,47 @@ def folders(tmp_path_factory) -> tuple[str, str]:
 def nothing_loads(monkeypatch):
     for name in ("load_target", "load_draft"):
         monkeypatch.setattr(sources, name, lambda *_, **__: pytest.fail("a model was loaded"))
+
+
+QUICK = """
+import json, sys
+from dflash.cli import main
+sys.modules["fastapi"] = sys.modules["datasets"] = None  # extras that are missing
+found = []
+for sys.argv in json.loads(sys.argv[1]):
+    try:
+        main()
+    except SystemExit as exit:
+        slow = {"torch", "transformers", "safetensors", "numpy"} & sys.modules.keys()
+        found.append([exit.code or 0, sorted(slow)])
+print(json.dumps(found))
+"""
+
+
+def test_help_and_wrong_options_import_nothing_slow(tmp_path):
+    """No timing: importing torch and transformers is what takes seconds."""
+    commands = [
+        "generate",
+        "chat",
+        "serve",
+        "verify",
+        "train",
+        "learn",
+        "regenerate",
+        "export",
+        "demo",
+        "benchmark",
+        "doctor",
+    ]
+    train = ["train", "--model", "m", "--data", "d", "--output", str(tmp_path / "out")]
+    cases = [*([0, name, "--help"] for name in commands), [0, "-h"], [0, "--version"]]
+    cases += [[2, "generat"], [2, "chat", "--temprature", "1"], [2, "serve"], [2, *train]]
+    cases += [[2, "chat", "--draft", "d"], [2, "generate", "--temperature", "-1", "text"]]
+    arguments = json.dumps([["dflash", *case] for _, *case in cases])
+    done = subprocess.run([sys.executable, "-c", QUICK, arguments], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [[code, []] for code, *_ in cases], done.stderr
+    assert "pip install '.[serve]'" in done.stderr
+    assert "<bool>" not in re.sub(r".*--(help|install-completion|show-completion).*", "", done.stdout)
 
 
 @pytest.fixture
@@ -169,7 +211,7 @@ def test_trees_and_blocks_of_any_width_write_the_same_text_and_are_named(generat
 def stored(monkeypatch):
     """How a command asks for the weights of its target and of its drafter, call by call."""
     found = []
-    for name in ("dflash.cli.text:stream", "dflash.cli.text:Generator", "dflash_serve.command:Generator"):
+    for name in ("dflash.api:stream", "dflash.generator:Generator", "dflash:Generator"):
         make = pkgutil.resolve_name(name)
 
         def spy(*models, make=make, **options):
@@ -213,7 +255,7 @@ def test_chat_and_serve_store_weights_as_asked(shell, chat_folders, stored, monk
 def test_a_model_is_served_without_a_drafter_in_the_memory_there_is(shell, chat_folders, monkeypatch, caplog):
     served, free, (model, draft) = [], [2**40], chat_folders
     monkeypatch.setattr("dflash_serve.app.Server.run", lambda server, **_: served.append(server.config.app.state))
-    monkeypatch.setattr("dflash_serve.command.free_memory", lambda _device: free[0])
+    monkeypatch.setattr("dflash_serve.memory.free_memory", lambda _device: free[0])
     for options in ([model], ["--model", model], [model, "--draft", draft]):
         shell("serve", *options, "--port", "0").assert_done()
         generator = served[-1].service.scheduler.generator

@@ -8,11 +8,12 @@ the benchmark, replays and receipts read this table. A new option is a row here 
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, cast
 
-from .ops import MAX_TREE_ROWS, WeightStorage
-from .outputs import FinishedAnswer
-from .settings import SETTINGS, BlockSize, TreeSize, checked, integer_from
+from .settings import SETTINGS, BlockSize, TreeSize, WeightStorage, checked, integer_from
+
+if TYPE_CHECKING:  # a slow import, and the command's help comes from this table
+    from .outputs import FinishedAnswer
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class GeneratorArguments(OneShotOptions, total=False):
     fused: Annotated[bool | Literal["auto"], Option(_switch, "auto")]
     prefill_chunk: Annotated[int, Option(_at_least(1), 512)]
     reuse_prefix: Annotated[bool, Option(lambda _, value: value, True)]
-    on_answer: Annotated[Callable[[FinishedAnswer], None] | None, Option(lambda _, value: value, of_drafts=True)]
+    on_answer: Annotated[Callable[["FinishedAnswer"], None] | None, Option(lambda _, value: value, of_drafts=True)]
 
 
 OPTIONS: dict[str, Option] = {
@@ -201,4 +202,6 @@ def check_combination(
 
 def tree_rows(tree: TreeSize) -> int:
     """Return the most rows of a tree of this size; 0 for chains."""
+    from .ops import MAX_TREE_ROWS
+
     return 0 if tree is None else MAX_TREE_ROWS if tree == "auto" else tree

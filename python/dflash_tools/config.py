@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from dflash.internals import check_encoding, checked, prompt_ids
+from dflash.light import checked
 
 if TYPE_CHECKING:
     from .measure.datasets import Conversation
@@ -21,6 +21,8 @@ class TrainConfig:
 
     ``optimizer="muon"`` (Jordan et al., 2024) scales its updates to AdamW's, so the same learning rate suits both.
     """
+
+    PANELS: ClassVar = {"epochs": "Training", "log_every": "Evaluations and checkpoints"}
 
     epochs: Annotated[int, "Passes over the data."] = 6
     steps: Annotated[int | None, "Training steps; replaces epochs."] = None
@@ -147,6 +149,8 @@ class BenchmarkConfig(Decoding):
 
     def check(self, tokenizer: Any) -> None:
         """Raise ``ValueError`` for settings that do not fit the tokenizer. The engine checks the others."""
+        from dflash.internals import check_encoding
+
         if self.turns not in ("first", "all"):
             raise ValueError(f"--turns must be first or all, got {self.turns!r}")
         options = {"--turns all": self.turns == "all", "--no-thinking": self.thinking is not None}
@@ -158,6 +162,8 @@ class BenchmarkConfig(Decoding):
 
     def encode(self, tokenizer: Any, messages: Sequence[str], history: Sequence[dict[str, str]] = ()) -> list[int]:
         """Encode ``messages``, by the user and the model in turn, as token ids; ``history`` comes before them."""
+        from dflash.internals import prompt_ids
+
         if history and self.raw:
             raise ValueError("--raw continues a text, and a prompt is a conversation")
         said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]

@@ -11,18 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from dflash import demo_pair
-from dflash.internals import PAIR, check_text, checked, options, sources
+from dflash.light import checked, options
 
 from ..config import BenchmarkConfig, Decoding
-from ..measure import demo as demos
-from ..measure import report as reports
-from ..measure.benchmark import run_benchmark
-from ..measure.compare import GeneratorRunner
-from ..measure.datasets import DATASETS, load_conversations
-from ..measure.trees import TreeWatch
 
 
 @options.command()
@@ -48,11 +40,11 @@ def demo(
     generate, one-token decoding and DFlash. The exit code is 1 if any answer differs between them in a token.
 
     With --tree, draft trees are compared too, and one step's tree is drawn.
+
+    Example: dflash demo --prompts 4
     """
     # 1. Check the options.
     options.check_sampling(max_new_tokens, temperature=temperature, seed=seed)
-    if prompt is not None:
-        check_text(prompt, "--prompt")
     options.check_pair(model, draft, "without both, the pair inside the package answers")
     if model is None and dtype != "float32":
         raise ValueError(f"--dtype {dtype} is for another pair, the package's runs in float32: add --model and --draft")
@@ -65,6 +57,18 @@ def demo(
         raise ValueError("--prompts answers exactly that many prompts: it does not go with --seconds")
     if seconds is not None and not seconds > 0:
         raise ValueError(f"--seconds must be above 0, got {seconds}")
+    from rich.console import Console
+
+    from dflash import demo_pair
+    from dflash.internals import PAIR, check_text, sources
+
+    from ..measure import demo as demos
+    from ..measure import report as reports
+    from ..measure.compare import GeneratorRunner
+    from ..measure.trees import TreeWatch
+
+    if prompt is not None:
+        check_text(prompt, "--prompt")
     if 0 < temperature < demos.LEAST_TEMPERATURE:
         raise ValueError(f"temperature must be 0 or at least {demos.LEAST_TEMPERATURE} here, got {temperature}")
     # 2. Choose the prompts.
@@ -129,6 +133,8 @@ def benchmark(
 
     With --tree, draft trees are measured next to chains. If the tokenizer has a chat template, a dataset's text becomes
     a user's message, with no instruction added. Speeds include the forward passes over the prompts.
+
+    Example: dflash benchmark --model Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --dataset gsm8k --limit 20
     """
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
     models = dataclasses.replace(models, model=model, draft=draft).resolve()
@@ -143,6 +149,13 @@ def benchmark(
     options.check_sampling(**{name: getattr(config, name) for name in numbers})
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1, got {limit}")
+    from rich.console import Console
+
+    from dflash.internals import sources
+
+    from ..measure import report as reports
+    from ..measure.benchmark import run_benchmark
+
     if plot is not None:
         reports.check_plot(plot)
     if out is not None and out.exists() and not out.is_dir():
@@ -165,6 +178,8 @@ def benchmark(
 
 
 def _load_datasets(given: list[str], data: Path | None, limit: int | None) -> dict[str, list]:
+    from ..measure.datasets import DATASETS, load_conversations
+
     datasets = {}
     for dataset in given:
         name = dataset if dataset in DATASETS else Path(dataset).name.split(".")[0]

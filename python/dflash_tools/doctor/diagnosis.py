@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dflash import Drafter, Generator, Statistics
-from dflash.internals import ChainProposer, Sampling, gguf, mean_acceptance, prompt_ids, targets, terminal
+from dflash.internals import ChainProposer, Sampling, gguf, mean_acceptance, prompt_ids, targets
+from dflash.light import terminal
 
 from ..config import Decoding
 from ..measure.compare import GeneratorRunner, add_up

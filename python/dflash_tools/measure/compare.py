@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from dflash import Drafter, Generator, Statistics, StreamEvent
-from dflash.internals import OPTIONS, ops, targets
+from dflash.internals import ops, targets
+from dflash.light import OPTIONS
 
 from ..config import Decoding
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from rich import progress
 from rich.console import Console
 
-from dflash.internals import terminal
+from dflash.light import terminal
 
 
 @contextlib.contextmanager

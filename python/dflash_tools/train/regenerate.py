@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from dflash import Drafter, Generator
-from dflash.internals import Session, as_messages, check_text, files, fold, ops, prompt_ids, targets, terminal
+from dflash.internals import Session, as_messages, check_text, files, fold, ops, prompt_ids, targets
+from dflash.light import terminal
 
 from ..config import OFF, RegenerateConfig
 from .data import DistinctPrompts

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash.internals import fold, render_chat, targets, terminal
+from dflash.internals import fold, render_chat, targets
+from dflash.light import terminal
 
 from ..config import RegenerateConfig
 from ..measure.datasets import read_jsonl
