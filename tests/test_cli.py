@@ -158,6 +158,33 @@ def test_a_stop_string_ends_the_text(shell, generate, folders, tmp_path):
     assert generate("--stop", f"{first} {second}", "w5").out.split() == [first, second]
 
 
+def test_a_model_needs_no_drafter_and_no_option(shell, folders, monkeypatch):
+    model, draft = folders
+    expected = answer(model, [5, 6, 7], 5) + "\n"
+    for call in (
+        [model, "w5 w6 w7"], ["w5 w6 w7", "-m", model], [model, "w5 w6 w7", "--prompt-lookup", "2"],
+        [model, "w5 w6 w7", "-md", draft], ["w5 w6 w7", "-m", model, "--draft", "auto"],
+    ):  # fmt: skip
+        assert shell("generate", *call, "-n", "5").out == expected
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6 w7"))
+    assert shell("generate", model, "-n", "5").out == expected
+    shell("generate", model, "w5", "w6").assert_refused("give a model and one text, with quotes around the text")
+    shell("chat", model, "-m", draft).assert_refused("name one model: MODEL is")
+    shell("generate", model, "w5", "--tree", "8").assert_refused("--tree needs a drafter: name one with --draft")
+    shell("benchmark", model, "--dataset", "gsm8k").assert_refused("name a drafter with --draft")
+
+
+@pytest.mark.parametrize(("name", "published"), [
+    ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
+    ("bartowski/Qwen3.6-35B-A3B-GGUF:Qwen3.6-35B-A3B-Q4_K_M.gguf", "z-lab/Qwen3.6-35B-A3B-DFlash"),
+    ("meta-llama/Meta-Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+    ("owner/model-of-nobody", None),
+])  # fmt: skip
+def test_a_published_drafter_is_named_and_not_downloaded(shell, name, published):
+    download = f"--draft {published} downloads it" if published else "none is known to be published"
+    shell("generate", name, "w5", "--draft", "auto").assert_refused(download)
+
+
 TEMPLATE = (
     "{% for m in messages %}{{ {'system': 'w90', 'user': 'w91', 'assistant': 'w92'}[m.role] }} {{ m.content }} "
     "{% endfor %}w92"

@@ -80,7 +80,11 @@ def check_fit(target: nn.Module, draft: Drafter) -> None:
     check_config(target, draft.config)
     embedding = embedding_table(target)
     _check_equal("device", draft.device, embedding.device)
-    _check_equal("dtype", draft.dtype, embedding.dtype)
+    _expect(
+        draft.dtype == embedding.dtype,
+        f"its dtype is {draft.dtype}, the target's is {embedding.dtype}: load it with dtype={embedding.dtype} "
+        "(dflash.load_draft), which never changes the text",
+    )
     if reason := refusal_of_weights(draft):
         raise ValueError(f"the drafter cannot be run: {reason}")
 

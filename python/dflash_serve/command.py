@@ -155,7 +155,7 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
         logging.getLogger(house).setLevel(logging.INFO)
     # 2. Load the models.
     # A target that is learned from must be dense, as where the drafter is trained; receipts have its fingerprint.
-    found = models.source(is_logged=True, needs_dense=bool(asked.learn or asked.receipts))
+    found = models.source(is_logged=True, samples=True, needs_dense=bool(asked.learn or asked.receipts))
     source = dataclasses.replace(found, pictures=asked.pictures, keeps_blocks=not asked.learn)
     processor = source.load_processor() if asked.pictures else None
     tokenizer = sources.load_tokenizer(source)

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 Model = Annotated[str, "The target: a folder, a hub id or a GGUF file (FILE.gguf, owner/name:FILE.gguf)."]
 Positional = Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)]
 Draft = Annotated[str, "Its DFlash drafter: a folder, a GGUF file or a hub id."]
+KnownDraft = Annotated[
+    str | None,
+    "Its DFlash drafter: a folder, a GGUF file or a hub id; auto: one next to its files, or a published one that "
+    "lies in the hub's cache. Without one, a step writes one token.",
+]
 PairModel = Annotated[str | None, "The target: a folder, a hub id or a GGUF file; default: the package's pair."]
 MaxNewTokens = Annotated[int, SETTINGS["max_new_tokens"].help]
 Sharpness = Annotated[float, SETTINGS["draft_sharpness"].help]
@@ -74,7 +79,7 @@ class _Models:
     PANELS: ClassVar = {"model": "Models", "block_size": "Speed"}
 
     model: PairModel = None
-    draft: Annotated[str | None, "Its DFlash drafter: a folder, a GGUF file or a hub id."] = None
+    draft: KnownDraft = None
     dtype: Dtype = "auto"
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
@@ -107,8 +112,14 @@ class _Models:
             check_pair(self.model, self.draft, "without both, the pair inside the package answers")
         elif self.draft_weights is not None and self.draft is None:
             raise ValueError("--draft-weights needs a drafter: name one with --draft")
+        elif tree is not None and self.draft is None:
+            raise ValueError("--tree needs a drafter: name one with --draft")
         elif self.draft is None and self.prompt_lookup is None and block_size not in (None, 1):
             raise ValueError(f"--block-size {block_size} needs drafts: name a drafter with --draft, or --prompt-lookup")
+        if self.model is not None and self.draft == "auto":
+            from ..loading import require_known_draft
+
+            return dataclasses.replace(resolved, draft=require_known_draft(self.model))
         if self.model is not None:
             return resolved
         typer.echo(
@@ -130,12 +141,15 @@ class _Models:
             what = f"--weights {self.weights} needs the models on the CPU"
             raise ValueError(f"{what}, got {found}: pass --device cpu")
 
-    def source(self, quiet: bool = False, is_logged: bool = False, needs_dense: bool = False) -> sources.Source:
-        """Return the target's files; ``needs_dense`` keeps dense weights next to copies in 8 bits."""
-        stored = {"quiet": quiet, "is_logged": is_logged, "stores_int8": self.weights is not None and not needs_dense}
+    def source(self, *, needs_dense: bool = False, **how: bool) -> sources.Source:
+        """Return the target's files.
+
+        ``needs_dense`` keeps dense weights next to copies in 8 bits; ``how`` has fields of `Source`.
+        """
         from . import sources
 
-        return sources.Source(cast(str, self.model), self.trust_remote_code, **stored)
+        stores_int8 = self.weights is not None and not needs_dense
+        return sources.Source(cast(str, self.model), self.trust_remote_code, stores_int8=stores_int8, **how)
 
     def load(self, source: sources.Source) -> tuple[Any, Any, str]:
         """Load the target and its drafter, if one is named; return both with the device.

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..fit import check_tree
-from ..loading import Pretrained, load_draft
+from ..loading import Pretrained, find_known_draft, load_draft
 from ..targets import (
     check_target,
     is_packed,
@@ -36,12 +36,14 @@ class Source(Pretrained):
     """A target and its tokenizer, as named on the command line.
 
     ``quiet`` shows no spinner and no bars. ``is_logged``: the log says what is loaded, and how long it took.
-    ``stores_int8`` puts copies in 8 bits in the place of the target's weights.
+    ``stores_int8`` puts copies in 8 bits in the place of the target's weights. ``samples``: text from a GGUF file is
+    sampled as by llama.cpp, unless a generation_config says otherwise.
     """
 
     quiet: bool = False
     is_logged: bool = False
     stores_int8: bool = False
+    samples: bool = False
 
 
 @contextlib.contextmanager
@@ -119,6 +121,11 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
             target = target.float()
         if source.stores_int8:
             store_int8_(target)
+    if source.samples and source.gguf is not None and not target.generation_config.do_sample:
+        found, keys = source.gguf.sampling, [key for key in source.gguf.metadata if key.startswith("general.sampling.")]
+        target.generation_config.update(do_sample=found["temperature"] > 0, **found)
+        values = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
+        say(f"sampling: {values}, as llama.cpp by {'the keys of the file' if keys else 'default'}; options set others")
     if is_packed(target):
         sizes = weight_bytes_per_token(target)
         kinds = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items())
@@ -135,6 +142,8 @@ def load_models(models: Any, source: Source) -> tuple[Any, Any, str]:
     if draft is not None:  # first, because it is small and fails quickly
         with waiting("drafter", draft, source):
             drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
+    elif source.is_logged and (found := find_known_draft(models.model)) is not None:
+        _LOG.info("%s drafts for this model: --draft %s", found.name, "auto" if found.is_local else found.name)
     target = load_target(source, dtype, device)
     if drafter is not None and dtype == "auto":
         drafter = load_draft(drafter, dtype=target.dtype)

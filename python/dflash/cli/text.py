@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,14 @@ def generate(
     models: options.ModelOptions,
     sampling: options.SamplingOptions,
     constraint: options.GrammarOptions,
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; none or - reads standard input.")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] [PROMPT]",
+            help="A model, as --model, and the text to answer; no text or - reads standard input.",
+            show_default=False,
+        ),
+    ] = None,
     file: Annotated[Path | None, "Read the prompt from this file."] = None,
     system: options.System = None,
     raw: options.Raw = False,
@@ -37,11 +45,12 @@ def generate(
     If the tokenizer has a chat template, PROMPT becomes a user's message, unless --raw is given. The text goes to
     standard output, a line of statistics to standard error. Without --model, the packaged pair answers.
 
-    Example: dflash generate --model Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 "Why is the sky blue?"
+    Example: dflash generate Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 "Why is the sky blue?"
     """
     # 1. Check the options and encode the prompt: this is quick, loading the models is not.
     running.require_output()
     options.check_sampling(max_new_tokens, draft_sharpness=draft_sharpness, **dataclasses.asdict(sampling))
+    models, prompt = _read_words(models, words or [])
     models = models.resolve(draft_sharpness)
     import torch
 
@@ -54,7 +63,7 @@ def generate(
     text = _read_prompt(prompt, file)
     for number, string in enumerate(stop or (), 1):
         check_text(string, f"--stop {number}")
-    source = models.source(quiet=as_json, needs_dense=receipt is not None)  # for its fingerprint
+    source = models.source(quiet=as_json, samples=True, needs_dense=receipt is not None)  # for its fingerprint
     tokenizer = sources.load_tokenizer(source)
     ids = encode(tokenizer, text, system, raw, bos)
     grammar = constraint.resolve(tokenizer)
@@ -81,6 +90,20 @@ def generate(
         typer.echo(answer.summary(), err=True)
 
 
+def _read_words(models: Any, words: list[str]) -> tuple[Any, str | None]:
+    """Return the models and the prompt; a single word is a model if it has the form of one and none is named."""
+    if len(words) > 2 or (len(words) == 2 and models.model is not None):
+        wanted = "one text" if models.model is not None else "a model and one text"
+        raise ValueError(f"give {wanted}, with quotes around the text, got {len(words)} arguments")
+    is_model = len(words) == 2 or (len(words) == 1 and models.model is None and _is_model(words[0]))
+    target, prompt = (words[0], words[1:]) if is_model else (None, words)
+    return models.named(target), prompt[0] if prompt else None
+
+
+def _is_model(word: str) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+(:\S+)?|\S+\.gguf", word)) or Path(word).is_dir()
+
+
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None:
         if prompt is not None:
@@ -103,6 +126,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 def chat(
     models: options.ModelOptions,
     sampling: options.SamplingOptions,
+    target: options.Positional = None,
     system: options.System = None,
     max_length: Annotated[int, "Tokens of the whole conversation at most."] = 4096,
     max_new_tokens: options.MaxNewTokens = 1024,
@@ -115,27 +139,27 @@ def chat(
     out of the conversation, and the exit code is 1 at the end of piped input. Without --model, the packaged pair
     answers each message separately.
 
-    Example: dflash chat --model Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16
+    Example: dflash chat Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16
     """
     # 1. Load the models.
     running.require_output()
     options.check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
-    models = models.resolve()
+    models = models.named(target).resolve()
     from ..generator import Generator
     from ..loading import check_template
     from . import sources
     from .answer import check_system
     from .conversation import Chat, read_lines
 
-    source = models.source(quiet=as_json)
+    source = models.source(quiet=as_json, samples=True)
     tokenizer = sources.load_tokenizer(source)
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     check_template(tokenizer, "user", "assistant")
     check_system(tokenizer, system)
-    target, drafter, device = models.load(source)
-    length = sources.room_of(target, max_length)
-    generator = Generator(target, drafter, max_length=length, tree=models.tree, **models.generator)
+    model, drafter, device = models.load(source)
+    length = sources.room_of(model, max_length)
+    generator = Generator(model, drafter, max_length=length, tree=models.tree, **models.generator)
     arguments = {"max_new_tokens": max_new_tokens, **dataclasses.asdict(sampling)}
     conversation = Chat(generator, tokenizer, device, system, arguments, as_json)
     # 2. Answer line by line.

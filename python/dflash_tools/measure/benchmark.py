@@ -183,7 +183,7 @@ def _longest(prompts: Iterable[Conversation], tokenizer: Any, config: BenchmarkC
 
 def run_benchmark(
     target: nn.Module,
-    draft: Drafter,
+    draft: Drafter | None,
     tokenizer: Any,
     datasets: Mapping[str, list[Conversation]],
     config: BenchmarkConfig,

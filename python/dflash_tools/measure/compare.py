@@ -83,7 +83,7 @@ class TransformersRunner:
 
 
 def pair_runners(
-    target: nn.Module, draft: Drafter, decoding: Decoding, *, padded: bool = False, **options: Any
+    target: nn.Module, draft: Drafter | None, decoding: Decoding, *, padded: bool = False, **options: Any
 ) -> dict[str, GeneratorRunner]:
     """Return one-token decoding and DFlash for one pair, as ``"one-token"`` and ``"dflash"``.
 
@@ -127,7 +127,7 @@ def add_up(answers: Sequence[TimedAnswer], block_size: int = 1) -> Statistics:
     return Statistics(steps, block_size, tokens, 0.0, sum(answer.seconds for answer in answers))
 
 
-def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
+def describe(target: nn.Module, draft: Drafter | None) -> dict[str, Any]:
     """Describe the machine, the versions and the models: what a speed depends on besides the settings."""
     device = target.get_input_embeddings().weight.device
     return {
@@ -139,5 +139,5 @@ def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
         "python": platform.python_version(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
-        "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()),
+        "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()) if draft else 0,
     }
