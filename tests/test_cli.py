@@ -219,6 +219,25 @@ def test_chat_answers_line_by_line(shell, chat_folders, monkeypatch):
     assert done.out.splitlines() == [first, answer(model, ids, 4), answer(model, [91, 7, 92], 4)]
 
 
+def test_chat_has_commands_and_messages_of_several_lines(shell, chat_folders, monkeypatch):
+    model, draft = chat_folders
+
+    def chat(*lines: str):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+        return shell("chat", model, "--draft", draft, "--max-new-tokens", "4")
+
+    done = chat('"""w5', 'w6"""', "/reset", "w5\\", "w6", "/reset", '"""', "w5 w6", '"""', "/bye", "w7").assert_done()
+    assert done.out.splitlines() == [answer(model, [91, 5, 6, 92], 4)] * 3
+    assert f"{model}, drafter {draft}; /help lists the commands, /bye leaves" in done.err
+    done = chat("/set max_new_tokens 2", "/set system w8", "w5 w6", "/help").assert_done()
+    assert done.out.splitlines() == [answer(model, [90, 8, 91, 5, 6, 92], 2)]
+    assert "/set NAME VALUE   sets temperature" in done.err
+    done = chat("/nothing", "/set temperature -1", "/set")
+    assert (done.code, done.out) == (1, "")
+    for refused in ("no command /nothing: there are /help, /set, /drop", "temperature must be", "max_new_tokens=4"):
+        assert refused in done.err
+
+
 def test_trees_and_blocks_of_any_width_write_the_same_text_and_are_named(generate):
     call = ["--max-new-tokens", "9", "w5 w6 w7"]
     chain = generate(*call)
@@ -283,6 +302,7 @@ def test_a_model_is_served_without_a_drafter_in_the_memory_there_is(shell, chat_
     served, free, (model, draft) = [], [2**40], chat_folders
     monkeypatch.setattr("dflash_serve.app.Server.run", lambda server, **_: served.append(server.config.app.state))
     monkeypatch.setattr("dflash_serve.memory.free_memory", lambda _device: free[0])
+    shutil.copytree(draft, Path(model).parent / "draft")
     for options in ([model], ["--model", model], [model, "--draft", draft]):
         shell("serve", *options, "--port", "0").assert_done()
         generator = served[-1].service.scheduler.generator
@@ -295,7 +315,12 @@ def test_a_model_is_served_without_a_drafter_in_the_memory_there_is(shell, chat_
     free[0] = 2 * 4 * 256 * bytes_per_token(AutoModelForCausalLM.from_pretrained(model), None)
     assert shell("serve", model, "--port", "0").code == 0
     assert served[-1].service.scheduler.generator.max_length == 256
-    for line in ("drafter: none, one token per step", "loading the target from", "holds for 4 rows"):
+    for line in (
+        "drafts for this model: --draft auto",
+        "drafter: none, one token per step",
+        "loading the target from",
+        "holds for 4 rows",
+    ):
         assert line in caplog.text
 
 

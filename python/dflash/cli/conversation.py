@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -16,8 +15,19 @@ from rich.console import Console
 
 from ..generator import Generator
 from ..loading import check_text
+from ..settings import checked
 from . import running
-from .answer import StreamedAnswer, chat_ids
+from .answer import StreamedAnswer, chat_ids, check_system
+
+COMMANDS = {
+    "/help": "shows this",
+    "/set NAME VALUE": "sets temperature, system or another option for the next answers; without a name, shows them",
+    "/drop": "forgets the oldest message and its answer",
+    "/reset": "forgets all messages",
+    "/bye": "leaves; so do /exit and the end of input; Ctrl-C stops an answer",
+    '"""': "begins and ends a message of several lines; so does a backslash at the end of a line",
+}
+_QUOTES = '"""'
 
 
 @dataclass
@@ -77,15 +87,80 @@ class Chat:
         rest = {"tokenizer": self.tokenizer, "skip_special_tokens": True, **self.arguments, "max_new_tokens": new}
         return self.generator.stream(prompt, **rest)
 
+    def command(self, line: str) -> None:
+        """Run a line that begins with a slash. Raises ValueError for an unknown command or a value it cannot have."""
+        name, _, rest = line.strip().partition(" ")
+        if name == "/help":
+            self.console.print(
+                "\n".join(f"{usage:<18}{text}" for usage, text in COMMANDS.items()),
+                soft_wrap=True,
+                markup=False,
+                highlight=False,
+            )
+        elif name == "/reset":
+            self.messages.clear()
+        elif name == "/drop":
+            del self.messages[:2]
+        elif name == "/set":
+            self._set(*rest.strip().partition(" ")[::2])
+        else:
+            known = ", ".join(usage.split()[0] for usage in COMMANDS if usage.startswith("/"))
+            raise ValueError(
+                f"there is no command {name}: there are {known}; begin a message that has a slash with a space"
+            )
 
-def read_lines(console: Console) -> Iterator[tuple[int, str]]:
-    """Yield the non-empty lines of standard input up to /exit, with numbers. On a terminal, show a prompt sign."""
-    running.keep_wrong_bytes()
-    for number in itertools.count(1):
-        if sys.stdin.isatty():
-            console.print("[bold green]>[/] ", end="")
-        line = sys.stdin.readline()
-        if not line or line.strip() == "/exit":
+    def _set(self, name: str, value: str) -> None:
+        """Change a setting of the answers to come; without a name, show all."""
+        settings = {"system": self.system, **self.arguments}
+        if name not in settings:
+            values = ", ".join(f"{known}={value}" for known, value in settings.items() if value is not None)
+            raise ValueError(f"/set NAME VALUE needs a name of {', '.join(settings)}; now: {values}")
+        if name == "system":
+            check_system(self.tokenizer, value or None)
+            self.system = value or None
             return
-        if line.strip():
-            yield number, line.rstrip("\n")
+        try:
+            number = json.loads(value) if value else None
+        except ValueError:
+            number = value
+        self.arguments[name] = (
+            self.arguments[name] if number is None and name == "max_new_tokens" else checked(name, number)
+        )
+
+
+def read_messages(console: Console) -> Iterator[tuple[int, str]]:
+    """Yield the non-empty messages of standard input up to /bye, with the numbers of their first lines.
+
+    A message may have several lines: between two lines with three quotes, or with a backslash at each end but the last.
+    On a terminal, lines can be edited, and the arrow keys bring earlier ones back.
+    """
+    running.keep_wrong_bytes()
+    is_edited = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_edited:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  input() uses it
+
+    def read(sign: str) -> str:
+        if is_edited:
+            with contextlib.suppress(EOFError):
+                return input(sign) + "\n"
+            return ""
+        if sys.stdin.isatty():
+            console.print(f"[bold green]{sign}[/]", end="")
+        return sys.stdin.readline()
+
+    number = 0
+    while (line := read("> ")) and line.strip() not in ("/bye", "/exit"):
+        number += 1
+        first, lines = number, [line.rstrip("\n")]
+        is_quoted = lines[0].startswith(_QUOTES)
+        while (not lines[-1].endswith(_QUOTES) or lines == [_QUOTES]) if is_quoted else lines[-1].endswith("\\"):
+            if not (line := read(". ")):
+                break
+            number += 1
+            lines = [*lines[:-1], lines[-1] if is_quoted else lines[-1][:-1], line.rstrip("\n")]
+        message = "\n".join(lines)
+        if is_quoted:
+            message = message.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n")
+        if message.strip():
+            yield first, message

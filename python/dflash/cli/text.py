@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..terminal import shortened
+from ..terminal import printable, shortened
 from . import options, running
 
 # ---------------------------------------------------------------------------------------------- generate
@@ -132,12 +132,12 @@ def chat(
     max_new_tokens: options.MaxNewTokens = 1024,
     as_json: options.Json = False,
 ) -> None:
-    """Chat with the target: one message per line on standard input, with streamed answers.
+    """Chat with the target: a message per line of standard input, with streamed answers.
 
-    /drop forgets the oldest message and its answer, /reset all of them, /exit or the end of input leaves, Ctrl-C stops
-    an answer. Only the new part of the conversation is run for each answer. A message that cannot be answered is left
-    out of the conversation, and the exit code is 1 at the end of piped input. Without --model, the packaged pair
-    answers each message separately.
+    /help lists the commands, which begin with a slash; /bye or the end of input leaves, Ctrl-C stops an answer. Only
+    the new part of the conversation is run for each answer. A message that cannot be answered is left out of the
+    conversation, and the exit code is 1 at the end of piped input. Without a model, the packaged pair answers each
+    message separately.
 
     Example: dflash chat Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16
     """
@@ -149,7 +149,7 @@ def chat(
     from ..loading import check_template
     from . import sources
     from .answer import check_system
-    from .conversation import Chat, read_lines
+    from .conversation import Chat, read_messages
 
     source = models.source(quiet=as_json, samples=True)
     tokenizer = sources.load_tokenizer(source)
@@ -162,15 +162,20 @@ def chat(
     generator = Generator(model, drafter, max_length=length, tree=models.tree, **models.generator)
     arguments = {"max_new_tokens": max_new_tokens, **dataclasses.asdict(sampling)}
     conversation = Chat(generator, tokenizer, device, system, arguments, as_json)
-    # 2. Answer line by line.
-    console, all_answered = conversation.console, True
-    for number, line in read_lines(console):
-        if line.strip() == "/reset":
-            conversation.messages.clear()
-        elif line.strip() == "/drop":
-            del conversation.messages[:2]
-        else:
-            all_answered &= conversation.answer(number, line)
+    if not as_json:
+        drafts = "no drafter" if models.draft is None else f"drafter {printable(models.draft)}"
+        typer.echo(f"{printable(models.model)}, {drafts}; /help lists the commands, /bye leaves", err=True)
+    # 2. Answer message by message.
+    all_answered = True
+    for number, message in read_messages(conversation.console):
+        if not message.startswith("/"):
+            all_answered &= conversation.answer(number, message)
+            continue
+        try:
+            conversation.command(message)
+        except (ValueError, TypeError) as error:
+            running.print_error(error)
+            all_answered = False
     if not (all_answered or sys.stdin.isatty()):
         raise typer.Exit(1)
 
