@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import typer
 
 from dflash import Drafter, load_draft
 from dflash.internals import check_config, drafter_config, sources, targets
-from dflash.light import options
+from dflash.light import options, terminal
 
 from ..commands.training import is_first_process, numbers
 from ..config import TrainConfig
@@ -64,6 +66,29 @@ def run_training(run: Any, given: dict[str, Any], parts: dict[str, Any], config:
     last = trainer.train()
     if run.as_json and accelerator.is_main_process:
         typer.echo(json.dumps(last))
+    elif accelerator.is_main_process:
+        _print_end(trainer, run)
+
+
+def _print_end(trainer: Any, run: Any) -> None:
+    """Say where the draft is, how it came about, and what to run next."""
+    minutes = f"{trainer.seconds / 60:.1f} minutes" if trainer.seconds >= 60 else f"{trainer.seconds:.0f} seconds"
+    lines = [f"the draft is in {terminal.printable(run.output)}: {trainer.steps} steps in {minutes}"]
+    metrics = [json.loads(line) for line in trainer.metrics.path.read_text().splitlines()]
+    for name, key in (("loss", "loss"), ("accepted", "train_acceptance"), ("held-out", "acceptance_length")):
+        if values := [line[key] for line in metrics if line.get(key) is not None]:
+            lines.append(f"{name:<9} {_drawn(values)}  {values[0]:.2f} to {values[-1]:.2f}")
+    pair = shlex.join([str(run.model), "--draft", str(run.output)])
+    lines.append(f"next: dflash generate {pair} 'PROMPT', or dflash benchmark {pair} --dataset PROMPTS.jsonl")
+    typer.echo("\n".join(lines), err=True)
+
+
+def _drawn(values: Sequence[float], width: int = 40) -> str:
+    """Draw numbers as a line of bars, at most ``width``."""
+    count = min(width, len(values))
+    chosen = [values[place * (len(values) - 1) // max(1, count - 1)] for place in range(count)]
+    low, high = min(chosen), max(chosen)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / ((high - low) or 1))] for value in chosen)
 
 
 def _new_drafter(target: Any, tokenizer: Any, rows: Any, given: dict[str, Any], seed: int) -> Drafter:
