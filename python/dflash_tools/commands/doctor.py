@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..doctor.diagnosis import Diagnosis
 
-_POSITIONS = (1, 2, 3, 4, 6, 8, 12)  # and the last
+_POSITIONS = (1, 2, 3, 4, 5, 6, 8, 12)  # and the last
 # docs/doctor.md has the sources.
 _HEALTHY = "published drafters keep the first draft in about 80 % of the steps, and 4 to 8 tokens per step"
 
