@@ -226,7 +226,7 @@ def test_chat_has_commands_and_messages_of_several_lines(shell, chat_folders, mo
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
         return shell("chat", model, "--draft", draft, "--max-new-tokens", "4")
 
-    done = chat('"""w5', 'w6"""', "/reset", "w5\\", "w6", "/reset", '"""', "w5 w6", '"""', "/bye", "w7").assert_done()
+    done = chat('"""w5', 'w6"""', "/drop", "w5\\", "w6", "/reset", '"""', "w5 w6", '"""', "/bye", "w7").assert_done()
     assert done.out.splitlines() == [answer(model, [91, 5, 6, 92], 4)] * 3
     assert f"{model}, drafter {draft}; /help lists the commands, /bye leaves" in done.err
     done = chat("/set max_new_tokens 2", "/set system w8", "w5 w6", "/help").assert_done()
@@ -234,7 +234,14 @@ def test_chat_has_commands_and_messages_of_several_lines(shell, chat_folders, mo
     assert "/set NAME VALUE   sets temperature" in done.err
     done = chat("/nothing", "/set temperature -1", "/set")
     assert (done.code, done.out) == (1, "")
-    for refused in ("no command /nothing: there are /help, /set, /drop", "temperature must be", "max_new_tokens=4"):
+    assert "no command" not in chat(" /w5", '"""/w5"""').assert_done().err
+    done.err += chat("/set top_k x").err
+    for refused in (
+        "no command /nothing: there are /help, /set, /drop",
+        "temperature must be",
+        "max_new_tokens=4",
+        "top_k must",
+    ):
         assert refused in done.err
 
 

@@ -21,7 +21,7 @@ from .answer import StreamedAnswer, chat_ids, check_system
 
 COMMANDS = {
     "/help": "shows this",
-    "/set NAME VALUE": "sets temperature, system or another option for the next answers; without a name, shows them",
+    "/set NAME VALUE": "sets temperature, system or another option for the next answers; alone, shows them",
     "/drop": "forgets the oldest message and its answer",
     "/reset": "forgets all messages",
     "/bye": "leaves; so do /exit and the end of input; Ctrl-C stops an answer",
@@ -57,10 +57,7 @@ class Chat:
         except KeyboardInterrupt:
             self.console.print("[dim](stopped)[/]")
         except ValueError as error:
-            running.print_error(error)
-            if self.as_json:
-                typer.echo(json.dumps({"error": str(error)}))
-            return False
+            return self._refuse(error)
         if answer.last is None:
             return True  # stopped before it began
         self.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
@@ -82,27 +79,35 @@ class Chat:
                 f"the conversation would have {len(ids)} tokens, the limit is {limit}: this message was left out; "
                 "/drop forgets the oldest message and its answer, /reset all of them"
             )
-        new = min(self.arguments["max_new_tokens"], limit - len(ids))
+        new = min(self.arguments["max_new_tokens"] or limit, limit - len(ids))
         prompt = torch.tensor([ids], dtype=torch.int64, device=self.device)
         rest = {"tokenizer": self.tokenizer, "skip_special_tokens": True, **self.arguments, "max_new_tokens": new}
         return self.generator.stream(prompt, **rest)
 
-    def command(self, line: str) -> None:
-        """Run a line that begins with a slash. Raises ValueError for an unknown command or a value it cannot have."""
+    def _refuse(self, error: Exception) -> bool:
+        running.print_error(error)
+        if self.as_json:
+            typer.echo(json.dumps({"error": str(error)}))
+        return False
+
+    def command(self, _number: int, line: str) -> bool:
+        """Run a line that begins with a slash. Returns False if there is no such command or it refuses a value."""
         name, _, rest = line.strip().partition(" ")
+        try:
+            self._run(name, *rest.strip().partition(" ")[::2])
+        except (ValueError, TypeError) as error:
+            return self._refuse(error)
+        return True
+
+    def _run(self, name: str, setting: str, value: str) -> None:
         if name == "/help":
-            self.console.print(
-                "\n".join(f"{usage:<18}{text}" for usage, text in COMMANDS.items()),
-                soft_wrap=True,
-                markup=False,
-                highlight=False,
-            )
+            typer.echo("\n".join(f"{usage:<18}{text}" for usage, text in COMMANDS.items()), err=True)
         elif name == "/reset":
             self.messages.clear()
         elif name == "/drop":
             del self.messages[:2]
         elif name == "/set":
-            self._set(*rest.strip().partition(" ")[::2])
+            self._set(setting, value.strip())
         else:
             known = ", ".join(usage.split()[0] for usage in COMMANDS if usage.startswith("/"))
             raise ValueError(
@@ -110,26 +115,22 @@ class Chat:
             )
 
     def _set(self, name: str, value: str) -> None:
-        """Change a setting of the answers to come; without a name, show all."""
+        """Change a setting of the answers to come. Raises ValueError without a name and a value, and says all."""
         settings = {"system": self.system, **self.arguments}
-        if name not in settings:
-            values = ", ".join(f"{known}={value}" for known, value in settings.items() if value is not None)
-            raise ValueError(f"/set NAME VALUE needs a name of {', '.join(settings)}; now: {values}")
+        if name not in settings or not value:
+            values = ", ".join(f"{known}={found}" for known, found in settings.items() if found is not None)
+            raise ValueError(f"/set NAME VALUE needs a name of {', '.join(settings)} and a value; now: {values}")
         if name == "system":
-            check_system(self.tokenizer, value or None)
-            self.system = value or None
+            check_system(self.tokenizer, value)
+            self.system = value
             return
-        try:
-            number = json.loads(value) if value else None
-        except ValueError:
-            number = value
-        self.arguments[name] = (
-            self.arguments[name] if number is None and name == "max_new_tokens" else checked(name, number)
-        )
+        with contextlib.suppress(ValueError):  # what is no number is refused by the setting's own check
+            value = json.loads(value)
+        self.arguments[name] = checked(name, value)
 
 
-def read_messages(console: Console) -> Iterator[tuple[int, str]]:
-    """Yield the non-empty messages of standard input up to /bye, with the numbers of their first lines.
+def read_messages(console: Console) -> Iterator[tuple[int, str, bool]]:
+    """Yield what standard input says up to /bye: the number of its first line, the message, and if it is a command.
 
     A message may have several lines: between two lines with three quotes, or with a backslash at each end but the last.
     On a terminal, lines can be edited, and the arrow keys bring earlier ones back.
@@ -163,4 +164,4 @@ def read_messages(console: Console) -> Iterator[tuple[int, str]]:
         if is_quoted:
             message = message.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n")
         if message.strip():
-            yield first, message
+            yield first, message, message.startswith("/") and not is_quoted

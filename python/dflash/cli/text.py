@@ -43,7 +43,7 @@ def generate(
     """Answer or continue PROMPT with the target's own text, several tokens per step, and stream it.
 
     If the tokenizer has a chat template, PROMPT becomes a user's message, unless --raw is given. The text goes to
-    standard output, a line of statistics to standard error. Without --model, the packaged pair answers.
+    standard output, a line of statistics to standard error. Without a model, the packaged pair answers.
 
     Example: dflash generate Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 "Why is the sky blue?"
     """
@@ -51,6 +51,7 @@ def generate(
     running.require_output()
     options.check_sampling(max_new_tokens, draft_sharpness=draft_sharpness, **dataclasses.asdict(sampling))
     models, prompt = _read_words(models, words or [])
+    text = _read_prompt(prompt, file)
     models = models.resolve(draft_sharpness)
     import torch
 
@@ -60,7 +61,6 @@ def generate(
     from . import sources
     from .answer import StreamedAnswer, encode
 
-    text = _read_prompt(prompt, file)
     for number, string in enumerate(stop or (), 1):
         check_text(string, f"--stop {number}")
     source = models.source(quiet=as_json, samples=True, needs_dense=receipt is not None)  # for its fingerprint
@@ -167,15 +167,9 @@ def chat(
         typer.echo(f"{printable(models.model)}, {drafts}; /help lists the commands, /bye leaves", err=True)
     # 2. Answer message by message.
     all_answered = True
-    for number, message in read_messages(conversation.console):
-        if not message.startswith("/"):
-            all_answered &= conversation.answer(number, message)
-            continue
-        try:
-            conversation.command(message)
-        except (ValueError, TypeError) as error:
-            running.print_error(error)
-            all_answered = False
+    for number, message, is_command in read_messages(conversation.console):
+        respond = conversation.command if is_command else conversation.answer
+        all_answered &= respond(number, message)
     if not (all_answered or sys.stdin.isatty()):
         raise typer.Exit(1)
 
