@@ -49,8 +49,8 @@ BUDGETS = {
     # All lines of Python. What differed in one value is one test with a table by now; less would take the only test of
     # a behavior. Texts that are cut at every place, and values and limits asked of every API, took 300; folders of
     # other libraries, whose layouts are written in torch here, 500; a tiny model of each architecture, converted by
-    # llama.cpp, 350; how commands start, 155.
-    "tests": 37_450,
+    # llama.cpp, 350; how commands start, 165.
+    "tests": 37_460,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
