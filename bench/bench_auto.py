@@ -26,7 +26,7 @@ from torch import Tensor
 
 import dflash
 from dflash import ops
-from dflash.cli.options import Source, load_target, load_tokenizer
+from dflash.cli.sources import Source, load_target, load_tokenizer
 from dflash.loading import prompt_ids
 from dflash.session import Session
 from dflash_tools.train import draft_config, new_drafter

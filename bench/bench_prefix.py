@@ -19,7 +19,7 @@ from torch import Tensor
 
 import dflash
 from dflash import ops
-from dflash.cli.options import Source, load_target
+from dflash.cli.sources import Source, load_target
 from dflash.session import Session
 
 QUESTION, ANSWER = 30, 60

@@ -17,8 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
+from dflash_tools.config import RegenerateConfig
 from dflash_tools.train.data import load_prompts
-from dflash_tools.train.regenerate import LocalWriter, RegenerateConfig, regenerate
+from dflash_tools.train.regenerate import LocalWriter, regenerate
 
 
 def parse() -> argparse.Namespace:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import dflash
 from dflash import ops
-from dflash.cli.options import Source, load_target
+from dflash.cli.sources import Source, load_target
 from dflash.targets import is_packed, weight_bytes_per_token
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import dflash
 from dflash import ops
-from dflash.cli.options import Source, load_target
+from dflash.cli.sources import Source, load_target
 from dflash.decoder import split_weights
 
 Calls = Sequence[Callable[[], object]]

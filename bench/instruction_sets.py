@@ -24,7 +24,7 @@ import torch
 
 import dflash
 from dflash import _C
-from dflash.cli.options import Source, load_target
+from dflash.cli.sources import Source, load_target
 from dflash.loading import Pretrained, prompt_ids
 from dflash_tools.measure.datasets import load_conversations
 

@@ -3,6 +3,7 @@
 import io
 import json
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tiny_tokenizers import byte_level
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dflash
-from dflash.cli import options as loading
+from dflash.cli import sources
 from dflash_serve.memory import bytes_per_token
 from dflash_tools.train import save_draft
 
@@ -34,7 +35,48 @@ def folders(tmp_path_factory) -> tuple[str, str]:
 @pytest.fixture
 def nothing_loads(monkeypatch):
     for name in ("load_target", "load_draft"):
-        monkeypatch.setattr(loading, name, lambda *_, **__: pytest.fail("a model was loaded"))
+        monkeypatch.setattr(sources, name, lambda *_, **__: pytest.fail("a model was loaded"))
+
+
+QUICK = """
+import json, sys
+from dflash.cli import main
+sys.modules["fastapi"] = sys.modules["datasets"] = None  # extras that are missing
+found = []
+for sys.argv in json.loads(sys.argv[1]):
+    try:
+        main()
+    except SystemExit as exit:
+        slow = {"torch", "transformers", "safetensors", "numpy"} & sys.modules.keys()
+        found.append([exit.code or 0, sorted(slow)])
+print(json.dumps(found))
+"""
+
+
+def test_help_and_wrong_options_import_nothing_slow(tmp_path):
+    """No timing: importing torch and transformers is what takes seconds."""
+    commands = [
+        "generate",
+        "chat",
+        "serve",
+        "verify",
+        "train",
+        "learn",
+        "regenerate",
+        "export",
+        "demo",
+        "benchmark",
+        "doctor",
+    ]
+    train = ["train", "--model", "m", "--data", "d", "--output", str(tmp_path / "out")]
+    cases = [*([0, name, "--help"] for name in commands), [0, "-h"], [0, "--version"]]
+    cases += [[2, "generat"], [2, "chat", "--temprature", "1"], [2, "serve"], [2, *train]]
+    cases += [[2, "chat", "--draft", "d"], [2, "generate", "--temperature", "-1", "text"]]
+    arguments = json.dumps([["dflash", *case] for _, *case in cases])
+    done = subprocess.run([sys.executable, "-c", QUICK, arguments], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [[code, []] for code, *_ in cases], done.stderr
+    assert "pip install '.[serve]'" in done.stderr
+    assert "<bool>" not in re.sub(r".*--(help|install-completion|show-completion).*", "", done.stdout)
 
 
 @pytest.fixture
@@ -116,6 +158,33 @@ def test_a_stop_string_ends_the_text(shell, generate, folders, tmp_path):
     assert generate("--stop", f"{first} {second}", "w5").out.split() == [first, second]
 
 
+def test_a_model_needs_no_drafter_and_no_option(shell, folders, monkeypatch):
+    model, draft = folders
+    expected = answer(model, [5, 6, 7], 5) + "\n"
+    for call in (
+        [model, "w5 w6 w7"], ["w5 w6 w7", "-m", model], [model, "w5 w6 w7", "--prompt-lookup", "2"],
+        [model, "w5 w6 w7", "-md", draft], ["w5 w6 w7", "-m", model, "--draft", "auto"],
+    ):  # fmt: skip
+        assert shell("generate", *call, "-n", "5").out == expected
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6 w7"))
+    assert shell("generate", model, "-n", "5").out == expected
+    shell("generate", model, "w5", "w6").assert_refused("give a model and one text, with quotes around the text")
+    shell("chat", model, "-m", draft).assert_refused("name one model: MODEL is")
+    shell("generate", model, "w5", "--tree", "8").assert_refused("--tree needs a drafter: name one with --draft")
+    shell("benchmark", model, "--dataset", "gsm8k").assert_refused("name a drafter with --draft")
+
+
+@pytest.mark.parametrize(("name", "published"), [
+    ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
+    ("bartowski/Qwen3.6-35B-A3B-GGUF:Qwen3.6-35B-A3B-Q4_K_M.gguf", "z-lab/Qwen3.6-35B-A3B-DFlash"),
+    ("meta-llama/Meta-Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+    ("owner/model-of-nobody", None),
+])  # fmt: skip
+def test_a_published_drafter_is_named_and_not_downloaded(shell, name, published):
+    download = f"--draft {published} downloads it" if published else "none is known to be published"
+    shell("generate", name, "w5", "--draft", "auto").assert_refused(download)
+
+
 TEMPLATE = (
     "{% for m in messages %}{{ {'system': 'w90', 'user': 'w91', 'assistant': 'w92'}[m.role] }} {{ m.content }} "
     "{% endfor %}w92"
@@ -150,6 +219,32 @@ def test_chat_answers_line_by_line(shell, chat_folders, monkeypatch):
     assert done.out.splitlines() == [first, answer(model, ids, 4), answer(model, [91, 7, 92], 4)]
 
 
+def test_chat_has_commands_and_messages_of_several_lines(shell, chat_folders, monkeypatch):
+    model, draft = chat_folders
+
+    def chat(*lines: str):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+        return shell("chat", model, "--draft", draft, "--max-new-tokens", "4")
+
+    done = chat('"""w5', 'w6"""', "/drop", "w5\\", "w6", "/reset", '"""', "w5 w6", '"""', "/bye", "w7").assert_done()
+    assert done.out.splitlines() == [answer(model, [91, 5, 6, 92], 4)] * 3
+    assert f"{model}, drafter {draft}; /help lists the commands, /bye leaves" in done.err
+    done = chat("/set max_new_tokens 2", "/set system w8", "w5 w6", "/help").assert_done()
+    assert done.out.splitlines() == [answer(model, [90, 8, 91, 5, 6, 92], 2)]
+    assert "/set NAME VALUE   sets temperature" in done.err
+    done = chat("/nothing", "/set temperature -1", "/set")
+    assert (done.code, done.out) == (1, "")
+    assert "no command" not in chat(" /w5", '"""/w5"""').assert_done().err
+    done.err += chat("/set top_k x").err
+    for refused in (
+        "no command /nothing: there are /help, /set, /drop",
+        "temperature must be",
+        "max_new_tokens=4",
+        "top_k must",
+    ):
+        assert refused in done.err
+
+
 def test_trees_and_blocks_of_any_width_write_the_same_text_and_are_named(generate):
     call = ["--max-new-tokens", "9", "w5 w6 w7"]
     chain = generate(*call)
@@ -169,7 +264,7 @@ def test_trees_and_blocks_of_any_width_write_the_same_text_and_are_named(generat
 def stored(monkeypatch):
     """How a command asks for the weights of its target and of its drafter, call by call."""
     found = []
-    for name in ("dflash.cli.text:stream", "dflash.cli.text:Generator", "dflash_serve.command:Generator"):
+    for name in ("dflash.api:stream", "dflash.generator:Generator", "dflash:Generator"):
         make = pkgutil.resolve_name(name)
 
         def spy(*models, make=make, **options):
@@ -195,7 +290,7 @@ def test_weights_in_8_bits_write_the_text_of_the_quantized_target(
     assert json.loads(generate(*call, "--weights", "int8", "--json").out)["weights"] == "int8"
     # Its receipt is verified on the CPU.
     spy = lambda _dtype, device: asked.append(device) or device or "cuda"  # noqa: E731
-    monkeypatch.setattr("dflash.cli.options.check_device", spy)
+    monkeypatch.setattr("dflash.cli.sources.check_device", spy)
     done = shell("verify", file, "--model", folders[0])
     assert (done.code, asked) == (0, ["cpu"]), done.err
 
@@ -213,7 +308,8 @@ def test_chat_and_serve_store_weights_as_asked(shell, chat_folders, stored, monk
 def test_a_model_is_served_without_a_drafter_in_the_memory_there_is(shell, chat_folders, monkeypatch, caplog):
     served, free, (model, draft) = [], [2**40], chat_folders
     monkeypatch.setattr("dflash_serve.app.Server.run", lambda server, **_: served.append(server.config.app.state))
-    monkeypatch.setattr("dflash_serve.command.free_memory", lambda _device: free[0])
+    monkeypatch.setattr("dflash_serve.memory.free_memory", lambda _device: free[0])
+    shutil.copytree(draft, Path(model).parent / "draft")
     for options in ([model], ["--model", model], [model, "--draft", draft]):
         shell("serve", *options, "--port", "0").assert_done()
         generator = served[-1].service.scheduler.generator
@@ -226,7 +322,12 @@ def test_a_model_is_served_without_a_drafter_in_the_memory_there_is(shell, chat_
     free[0] = 2 * 4 * 256 * bytes_per_token(AutoModelForCausalLM.from_pretrained(model), None)
     assert shell("serve", model, "--port", "0").code == 0
     assert served[-1].service.scheduler.generator.max_length == 256
-    for line in ("drafter: none, one token per step", "loading the target from", "holds for 4 rows"):
+    for line in (
+        "drafts for this model: --draft auto",
+        "drafter: none, one token per step",
+        "loading the target from",
+        "holds for 4 rows",
+    ):
         assert line in caplog.text
 
 
@@ -251,7 +352,7 @@ def test_weights_that_cannot_be_stored_are_refused_before_models_are_loaded(
 ):
     model, draft = chat_folders
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n')
-    monkeypatch.setattr("dflash.cli.options.check_device", lambda _dtype, device: device or "cuda")
+    monkeypatch.setattr("dflash.cli.sources.check_device", lambda _dtype, device: device or "cuda")
     more = {"generate": ["w5"], "benchmark": ["--dataset", str(tmp_path / "prompts.jsonl")]}[command]
     shell(command, "--model", model, "--draft", draft, *options.split(), *more).assert_refused(message)
 

@@ -173,6 +173,29 @@ def test_a_folder_may_hold_target_drafter_and_projector(pair, tmp_path):
     assert Pretrained(tmp_path).load_config().num_hidden_layers == 4
 
 
+@pytest.mark.parametrize(("keys", "options", "expected", "said"), [
+    ({}, [], {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}, "as llama.cpp by default"),
+    ({"general.sampling.temp": 0.5, "general.sampling.top_k": -1}, ["--top-p", "0.5"],
+     {"temperature": 0.5, "top_k": 0, "top_p": 0.5, "min_p": 0.05}, "by the keys of the file"),
+    ({"general.sampling.temp": 0.0}, [], {"temperature": 0.0}, "temperature 0, "),
+])  # fmt: skip
+def test_a_file_is_sampled_as_by_llama_cpp_unless_options_say_otherwise(shell, tmp_path, keys, options, expected, said):
+    write_llama(tmp_path / "target.gguf", keys=keys)
+    call = ["generate", tmp_path / "target.gguf", "abc", "--seed", "1", "--max-new-tokens", "12"]
+    done = shell(*call, *options)
+    given = [word for name, value in expected.items() for word in (f"--{name.replace('_', '-')}", value)]
+    assert done.out == shell(*call, *given).out
+    assert said in done.err
+    assert "sampling" not in shell("doctor", tmp_path / "target.gguf").err
+
+
+def test_a_drafter_next_to_a_file_is_found(pair, shell):
+    done = shell(
+        "generate", pair[0] / "target.gguf", "abc", "--draft", "auto", "--max-new-tokens", 8, "--temperature", 0
+    )
+    assert " of 4, first token" in done.assert_done().err
+
+
 def test_commands_take_a_file(pair, shell, tmp_path):
     folder = pair[0]
     models = ["--model", folder / "target.gguf", "--draft", folder / "draft", "--json"]

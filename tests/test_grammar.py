@@ -463,9 +463,9 @@ def test_the_command_takes_each_kind_of_grammar(shell, model, tmp_path):
 
 
 def test_wrong_options_are_named_before_the_target_is_loaded(shell, model, tmp_path, monkeypatch):
-    from dflash.cli import options as loading
+    from dflash.cli import sources
 
-    monkeypatch.setattr(loading, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(sources, "load_target", lambda *_: pytest.fail("the target was loaded"))
     wrong, listed = tmp_path / "wrong.json", tmp_path / "list.json"
     wrong.write_text('{"type": ')
     listed.write_text("[]")

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_stream_arguments
 from .drafter import Drafter
+from .fit import check_pair
 from .generator import CallLock, Generator, locks_held_here
-from .options import OPTIONS, OneShotOptions, check_pair, tree_rows
+from .options import OPTIONS, OneShotOptions, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .targets import Fingerprint, check_target, forget_trials, max_positions, structural_copy, unwrap
 

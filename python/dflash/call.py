@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .options import check_combination, check_tree, tree_rows
+from .fit import check_tree
+from .options import check_combination, tree_rows
 from .sampling import HostRules, SamplingArguments
 from .settings import (
     MAX_LOGPROBS,

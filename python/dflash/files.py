@@ -16,9 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-
 from .terminal import named, printable, shortened
 
 MAX_JSON_BYTES = 2**26  # of one file. Python objects take up to thirty times the bytes of the JSON they are read from.
@@ -122,6 +119,8 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
     The memory of a tensor read from it is the file until the tensor is copied.
     """
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, "pt") as file:
             yield file
@@ -132,6 +131,8 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 def read_torch_file(path: Path) -> Any:
     """Read tensors and numbers of ``torch.save``. Never runs code of the file, and never expands it."""
+    import torch
+
     with zipfile.ZipFile(path) as file:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
             raise ValueError(f"{path.name} is compressed, which torch.save never does")

@@ -21,7 +21,8 @@ from .engine import Direct, Engine, Replay, step
 from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
 from .engine.run import Answer, Run, event_of, output_of
-from .options import CheckedPair, GeneratorArguments, check_pair, tree_rows
+from .fit import CheckedPair, check_pair
+from .options import GeneratorArguments, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .state import State
 from .streaming import BatchDecoder

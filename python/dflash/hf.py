@@ -19,10 +19,9 @@ from .cache import KVCache
 from .call import Call, TargetDefaults
 from .drafter import Drafter, check_draft_weights, quantized_draft
 from .loading.drafters import load_draft
-from .ops import WeightStorage
 from .options import OPTIONS, OneShotOptions, resolve_options
 from .outputs import GenerateOutput
-from .settings import SETTINGS, LogitsProcessor, StoppingCriterion
+from .settings import SETTINGS, LogitsProcessor, StoppingCriterion, WeightStorage
 from .streaming import Streamer
 from .targets import check_target, transformers_version
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from .ops import WeightStorage
+from .settings import WeightStorage
 
 if TYPE_CHECKING:
     from .call import Call

@@ -10,13 +10,12 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypedDict, runtime_checkable
 
-import torch
-from torch import Tensor
-
-from .ops import MAX_TREE_ROWS
 from .streaming import Streamer, Tokenizer
+
+if TYPE_CHECKING:  # a slow import, and the command's help comes from this table
+    from torch import Tensor
 
 MAX_LOGPROBS = 20
 """The most probable tokens per position that a call may ask for; OpenAI's limit."""
@@ -29,12 +28,15 @@ MAX_STOP_STRINGS, _MAX_CHARACTERS = 2**7, 2**12
 TreeSize = int | Literal["auto"] | None
 """Rows of a draft tree; "auto" to choose them as a call proceeds; None for chains."""
 
+WeightStorage = Literal["int8"] | None
+"""How the weights of products are stored: "int8" for copies in 8 bits, None for the weights as they are."""
+
 BlockSize = int | Literal["auto"] | None
 """Rows of a chain; "auto" to choose them as a call proceeds; None for the drafter's own."""
 
-LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+LogitsProcessor = Callable[["Tensor", "Tensor"], "Tensor"]
 """``(input_ids [1, length] int64, scores [1, vocab] float32) -> scores``."""
-StoppingCriterion = Callable[[Tensor, None], bool | Tensor]
+StoppingCriterion = Callable[["Tensor", None], "bool | Tensor"]
 """``(input_ids [1, length] int64, None) -> bool``, or a tensor with one element."""
 
 Check = Callable[[str, object, int], object]
@@ -254,7 +256,9 @@ def _callables(name: str, value: object, _: int) -> tuple[object, ...]:
     return found
 
 
-def _pictures(name: str, value: object, _: int) -> dict[str, Tensor] | None:
+def _pictures(name: str, value: object, _: int) -> "dict[str, Tensor] | None":
+    from torch import Tensor
+
     if not isinstance(value, Mapping) or not all(isinstance(item, Tensor) for item in value.values()):
         raise TypeError(f"{name} must map names of tensors to tensors, as processors return them, got {value!r:.200}")
     if taken := value.keys() & {"input_ids", "attention_mask", "position_ids"}:
@@ -269,6 +273,8 @@ def _true_or_false(name: str, value: object, _: int) -> bool:
 
 
 def _tree(name: str, value: object, _: int) -> int | str:
+    from .ops import MAX_TREE_ROWS
+
     wanted = f'be a number of rows in 2 .. {MAX_TREE_ROWS}, "auto" or None'
     if isinstance(value, str):
         if value == "auto":
@@ -280,8 +286,7 @@ def _tree(name: str, value: object, _: int) -> int | str:
 
 # -------------------------------------------------------------------------------------------------------------- table
 
-_FLOAT32 = torch.finfo(torch.float32).max
-_TINY = torch.finfo(torch.float32).tiny
+_FLOAT32, _TINY = (2 - 2.0**-23) * 2.0**127, 2.0**-126  # the largest number, and the least normal one
 _temperature = _number("be a finite number of at least 0", lambda x: 0 <= x <= _FLOAT32)
 _top_p = _number("lie in (0, 1] (1 is off)", lambda x: 0 < x <= 1)
 _min_p = _number("lie in [0, 1] (0 is off)", lambda x: 0 <= x <= 1)
@@ -379,8 +384,8 @@ class GenerateArguments(TypedDict, total=False):
     """
 
     # fmt: off
-    attention_mask: Annotated[Tensor | None, Setting(receipt="needless")]
-    pictures: Annotated[Mapping[str, Tensor] | None, Setting(_pictures, receipt="needless")]  # stated by digests
+    attention_mask: Annotated["Tensor | None", Setting(receipt="needless")]
+    pictures: Annotated["Mapping[str, Tensor] | None", Setting(_pictures, receipt="needless")]  # stated by digests
     max_new_tokens: Annotated[int | None, Setting(
         _at_least(1), None, "", "stated", help="New tokens at most.", request="max_tokens", config="max_new_tokens",
     )]

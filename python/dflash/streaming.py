@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # shown by decoders for bytes that are not a character (yet)
 _BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from dflash import load_draft
-from dflash.internals import terminal
+from dflash.light import terminal
 
 from .record import AnswerRecorder
 from .scheduler import Scheduler

@@ -24,7 +24,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dflash.internals import terminal
+from dflash.light import terminal
 
 from . import anthropic, ollama, openai, openai_responses, receipts
 from .api import Api, Served

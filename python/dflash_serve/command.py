@@ -9,18 +9,19 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from dflash import Generator
-from dflash.internals import Store, files, options, targets, terminal
+from dflash.light import options, terminal
 
-from .adopt import Adopter
-from .memory import bytes_per_token, free_memory
 from .port import HOST, PORT, port_for
-from .record import AnswerRecorder
-from .scheduler import Scheduler
+
+if TYPE_CHECKING:  # slow imports, and the help needs none of them
+    from dflash import Generator
+
+    from .record import AnswerRecorder
+    from .scheduler import Scheduler
 
 _LOG = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -31,7 +32,9 @@ _MOST_UNASKED = 32768  # tokens of a context whose target names no limit
 class ServeOptions:
     """How the models are served: the options of ``dflash serve`` besides theirs."""
 
-    target: Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)] = None
+    PANELS: ClassVar = {"host": "Network", "rows": "Capacity", "chat_template": "Chats", "receipts": "Kept answers"}
+
+    target: options.Positional = None
     host: Annotated[str, "Address to listen on; 0.0.0.0 for all."] = HOST
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = PORT
     name: Annotated[
@@ -45,6 +48,10 @@ class ServeOptions:
         list[str] | None, "Let pages of this origin (http://HOST:PORT, or * for any) use the server; may be repeated."
     ] = None
     strict: Annotated[bool, "Refuse unknown fields, more than four stop strings, and more tokens than fit."] = False
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0
+    grace: Annotated[
+        float, typer.Option(min=0, max=86400, help="Seconds that answers may still take after SIGTERM.")
+    ] = 30.0
     rows: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 4
     queue: Annotated[int, typer.Option(min=0, help="Answers that may wait for a row; more get status 429.")] = 64
     max_length: Annotated[
@@ -73,10 +80,6 @@ class ServeOptions:
         Path | None, "Folder for answers that dflash learn makes the drafter better with; default: none are kept."
     ] = None
     learn_gb: Annotated[float, typer.Option(min=0.001, help="GB of answers in that folder; the oldest go.")] = 1.0
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0
-    grace: Annotated[
-        float, typer.Option(min=0, max=86400, help="Seconds that answers may still take after SIGTERM.")
-    ] = 30.0
 
     def check(self) -> None:
         """Raise ValueError for what is wrong with any models."""
@@ -103,7 +106,7 @@ class ServeOptions:
         if self.receipts is not None:
             try:
                 self.receipts.mkdir(parents=True, exist_ok=True)
-                files.check_writable(self.receipts)
+                options.check_writable(self.receipts)
             except OSError as error:
                 reason = "it is a file" if self.receipts.is_file() else error.strerror or error
                 folder = terminal.printable(self.receipts)
@@ -111,6 +114,8 @@ class ServeOptions:
         if self.learn is not None:
             if models.draft is None or models.block_size == 1:
                 raise ValueError("--learn needs a drafter with blocks of at least 2 rows: name one with --draft")
+            from dflash.internals import Store
+
             Store(self.learn)  # raises for a folder of something else
 
 
@@ -120,25 +125,29 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
 
     The same request with the same seed gets the same answer, whatever else is running. Without a model, the packaged
     pair answers. Ctrl-C or SIGTERM ends the server when the answers that are being written have ended.
+
+    Example: dflash serve Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --rows 8
     """
     # 1. Check everything that needs no model, and take the port.
     if any(importlib.util.find_spec(package) is None for package in ("fastapi", "uvicorn", "prometheus_client")):
         raise ValueError("dflash serve needs FastAPI, uvicorn and prometheus-client: pip install '.[serve]'")
+    asked.check()
+    models = models.named(asked.target)
+    shown = models.model
+    template = None if asked.chat_template is None else options.read_text(asked.chat_template, "--chat-template")
+    models = models.resolve()
+    from dflash.internals import sources, targets
+
+    from .adopt import Adopter
     from .app import Server
     from .pictures import PictureReader
     from .prompts import PromptReader
     from .receipts import ReceiptFolder
+    from .record import AnswerRecorder
     from .service import Service
 
-    asked.check()
-    template = None if asked.chat_template is None else options.read_text(asked.chat_template, "--chat-template")
-    if asked.target is not None:
-        if models.model not in (None, asked.target):
-            raise ValueError(f"name one model: MODEL is {asked.target!r}, --model {models.model!r}")
-        models = dataclasses.replace(models, model=asked.target)
-    name, *aliases = asked.name or [_shown_name(models.model)]
-    is_packaged = models.model is None
-    models = models.resolve(needs_draft=False)
+    name, *aliases = asked.name or [_shown_name(shown)]
+    is_packaged = shown is None
     asked.check_folders(models)
     listener = port_for(asked.host, asked.port)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
@@ -146,10 +155,10 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
         logging.getLogger(house).setLevel(logging.INFO)
     # 2. Load the models.
     # A target that is learned from must be dense, as where the drafter is trained; receipts have its fingerprint.
-    found = models.source(is_logged=True, needs_dense=bool(asked.learn or asked.receipts))
+    found = models.source(is_logged=True, samples=True, needs_dense=bool(asked.learn or asked.receipts))
     source = dataclasses.replace(found, pictures=asked.pictures, keeps_blocks=not asked.learn)
     processor = source.load_processor() if asked.pictures else None
-    tokenizer = options.load_tokenizer(source)
+    tokenizer = sources.load_tokenizer(source)
     if template is not None:
         tokenizer.chat_template = template
     pictures = None if processor is None else PictureReader(processor, allows_urls=asked.allow_image_urls)
@@ -201,6 +210,11 @@ def _make_scheduler(
     asked: ServeOptions, models: options.ModelOptions, target: Any, drafter: Any, recorder: AnswerRecorder | None
 ) -> Scheduler:
     """Make the generator and its scheduler: the context and the cache of prompts share the memory that is free."""
+    from dflash import Generator
+
+    from .memory import bytes_per_token, free_memory
+    from .scheduler import Scheduler
+
     free, each = free_memory(target.device), asked.rows * bytes_per_token(target, drafter)
     if recorder is not None:  # it is given the features of each token
         each += asked.rows * len(drafter.config.target_layer_ids) * drafter.config.hidden_size * target.dtype.itemsize
@@ -218,9 +232,11 @@ def _room(target: Any, rows: int, asked: int | None, free: int, each: int) -> in
 
     A token of all rows takes ``each`` bytes.
     """
+    from dflash.internals import sources, targets
+
     own = targets.max_positions(target)
     if asked is not None:
-        room, why = options.room_of(target, asked), "as asked" if asked <= (own or asked) else "the target has no more"
+        room, why = sources.room_of(target, asked), "as asked" if asked <= (own or asked) else "the target has no more"
     else:
         room = min(max(2, int(free / 2 / each) // 128 * 128), own or _MOST_UNASKED)
         memory = f"what half of the free {free / 1e9:.1f} GB holds for {rows} rows (--rows, --max-length)"
@@ -231,6 +247,8 @@ def _room(target: Any, rows: int, asked: int | None, free: int, each: int) -> in
 
 def _cache_bytes(target: Any, context: int, free: int) -> float:
     """Return a quarter of what was free, or half of what the context's bytes and copies of weights leave of it."""
+    from .memory import free_memory
+
     copies = max(0, free - free_memory(target.device))  # on a GPU they include the context
     left = free - max(copies, context)
     return max(0.0, min(free / 4, left / 2))

@@ -16,7 +16,7 @@ from urllib.error import URLError
 
 from torch import Tensor
 
-from dflash.internals import terminal
+from dflash.light import terminal
 
 from .requests import ImagePart, Message, bad_request, refusing, refusing_all
 

@@ -104,7 +104,7 @@ def claimed(arguments: Sequence[str]) -> Iterator[None]:
     parser.add_argument("--port", default=str(PORT))
     parser.add_argument("--allow-origin", action="append", default=[])
     is_server = next((word for word in arguments if not word.startswith("-")), None) == "serve"
-    if is_server and "--help" not in arguments:
+    if is_server and not {"--help", "-h"} & {*arguments}:
         with contextlib.suppress(argparse.ArgumentError):  # the command itself tells what is wrong
             found, _ = parser.parse_known_args(arguments)
             if found.port.isdigit() and int(found.port) < 2**16:

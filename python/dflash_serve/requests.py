@@ -15,7 +15,8 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dflash.internals import MAX_STOP_STRINGS, SETTINGS, GenerateArguments, terminal
+from dflash.internals import MAX_STOP_STRINGS, GenerateArguments
+from dflash.light import SETTINGS, terminal
 
 
 @dataclass(eq=False)

@@ -19,7 +19,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from pydantic import BaseModel
 
 from dflash import Statistics, StreamEvent, TokenLogprobs
-from dflash.internals import SETTINGS, Call, GenerateArguments, RecordedSettings, TextDecoder, fold, targets, terminal
+from dflash.internals import Call, GenerateArguments, RecordedSettings, TextDecoder, fold, targets
+from dflash.light import SETTINGS, terminal
 
 from . import requests
 from .adopt import Adopter

@@ -26,11 +26,12 @@ from dflash import load_draft
 from dflash.drafter import DFlash2Config
 from dflash.files import write_atomically
 from dflash.loading import FIRST_GENERATION, load_target
+from dflash_tools.config import RegenerateConfig
 from dflash_tools.measure.progress import bars
 from dflash_tools.train import TrainConfig, Trainer, draft_config, new_drafter, save_draft
 from dflash_tools.train.data import load_prompts, load_rows
 from dflash_tools.train.files import write_json
-from dflash_tools.train.regenerate import LocalWriter, RegenerateConfig, regenerate
+from dflash_tools.train.regenerate import LocalWriter, regenerate
 
 from .evaluate import evaluate, evaluate_sums, held_out_examples
 from .plot import plot

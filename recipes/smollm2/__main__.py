@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from dflash.cli.options import check_device
 from dflash.cli.running import run
+from dflash.cli.sources import check_device
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]  # without -m, Python finds only what is in this folder
 from recipes.smollm2.stages import PACKAGE, RESULTS, ROWS, Recipe  # noqa: E402

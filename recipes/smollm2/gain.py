@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import dflash
-from dflash.cli.options import Source, load_target
+from dflash.cli.sources import Source, load_target
 from dflash_serve.record import AnswerRecorder
 from dflash_tools.learn import Gain, Replayer
 

@@ -18,9 +18,10 @@ import torch
 from families import VOCAB, make_draft, make_target
 from tiny_tokenizers import spoken
 
+from dflash_tools.config import RegenerateConfig
 from dflash_tools.train import TrainConfig, Trainer, draft_config, new_drafter, save_draft
 from dflash_tools.train.export import export
-from dflash_tools.train.regenerate import LocalWriter, RegenerateConfig, regenerate
+from dflash_tools.train.regenerate import LocalWriter, regenerate
 
 TARGET = make_target("qwen3")
 TARGET.generation_config.eos_token_id = 1

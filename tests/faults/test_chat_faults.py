@@ -10,7 +10,7 @@ import torch
 from tiny_pair import save_pair, word_tokenizer
 from transformers import AutoModelForCausalLM
 
-from dflash.cli import text
+from dflash.cli.answer import StreamedAnswer
 
 # A system message is refused, and so is a question that has the word w13.
 TEMPLATE = (
@@ -149,7 +149,7 @@ def test_a_template_that_loses_text_is_refused_before_the_weights_are_read(shell
 
 @pytest.mark.parametrize("tokens", [0, 2])
 def test_a_stopped_answer_keeps_what_was_written(tokens, chat, target, monkeypatch):
-    add, events = text._StreamedAnswer.add, []
+    add, events = StreamedAnswer.add, []
 
     def stopping(answer, event):
         events.append(event)
@@ -157,7 +157,7 @@ def test_a_stopped_answer_keeps_what_was_written(tokens, chat, target, monkeypat
             raise KeyboardInterrupt
         add(answer, event)
 
-    monkeypatch.setattr(text._StreamedAnswer, "add", stopping)
+    monkeypatch.setattr(StreamedAnswer, "add", stopping)
     *first, last = reports(chat("w5", "w6"))
     assert len(first) == (tokens > 0)
     expected = Expected(target)

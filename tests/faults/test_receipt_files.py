@@ -142,7 +142,7 @@ def test_a_machine_that_is_too_small_is_not_called_a_wrong_token(shell, tmp_path
     def fail(*_):
         raise torch.OutOfMemoryError("out of memory: tried to allocate 5 TiB")
 
-    monkeypatch.setattr("dflash.cli.text.verify_receipt", fail)
+    monkeypatch.setattr("dflash.receipts.verify", fail)
     (tmp_path / "receipt.json").write_text(json.dumps(content))
     done = shell("verify", tmp_path / "receipt.json")
     assert (done.code, done.out) == (2, "")

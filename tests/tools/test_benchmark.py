@@ -10,8 +10,9 @@ import torch
 from tiny_pair import CHAT_TEMPLATE, save_pair, word_tokenizer
 
 import dflash
+from dflash_tools.config import BenchmarkConfig
 from dflash_tools.measure import compare, report
-from dflash_tools.measure.benchmark import BenchmarkConfig, answer_conversation, summarize
+from dflash_tools.measure.benchmark import answer_conversation, summarize
 from dflash_tools.measure.datasets import Conversation, load_conversations
 
 

@@ -11,8 +11,8 @@ from tiny_pair import save_pair
 from transformers import AutoTokenizer
 
 import dflash
+from dflash_tools.config import Decoding
 from dflash_tools.measure import compare, demo, trees
-from dflash_tools.measure.compare import Decoding
 
 PROMPTS = [
     {"prompt": "w5 w6 w7", "answer": None, "kind": "free"},

@@ -580,7 +580,7 @@ def test_the_command_shows_and_deletes(shell, tmp_path, pair):
 def test_mistakes_are_told_before_models_are_loaded(shell, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").touch()
-    monkeypatch.setattr("dflash.cli.options.load_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("dflash.cli.sources.load_target", lambda *_: pytest.fail("the target was loaded"))
     done = shell(*words.split())
     assert done.code == 2
     assert message in done.err

@@ -104,6 +104,8 @@ def test_a_run_writes_a_draft_that_the_engine_reads(run, arguments, model, tmp_p
     assert json.loads(again.out) == last
     onward = run(*arguments(init=folder, output=tmp_path / "more", **dict.fromkeys(NEW)))
     assert onward.code == 0, onward.err
+    for said in (f"the draft is in {tmp_path / 'more'}: 4 steps in ", "loss ", "next: dflash generate"):
+        assert said in onward.err
     assert dflash.load_draft(tmp_path / "more").config == draft.config
 
 
@@ -209,6 +211,8 @@ def test_two_processes_train_what_one_does_on_the_same_global_batch(run, argumen
     ({"taps": "0,9"}, "target_layer_ids must be layers of the target, 0 .. 3, got [0, 9]"),
     ({"taps": "0;1"}, "--taps must be numbers with commas between them, got '0;1'"),
     ({"mask_token_id": None}, "no mask token: the tokenizer has none"),
+    ({"mask_token_id": None}, "(--mask-token-id 3, '<line>', does not occur in the data"),
+    ({"mask_token_id": 97}, "must lie in 0 .. 96, the embedding rows, got 97: name one that the target never writes"),
     ({"threads": 0}, "--threads must be at least 1, got 0"),
     ({"dry_run": True, "resume": True}, "--dry-run plans a run from its start: leave out --resume"),
     ({"type": "eagle"}, "--type must be dflash or dflash2, got 'eagle'"),

@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 
 import datasets
@@ -278,6 +280,30 @@ def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(target, rows, tmp_
     assert done.resume()
     done.train()
     assert_same(weights(done), weights(whole))
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_run_that_is_stopped_by_a_signal_saves_its_last_step(target, rows, tmp_path, number, raised, capsys):
+    config, before = changed(steps=4, save_every=0), signal.getsignal(number)
+    whole, stopped = (trainer(target, rows, tmp_path / name, config) for name in ("whole", "stopped"))
+    whole.train()
+    stopped.quiet, step = False, stopped.run_step
+
+    def kill(group, *arguments):
+        if stopped.step == 2:
+            os.kill(os.getpid(), number)
+        return step(group, *arguments)
+
+    stopped.run_step = kill
+    with pytest.raises(raised):
+        stopped.train()
+    assert "stopped at step 3 of 4; to go on from there, run the same command with --resume" in capsys.readouterr().err
+    assert signal.getsignal(number) is before
+    resumed = trainer(target, rows, tmp_path / "stopped", config)
+    assert resumed.resume()
+    assert resumed.step == 3
+    resumed.train()
+    assert_same(weights(resumed), weights(whole))
 
 
 def test_another_run_is_not_resumed(target, rows, tmp_path):

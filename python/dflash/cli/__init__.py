@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from .. import __version__
 from .running import run, set_debug
 
 _TRAINING = ("train", "learn", "regenerate", "export")
@@ -41,13 +42,25 @@ def application(named: str = "") -> typer.Typer:
         raise ValueError(
             f"dflash {named} is not installed: pip install 'dflash-engine{extra}', or '.{extra}' in a clone"
         )
-    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    asks = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(context_settings=asks, no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_options)
     for name in [named] if named in found else [name for name in COMMANDS if name in found]:
-        app.command(name)(found[name].load())
+        app.command(name, context_settings=asks)(found[name].load())
     return app
 
 
-def _options(debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False) -> None:
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dflash {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", metavar="", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     """Lossless speculative decoding with DFlash block-diffusion drafters."""
     set_debug(debug)

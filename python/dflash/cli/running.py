@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -56,3 +57,9 @@ def _replace_closed_streams() -> None:
             except OSError:
                 os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115  it stays open
+
+
+def keep_wrong_bytes() -> None:
+    """Read bytes of standard input that are not UTF-8 as surrogates, which `check_text` finds."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from .. import ops
 from ..cache import KVCache
 from ..decoder import BlockConv, DecoderLayer, DecoderStack, product, rotation
-from ..ops import NotFiniteError, PackedWeight, WeightStorage, format_of, packed_layer, reference
+from ..ops import NotFiniteError, PackedWeight, format_of, packed_layer, reference
+from ..settings import WeightStorage
 from ..targets import not_finite
 from ..targets.model import KERNEL_DTYPES, modules_of, tensors_of
 from .config import DFlash2Config, DraftConfig

@@ -20,6 +20,7 @@ from ..terminal import listed, named, printable
 DRAFT_ARCHITECTURES = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # of values
 _STRING, _ARRAY = 8, 9
+_SAMPLING = {"temperature": ("temp", 0.8), "top_k": ("top_k", 40), "top_p": ("top_p", 0.95), "min_p": ("min_p", 0.05)}
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
@@ -102,6 +103,12 @@ class GgufFile:
             sizes[kind.name] = sizes.get(kind.name, 0) + math.prod(self.shapes[name])
         found = PLAIN.get(max(sizes, key=sizes.__getitem__, default=""))
         return torch.bfloat16 if found is None or not found.is_floating_point else found
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """How llama.cpp samples from the file, by our names: its keys ``general.sampling.*``, else the defaults."""
+        found = {name: self.metadata.get(f"general.sampling.{key}", value) for name, (key, value) in _SAMPLING.items()}
+        return {**found, "top_k": max(0, found["top_k"])}  # -1 is off there
 
     def kind(self, name: str) -> str:
         """Return the type of a tensor, as GGML calls it."""

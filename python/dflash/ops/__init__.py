@@ -12,9 +12,10 @@ Ops that end in an underscore write into their arguments and return nothing. Non
 from .._C import __file__ as EXTENSION
 from .._C import isa, overlaps, set_overlap
 from .._C import with_cuda as has_cuda_kernels  # this build holds CUDA kernels at all
+from ..settings import WeightStorage
 from . import attention, layers, linear, norm, recurrent, switches, tree, vocab
 from .contract import bytes_reached
-from .formats import FORMATS, NotFiniteError, PackedWeight, Weight, WeightStorage, format_of
+from .formats import FORMATS, NotFiniteError, PackedWeight, Weight, format_of
 from .layers import PackedLayers
 from .recurrent import L2_EPS
 from .registry import OPS, cuda_status, kernels_off, skinny, turn_off

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _C
+from ..settings import WeightStorage
 
 _TILE = 16  # features of a tile of a weight in blocks
 _WIDENED = 2**22  # values that are widened at a time
-WeightStorage = Literal["int8"] | None
-"""How the weights of products are stored: "int8" for copies in 8 bits, None for the weights as they are."""
 
 
 class ByteOrder(NamedTuple):

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from ..call import Call, GenerateArguments, TargetDefaults
 from ..files import read_json, write_atomically
 from ..grammar import Grammar
-from ..ops import WeightStorage
 from ..options import OPTIONS
 from ..outputs import GenerateOutput, StreamEvent
-from ..settings import SETTINGS, resolve, resolve_rules
+from ..settings import SETTINGS, WeightStorage, resolve, resolve_rules
 from ..targets import check_target, describe_config, embedding_table, version_of, versions, weights_digest
 from ..terminal import MAX_SHOWN, listed, printable, shortened
 

@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ..call import Call, TargetDefaults
 from ..engine import Engine, Prefill
 from ..generator import plain_settings
-from ..ops import WeightStorage
 from ..sampling import Sampling
+from ..settings import WeightStorage
 from ..state import RUNNING, Block, State
 from ..streaming import StopMatcher, Tokenizer
 from ..targets import Target, check_target, embedding_table, int8_obstacle, max_positions

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import KVCache, RecurrentCache
-from ..ops import WeightStorage
+from ..settings import WeightStorage
 from ..state import Block, State, Tree, scatter_rows
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest

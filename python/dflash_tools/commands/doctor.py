@@ -6,31 +6,20 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from dflash import DraftConfig
-from dflash.internals import (
-    check_config,
-    check_encoding,
-    find_draft,
-    gguf,
-    options,
-    read_draft_config,
-    targets,
-    terminal,
-)
+from dflash.light import options, terminal
 
-from ..doctor.diagnosis import Diagnosis, Pair, Prompts, diagnose, find_prompts
-from ..doctor.installation import examine
-from ..doctor.weights import examine_weights
-from ..measure.progress import bars
+if TYPE_CHECKING:
+    from rich.console import Console
 
-_POSITIONS = (1, 2, 3, 4, 6, 8, 12)  # and the last
+    from dflash.internals import sources
+
+    from ..doctor.diagnosis import Diagnosis
+
+_POSITIONS = (1, 2, 3, 4, 5, 6, 8, 12)  # and the last
 # docs/doctor.md has the sources.
 _HEALTHY = "published drafters keep the first draft in about 80 % of the steps, and 4 to 8 tokens per step"
 
@@ -65,12 +54,16 @@ def doctor(
 
     The exit code is 0 if nothing was found, 1 if something does not work or the pair has a fault, and 2 if the pair
     cannot be examined at all.
+
+    Example: dflash doctor --model Qwen/Qwen3-4B --draft ./draft
     """
     if weights is not None:
         if model is not None or draft is not None:
             raise ValueError("FILE is examined by itself: leave --model and --draft out")
-        options.check_dtype(dtype)
-        _examine_weights(options.Source(weights, trust_remote_code, quiet=as_json), dtype, as_json)
+        from dflash.internals import sources
+
+        sources.check_dtype(dtype)
+        _examine_weights(sources.Source(weights, trust_remote_code, quiet=as_json), dtype, as_json)
         return
     options.check_pair(model, draft, "a pair is examined; without both, the installation is")
     if model is None:
@@ -84,10 +77,18 @@ def doctor(
         return
     if max_new_tokens < 4:
         raise ValueError(f"--max-new-tokens must be at least 4, got {max_new_tokens}")
+    from rich.console import Console
+
+    from dflash import DraftConfig
+    from dflash.internals import check_config, check_encoding, find_draft, gguf, read_draft_config, sources, targets
+
+    from ..doctor.diagnosis import Pair, Prompts, diagnose, find_prompts
+    from ..measure.progress import bars
+
     # 1. Read the small files first, so that what does not fit is refused before weights are loaded.
-    source = options.Source(model, trust_remote_code, quiet=as_json)
+    source = sources.Source(model, trust_remote_code, quiet=as_json)
     rows, origin = find_prompts(prompts, str(source.name))
-    tokenizer = options.load_tokenizer(source)
+    tokenizer = sources.load_tokenizer(source)
     check_encoding(tokenizer, False, bos)
     path = find_draft(draft)
     with warnings.catch_warnings():
@@ -110,7 +111,12 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _examine_weights(source: options.Source, dtype: str, as_json: bool) -> None:
+def _examine_weights(source: sources.Source, dtype: str, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..doctor.weights import examine_weights
+
     found = examine_weights(source, dtype)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found)))
@@ -131,6 +137,12 @@ def _examine_weights(source: options.Source, dtype: str, as_json: bool) -> None:
 
 
 def _examine_installation(as_json: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..doctor.installation import examine
+
     checks = examine()
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(check) for check in checks]))
@@ -147,6 +159,9 @@ def _examine_installation(as_json: bool) -> None:
 
 
 def _print_diagnosis(found: Diagnosis, console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
     def say(text: str, style: str = "") -> None:
         console.print(terminal.printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 

@@ -9,18 +9,16 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from dflash.internals import OPTIONS, Store, options, targets, terminal
+from dflash.light import OPTIONS, options, terminal
 
-from ..learn.learning import LearnOptions
-from ..learn.learning import learn as learn_from
-from ..train.data import load_rows
+from ..config import LearnOptions
+
+if TYPE_CHECKING:
+    from dflash.internals import Store
 
 
 @options.command(models=("tree", "weights"), learning=("batch_tokens", "replay"))
@@ -38,15 +36,19 @@ def learn(
 ) -> None:
     """Make the drafter of a server better with the answers that it has kept, or show them, or delete them.
 
-    dflash learn FOLDER --model M --draft D --base answers.jsonl: trains at idle priority while no request runs, replays
+    With --base it trains at idle priority while no request runs, replays
     the newest answers with the drafter before and after, and has the server adopt it if it is better.
 
-    dflash learn status FOLDER: shows what there is. dflash learn forget FOLDER: deletes all of it.
+    dflash learn status FOLDER shows what there is, dflash learn forget FOLDER deletes all of it.
+
+    Example: dflash learn answers --model Qwen/Qwen3-4B --draft ./draft --base general.jsonl
     """
     action, folder = words if len(words) == 2 else ("", words[0])
     if len(words) > 2 or action not in ("", "status", "forget"):
         given = " ".join(map(terminal.printable, words))
         raise ValueError(f"name a folder, or status or forget and a folder, got {given}")
+    from dflash.internals import Store
+
     store, name = Store(folder), terminal.printable(folder)
     if not store.folder.is_dir():
         raise ValueError(f"there is no folder {name}: start a server with --learn {name}")
@@ -61,10 +63,15 @@ def learn(
                 "--base needs general answers of the target, so that the drafter forgets nothing: write some with "
                 "dflash regenerate PROMPTS --model MODEL --out answers.jsonl --temperature 0"
             )
-        models = models.resolve()
+        from dflash.internals import sources, targets
+
+        from ..learn.learning import learn as learn_from
+        from ..train.data import load_rows
+
+        models = models.resolve(needs_draft=True)
         _yield_the_machine(threads)
         source = dataclasses.replace(models.source(), keeps_blocks=False)  # it is trained with
-        tokenizer = options.load_tokenizer(source)
+        tokenizer = sources.load_tokenizer(source)
         target, draft, _ = models.load(source)
         rows = load_rows(base, tokenizer, min(3072, targets.max_positions(target) or 3072))
         # As dflash serve has them by default; the widths that "auto" chooses follow measured times.
@@ -77,6 +84,8 @@ def learn(
 
 def _yield_the_machine(threads: int) -> None:
     """Run at the lowest priority, in few threads."""
+    import torch
+
     torch.set_num_threads(threads)
     with contextlib.suppress(OSError, AttributeError):
         os.nice(19)
@@ -85,6 +94,9 @@ def _yield_the_machine(threads: int) -> None:
 
 def _show(store: Store) -> None:
     """Print how many answers and drafters there are."""
+    from rich.console import Console
+    from rich.table import Table
+
     files, drafters = store.answers(), store.drafters()
     size = sum(path.stat().st_size for path in files)
     days = [time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime)) for path in files[:1] + files[-1:]]

@@ -11,17 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from dflash import demo_pair
-from dflash.internals import PAIR, check_text, checked, options
+from dflash.light import checked, options
 
-from ..measure import demo as demos
-from ..measure import report as reports
-from ..measure.benchmark import BenchmarkConfig, run_benchmark
-from ..measure.compare import Decoding, GeneratorRunner
-from ..measure.datasets import DATASETS, load_conversations
-from ..measure.trees import TreeWatch
+from ..config import BenchmarkConfig, Decoding
 
 
 @options.command()
@@ -35,7 +28,9 @@ def demo(
     tree: options.TreeRows = None,
     model: options.PairModel = None,
     draft: Annotated[str | None, "Its DFlash drafter: a folder, a GGUF file or a hub id."] = None,
-    dtype: Annotated[str, "Of --model; default: float32, in which all engines write the same."] = "float32",
+    dtype: Annotated[
+        str | None, "Of --model; default: float32, in which all engines write the same, and of a GGUF file its own."
+    ] = None,
     pair: Annotated[Path | None, typer.Option(hidden=True, help="Folder with target, draft, prompts.jsonl.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -47,13 +42,13 @@ def demo(
     generate, one-token decoding and DFlash. The exit code is 1 if any answer differs between them in a token.
 
     With --tree, draft trees are compared too, and one step's tree is drawn.
+
+    Example: dflash demo --prompts 4
     """
     # 1. Check the options.
     options.check_sampling(max_new_tokens, temperature=temperature, seed=seed)
-    if prompt is not None:
-        check_text(prompt, "--prompt")
     options.check_pair(model, draft, "without both, the pair inside the package answers")
-    if model is None and dtype != "float32":
+    if model is None and dtype not in (None, "float32"):
         raise ValueError(f"--dtype {dtype} is for another pair, the package's runs in float32: add --model and --draft")
     decoding = Decoding(max_new_tokens, temperature, seed, tree=checked("tree", options.as_number(tree)))
     if prompt is not None and prompts is not None:
@@ -64,6 +59,18 @@ def demo(
         raise ValueError("--prompts answers exactly that many prompts: it does not go with --seconds")
     if seconds is not None and not seconds > 0:
         raise ValueError(f"--seconds must be above 0, got {seconds}")
+    from rich.console import Console
+
+    from dflash import demo_pair
+    from dflash.internals import PAIR, check_text, sources
+
+    from ..measure import demo as demos
+    from ..measure import report as reports
+    from ..measure.compare import GeneratorRunner
+    from ..measure.trees import TreeWatch
+
+    if prompt is not None:
+        check_text(prompt, "--prompt")
     if 0 < temperature < demos.LEAST_TEMPERATURE:
         raise ValueError(f"temperature must be 0 or at least {demos.LEAST_TEMPERATURE} here, got {temperature}")
     # 2. Choose the prompts.
@@ -77,9 +84,11 @@ def demo(
     if model is None:
         target, drafter, tokenizer = demo_pair(folder, generation=None if tree is None else 1)
     else:
-        models = options.ModelOptions(model, draft, dtype, tree=tree).resolve()
+        models = options.ModelOptions(model, draft, dtype or "float32", tree=tree).resolve()
         source = models.source(quiet=as_json)
-        tokenizer = options.load_tokenizer(source)
+        if dtype is None and source.gguf is not None:  # as dflash generate and serve load it
+            models = dataclasses.replace(models, dtype="auto")
+        tokenizer = sources.load_tokenizer(source)
         target, drafter, _ = models.load(source)
     # 4. Answer the prompts, and show the first few answers as they are written.
     console, trees = Console(), TreeWatch()
@@ -109,13 +118,12 @@ def demo(
         raise typer.Exit(1)
 
 
-@options.command(config=("draft_sharpness", "tree", "thinking", "generator"), models=("model", "draft"))
+@options.command(config=("draft_sharpness", "tree", "thinking", "generator"))
 def benchmark(
-    model: options.Model,
-    draft: options.Draft,
     dataset: Annotated[list[str], "humaneval, gsm8k, mt-bench, spec-bench or FILE.jsonl; may be repeated."],
     config: BenchmarkConfig,
     models: options.ModelOptions,
+    target: options.Positional = None,
     data: Annotated[Path | None, "Folder of the datasets' files; default: from the hub."] = None,
     limit: Annotated[int | None, "Prompts of each dataset at most."] = None,
     draft_sharpness: options.Sharpness = 1.0,
@@ -128,9 +136,17 @@ def benchmark(
 
     With --tree, draft trees are measured next to chains. If the tokenizer has a chat template, a dataset's text becomes
     a user's message, with no instruction added. Speeds include the forward passes over the prompts.
+
+    Example: dflash benchmark Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --dataset gsm8k --limit 20
     """
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
-    models = dataclasses.replace(models, model=model, draft=draft).resolve()
+    models = models.named(target)
+    if models.model is not None and models.draft is None and models.prompt_lookup is None:
+        raise ValueError(
+            "a benchmark compares drafts with one-token decoding: name a drafter with --draft (auto: a known one), or "
+            "pass --prompt-lookup 3"
+        )
+    models = models.resolve()
     config = dataclasses.replace(
         config,
         draft_sharpness=draft_sharpness,  # with --tree, that of the chains next to them
@@ -142,18 +158,25 @@ def benchmark(
     options.check_sampling(**{name: getattr(config, name) for name in numbers})
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1, got {limit}")
+    from rich.console import Console
+
+    from dflash.internals import sources
+
+    from ..measure import report as reports
+    from ..measure.benchmark import run_benchmark
+
     if plot is not None:
         reports.check_plot(plot)
     if out is not None and out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, {str(out)!r} is a file")
     datasets = _load_datasets(dataset, data, limit)
     source = models.source(quiet=as_json)
-    tokenizer = options.load_tokenizer(source)
+    tokenizer = sources.load_tokenizer(source)
     config.check(tokenizer)
     # 2. Load the models and run.
-    target, drafter, _ = models.load(source)
-    about = {"model": model, "draft": draft, "command": shlex.join(["dflash", *sys.argv[1:]])}
-    report = run_benchmark(target, drafter, tokenizer, datasets, config, about=about, out=out)
+    model, drafter, _ = models.load(source)
+    about = {"model": models.model, "draft": models.draft, "command": shlex.join(["dflash", *sys.argv[1:]])}
+    report = run_benchmark(model, drafter, tokenizer, datasets, config, about=about, out=out)
     # 3. Report.
     if as_json:
         typer.echo(json.dumps(report))
@@ -164,6 +187,8 @@ def benchmark(
 
 
 def _load_datasets(given: list[str], data: Path | None, limit: int | None) -> dict[str, list]:
+    from ..measure.datasets import DATASETS, load_conversations
+
     datasets = {}
     for dataset in given:
         name = dataset if dataset in DATASETS else Path(dataset).name.split(".")[0]

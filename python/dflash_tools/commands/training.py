@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import json
 import os
-import sys
 import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
-import torch
 import typer
 
-from dflash import Drafter, load_draft
-from dflash.internals import (
-    check_config,
-    check_encoding,
-    drafter_config,
-    files,
-    ops,
-    options,
-    running,
-    targets,
-    terminal,
-)
+from dflash.light import options, running, terminal
 
-from ..measure.progress import bars
-from ..train import model as models
-from ..train.config import TrainConfig
-from ..train.data import load_prompts, load_rows
-from ..train.export import export as export_draft
-from ..train.features import FeatureCache, cache_features, cache_size
-from ..train.regenerate import LocalWriter, RegenerateConfig, ServerWriter, Summary, Writer, check_out
-from ..train.regenerate import regenerate as write_responses
-from ..train.self_prompts import tell, user_turn, write_prompts
-from ..train.trainer import Trainer, make_accelerator
+from ..config import RegenerateConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from ..train.regenerate import Summary, Writer
 
 
 @dataclass(frozen=True)
 class _TrainOptions:
     """Inputs and outputs of a run, how rows are encoded, and where the run happens."""
+
+    PANELS: ClassVar = {"model": "Files", "raw": "Rows", "cache_features": "Run"}
 
     model: options.Model
     data: Annotated[str, "Training rows: JSONL of chats, texts or tokens, or a data set's name."]
@@ -79,6 +61,8 @@ class _TrainOptions:
 class _Shape:
     """Shape of a new drafter."""
 
+    PANELS: ClassVar = {"layers": "Shape of a new drafter"}
+
     layers: Annotated[int | None, "Draft layers; default: 5."] = None
     block_size: Annotated[int | None, "Tokens per block, the anchor included; default: 16."] = None
     taps: Annotated[str | None, "Tapped target layers, as in 1,9,17; default: evenly spaced."] = None
@@ -92,6 +76,8 @@ class _Shape:
 @dataclass(frozen=True)
 class _Sizes:
     """Sizes of what DFlash 2 adds to a drafter."""
+
+    PANELS: ClassVar = {"conv_kernel_size": "DFlash 2"}
 
     conv_kernel_size: Annotated[int | None, "Rows that a DFlash 2 convolution reads; default: 2."] = None
     conv_group_size: Annotated[int | None, "Channels that share its dynamic kernel; default: 16."] = None
@@ -115,55 +101,21 @@ def train(
     """Train a drafter for the target MODEL on rows of DATA, and write it to OUTPUT in the published layout.
 
     On several devices or machines: accelerate launch -m dflash_tools.train with the same options.
+
+    Example: dflash train --model Qwen/Qwen3-4B --data answers.jsonl --output ./draft
     """
     # 1. Check the options before loading a model
-    config = replace(config, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float))
+    config = replace(config, eval_temperatures=numbers("--eval-temperatures", eval_temperatures, float))
     given, parts = _given(shape), _given(sizes)
     if parts and run.type != "dflash2":
         raise ValueError(f"{options.option_of(next(iter(parts)))} is for DFlash 2 drafters: add --type dflash2")
     device = _check(run)
+    from ..train.command import run_training
 
-    # 2. Create the drafter and read the rows, checked against the target without its weights
-    quiet = run.as_json or not _is_first_process()
-    source = options.Source(run.model, run.trust_remote_code, quiet=quiet)
-    tokenizer = options.load_tokenizer(source)
-    empty_target = targets.check_target(source.load_empty_target(), loaded=False)
-    rows, heldout = (_rows(data, source, empty_target, tokenizer, run) for data in (run.data, run.heldout))
-    if run.init is None:
-        drafter = _new_drafter(empty_target, tokenizer, rows, given, config.seed)
-    else:
-        drafter = _load_drafter(empty_target, run.init, given)
-    drafter = _of_type(drafter, run.type, parts, config.seed)
-    if drafter.config.dflash2 is None and config.selector_weight != TrainConfig.selector_weight:
-        raise ValueError("--selector-weight is for DFlash 2 drafters, and this one has no selector: leave it out")
-
-    # 3. Load the target's weights
-    tracker = None if run.dry_run else run.tracker
-    accelerator = make_accelerator(config, run.output, cpu=device == "cpu", tracker=tracker)
-    source = dataclasses.replace(source, keeps_blocks=False)  # gradients pass through the head
-    target = options.load_target(source, run.dtype, accelerator.device).requires_grad_(False)
-    if run.init is None:
-        if models.adopt_layers_(drafter, target) and not quiet:
-            print(f"dflash: the drafter starts as the target's last {len(drafter.layers)} layers", file=sys.stderr)
-        if drafter.config.draft_vocab_size is not None:
-            models.adopt_head_(drafter, target, rows)
-    others = {"heldout": heldout, "accelerator": accelerator, "tracker": tracker}
-    trainer = Trainer(target, drafter, rows, config, run.output, **others)
-    if run.dry_run:
-        _print_plan(trainer, run)
-        return
-
-    # 4. Train
-    if run.cache_features is not None:
-        trainer.features = _cached_features(trainer, run.cache_features)
-    if run.resume and not trainer.resume() and accelerator.is_main_process:
-        print(f"dflash: no checkpoint under {run.output}: starting from the beginning", file=sys.stderr)
-    last = trainer.train()
-    if run.as_json and accelerator.is_main_process:
-        typer.echo(json.dumps(last))
+    run_training(run, given, parts, config, device)
 
 
-def _is_first_process() -> bool:
+def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -172,122 +124,30 @@ def _check(run: _TrainOptions) -> str:
         raise ValueError(f"--type must be dflash or dflash2, got {run.type!r}")
     if run.dry_run and run.resume:
         raise ValueError("--dry-run plans a run from its start: leave out --resume")
-    device = options.check_device(run.dtype, run.device)
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu or cuda, got {device!r}")
-    if _is_first_process():
+    if is_first_process():
         if run.output.exists() and not run.output.is_dir():
             raise ValueError(f"--output {str(run.output)!r} is a file")
         if not run.resume and run.output.is_dir() and any(run.output.iterdir()):
             what = f"--output {str(run.output)!r} is not empty"
             raise ValueError(f"{what}: name another folder, or --resume the run in it")
-        files.check_writable(run.output)
+        options.check_writable(run.output)
     if missing := [name for name in ("accelerate", "datasets") if importlib.util.find_spec(name) is None]:
         raise ValueError(f"training needs {', '.join(missing)}: pip install '.[train]'")
+    if run.threads is not None and run.threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {run.threads}")
+    import torch
+
+    from dflash.internals import sources
+
+    device = sources.check_device(run.dtype, run.device)
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {device!r}")
     if run.threads is not None:
-        if run.threads < 1:
-            raise ValueError(f"--threads must be at least 1, got {run.threads}")
         torch.set_num_threads(run.threads)
     return device
 
 
-def _new_drafter(target: Any, tokenizer: Any, rows: Any, given: dict[str, Any], seed: int) -> Drafter:
-    names = {"taps": "target_layer_ids", "layers": "num_layers"}
-    given = {names.get(name, name): value for name, value in given.items()}
-    if "target_layer_ids" in given:
-        given["target_layer_ids"] = _numbers("--taps", given["target_layer_ids"], int)
-    mask = models.choose_mask_id(target, tokenizer, given.pop("mask_token_id", None), rows)
-    return models.new_drafter(models.draft_config(target, mask_token_id=mask, **given), seed=seed)
-
-
-def _load_drafter(target: Any, init: str, given: dict[str, Any]) -> Drafter:
-    """Load the drafter of ``--init``, whose shape is fixed."""
-    _expect_not_given(given)
-    drafter = load_draft(init, dtype=torch.float32)
-    check_config(target, drafter.config)
-    try:
-        models.check_trainable(drafter.config)
-    except ValueError as error:
-        raise ValueError(f"--init {init!r}: {error}") from None
-    return drafter
-
-
-def _of_type(drafter: Drafter, kind: str | None, sizes: dict[str, Any], seed: int) -> Drafter:
-    """Return the drafter as one of the generation that is asked for."""
-    if drafter.config.dflash2 is None:
-        parts = drafter_config.DFlash2Config(**sizes)
-        return models.add_dflash2(drafter, parts, seed=seed) if kind == "dflash2" else drafter
-    if kind == "dflash":
-        raise ValueError("--type dflash cannot start from a DFlash 2 drafter: leave it out, or choose another --init")
-    _expect_not_given(sizes)
-    return drafter
-
-
-def _expect_not_given(given: dict[str, Any]) -> None:
-    if given:
-        raise ValueError(f"{options.option_of(next(iter(given)))} is fixed by --init: leave it out")
-
-
-def _rows(data: str | None, source: options.Source, target: Any, tokenizer: Any, run: _TrainOptions) -> Any:
-    if data is None:
-        return None
-    config = target.config.get_text_config(decoder=True)
-    encoding: dict[str, Any] = {name: getattr(run, name) for name in ("raw", "bos", "skip_long")}
-    encoding |= {"template": {"enable_thinking": False} if run.no_thinking else None, "vocab_size": config.vocab_size}
-    encoding |= {"stop_token_ids": source.load_stop_token_ids(config)}
-    return load_rows(data, tokenizer, options.room_of(target, run.max_length), **encoding)
-
-
-def _cached_features(trainer: Any, folder: Path) -> Any:
-    """Open the feature cache of the trainer's rows. All processes compute its missing shards together."""
-    accelerator, taps = trainer.accelerator, trainer.drafter.config.target_layer_ids
-    share = {"rank": accelerator.process_index, "world": accelerator.num_processes}
-    with bars(["features"], shown=accelerator.is_main_process) as show, accelerator.autocast():
-
-        def shown(rows: int, total: int, speed: float) -> None:
-            show("features", rows, total, f"{speed:,.0f} tokens/s")
-
-        cache_features(trainer.target, trainer.online, trainer.rows, taps, folder, progress=shown, **share)
-    accelerator.wait_for_everyone()
-    return FeatureCache(folder)
-
-
-def _print_plan(trainer: Any, run: _TrainOptions) -> None:
-    """Print what the run would do. Every process measures, the first prints."""
-    plan = trainer.plan(cached=run.cache_features is not None)
-    if run.cache_features is not None:
-        width = len(trainer.drafter.config.target_layer_ids) * targets.text_config(trainer.target).hidden_size
-        plan["features_bytes"] = cache_size(trainer.rows, width, torch.bfloat16)
-    if trainer.accelerator.is_main_process:
-        typer.echo(json.dumps(plan) if run.as_json else _plan_text(plan))
-
-
-def _plan_text(plan: dict[str, Any]) -> str:
-    def size(count: float) -> str:
-        return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-    total = sum(plan["stage_seconds"].values())
-    lines = {
-        "train": f"{plan['draft_parameters']:,} parameters, for a target of {plan['target_parameters']:,}",
-        "on": f"{plan['device']}, {plan['processes']} process{'es' * (plan['processes'] > 1)}",
-        "data": f"{plan['rows']:,} rows, {plan['row_tokens']:,} tokens; {plan['heldout_prompts']} held-out prompts, "
-        f"{plan['heldout_rows']} rows of theirs left out",
-        "run": f"{plan['steps']:,} steps of about {plan['tokens_per_step']:,} tokens, {plan['tokens']:,} in all, "
-        f"{plan['epochs']:.2f} epochs",
-        "speed": f"{plan['seconds_per_step']:.2f} s per step, {plan['tokens_per_second']:,.0f} tokens/s: the mean of "
-        f"{plan['measured_steps']} steps on this data",
-        "stages": ", ".join(f"{name} {lap / total:.0%}" for name, lap in plan["stage_seconds"].items()),
-        "faster": "; ".join(f"{name}: about {left:.2f} of the time" for name, left in plan["faster_options"].items()),
-        "time": f"{plan['hours']:.2f} hours at that speed, evaluations and checkpoints not counted",
-        "memory": f"{size(plan['memory_bytes'])} at most in those steps",
-        "disk": f"{plan['checkpoints']} checkpoints of {size(plan['checkpoint_bytes'])}, the draft "
-        f"{size(plan['draft_bytes'])}"
-        + (f", features {size(plan['features_bytes'])}" if "features_bytes" in plan else ""),
-    }
-    return "\n".join(f"{name:<8}{text}" for name, text in lines.items() if text)
-
-
-def _numbers(option: str, text: str, kind: type) -> tuple:
+def numbers(option: str, text: str, kind: type) -> tuple:
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
@@ -316,7 +176,7 @@ class _Asking:
     batch_size: Annotated[int, "Sequences per batch."] = 64
     concurrency: Annotated[int, "Requests to the server at a time."] = 32
     token_ids: Annotated[bool, "Ask the server for token ids too (vLLM)."] = False
-    weights: Annotated[ops.WeightStorage, "Multiply by copies of the target's weights in 8 bits (CPU)."] = None
+    weights: options.Weights = None
     dtype: options.Dtype = "auto"
     device: options.Device = None
     trust_remote_code: options.TrustRemoteCode = False
@@ -324,6 +184,11 @@ class _Asking:
 
     def writer(self) -> Writer:
         """Return what answers the prompts: a server, or the target loaded here."""
+        from dflash.internals import check_encoding, sources
+
+        from ..train.regenerate import LocalWriter, ServerWriter
+        from ..train.self_prompts import user_turn
+
         template = {"enable_thinking": False} if self.no_thinking else {}
         common: Any = {"raw": self.raw, "template": template, "skip_long": self.skip_long}
         if self.server is not None:
@@ -337,7 +202,7 @@ class _Asking:
         loading = options.ModelOptions(**{name: getattr(self, name) for name in names})
         loading.check_storage()
         source = loading.source(quiet=self.as_json)
-        tokenizer = options.load_tokenizer(source)
+        tokenizer = sources.load_tokenizer(source)
         own = self.self_prompts is not None
         check_encoding(tokenizer, self.raw, self.bos and own, {"--self-prompts": own})
         if own:
@@ -361,6 +226,8 @@ def regenerate(
 
     An interrupted run continues if it is started again with the same arguments. The server's API key is read from
     OPENAI_API_KEY.
+
+    Example: dflash regenerate prompts.jsonl --model Qwen/Qwen3-4B --out answers.jsonl
     """
     # 1. Check the output, and read the prompts
     count = asking.self_prompts
@@ -371,6 +238,12 @@ def regenerate(
     beginnings = [""] if asking.beginnings is None else asking.beginnings.read_text(encoding="utf-8").splitlines()
     if not beginnings:
         raise ValueError(f"{asking.beginnings} is empty: it must have a line per beginning, or an empty line for none")
+    from ..measure.progress import bars
+    from ..train.data import load_prompts
+    from ..train.regenerate import LocalWriter, check_out
+    from ..train.regenerate import regenerate as write_responses
+    from ..train.self_prompts import write_prompts
+
     check_out(asking.out)
     config = replace(config, temperatures=tuple(temperature or [0.0]))
     rows = [] if prompts is None else load_prompts(prompts, split=asking.split)
@@ -399,6 +272,8 @@ def regenerate(
 
 
 def _summary_text(summary: Summary) -> str:
+    from ..train.self_prompts import tell
+
     text = f"self prompts: {tell(summary.self_prompts)}\n" if summary.self_prompts else ""
     text += f"{summary.written} responses in {summary.seconds:.1f} s, {summary.tokens_per_second:.0f} tokens/s"
     text += f", {summary.truncated} cut off" if summary.truncated else ""
@@ -417,9 +292,18 @@ def export(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Convert a drafter to the layout given by --format, from the published or the speculators one, or from GGUF."""
+    """Convert a drafter to the layout given by --format, from the published or the speculators one, or from GGUF.
+
+    Example: dflash export --draft ./draft --format gguf --out draft.gguf --target Qwen/Qwen3-4B
+    """
+    import torch
+
+    from dflash.internals import sources
+
+    from ..train.export import export as export_draft
+
     if dtype != "q8_0":
-        options.check_dtype(dtype)
+        sources.check_dtype(dtype)
     kind: Any = dtype if dtype == "q8_0" else None if dtype == "auto" else getattr(torch, dtype)
     with warnings.catch_warnings(record=True) as caught:  # printed without their place in the code, before an error too
         warnings.simplefilter("ignore")

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from dflash import Drafter, Generator, Statistics
-from dflash.internals import ChainProposer, Sampling, gguf, mean_acceptance, prompt_ids, targets, terminal
+from dflash.internals import ChainProposer, Sampling, gguf, mean_acceptance, prompt_ids, targets
+from dflash.light import terminal
 
-from ..measure.compare import Decoding, GeneratorRunner, add_up
+from ..config import Decoding
+from ..measure.compare import GeneratorRunner, add_up
 from ..train.data import load_prompts
 from .wiring import Facts, Variant, Wiring, variants
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-from dflash.internals import OVERLAPPING, captured, check_gpu, ops, targets, terminal
+from dflash.internals import OVERLAPPING, captured, check_gpu, ops, targets
+from dflash.light import terminal
 
 _MISSING = "not installed"  # as `version_of` says it
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dflash.internals import files, ops, options, targets
+from dflash.internals import files, ops, sources, targets
 
 _BITS = {
     "F64": 64,
@@ -72,7 +72,7 @@ class _Stored(NamedTuple):
     size: int  # bytes
 
 
-def examine_weights(source: options.Source, dtype: str) -> WeightsReport:
+def examine_weights(source: sources.Source, dtype: str) -> WeightsReport:
     """Report on a GGUF file or a folder for CPUs. Reads headers, and runs nothing but a measurement of memory.
 
     Raises:
@@ -118,17 +118,17 @@ def examine_weights(source: options.Source, dtype: str) -> WeightsReport:
     # 3. All of them.
     found = sorted(kinds.values(), key=lambda kind: -kind.stored)
     memory, read = sum(kind.memory for kind in found), sum(kind.read for kind in found)
-    return WeightsReport(found, refused, memory, read, options.memory_bytes_per_second() / read)
+    return WeightsReport(found, refused, memory, read, sources.memory_bytes_per_second() / read)
 
 
-def _is_quantized(source: options.Source) -> bool:
+def _is_quantized(source: sources.Source) -> bool:
     """Return True if config.json says how a library has quantized the weights."""
     config = source.load_config()
     parts = config, config.get_text_config(decoder=True)
     return any(getattr(part, "quantization_config", None) is not None for part in parts)
 
 
-def _tensors(source: options.Source) -> Iterator[_Stored]:
+def _tensors(source: sources.Source) -> Iterator[_Stored]:
     """Yield the tensors of the files."""
     if (gguf := source.gguf) is not None:
         for name, shape in gguf.shapes.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +22,10 @@ from torch.nn.utils import parametrize
 from dflash import DraftConfig, Drafter, load_draft
 from dflash.internals import RecordedSettings, Store, StoredAnswer, files, resolve, targets
 
+from ..config import LearnOptions, TrainConfig
 from ..measure.datasets import import_datasets
 from ..train.batches import Batches
 from ..train.checkpoint import save_draft, save_run
-from ..train.config import TrainConfig
 from ..train.features import FeatureCache, TargetFeatures, cache_features
 from ..train.model import check_trainable
 from ..train.trainer import StepTotals, Trainer
@@ -40,30 +39,6 @@ _BASE_ROWS = 2000  # general rows that are learned from, at most
 _SHARES = 1.0, 0.5  # of what was learned that are judged (weight averaging, WiSE-FT, arXiv 2109.01903)
 _LORA_FROM = 2 * 10**8  # weights of a drafter from which on only LoRA is trained
 SAVE_EVERY, _POLL = 60.0, 0.05  # seconds
-
-
-@dataclass(frozen=True)
-class LearnOptions:
-    """How a drafter learns. The texts are the help of the command's options.
-
-    The same number of steps learns the same. `Replayer` takes the options ``replay``.
-    """
-
-    minutes: Annotated[float, "Minutes of training, pauses not counted."] = 30.0
-    steps: Annotated[int | None, "Training steps; replaces the minutes."] = None
-    rank: Annotated[int | None, "Rank of LoRA; 0: all weights; default: 64 above 200 M weights, else 0."] = None
-    learning_rate: Annotated[float, "Peak learning rate."] = 3e-4
-    batch_tokens: Annotated[int, "Tokens of own answers per step, and as many of general ones."] = 1024
-    seed: Annotated[int, "Seed of the order, the anchors and the noise."] = 0
-    replay: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("minutes", "learning_rate", "batch_tokens"):
-            if (value := getattr(self, name)) <= 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
-        for name, least in (("steps", 1), ("rank", 0)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 Say = Callable[[str], None]

@@ -1,4 +1,5 @@
 """Measuring a pair: answers compared with one-token decoding, datasets, reports."""
 
-from .compare import Decoding, GeneratorRunner, add_up
+from ..config import Decoding
+from .compare import GeneratorRunner, add_up
 from .demo import ARROW, demo_prompts, encode

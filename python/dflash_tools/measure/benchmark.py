@@ -6,57 +6,23 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from torch import nn
 
 from dflash import Drafter, Statistics
-from dflash.internals import check_encoding, context_bucket, files, mean_acceptance, prompt_ids, targets
+from dflash.internals import context_bucket, files, mean_acceptance, targets
 
-from .compare import Comparison, Decoding, TimedAnswer, describe, pair_runners
+from ..config import BenchmarkConfig
+from .compare import Comparison, TimedAnswer, describe, pair_runners
 from .datasets import Conversation
 from .progress import bars
 
 _NGRAM = 8
 Record = dict[str, Any]  # one turn of a conversation, as answered in each way
 StepCounts = dict[str, list[float]]  # steps, tokens, rows and seconds, by the first context length of a bucket
-
-
-@dataclass(frozen=True)
-class BenchmarkConfig(Decoding):
-    """How prompts are asked and answered. The texts are the help of the command's options."""
-
-    padded: Annotated[bool, "One-token decoding at the block's shapes: equal bit for bit in bf16 too."] = False
-    raw: Annotated[bool, "Continue the text itself, without a chat template."] = False
-    bos: Annotated[bool, "Put the tokenizer's BOS token before a raw prompt."] = False
-    thinking: Annotated[bool | None, "The chat template's enable_thinking; None does not pass it."] = None
-    turns: Annotated[str, "first, or all: the whole conversation of a prompt."] = "first"
-    compile: Annotated[bool, "Compile the steps; the start takes long."] = False
-    generator: dict[str, Any] = field(default_factory=dict)  # further options of `dflash.Generator`
-
-    def check(self, tokenizer: Any) -> None:
-        """Raise ``ValueError`` for settings that do not fit the tokenizer. The engine checks the others."""
-        if self.turns not in ("first", "all"):
-            raise ValueError(f"--turns must be first or all, got {self.turns!r}")
-        options = {"--turns all": self.turns == "all", "--no-thinking": self.thinking is not None}
-        check_encoding(tokenizer, self.raw, self.bos, options)
-
-    def asked(self, conversation: Conversation) -> Sequence[str]:
-        """Return the turns of a conversation that are asked."""
-        return conversation.turns if self.turns == "all" else conversation.turns[:1]
-
-    def encode(self, tokenizer: Any, messages: Sequence[str], history: Sequence[dict[str, str]] = ()) -> list[int]:
-        """Encode ``messages``, by the user and the model in turn, as token ids; ``history`` comes before them."""
-        if history and self.raw:
-            raise ValueError("--raw continues a text, and a prompt is a conversation")
-        said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
-        is_chat = history or (tokenizer.chat_template is not None and not self.raw)
-        prompt: dict[str, Any] = {"messages": [*history, *said]} if is_chat else {"prompt": messages[-1]}
-        template = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        return prompt_ids(tokenizer, prompt, raw=self.raw, bos=self.bos, template=template)
 
 
 # ---------------------------------------------------------------------------------------------- records of answers
@@ -217,7 +183,7 @@ def _longest(prompts: Iterable[Conversation], tokenizer: Any, config: BenchmarkC
 
 def run_benchmark(
     target: nn.Module,
-    draft: Drafter,
+    draft: Drafter | None,
     tokenizer: Any,
     datasets: Mapping[str, list[Conversation]],
     config: BenchmarkConfig,

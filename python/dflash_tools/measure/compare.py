@@ -6,30 +6,18 @@ import dataclasses
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from dflash import Drafter, Generator, Statistics, StreamEvent
-from dflash.internals import OPTIONS, ops, targets
+from dflash.internals import ops, targets
+from dflash.light import OPTIONS
+
+from ..config import Decoding
 
 WARM_UP_TOKENS = 32
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How prompts are answered, as for `dflash.generate`, with top-k, top-p and min-p off.
-
-    The texts are the help of the commands' options.
-    """
-
-    max_new_tokens: Annotated[int, "New tokens at most."] = 512
-    temperature: Annotated[float, "0 is greedy; top-k, top-p and min-p are off."] = 0.0
-    seed: Annotated[int, "The same seed writes the same text."] = 0
-    draft_sharpness: Annotated[float, "See dflash.generate; of chains."] = 1.0
-    tree: Annotated[int | Literal["auto"] | None, "Rows of draft trees, measured next to chains."] = None
 
 
 class TimedAnswer(NamedTuple):
@@ -95,7 +83,7 @@ class TransformersRunner:
 
 
 def pair_runners(
-    target: nn.Module, draft: Drafter, decoding: Decoding, *, padded: bool = False, **options: Any
+    target: nn.Module, draft: Drafter | None, decoding: Decoding, *, padded: bool = False, **options: Any
 ) -> dict[str, GeneratorRunner]:
     """Return one-token decoding and DFlash for one pair, as ``"one-token"`` and ``"dflash"``.
 
@@ -139,7 +127,7 @@ def add_up(answers: Sequence[TimedAnswer], block_size: int = 1) -> Statistics:
     return Statistics(steps, block_size, tokens, 0.0, sum(answer.seconds for answer in answers))
 
 
-def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
+def describe(target: nn.Module, draft: Drafter | None) -> dict[str, Any]:
     """Describe the machine, the versions and the models: what a speed depends on besides the settings."""
     device = target.get_input_embeddings().weight.device
     return {
@@ -151,5 +139,5 @@ def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
         "python": platform.python_version(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
-        "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()),
+        "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()) if draft else 0,
     }

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dflash.internals import files, terminal
+from dflash.internals import files
+from dflash.light import terminal
 
 _TURNS = ("turns", "prompt", "question")
 PROMPT_FIELDS = "prompt, messages, question or turns"

@@ -14,7 +14,8 @@ from torch import Tensor
 from dflash import Drafter
 from dflash.internals import PAIR, check_folder, mean_acceptance, prompt_ids, targets, text_ids
 
-from .compare import Comparison, Decoding, GeneratorRunner, TransformersRunner, add_up, pair_runners
+from ..config import Decoding
+from .compare import Comparison, GeneratorRunner, TransformersRunner, add_up, pair_runners
 from .datasets import read_jsonl
 
 SECONDS = 12.0  # on two busy cores, imports and the last answers included, the demo then ends within a minute

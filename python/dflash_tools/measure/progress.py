@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from rich import progress
 from rich.console import Console
 
-from dflash.internals import terminal
+from dflash.light import terminal
 
 
 @contextlib.contextmanager
@@ -21,8 +21,13 @@ def bars(names: Iterable[str], *, shown: bool = True) -> Iterator[Callable[..., 
     console = Console(stderr=True)
     # Names and texts may come from files, so neither rich's markup nor control characters in them do anything.
     name, text = (progress.TextColumn(part, markup=False) for part in ("{task.description}", "{task.fields[text]}"))
-    times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
-    columns = (name, progress.BarColumn(), progress.MofNCompleteColumn(), text, *times)
+    columns = (
+        name,
+        progress.BarColumn(bar_width=12),
+        progress.MofNCompleteColumn(),
+        text,
+        progress.TimeRemainingColumn(),
+    )
     with progress.Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as running:
         tasks = {name: running.add_task(terminal.printable(name), total=None, text="") for name in names}
 

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash import StreamEvent
-from dflash.internals import TextDecoder, terminal
+from dflash.internals import TextDecoder
+from dflash.light import terminal
 
 from .trees import ACCEPTED, BONUS, TreeStep, draw
 

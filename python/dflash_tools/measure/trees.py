@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 from dflash import Generator, StreamEvent
-from dflash.internals import terminal
+from dflash.light import terminal
 
 # Styles of rich, which also say what a piece of a picture is. Bonus tokens stand out without colors too.
 ACCEPTED, BONUS, DRAFT, EDGE = "green", "bold underline yellow", "default", "dim"

@@ -2,7 +2,7 @@
 
 import typer
 
-from dflash.internals import running
+from dflash.light import running
 
 from ..commands.training import train
 

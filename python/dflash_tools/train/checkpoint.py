@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash import Drafter
-from dflash.internals import files, targets, terminal
+from dflash.internals import files, targets
+from dflash.light import terminal
 
 from .export import published_config
 from .files import atomic_folder, one_line_errors, remove_unfinished, save_tensors, write_json

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dflash.internals import as_messages, prompt_ids, render_prompt, targets, terminal, text_ids
+from dflash.internals import as_messages, prompt_ids, render_prompt, targets, text_ids
+from dflash.light import terminal
 
 from ..measure.datasets import first_prompt, import_datasets, parse_messages, parse_tools, read_records
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import safetensors.torch
 
-from dflash.internals import files, terminal
+from dflash.internals import files
+from dflash.light import terminal
 
 
 def save_tensors(tensors: Mapping[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dflash import DraftConfig, Drafter
-from dflash.internals import Pretrained, gguf, gguf_draft, target_ids, terminal
+from dflash.internals import Pretrained, gguf, gguf_draft, target_ids
+from dflash.light import terminal
 
 from .layouts import NEUTRAL, key_values
 

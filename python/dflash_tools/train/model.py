@@ -32,22 +32,28 @@ def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int 
             token that is not used.
     """
     table = targets.unwrap(target).get_input_embeddings().weight.shape[0]
-    if mask_token_id is not None:
-        if not 0 <= mask_token_id < table:
-            raise ValueError(f"mask_token_id must lie in 0 .. {table - 1}, the embedding rows, got {mask_token_id}")
+    own = None if tokenizer is None else getattr(tokenizer, "mask_token_id", None)
+    unused = table if tokenizer is None else max(tokenizer.get_vocab().values(), default=-1) + 1
+    free = next((found for found in (own, unused) if found is not None and found < table), None)
+    if mask_token_id is not None and 0 <= mask_token_id < table:
         return mask_token_id
+    if mask_token_id is None and free is not None:
+        return free
+    # Propose a special token that does not occur in the data, else any token that does not.
+    if free is None and tokenizer is not None:
+        seen = set(tokenizer.all_special_ids).union(*([] if rows is None else rows["input_ids"]))
+        special = {token for token, about in tokenizer.added_tokens_decoder.items() if about.special}
+        unseen = set(range(table)) - seen if rows is not None else special - seen
+        free = min((unseen & special) or {max(unseen)}) if unseen else None
+    advice = "name one that the target never writes (--mask-token-id"
+    if free is not None:
+        text = None if tokenizer is None else tokenizer.convert_ids_to_tokens(free)
+        advice += f" {free}, {'a row without a token' if text is None else repr(text)}, does not occur in the data"
+    if mask_token_id is not None:
+        what = f"mask_token_id must lie in 0 .. {table - 1}, the embedding rows, got {mask_token_id}"
+        raise ValueError(f"{what}: {advice})")
     if tokenizer is None:
         raise ValueError("no mask token: there is no tokenizer to find one, name one (--mask-token-id)")
-    own, unused = getattr(tokenizer, "mask_token_id", None), max(tokenizer.get_vocab().values(), default=-1) + 1
-    for found in (own, unused):
-        if found is not None and found < table:
-            return found
-    added = {token for token, about in tokenizer.added_tokens_decoder.items() if about.special}
-    seen = set(tokenizer.all_special_ids).union(*([] if rows is None else rows["input_ids"]))
-    proposed = min((token for token in added - seen if token < table), default=None)
-    advice = "name one that the target never writes (--mask-token-id"
-    if proposed is not None:
-        advice += f" {proposed}, {tokenizer.convert_ids_to_tokens(proposed)!r}, does not occur in the data"
     raise ValueError(f"no mask token: the tokenizer has none, and no embedding row is free; {advice})")
 
 

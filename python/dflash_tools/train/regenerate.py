@@ -18,48 +18,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from dflash import Drafter, Generator
-from dflash.internals import Session, as_messages, check_text, checked, files, fold, ops, prompt_ids, targets, terminal
+from dflash.internals import Session, as_messages, check_text, files, fold, ops, prompt_ids, targets
+from dflash.light import terminal
 
+from ..config import OFF, RegenerateConfig
 from .data import DistinctPrompts
 
-_OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # settings that rows name only if they are on
-_SETTINGS = ("max_new_tokens", "temperature", "seed", "stop_token_ids", "stop_strings", *_OFF)
+_SETTINGS = ("max_new_tokens", "temperature", "seed", "stop_token_ids", "stop_strings", *OFF)
 # What must agree with the rows of an earlier run, in the order in which differences are named.
-_ASKED = ("temperature", "seed", "model", "weights", "max_new_tokens", *_OFF, "raw", "bos", "template")
+_ASKED = ("temperature", "seed", "model", "weights", "max_new_tokens", *OFF, "raw", "bos", "template")
 _ASKED += ("prompt", "messages", "tools", "prompt_ids", "stop_token_ids", "stop_strings")
-
-
-@dataclass(frozen=True)
-class RegenerateConfig:
-    """Sampling settings of a run. Most fields are options of ``dflash regenerate``, with these texts as help.
-
-    Each prompt is answered once at temperature 0, greedily, and ``samples`` times at every other temperature. A
-    response's seed is a hash of the run's, the prompt's line and the sample's number.
-    """
-
-    temperatures: tuple[float, ...] = (0.0,)
-    samples: Annotated[int, "Responses per prompt at each positive temperature."] = 1
-    seed: Annotated[int, "The same seed writes the same responses."] = 0
-    max_new_tokens: Annotated[int, "New tokens at most."] = 1024
-    top_k: Annotated[int, "Keep the k best tokens; 0 is off."] = 0
-    top_p: Annotated[float, "Keep the most probable tokens up to this mass."] = 1.0
-    min_p: Annotated[float, "Drop tokens this much less probable than the best."] = 0.0
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ValueError(f"samples must be at least 1, got {self.samples}")
-        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
-            raise ValueError(f"temperatures must be one or more distinct values, got {list(self.temperatures)}")
-        for temperature in self.temperatures:
-            checked("temperature", temperature)
-        for name in ("max_new_tokens", "seed", *_OFF):
-            checked(name, getattr(self, name))
 
 
 Row = dict[str, Any]  # a row of the file: what is asked, and then also the response
@@ -68,7 +42,7 @@ Row = dict[str, Any]  # a row of the file: what is asked, and then also the resp
 def jobs(prompts: Sequence[dict[str, Any]], config: RegenerateConfig) -> list[Row]:
     """Return a row per response that ``config`` asks for, to prompts of `dflash_tools.train.data.load_prompts`."""
     settings = {"max_new_tokens": config.max_new_tokens}
-    settings |= {name: value for name, off in _OFF.items() if (value := getattr(config, name)) != off}
+    settings |= {name: value for name, off in OFF.items() if (value := getattr(config, name)) != off}
     temperatures = [t for t in config.temperatures for _ in range(config.samples if t else 1)]
     rows = []
     for prompt in prompts:
@@ -322,7 +296,7 @@ class LocalWriter(Writer):
         while True:
             for row in itertools.islice(waiting, len(session.idle)):
                 ids = torch.tensor([row["prompt_ids"]], device=device)
-                settings = _OFF | {name: row[name] for name in _SETTINGS if name in row}
+                settings = OFF | {name: row[name] for name in _SETTINGS if name in row}
                 tokenizer = self.tokenizer if "stop_strings" in row else None
                 answering[session.admit(session.resolve(ids, tokenizer=tokenizer, **settings))] = row, []
             if not answering:

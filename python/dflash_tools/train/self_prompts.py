@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash.internals import fold, render_chat, targets, terminal
+from dflash.internals import fold, render_chat, targets
+from dflash.light import terminal
 
+from ..config import RegenerateConfig
 from ..measure.datasets import read_jsonl
 from .data import special_ids
-from .regenerate import LocalWriter, RegenerateConfig, Summary, regenerate
+from .regenerate import LocalWriter, Summary, regenerate
 
 _PROBE = "dflash_probe_text"
 _SEED = 2**31  # above every line number, from which the seeds of answers are made

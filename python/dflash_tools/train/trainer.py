@@ -11,7 +11,9 @@ import importlib.util
 import json
 import math
 import resource
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,11 +26,11 @@ from torch.nn import functional as F
 from dflash import Drafter, Generator
 from dflash.internals import check_config, files, scale_logits, target_ids, targets
 
-from ..measure.compare import Decoding, GeneratorRunner
+from ..config import Decoding, TrainConfig
+from ..measure.compare import GeneratorRunner
 from ..measure.progress import bars
 from .batches import BatchBlocks, Batches, add_noise, default_gamma, make_blocks, mix_seed, pad, sample_anchors
 from .checkpoint import CheckpointError, resume_run, save_draft, save_run
-from .config import TrainConfig
 from .data import MeasuredRows, hold_out
 from .export import engine_warnings
 from .features import TargetFeatures
@@ -148,17 +150,42 @@ def progress(steps: int, shown: bool) -> Iterator[Callable[[Any, dict[str, Any] 
             is_due = now - printed >= _SECONDS or trainer.step >= steps
             if shown and metrics is not None and is_due and not sys.stderr.isatty():
                 printed, left = now, (steps - trainer.step) * trainer.seconds / max(1, trainer.step) / 60
-                print(f"step {trainer.step} of {steps}  {text}  {left:.1f} min left", file=sys.stderr, flush=True)
+                speed = f"{trainer.last['tokens_per_second']:,.0f} tokens/s"
+                print(
+                    f"step {trainer.step} of {steps}  {text}  {speed}  {left:.1f} min left", file=sys.stderr, flush=True
+                )
 
         yield show
 
 
 def _text(last: dict[str, Any]) -> str:
     parts = [f"loss {last['loss']:.3f}"]
-    for name, key in (("train", "train_acceptance"), ("held-out", "acceptance_length")):
+    for name, key in (("accepted", "train_acceptance"), ("held-out", "acceptance_length")):
         if last.get(key) is not None:
-            parts.append(f"{name} acceptance {last[key]:.2f}")
-    return "  ".join([*parts, f"{last['tokens_per_second']:,.0f} tokens/s"])
+            parts.append(f"{name} {last[key]:.2f}")
+    return "  ".join(parts)  # with the bar, it fits 80 columns
+
+
+@contextlib.contextmanager
+def _first_signal() -> Iterator[list[int]]:
+    """Yield a list that the first SIGINT or SIGTERM is added to. The second one acts as without this."""
+    caught: list[int] = []
+    before: dict[int, Any] = {}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, _frame: object) -> None:
+        caught.append(number)
+        restore()
+
+    if threading.current_thread() is threading.main_thread():  # others may set no handlers
+        before |= {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        restore()
 
 
 # ---------------------------------------------------------------------------------------------- the loop
@@ -272,10 +299,15 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ the run
 
     def train(self) -> dict[str, Any]:
-        """Run the remaining steps, write the draft to ``output``, and return the last metrics."""
+        """Run the remaining steps, write the draft to ``output``, and return the last metrics.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: after SIGINT or SIGTERM and the step that ran then. `resume` continues there.
+        """
         self._begin()
         began, seconds, totals = time.monotonic(), self.seconds, StepTotals()
-        with progress(self.steps, not self.quiet and self.accelerator.is_main_process) as show:
+        shown = not self.quiet and self.accelerator.is_main_process
+        with _first_signal() as caught, progress(self.steps, shown) as show:
             for step in self.remaining_steps():
                 # 1. Train on one step
                 logging = (self.step + 1) % self.config.log_every == 0 or self.step + 1 == self.steps
@@ -288,7 +320,16 @@ class Trainer:
                     self._log(metrics)
                     totals = StepTotals()
                 show(self, metrics if logging else None)
-                # 3. Evaluate and save
+                # 3. Stop if asked to, evaluate, and save
+                if (number := self._signal_of_any(caught)) and self.step < self.steps:
+                    save_run(self)
+                    if shown:
+                        print(
+                            f"dflash: stopped at step {self.step} of {self.steps}; to go on from there, run the same "
+                            "command with --resume",
+                            file=sys.stderr,
+                        )
+                    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
                 if self.prompts and self._is_due(self.config.eval_every):
                     self._log(self.evaluate())
                 if self._is_due(self.config.save_every):
@@ -313,6 +354,13 @@ class Trainer:
             said = [f"{count}, {self.dropped} rows of held-out prompts are not trained on", *said]
         for line in said if is_main and not self.quiet else ():
             print(f"dflash: {line}", file=sys.stderr)
+
+    def _signal_of_any(self, caught: Sequence[int]) -> int:
+        """Return the signal that a process has caught, 0 for none: all must stop after the same step."""
+        number = max(caught, default=0)
+        if self.accelerator.num_processes == 1:
+            return number
+        return int(self.accelerator.gather(torch.tensor([number], device=self.device)).max())
 
     def _is_due(self, every: int) -> bool:
         """True at the last step, and every ``every`` steps unless that is 0."""

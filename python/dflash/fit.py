@@ -1,0 +1,149 @@
+"""Whether a target and a drafter can be run together, with a generator's options. Nothing is run."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .drafter import DraftConfig, Drafter, check_draft_weights
+from .options import GeneratorArguments, resolve_options
+from .settings import TreeSize
+from .targets import (
+    check_int8,
+    config_values,
+    embedding_table,
+    has_recurrent_layers,
+    max_positions,
+    ranks_in,
+    refusal_of_weights,
+    text_config,
+)
+
+_LOOKUP_ROWS = 8  # of a step that has no drafter's block size
+
+
+class CheckedPair(NamedTuple):
+    """A target and a drafter that can be run together.
+
+    Attributes:
+        target: the user's model, without wrappers.
+        draft: the loaded drafter; None if nothing drafts.
+        block_size: rows of a block, the most if they are chosen as a call proceeds.
+        options: every option, checked.
+    """
+
+    target: nn.Module
+    draft: Drafter | None
+    block_size: int
+    options: GeneratorArguments
+
+
+@torch.inference_mode(False)  # a drafter that is loaded here is also written outside of inference mode
+def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, object]) -> CheckedPair:
+    """Check all that a generator needs before anything is made; ``target`` has passed `check_target`."""
+    if given.get("max_length") is None:
+        raise TypeError("Generator needs max_length: the most tokens of a prompt and its answer together")
+    options = resolve_options(given)
+    # 1. The target
+    positions, device, count = max_positions(target), embedding_table(target).device, ranks_in(target)
+    if positions is not None and options["max_length"] > positions:
+        length = options["max_length"]
+        raise ValueError(f"max_length {length} is past the target's max_position_embeddings, {positions}")
+    for name, value in (("graph", options["graph"]), ("fused", options["fused"]), ("compile", options["compile"])):
+        if value is True and count > 1:
+            raise ValueError(f"{name}=True needs a target in one process, this one is spread over {count}")
+    if options["graph"] is True and device.type != "cuda":
+        raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
+    # 2. The drafter
+    from .loading import load_draft  # the core's one door to the readers of files; it takes modules too
+
+    loaded, lookup = None if draft is None else load_draft(draft), options["prompt_lookup"]
+    if loaded is not None:
+        check_fit(target, loaded)
+    block_size = _block_size_of(loaded, options)
+    if lookup is not None and block_size == 1:
+        raise ValueError(f"prompt_lookup={lookup} needs blocks of at least 2 rows, this drafter's have 1")
+    loaded = loaded if block_size > 1 else None
+    check_draft_weights(options["draft_weights"], loaded)
+    if options["tree"] is not None:
+        check_tree(target, options["tree"], loaded)
+    if options["on_answer"] is not None and (loaded is None or options["tree"] is not None):
+        raise ValueError("on_answer needs a drafter with blocks of at least 2 rows, and tree=None")
+    if options["weights"] is not None:
+        check_int8(target)
+    return CheckedPair(target, loaded, block_size, options)
+
+
+def check_fit(target: nn.Module, draft: Drafter) -> None:
+    """Raise ValueError unless ``draft`` was made for a target like ``target``; the message names both sides."""
+    check_config(target, draft.config)
+    embedding = embedding_table(target)
+    _check_equal("device", draft.device, embedding.device)
+    _expect(
+        draft.dtype == embedding.dtype,
+        f"its dtype is {draft.dtype}, the target's is {embedding.dtype}: load it with dtype={embedding.dtype} "
+        "(dflash.load_draft), which never changes the text",
+    )
+    if reason := refusal_of_weights(draft):
+        raise ValueError(f"the drafter cannot be run: {reason}")
+
+
+def check_config(target: nn.Module, config: DraftConfig) -> None:
+    """Do what `check_fit` does with a drafter's config; ``target`` may be on the meta device."""
+    theirs, embedding = text_config(target), embedding_table(target)
+    for key in ("hidden_size", "vocab_size"):
+        for value in config_values(theirs, key) if getattr(config, key) is not None else ():
+            _check_equal(key, getattr(config, key), value)
+    if config.num_target_layers is not None:
+        _check_equal("num_target_layers", config.num_target_layers, theirs.num_hidden_layers)
+    if config.own_parts and config.vocab_size is not None:
+        _check_equal("vocab_size", config.vocab_size, embedding.shape[0])
+    taps, last = config.target_layer_ids, theirs.num_hidden_layers - 1
+    mask, most = config.mask_token_id, embedding.shape[0] - 1
+    _expect(max(taps) <= last, f"it taps layers {list(taps)}, the target has layers 0 .. {last}")
+    _expect(0 <= mask <= most, f"its mask_token_id is {mask}, the target embeds ids 0 .. {most}")
+
+
+def _check_equal(what: str, drafters: object, targets: object) -> None:
+    _expect(drafters == targets, f"its {what} is {drafters}, the target's is {targets}")
+
+
+def _expect(fits: bool, what: str) -> None:
+    if not fits:
+        raise ValueError(f"the drafter does not fit the target: {what}")
+
+
+def _block_size_of(draft: Drafter | None, options: GeneratorArguments) -> int:
+    """Return the block size of a generator with this drafter, the largest if it is chosen."""
+    trained, size = None if draft is None else draft.config.block_size, options["block_size"]
+    own = trained or (1 if options["prompt_lookup"] is None else _LOOKUP_ROWS)
+    if size == "auto" and own < 2:
+        raise ValueError(
+            f"block_size={size!r} needs a drafter of blocks of at least 2 tokens, or prompt_lookup, got "
+            f"{'draft=None' if trained is None else f'one of {trained}'}: pass a number, or leave it out"
+        )
+    if size is None or size == "auto":
+        return own
+    if trained is not None and size > trained:
+        raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {size}")
+    return size
+
+
+def check_tree(target: nn.Module, tree: TreeSize, draft: object) -> None:
+    """Raise ValueError if trees cannot be drafted, or not be verified.
+
+    ``draft`` is the drafter, or what it will be loaded from; None for none.
+    """
+    if draft is None:
+        raise ValueError(f"tree={tree!r} needs a drafter to grow from, got draft=None or block_size=1: pass tree=None")
+    if getattr(draft, "selector", None) is not None:
+        raise ValueError(
+            f"tree={tree!r} needs a drafter of the first generation, got a DFlash 2 or DSpark drafter: a tree joins "
+            "tokens that are predicted independently, and this one scores each token by the one before. Pass tree=None"
+        )
+    if has_recurrent_layers(target):
+        raise ValueError(
+            f"tree={tree!r} needs a target whose layers are all attention, {type(target).__name__} has recurrent "
+            "layers: these take chains only, pass tree=None"
+        )
