@@ -68,8 +68,6 @@ ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBl
 
 
 class MessageParam(Fields):
-    """A message. One of the system in mid-conversation is shown as the user's: few templates take it there."""
-
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[ContentBlock], BeforeValidator(parts_of, str | list[ContentBlock])]
 
@@ -173,8 +171,7 @@ def _chat_messages(message: MessageParam) -> Iterator[dict[str, Any]]:
     for result in results:
         text = ("Error: " if result.is_error else "") + _joined(result.content or [])
         yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
-    role = "user" if message.role == "system" else message.role
-    said: dict[str, Any] = {"role": role, "content": _joined(texts)}
+    said: dict[str, Any] = {"role": message.role, "content": _joined(texts)}
     if calls := [block for block in message.content if isinstance(block, ToolUseBlock)]:
         said["tool_calls"] = [
             {"id": call.id, **requests.function(name=call.name, arguments=json.dumps(call.input))} for call in calls

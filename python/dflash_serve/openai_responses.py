@@ -201,11 +201,8 @@ class ResponsesRequest(
         """
         fields = {"model": self.model, "parallel_tool_calls": self.parallel_tool_calls, "stream": self.stream}
         messages = [*conversation]
-        if self.instructions is not None:  # many templates take one system message
-            texts = [self.instructions]
-            while messages and messages[0]["role"] in ("system", "developer"):
-                texts.append(messages.pop(0)["content"])
-            messages.insert(0, {"role": "system", "content": "\n\n".join(texts)})
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
         fields |= {"messages": messages, "max_tokens": self.max_output_tokens, **self.sampling()}
         fields["tools"] = [requests.function(**_given(tool, "type")) for tool, _ in self.functions()]
         choice = self.tool_choice

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from . import requests
 from .answer_text import MarkedTokenizer
 from .pictures import PictureReader
 from .reasoning import ReasoningForm, find_reasoning_form
-from .requests import bad_request, refusing, refusing_all
+from .requests import ApiError, bad_request, refusing, refusing_all
 from .tool_calls import QUOTES, TOOL_FORMS, CallText, Rules, ToolForm, find_tool_form
 
 _MAX_WARNING = 200  # characters; they are a header too
@@ -209,34 +210,28 @@ class PromptReader:
             if name in own or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", template):
                 raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
         arguments = _thinking(request, template, warnings) | arguments | {"tools": shown}
-        messages, pictures = [*map(_message, request.messages)], None
         if any(isinstance(part, requests.ImagePart) for said in request.messages for part in said.content or ()):
-            ids, text, pictures = self._with_pictures(request, messages, arguments, tools)
+            if self.pictures is None:
+                raise bad_request("this server takes no pictures: start it with --pictures", "messages")
+            found = self.pictures.read(request.messages)
+            text = _write(functools.partial(self._written_with_pictures, arguments, tools), request)
+            ids, pictures = self.pictures.encode(text, found)
         else:
-            with refusing("messages"):
-                text = self._written(messages, arguments, tools, warnings)
-            ids = list(self.tokenizer(text, add_special_tokens=False).input_ids)
+            text = _write(functools.partial(self._written, arguments, tools, warnings), request)
+            ids, pictures = list(self.tokenizer(text, add_special_tokens=False).input_ids), None
         if (form := self.reasoning) is None or text.rstrip().endswith(form.close.rstrip()):
             return EncodedPrompt(ids, text, pictures=pictures)
         begun = "begun" if text.rstrip().endswith(form.open.rstrip()) else "optional"
         return EncodedPrompt(ids, text, begun, pictures)
 
-    def _with_pictures(
-        self, request: requests.ChatRequest, messages: list[dict[str, Any]], arguments: dict[str, Any],
-        tools: Tools | None,
-    ) -> tuple[list[int], str, Mapping[str, Tensor]]:  # fmt: skip
-        """Return ids, text and pictures of a conversation, whose template writes placeholders for the processor.
-
-        It must write all the rest by itself too.
-        """
-        if self.pictures is None:
-            raise bad_request("this server takes no pictures: start it with --pictures", "messages")
-        found = self.pictures.read(request.messages)
+    def _written_with_pictures(
+        self, arguments: dict[str, Any], tools: Tools | None, messages: list[dict[str, Any]]
+    ) -> str:
+        """Write messages with placeholders for the processor. The template must write all the rest by itself."""
         with refusing_all("messages", "the chat template refuses these messages"):
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
         self._check_shown(messages, tools, text)
-        ids, made = self.pictures.encode(text, found)
-        return ids, text, made
+        return text
 
     def _check_shown(self, messages: Sequence[dict[str, Any]], tools: Tools | None, text: str) -> None:
         """Refuse a conversation with pictures of which the template loses something."""
@@ -251,8 +246,9 @@ class PromptReader:
             message = f"the chat template loses {lost} of a conversation with pictures: leave these out"
             raise bad_request(message, "messages")
 
+    @refusing("messages")
     def _written(
-        self, messages: list[dict[str, Any]], arguments: dict[str, Any], tools: Tools | None, warnings: list[str]
+        self, arguments: dict[str, Any], tools: Tools | None, warnings: list[str], messages: list[dict[str, Any]]
     ) -> str:
         """Write messages by the template, and calls and tools as text where it does not write these."""
         render = functools.partial(render_chat, self.tokenizer, asks=True, template=arguments)
@@ -307,6 +303,40 @@ def _message(message: requests.Message) -> dict[str, Any]:
     if any(part["type"] == "image_url" for part in parts):  # as processors call them
         given["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in parts]
     return {**given, "role": "system" if message.role == "developer" else message.role}
+
+
+def _write(write: Callable[[list[dict[str, Any]]], str], request: requests.ChatRequest) -> str:
+    """Return a conversation as text, with its system messages where the template takes them.
+
+    Raises:
+        ApiError: the template refuses all that `_foldings` yields; the error is that of the conversation as it is.
+    """
+    messages = [*map(_message, request.messages)]
+    for folded in _foldings(messages):
+        with contextlib.suppress(ApiError):
+            return write(folded)
+    return write(messages)
+
+
+def _foldings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield a conversation as it is, then in forms that more templates take and that say the same.
+
+    First the system messages at its beginning are one and later ones the user's, then all are the user's. Templates
+    that take no role twice in a row get messages of the user as one.
+    """
+    yield messages
+    roles = [message["role"] for message in messages]
+    first = next((number for number, role in enumerate(roles) if role != "system"), len(roles))
+    for count in (first, 0) if "system" in roles else ():
+        folded: list[dict[str, Any]] = []
+        for number, message in enumerate(messages):
+            role = "user" if roles[number] == "system" and number >= count else roles[number]
+            if folded and folded[-1]["role"] == role and role in ("system", "user"):
+                content = [*(folded[-1].get("content") or ()), *(message.get("content") or ())]
+                folded[-1] = {**folded[-1], "content": requests.join_texts(content, "\n\n")}
+            else:
+                folded.append({**message, "role": role})
+        yield folded
 
 
 _TOLD = "You may call functions. To call one, write nothing but\n{}\nThe functions are: {}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -86,6 +86,17 @@ def _stops(value: object) -> object:
 def parts_of(value: object) -> object:
     """Return a text as the list of parts that it stands for."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+def join_texts(parts: Sequence[dict[str, Any]], between: str) -> list[dict[str, Any]]:
+    """Return the parts of a message with texts that follow each other as one."""
+    joined: list[dict[str, Any]] = []
+    for part in parts:
+        if joined and part["type"] == joined[-1]["type"] == "text":
+            joined[-1] = {**part, "text": f"{joined[-1]['text']}{between}{part['text']}"}
+        else:
+            joined.append(part)
+    return joined
 
 
 def _limit(value: int) -> int:

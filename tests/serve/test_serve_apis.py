@@ -1,10 +1,11 @@
 """Each API in its own form: what it refuses and leaves out, and an answer that fails in a stream."""
 
 import json
+import re
 
 import pytest
 from served import CHAT as OPENAI
-from served import QUESTION, SCHEMA, SUM, TEXT, ask, serving
+from served import QUESTION, ROLES, SCHEMA, SUM, TEXT, ask, pair, serving
 
 from dflash import Receipt
 
@@ -103,6 +104,48 @@ def test_a_seed_of_minus_one_draws_one_in_every_api(tmp_path):
     seeds = {Receipt.read(file).answers[0].seed for file in tmp_path.glob("*.json")}
     assert len(seeds) == 2 * len(ALL)
     assert min(seeds) >= 0
+
+
+# Chat templates: one takes system messages anywhere, one only at the beginning, one shows only that, one refuses all.
+REFUSED, LATE = "{{ raise_exception('refused') }}", "m.role == 'system' and not loop.first"
+PLACES = {
+    "anywhere": ROLES,
+    "first": ROLES.replace("[{{", f"{{% if {LATE} %}}{REFUSED}{{% endif %}}[{{{{"),
+    "lost": ROLES.replace("[{{", f"{{% if {LATE} %}}{{% continue %}}{{% endif %}}[{{{{"),
+    "nowhere": ROLES.replace("[{{", f"{{% if m.role == 'system' %}}{REFUSED}{{% endif %}}[{{{{"),
+}
+ORDERS = {  # roles of a conversation, and how a template shows them that takes system messages at the beginning only
+    "system user assistant system user": "[system]say0[user]say1[assistant]say2[user]say3\n\nsay4",
+    "system system user": "[system]say0\n\nsay1[user]say2",
+    "system user assistant developer user": "[system]say0[user]say1[assistant]say2[user]say3\n\nsay4",
+    "user system": "[user]say0\n\nsay1",
+}
+
+
+def prompt_tokens(response) -> int:
+    """Return the length of a prompt, as an API tells it."""
+    assert response.status_code == 200, response.text
+    usage = response.json().get("usage") or response.json()
+    cached = usage.get("cache_read_input_tokens", 0)
+    names = ("prompt_tokens", "input_tokens", "prompt_eval_count")
+    return cached + next(usage[name] for name in names if name in usage)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_system_messages_are_shown_where_the_template_takes_them(place):
+    with serving(template=PLACES[place]) as service:
+        for roles, first in ORDERS.items():
+            said = [{"role": role, "content": f"say{number}"} for number, role in enumerate(roles.split())]
+            ids = ask(service, "/tokenize", {"messages": said}).json()["tokens"]
+            text = ask(service, "/detokenize", {"tokens": ids}).json()["prompt"].removeprefix(pair()[2].bos_token)
+            as_given = "".join(f"[{each['role']}]{each['content']}" for each in said).replace("developer", "system")
+            as_users = re.sub(r"(\[user\][^\[]*)\[user\]", r"\1\n\n", first.replace("system", "user"))
+            expected = {"anywhere": as_given, "nowhere": as_users}
+            assert text == expected.get(place, first)
+            for path, field in ((OPENAI, "messages"), (RESPONSES, "input"), (CHAT, "messages")):
+                assert prompt_tokens(ask(service, path, ALL[path] | {field: said})) == len(ids)
+            said = [{**each, "role": each["role"].replace("developer", "system")} for each in said]
+            assert prompt_tokens(ask(service, MESSAGES, ALL[MESSAGES] | {"messages": said})) == len(ids)
 
 
 TOOL = {"type": "function", "name": "weather", "description": "Tell it.", "parameters": SCHEMA}
