@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from . import api, requests
 from .answer_text import BlockEvent, BlockWriter, arguments_of
-from .requests import ApiError, ChatRequest, Fields, Number, SamplingFields, Stops, expect, not_applied, parts_of
+from .requests import ApiError, ChatRequest, Fields, Number, SamplingFields, Stops, not_applied, parts_of
 from .service import Choice, Completion
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -113,11 +113,6 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # as older clients call it
 
-    @model_validator(mode="after")
-    def _check_last(self) -> CountRequest:
-        expect(self.messages[-1].role != "assistant", "the last message must be the user's: answers are not continued")
-        return self
-
     def chat(self, **more: Any) -> ChatRequest:
         """Return the same as a chat request, with ``more`` fields.
 
@@ -130,7 +125,8 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
                 messages[-1]["content"] += f"\n{said['content']}"
             else:
                 messages.append(said)
-        fields: dict[str, Any] = {"messages": messages, "model": self.model}
+        continued = {"continue_final_message": messages[-1]["role"] == "assistant"}
+        fields: dict[str, Any] = {"messages": messages, "model": self.model, **continued}
         shown = [tool.model_dump(include=_SHARED) | {"parameters": tool.input_schema} for tool in self.tools or ()]
         fields["tools"] = [requests.function(**tool) for tool in shown]
         if (choice := self.tool_choice) is not None:

@@ -117,7 +117,10 @@ class OllamaChat(OllamaRequest):
                 call = calls.pop(alike.index(max(alike))) if calls else {"id": next(ids)}
                 message |= {"tool_call_id": said.tool_call_id or call["id"], "name": said.tool_name}
             messages.append(message)
-        return self._chat(messages, tools=self.tools, tool_choice=self.tool_choice)
+        last = self.messages[-1] if self.messages else None
+        continues = last is not None and last.role == "assistant" and not last.tool_calls
+        more = {"tools": self.tools, "tool_choice": self.tool_choice, "continue_final_message": continues}
+        return self._chat(messages, **more)
 
 
 class OllamaGenerate(not_applied(OllamaRequest, context=([],), images=([],), suffix=("",), template=("",))):

@@ -219,17 +219,24 @@ class PromptReader:
         else:
             text = _write(functools.partial(self._written, arguments, tools, warnings), request)
             ids, pictures = list(self.tokenizer(text, add_special_tokens=False).input_ids), None
-        if (form := self.reasoning) is None or text.rstrip().endswith(form.close.rstrip()):
-            return EncodedPrompt(ids, text, pictures=pictures)
-        begun = "begun" if text.rstrip().endswith(form.open.rstrip()) else "optional"
-        return EncodedPrompt(ids, text, begun, pictures)
+        return EncodedPrompt(ids, text, self._reasoning(request, text.rstrip()), pictures)
+
+    def _reasoning(self, request: requests.ChatRequest, text: str) -> Literal["", "begun", "optional"]:
+        """Return what a prompt has of the reasoning of its answer."""
+        if (form := self.reasoning) is None or text.endswith(form.close.rstrip()):
+            return ""
+        said = "".join(part.text for part in request.messages[-1].content or () if isinstance(part, requests.TextPart))
+        said = said if request.continue_final_message else ""
+        if text.endswith(form.open.rstrip()) or said.rfind(form.open.strip()) > said.rfind(form.close.strip()):
+            return "begun"
+        return "" if said.strip() else "optional"
 
     def _written_with_pictures(
-        self, arguments: dict[str, Any], tools: Tools | None, messages: list[dict[str, Any]]
+        self, arguments: dict[str, Any], tools: Tools | None, messages: list[dict[str, Any]], asks: bool
     ) -> str:
         """Write messages with placeholders for the processor. The template must write all the rest by itself."""
         with refusing_all("messages", "the chat template refuses these messages"):
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **arguments)
         self._check_shown(messages, tools, text)
         return text
 
@@ -248,10 +255,11 @@ class PromptReader:
 
     @refusing("messages")
     def _written(
-        self, arguments: dict[str, Any], tools: Tools | None, warnings: list[str], messages: list[dict[str, Any]]
-    ) -> str:
+        self, arguments: dict[str, Any], tools: Tools | None, warnings: list[str], messages: list[dict[str, Any]],
+        asks: bool,
+    ) -> str:  # fmt: skip
         """Write messages by the template, and calls and tools as text where it does not write these."""
-        render = functools.partial(render_chat, self.tokenizer, asks=True, template=arguments)
+        render = functools.partial(render_chat, self.tokenizer, asks=asks, template=arguments)
         if self._writes_calls:
             text = render(messages)
         else:
@@ -305,17 +313,41 @@ def _message(message: requests.Message) -> dict[str, Any]:
     return {**given, "role": "system" if message.role == "developer" else message.role}
 
 
-def _write(write: Callable[[list[dict[str, Any]]], str], request: requests.ChatRequest) -> str:
+_CUT = "zcontinue"  # the end of a message that is continued; no template has or changes such a word
+
+
+def _write(write: Callable[[list[dict[str, Any]], bool], str], request: requests.ChatRequest) -> str:
     """Return a conversation as text, with its system messages where the template takes them.
 
+    ``write`` gets messages, and True for the beginning of an answer after them.
+
     Raises:
-        ApiError: the template refuses all that `_foldings` yields; the error is that of the conversation as it is.
+        ApiError: the template refuses all that `_foldings` yields, and why the conversation as it is; or its last
+            message cannot be continued.
     """
-    messages = [*map(_message, request.messages)]
+    messages, continues = [*map(_message, request.messages)], bool(request.continue_final_message)
+    if continues:
+        last = messages[-1]
+        if last["role"] != "assistant" or last.get("tool_calls") or request.add_generation_prompt:
+            rule = "only a last message of the assistant without tool calls can be continued"
+            raise bad_request(f"{rule}, and add_generation_prompt must be false then", "messages")
+        *parts, end = last.get("content") or [{"type": "text", "text": ""}]
+        messages[-1] = {**last, "content": [*parts, {**end, "text": end["text"] + _CUT}]}
+
+    def whole(messages: list[dict[str, Any]]) -> str:
+        if continues and messages[:-1]:
+            write(messages[:-1], True)  # refuses what the template loses of them
+        return write(messages, not continues and request.add_generation_prompt is not False)
+
+    text = None
     for folded in _foldings(messages):
         with contextlib.suppress(ApiError):
-            return write(folded)
-    return write(messages)
+            text = whole(folded)
+            break
+    text = whole(messages) if text is None else text
+    if continues and _CUT not in text:
+        raise bad_request("the chat template does not show the last message, which should be continued", "messages")
+    return text.rpartition(_CUT)[0] if continues else text
 
 
 def _foldings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -400,6 +432,9 @@ def answer_grammar(
         raise bad_request(f"{field} cannot be combined with tools: set tool_choice to none", field)
     if answer is None and tools is None:
         return None
+    if request.continue_final_message and (answer is not None or (tools is not None and tools.is_forced)):
+        field = field or "tool_choice"
+        raise bad_request(f"{field} cannot be combined with a last message that is continued: leave it out", field)
     for name in _CONTRADICTING:
         if getattr(request, name):
             raise bad_request(f"{name} cannot be combined with {field or 'tools'}: leave one of them out", name)

@@ -358,6 +358,8 @@ class ChatRequest(_ChatFields):
     """A request of ``/v1/chat/completions``. ``chat_template_kwargs`` and ``enable_thinking`` are extensions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     max_completion_tokens: Limit | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -408,7 +410,7 @@ class CompletionRequest(not_applied(GenerationRequest, best_of=(1,), suffix=("",
         return self.logprobs
 
 
-class TokenizeRequest(not_applied(Fields, add_generation_prompt=(True,), continue_final_message=(False,))):
+class TokenizeRequest(Fields):
     """A request of ``/tokenize``, as in vLLM: a text or a conversation."""
 
     model: str | None = None
@@ -416,6 +418,8 @@ class TokenizeRequest(not_applied(Fields, add_generation_prompt=(True,), continu
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

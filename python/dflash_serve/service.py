@@ -391,7 +391,7 @@ class Service:
         if request.messages is None:
             is_plain = request.add_special_tokens is False
             return list(self.reader.tokenizer(request.prompt, add_special_tokens=not is_plain).input_ids)
-        fields = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
+        fields = {name: value for name, value in request if name in ChatRequest.model_fields}
         return self.encode(ChatRequest.model_construct(**fields))
 
     def detokenize(self, request: requests.DetokenizeRequest) -> str:

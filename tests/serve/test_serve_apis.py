@@ -5,7 +5,7 @@ import re
 
 import pytest
 from served import CHAT as OPENAI
-from served import QUESTION, ROLES, SCHEMA, SUM, TEXT, ask, pair, serving
+from served import QUESTION, ROLES, SCHEMA, SUM, TEXT, ask, pair, refused, serving
 
 from dflash import Receipt
 
@@ -17,13 +17,19 @@ BODIES = {
     GENERATE: {"model": "pair", "prompt": SUM, "options": {"num_predict": 4}, "stream": False},
 }
 
+ANSWER = {"role": "assistant", "content": "The sum "}
+USED = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+USABLE = {"name": "weather", "input_schema": SCHEMA}
+
 
 @pytest.mark.parametrize(("path", "fields", "status", "message"), [
     (MESSAGES, {"model": "claude"}, 404, "this server has the model 'pair'"),
     (MESSAGES, {"max_tokens": None}, 400, "max_tokens"),
     (MESSAGES, {"temperature": 1.5}, 400, "temperature"),
     (MESSAGES, {"messages": []}, 400, "messages"),
-    (MESSAGES, {"messages": [*QUESTION, {"role": "assistant", "content": "The"}]}, 400, "answers are not continued"),
+    (MESSAGES, {"messages": [*QUESTION, {"role": "assistant", "content": [USED]}]}, 400, "without tool calls can be"),
+    (MESSAGES, {"messages": [*QUESTION, ANSWER], "tools": [USABLE], "tool_choice": {"type": "any"}}, 400, "tool_ch"),
+    (CHAT, {"messages": [*QUESTION, ANSWER], "format": "json"}, 400, "format cannot be combined with a last message"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "'image'"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "tools"),
     (MESSAGES, {"tool_choice": {"type": "any"}}, 400, "tool"),
@@ -146,6 +152,42 @@ def test_system_messages_are_shown_where_the_template_takes_them(place):
                 assert prompt_tokens(ask(service, path, ALL[path] | {field: said})) == len(ids)
             said = [{**each, "role": each["role"].replace("developer", "system")} for each in said]
             assert prompt_tokens(ask(service, MESSAGES, ALL[MESSAGES] | {"messages": said})) == len(ids)
+
+
+def content(response) -> str:
+    """Return the text of an answer, as an API writes it."""
+    found = response.json()
+    if "choices" in found:
+        choice = found["choices"][0]
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+    return found["message"]["content"] if "message" in found else found["content"][0]["text"]
+
+
+@pytest.mark.parametrize("place", ["anywhere", "first"])
+def test_a_last_message_of_the_assistant_is_continued(place):
+    messages = [{"role": "system", "content": "a"}, *QUESTION, {"role": "system", "content": "b"}, ANSWER]
+    continues = {"add_generation_prompt": False, "continue_final_message": True}
+    with serving(template=PLACES[place]) as service:
+        ids = ask(service, "/tokenize", {"messages": messages, **continues}).json()["tokens"]
+        text = ask(service, "/detokenize", {"tokens": ids}).json()["prompt"]
+        assert text.endswith("b[assistant]The sum ")
+        expected = content(ask(service, TEXT, {"prompt": ids, "max_tokens": 9, "temperature": 0}))
+        body = {"messages": messages, "stream": False, "temperature": 0, "max_tokens": 9}
+        options = {"options": {"temperature": 0, "num_predict": 9}}
+        for path, fields in ((OPENAI, continues), (MESSAGES, {}), (CHAT, options)):
+            assert content(ask(service, path, body | fields)) == expected
+        refused(ask(service, OPENAI, body | continues | {"messages": QUESTION}), "only a last message of the assistant")
+        refused(ask(service, OPENAI, body | {"continue_final_message": True, "add_generation_prompt": True}), "false")
+
+
+def test_thoughts_are_continued():
+    template = ROLES + "{% if add_generation_prompt %}[assistant]{% endif %}{# <think></think> #}"
+    with serving(template=template) as service:
+        for said, is_begun in (("<think>Let me", True), ("<think>Hm.</think>The sum", False)):
+            messages = [*QUESTION, {"role": "assistant", "content": said}]
+            body = {"messages": messages, "max_tokens": 9, "temperature": 0, "continue_final_message": True}
+            (choice,) = ask(service, OPENAI, body).json()["choices"]
+            assert ("reasoning_content" in choice["message"]) == is_begun
 
 
 TOOL = {"type": "function", "name": "weather", "description": "Tell it.", "parameters": SCHEMA}
