@@ -115,6 +115,8 @@ def _refusal(request: Request, error: Exception) -> ApiError:
         return error
     if isinstance(error, HTTPException):
         message = f"{error.detail}: {request.method} {request.url.path}; /openapi.json lists what this server has"
+        if "embed" in request.url.path:
+            message = "this server has no embeddings: its model writes text; serve an embedding model elsewhere"
         return ApiError(error.status_code, message, headers=dict(error.headers or {}))
     if not isinstance(error, RequestValidationError):
         return ApiError(500, "the server made a mistake; its log has the traceback")

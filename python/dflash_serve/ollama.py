@@ -123,10 +123,11 @@ class OllamaChat(OllamaRequest):
         return self._chat(messages, **more)
 
 
-class OllamaGenerate(not_applied(OllamaRequest, context=([],), images=([],), suffix=("",), template=("",))):
+class OllamaGenerate(not_applied(OllamaRequest, context=([],), images=([],), template=("",))):
     """A request of ``/api/generate``. One without a prompt asks for the model to be loaded."""
 
     prompt: str | None = None
+    suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
 
@@ -134,16 +135,21 @@ class OllamaGenerate(not_applied(OllamaRequest, context=([],), images=([],), suf
     def _check_raw(self) -> OllamaGenerate:
         is_written = self.system or self.think
         expect(not (self.raw and is_written), "raw=true takes the prompt as it is: leave system and think out")
+        expect(not (self.suffix and is_written), "with a suffix there is no chat: leave system and think out")
         return self
 
     def chat(self) -> ChatRequest | requests.CompletionRequest:
-        """Return the same as a chat request, or with ``raw`` as a text request.
+        """Return the same as a chat request, or with ``raw`` or a ``suffix`` as a text request.
 
         Raises:
             pydantic.ValidationError: it cannot be one.
         """
-        if self.raw:
-            fields = {"prompt": self.prompt, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        if self.raw or self.suffix:
+            fields = {
+                "prompt": self.prompt,
+                "suffix": self.suffix,
+                "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+            }
             return requests.CompletionRequest.model_validate({**self._fields(), **fields})
         messages = [{"role": "system", "content": self.system}] if self.system else []
         return self._chat([*messages, {"role": "user", "content": self.prompt}])
@@ -261,7 +267,16 @@ def _show(service: Service) -> dict[str, Any]:
             f"{family}.embedding_length": config.hidden_size,
             f"{family}.block_count": config.num_hidden_layers,
         },
-        "capabilities": ["completion", *(["tools"] if has_tools else []), *(["thinking"] if thinks else [])],
+        "capabilities": [
+            name
+            for name, has in (
+                ("completion", True),
+                ("tools", has_tools),
+                ("insert", reader.fill_form),
+                ("thinking", thinks),
+            )
+            if has
+        ],
     }
 
 

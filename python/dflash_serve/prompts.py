@@ -137,6 +137,17 @@ def _schema(schema: dict[str, Any], strict: bool | None, where: str, warnings: l
     return grammar
 
 
+# How prompts are written whose answer stands between two texts.
+FILL_FORMS = (
+    "<|fim_prefix|> PREFIX <|fim_suffix|> SUFFIX <|fim_middle|>",  # Qwen, CodeGemma, Granite
+    "<fim_prefix> PREFIX <fim_suffix> SUFFIX <fim_middle>",  # StarCoder
+    "<fim-prefix> PREFIX <fim-suffix> SUFFIX <fim-middle>",  # SantaCoder
+    "<|code_prefix|> PREFIX <|code_suffix|> SUFFIX <|code_middle|>",  # GLM
+    "<｜fim▁begin｜> PREFIX <｜fim▁hole｜> SUFFIX <｜fim▁end｜>",  # DeepSeek
+    "[SUFFIX] SUFFIX [PREFIX] PREFIX",  # Mistral
+)
+
+
 class EncodedPrompt(NamedTuple):
     """A prompt as token ids, and as text for ``echo``. ``pictures`` are what its processor made of them.
 
@@ -190,6 +201,13 @@ class PromptReader:
     def shown(self) -> Any:
         """The tokenizer that decodes answers; the target's own unless marks are special tokens."""
         return MarkedTokenizer(self.tokenizer, self.specials) if self.specials else self.tokenizer
+
+    @functools.cached_property
+    def fill_form(self) -> Sequence[str] | None:
+        """The form of `FILL_FORMS` whose tokens the tokenizer has; None if it has those of none."""
+        known = self.tokenizer.get_vocab()
+        forms = (form.split() for form in FILL_FORMS)
+        return next((form for form in forms if {*form} - {"PREFIX", "SUFFIX"} <= known.keys()), None)
 
     @functools.cached_property
     def _writes_calls(self) -> bool:
@@ -287,14 +305,23 @@ class PromptReader:
         """Return the prompts; raises ApiError if one is empty or not Unicode."""
         given = request.prompt
         is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        prompts = [self._read(prompt, bool(request.echo)) for prompt in ([given] if is_one else given)]
+        fill = self._fill(request.suffix) if request.suffix else None
+        prompts = [self._read(prompt, bool(request.echo), fill) for prompt in ([given] if is_one else given)]
         if not prompts or not all(prompt.ids for prompt in prompts):
             raise bad_request("prompt must hold at least one token", "prompt")
         return prompts
 
-    def _read(self, prompt: str | list[int], needs_text: bool) -> EncodedPrompt:
+    def _fill(self, suffix: str) -> Callable[[str], str]:
+        """Return what makes a prompt one whose answer stands before ``suffix``."""
+        if self.fill_form is None:
+            raise bad_request("suffix: this model's tokenizer has no tokens to fill in the middle", "suffix")
+        return lambda text: "".join({"PREFIX": text, "SUFFIX": suffix}.get(word, word) for word in self.fill_form)
+
+    def _read(self, prompt: str | list[int], needs_text: bool, fill: Callable[[str], str] | None) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return EncodedPrompt(text_ids(self.tokenizer, prompt), prompt)
+            return EncodedPrompt(text_ids(self.tokenizer, prompt if fill is None else fill(prompt)), prompt)
+        if fill is not None:
+            raise bad_request("suffix needs a prompt that is a text, and got token ids", "suffix")
         return EncodedPrompt(prompt, self.decode(prompt, "prompt") if needs_text else "")
 
     def decode(self, ids: list[int], field: str) -> str:

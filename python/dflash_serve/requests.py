@@ -128,6 +128,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 # OpenAI's range; numbers near the largest would make logits infinite
 Penalty = Annotated[float, Field(ge=-2, le=2), Number]
+Repetition = Annotated[float, Field(ge=0.01, le=100), Number]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Top = Annotated[int, Field(ge=0, le=20), Number]
 
@@ -208,10 +209,8 @@ class SamplingFields(pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Number] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), Number] | None = Field(
-        None,
-        validation_alias=pydantic.AliasChoices("repetition_penalty", "repeat_penalty"),  # as llama.cpp calls it
-    )
+    repetition_penalty: Repetition | None = None
+    repeat_penalty: Repetition | None = None  # llama.cpp's and Ollama's name
     min_tokens: Annotated[int, Field(ge=0), Number] | None = None
     store: bool | None = None  # False: the server must not learn from the answer
 
@@ -397,10 +396,14 @@ class ChatRequest(_ChatFields):
         return self.top_logprobs or 0 if self.logprobs else None
 
 
-class CompletionRequest(not_applied(GenerationRequest, best_of=(1,), suffix=("",))):
-    """A request of ``/v1/completions``. With ``echo``, ``max_tokens`` may be 0, and ``logprobs`` has the prompt's."""
+class CompletionRequest(not_applied(GenerationRequest, best_of=(1,))):
+    """A request of ``/v1/completions``. With ``echo``, ``max_tokens`` may be 0, and ``logprobs`` has the prompt's.
+
+    With a ``suffix``, the answer is what stands between the prompt and it.
+    """
 
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1)]
+    suffix: str | None = None
     max_tokens: Annotated[int, Field(ge=-1), Number] | None = None
     echo: bool | None = None
     logprobs: Top | None = None

@@ -362,7 +362,8 @@ class Service:
         names = (self.name, *self.aliases)
         if asked is None or asked in names or asked.removesuffix(":latest") in names or self.takes_any_name:
             return asked or self.name
-        message = f"this server has the model {' and '.join(map(repr, names))}, not {asked!r}"
+        advice = "ask for that, or start the server with --any-name, or --name"
+        message = f"this server has the model {' and '.join(map(repr, names))}, not {asked!r}: {advice}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_fields(self, request: BaseModel) -> list[str]:
@@ -416,6 +417,8 @@ class Service:
         """
         self.name_of(request.model)
         warnings = [*warnings, *self.check_fields(request)]
+        if request.repeat_penalty not in (None, 1):
+            warnings.append("repeat_penalty: counts the whole text, as repetition_penalty does, not its last tokens")
         generator, count = self.scheduler.generator, request.n or 1
         if self.is_strict and len(request.stop or ()) > _STRICT_STOPS:
             raise bad_request(f"stop: there may be {_STRICT_STOPS} at most, got {len(request.stop or ())}", "stop")
@@ -484,6 +487,8 @@ def _arguments(request: GenerationRequest) -> GenerateArguments:
     """Return a request's arguments for ``generate``, without seed, tokenizer, grammar and the most new tokens."""
     given = {name: getattr(request, field) for field, name in _NAMES.items() if field != "seed"}
     arguments: Any = {name: value for name, value in given.items() if value is not None}
+    if request.repeat_penalty is not None:
+        arguments.setdefault("repetition_penalty", request.repeat_penalty)
     arguments["num_return_sequences"] = 1  # several answers are several calls, each with its seed
     if arguments.get("top_k") == -1:
         arguments["top_k"] = 0  # how vLLM writes that it is off

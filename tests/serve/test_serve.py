@@ -306,7 +306,11 @@ def test_numbers_may_have_a_point_or_be_texts_and_stops_may_be_many(service):
     assert answer(off) == answer(unset)
     fields = {"repeat_penalty": 1.2, "stop": ["", " makes "]}
     named = {"repetition_penalty": 1.2, "stop": " makes "}
-    assert answer(ask(service, CHAT, chat(**fields))) == answer(ask(service, CHAT, chat(**named)))
+    found = ask(service, CHAT, chat(**fields))
+    assert answer(found) == answer(ask(service, CHAT, chat(**named)))
+    assert found.json()["warnings"] == [
+        "repeat_penalty: counts the whole text, as repetition_penalty does, not its last tokens"
+    ]
     greedy = ask(service, CHAT, chat(TRIP, temperature=1, top_p=0, max_tokens=50))
     assert answer(greedy) == direct(prompt_ids(TRIP), max_new_tokens=50)
 

@@ -40,13 +40,15 @@ USABLE = {"name": "weather", "input_schema": SCHEMA}
     (RESPONSES, {"temperature": -1.0}, 400, "temperature"),
     (RESPONSES, {"background": True}, 400, "background"),
     (RESPONSES, {"previous_response_id": "resp-x"}, 400, "there is no response 'resp-x'"),
-    (CHAT, {"model": "llama3"}, 404, "this server has the model 'pair'"),
+    (CHAT, {"model": "llama3"}, 404, "or start the server with --any-name"),
     (CHAT, {"messages": [{"role": "user", "content": SUM, "images": ["aGk="]}]}, 400, "messages.0.images: this server"),
     (CHAT, {"messages": [{"role": "narrator", "content": SUM}]}, 400, "messages.0.role: Input should be 'system'"),
     (CHAT, {"options": {"temperature": "warm"}}, 400, "options.temperature: Input should be a valid number"),
     (CHAT, {"options": {"repeat_penalty": 0}}, 400, "options.repeat_penalty: Input should be greater than"),
     (CHAT, {"format": "xml"}, 400, "format"),
-    (GENERATE, {"suffix": "end"}, 400, "suffix: this server does not apply it"),
+    (GENERATE, {"suffix": "end"}, 400, "suffix: this model's tokenizer has no tokens to fill in the middle"),
+    ("/api/embed", {"model": "pair", "input": "a"}, 404, "this server has no embeddings"),
+    ("/v1/embeddings", {"model": "pair", "input": "a"}, 404, "this server has no embeddings"),
     (GENERATE, {"raw": True, "system": "Be brief."}, 400, "raw=true takes the prompt as it is"),
     ("/api/pull", {}, 404, "Not Found"),
 ])  # fmt: skip
@@ -160,6 +162,8 @@ def content(response) -> str:
     if "choices" in found:
         choice = found["choices"][0]
         return choice["text"] if "text" in choice else choice["message"]["content"]
+    if "response" in found:
+        return found["response"]
     return found["message"]["content"] if "message" in found else found["content"][0]["text"]
 
 
@@ -178,6 +182,18 @@ def test_a_last_message_of_the_assistant_is_continued(place):
             assert content(ask(service, path, body | fields)) == expected
         refused(ask(service, OPENAI, body | continues | {"messages": QUESTION}), "only a last message of the assistant")
         refused(ask(service, OPENAI, body | {"continue_final_message": True, "add_generation_prompt": True}), "false")
+
+
+@pytest.mark.parametrize(("path", "ends"), [(TEXT, {"max_tokens": 9}), (GENERATE, {"options": {"num_predict": 9}})])
+def test_a_suffix_is_written_by_the_tokens_that_the_tokenizer_has(path, ends, monkeypatch):
+    monkeypatch.setattr("dflash_serve.prompts.FILL_FORMS", ("<fim> PREFIX", "acorn PREFIX birch SUFFIX brook"))
+    asked = {"prompt": "add 1", "suffix": "= 3", "stream": False, "temperature": 0} | ends
+    asked["options"] = {"temperature": 0} | asked.get("options", {})
+    with serving() as service:
+        same = {"prompt": "acornadd 1birch= 3brook", "max_tokens": 9, "temperature": 0}
+        assert content(ask(service, path, asked)) == content(ask(service, TEXT, same))
+        refused(ask(service, TEXT, asked | {"prompt": [5, 6]}), "suffix needs a prompt that is a text")
+        assert "insert" in ask(service, "/api/show", {}).json()["capabilities"]
 
 
 def test_thoughts_are_continued():
