@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from . import api, requests
 from .answer_text import BlockEvent, BlockWriter, arguments_of
-from .requests import ApiError, ChatRequest, Fields, Number, SamplingFields, Stops, not_applied, parts_of
+from .requests import ApiError, ChatRequest, Fields, Number, SamplingFields, Stops, expect, not_applied, parts_of
 from .service import Choice, Completion
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -41,6 +41,24 @@ class TextBlock(CachedPart):
     text: str
 
 
+class PictureSource(Fields):
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+    @model_validator(mode="after")
+    def _check_source(self) -> PictureSource:
+        is_url = self.type == "url"
+        expect(self.url if is_url else self.data and self.media_type, "a picture needs its url, or media_type and data")
+        return self
+
+
+class PictureBlock(CachedPart):
+    type: Literal["image"]
+    source: PictureSource
+
+
 class ThinkingBlock(CachedPart):
     type: Literal["thinking"]
     thinking: str
@@ -57,14 +75,19 @@ class ToolUseBlock(CachedPart):
 Texts = Annotated[list[TextBlock], BeforeValidator(parts_of, str | list[TextBlock])]
 
 
+Shown = Annotated[TextBlock | PictureBlock, Field(discriminator="type")]
+
+
 class ToolResultBlock(CachedPart):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts | None = None
+    content: Annotated[list[Shown], BeforeValidator(parts_of, str | list[Shown])] | None = None
     is_error: bool | None = None
 
 
-ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+ContentBlock = Annotated[
+    TextBlock | PictureBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
 
 
 class MessageParam(Fields):
@@ -119,10 +142,10 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
         Raises:
             pydantic.ValidationError: it cannot be one.
         """
-        messages = [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
+        messages = [] if self.system is None else [{"role": "system", "content": _parts(self.system)}]
         for said in itertools.chain.from_iterable(map(_chat_messages, self.messages)):
             if said["role"] == "user" and messages and messages[-1]["role"] == "user":  # as the API joins them
-                messages[-1]["content"] += f"\n{said['content']}"
+                messages[-1]["content"] = requests.join_texts([*messages[-1]["content"], *said["content"]], "\n")
             else:
                 messages.append(said)
         continued = {"continue_final_message": messages[-1]["role"] == "assistant"}
@@ -156,25 +179,35 @@ class MessagesRequest(CountRequest, SamplingFields):
         return super().chat(**self.sampling(), **ends, stream=self.stream, **more)
 
 
-def _joined(texts: Sequence[TextBlock]) -> str:
-    return "\n".join(block.text for block in texts)
+def _parts(blocks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return texts and pictures as parts of a chat's message; texts that follow each other are lines of one."""
+    parts = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+        elif isinstance(block, PictureBlock):
+            source = block.source
+            url = source.url or f"data:{source.media_type};base64,{source.data}"
+            parts.append(requests.picture(url))
+    return requests.join_texts(parts, "\n")
 
 
 def _chat_messages(message: MessageParam) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat that a message becomes: results of tools are messages of their own there."""
-    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    content = _parts(message.content)
     results = [block for block in message.content if isinstance(block, ToolResultBlock)]
     for result in results:
-        text = ("Error: " if result.is_error else "") + _joined(result.content or [])
-        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
-    said: dict[str, Any] = {"role": message.role, "content": _joined(texts)}
+        error = [{"type": "text", "text": "Error: "}] if result.is_error else []
+        shown = requests.join_texts([*error, *_parts(result.content or [])], "")
+        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": shown}
+    said: dict[str, Any] = {"role": message.role, "content": content}
     if calls := [block for block in message.content if isinstance(block, ToolUseBlock)]:
         said["tool_calls"] = [
             {"id": call.id, **requests.function(name=call.name, arguments=json.dumps(call.input))} for call in calls
         ]
     if thoughts := [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]:
         said["reasoning_content"] = "\n".join(thoughts)
-    if texts or not results:
+    if content or not results:
         yield said
 
 

@@ -37,8 +37,8 @@ APIS = (openai_responses.API, anthropic.API, ollama.API, receipts.API, openai.AP
 
 _VERSIONED = [route.path for api in APIS for route in api.router.routes if route.path.startswith("/v1/")]
 _SHORT = tuple({path.partition("/{")[0].removeprefix("/v1") for path in _VERSIONED})  # also served without /v1
-# Of a request: 128 bytes per token of a context of 32,768, and ids of one of 500,000.
-_MAX_BODY_BYTES = 4 * 2**20
+# Of a request: ids of a context of 2 million tokens, or a few pictures for which a text will stand.
+_MAX_BODY_BYTES = 16 * 2**20
 _MAX_PICTURES_BYTES = 64 * 2**20  # of a body, where pictures are taken
 _MAX_REASON = 500  # characters of an error in the log
 _BODY_SECONDS = 30.0  # to send a body

@@ -78,9 +78,10 @@ class OllamaCall(requests.ToolCall):
     id: str = ""
 
 
-class OllamaMessage(not_applied(Fields, images=([],))):
+class OllamaMessage(Fields):
     role: str
     content: str | None = None
+    images: list[str] | None = None
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
@@ -103,7 +104,8 @@ class OllamaChat(OllamaRequest):
         messages, calls = [], list[dict[str, Any]]()  # calls that have no result so far
         ids = (f"{number:09}" for number in itertools.count())  # templates of Mistral take nine letters or digits
         for said in self.messages or ():
-            message = {"role": said.role, "content": said.content, "reasoning_content": said.thinking}
+            content = _content(said.images, said.content)
+            message = {"role": said.role, "content": content, "reasoning_content": said.thinking}
             if said.tool_calls:
                 calls = [call.model_dump() for call in said.tool_calls]
                 for call in calls:
@@ -123,19 +125,20 @@ class OllamaChat(OllamaRequest):
         return self._chat(messages, **more)
 
 
-class OllamaGenerate(not_applied(OllamaRequest, context=([],), images=([],), template=("",))):
+class OllamaGenerate(not_applied(OllamaRequest, context=([],), template=("",))):
     """A request of ``/api/generate``. One without a prompt asks for the model to be loaded."""
 
     prompt: str | None = None
     suffix: str | None = None
     system: str | None = None
+    images: list[str] | None = None
     raw: bool | None = None
 
     @model_validator(mode="after")
     def _check_raw(self) -> OllamaGenerate:
-        is_written = self.system or self.think
-        expect(not (self.raw and is_written), "raw=true takes the prompt as it is: leave system and think out")
-        expect(not (self.suffix and is_written), "with a suffix there is no chat: leave system and think out")
+        is_written = self.system or self.think or self.images
+        expect(not (self.raw and is_written), "raw=true takes the prompt as it is: leave system, think and images out")
+        expect(not (self.suffix and is_written), "with a suffix there is no chat: leave system, think and images out")
         return self
 
     def chat(self) -> ChatRequest | requests.CompletionRequest:
@@ -152,7 +155,13 @@ class OllamaGenerate(not_applied(OllamaRequest, context=([],), images=([],), tem
             }
             return requests.CompletionRequest.model_validate({**self._fields(), **fields})
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        return self._chat([*messages, {"role": "user", "content": self.prompt}])
+        return self._chat([*messages, {"role": "user", "content": _content(self.images, self.prompt)}])
+
+
+def _content(images: Sequence[str] | None, text: str | None) -> Any:
+    """Return the content of a chat's message. Ollama shows pictures, which are base64 of any kind, before the text."""
+    pictures = [requests.picture(f"data:image/png;base64,{image}") for image in images or ()]
+    return [*pictures, *([{"type": "text", "text": text}] if text else [])] if pictures else text
 
 
 class ShowRequest(Fields):

@@ -228,11 +228,14 @@ class PromptReader:
             if name in own or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", template):
                 raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
         arguments = _thinking(request, template, warnings) | arguments | {"tools": shown}
-        if any(isinstance(part, requests.ImagePart) for said in request.messages for part in said.content or ()):
-            if self.pictures is None:
-                raise bad_request("this server takes no pictures: start it with --pictures", "messages")
+        has_pictures = any(
+            isinstance(part, requests.ImagePart) for said in request.messages for part in said.content or ()
+        )
+        if has_pictures and self.pictures is None:
+            warnings.append("messages: a text stands for each picture, which this server takes with --pictures only")
+        if has_pictures and self.pictures is not None:
             found = self.pictures.read(request.messages)
-            text = _write(functools.partial(self._written_with_pictures, arguments, tools), request)
+            text = _write(functools.partial(self._written_with_pictures, arguments, tools), request, {"type": "image"})
             ids, pictures = self.pictures.encode(text, found)
         else:
             text = _write(functools.partial(self._written, arguments, tools, warnings), request)
@@ -331,28 +334,37 @@ class PromptReader:
         return self.tokenizer.decode(ids)
 
 
-def _message(message: requests.Message) -> dict[str, Any]:
+_NO_PICTURE = {"type": "text", "text": "[picture: not shown, because this model is served without pictures]"}
+
+
+def _message(picture: dict[str, Any], message: requests.Message) -> dict[str, Any]:
+    """Return a message for the template, with ``picture`` as the part that stands for each of its pictures."""
     fields = {"content", "reasoning_content", "name", "tool_calls", "tool_call_id"}
     given = message.model_dump(include=fields, exclude_none=True)
     parts = given.get("content") or ()
-    if any(part["type"] == "image_url" for part in parts):  # as processors call them
-        given["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in parts]
+    if any(part["type"] == "image_url" for part in parts):
+        parts = [picture if part["type"] == "image_url" else part for part in parts]
+        given["content"] = requests.join_texts(parts, "\n")
     return {**given, "role": "system" if message.role == "developer" else message.role}
 
 
 _CUT = "zcontinue"  # the end of a message that is continued; no template has or changes such a word
 
 
-def _write(write: Callable[[list[dict[str, Any]], bool], str], request: requests.ChatRequest) -> str:
+def _write(
+    write: Callable[[list[dict[str, Any]], bool], str],
+    request: requests.ChatRequest,
+    picture: dict[str, Any] = _NO_PICTURE,
+) -> str:
     """Return a conversation as text, with its system messages where the template takes them.
 
-    ``write`` gets messages, and True for the beginning of an answer after them.
+    ``write`` gets messages, and True for the beginning of an answer after them. ``picture`` stands for each picture.
 
     Raises:
         ApiError: the template refuses all that `_foldings` yields, and why the conversation as it is; or its last
             message cannot be continued.
     """
-    messages, continues = [*map(_message, request.messages)], bool(request.continue_final_message)
+    messages, continues = [_message(picture, said) for said in request.messages], bool(request.continue_final_message)
     if continues:
         last = messages[-1]
         if last["role"] != "assistant" or last.get("tool_calls") or request.add_generation_prompt:

@@ -88,6 +88,11 @@ def parts_of(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def picture(url: str) -> dict[str, Any]:
+    """Return a picture as a part of a chat's message."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def join_texts(parts: Sequence[dict[str, Any]], between: str) -> list[dict[str, Any]]:
     """Return the parts of a message with texts that follow each other as one."""
     joined: list[dict[str, Any]] = []

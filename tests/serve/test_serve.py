@@ -405,17 +405,17 @@ def test_a_body_that_is_no_request_is_refused(service, body):
 def test_other_models_and_paths_are_not_found(service):
     for response in (ask(service, CHAT, chat(model="gpt-4")), ask(service, "/v1/models/gpt-4", None)):
         assert refused(response, "this server has the model 'pair'", 404)["code"] == "model_not_found"
-    missing = refused(ask(service, "/v1/embeddings", {}), "POST /v1/embeddings; /openapi.json lists", 404)
+    missing = refused(ask(service, "/v1/rerank", {}), "POST /v1/rerank; /openapi.json lists", 404)
     assert missing["type"] == "not_found_error"
     assert ask(service, CHAT, None).status_code == 405
 
 
 def test_a_body_may_not_be_too_large(service):
     async def parts():  # sent without a length
-        for _ in range(6):
+        for _ in range(18):
             yield b" " * 2**20
 
-    for body in (chat("a" * 2**22), parts()):
+    for body in (chat("a" * 2**24), parts()):
         assert refused(ask(service, CHAT, body), "this one has more", 413)["code"] == "too_large"
 
 

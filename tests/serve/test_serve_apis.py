@@ -18,6 +18,7 @@ BODIES = {
 }
 
 ANSWER = {"role": "assistant", "content": "The sum "}
+URL = {"type": "url", "data": "aGk="}
 USED = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
 USABLE = {"name": "weather", "input_schema": SCHEMA}
 
@@ -30,18 +31,18 @@ USABLE = {"name": "weather", "input_schema": SCHEMA}
     (MESSAGES, {"messages": [*QUESTION, {"role": "assistant", "content": [USED]}]}, 400, "without tool calls can be"),
     (MESSAGES, {"messages": [*QUESTION, ANSWER], "tools": [USABLE], "tool_choice": {"type": "any"}}, 400, "tool_ch"),
     (CHAT, {"messages": [*QUESTION, ANSWER], "format": "json"}, 400, "format cannot be combined with a last message"),
-    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "'image'"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": URL}]}]}, 400, "needs its url"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "tools"),
     (MESSAGES, {"tool_choice": {"type": "any"}}, 400, "tool"),
     (MESSAGES, {"mcp_servers": [{"url": "x"}]}, 400, "mcp_servers"),
     (RESPONSES, {"model": "gpt"}, 404, "this server has the model 'pair'"),
     (RESPONSES, {"input": []}, 400, "input"),
-    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, 400, "input"),
     (RESPONSES, {"temperature": -1.0}, 400, "temperature"),
     (RESPONSES, {"background": True}, 400, "background"),
     (RESPONSES, {"previous_response_id": "resp-x"}, 400, "there is no response 'resp-x'"),
     (CHAT, {"model": "llama3"}, 404, "or start the server with --any-name"),
-    (CHAT, {"messages": [{"role": "user", "content": SUM, "images": ["aGk="]}]}, 400, "messages.0.images: this server"),
+    (CHAT, {"messages": [{"role": "system", "content": SUM, "images": ["aGk="]}]}, 400, "pictures belong to messages"),
     (CHAT, {"messages": [{"role": "narrator", "content": SUM}]}, 400, "messages.0.role: Input should be 'system'"),
     (CHAT, {"options": {"temperature": "warm"}}, 400, "options.temperature: Input should be a valid number"),
     (CHAT, {"options": {"repeat_penalty": 0}}, 400, "options.repeat_penalty: Input should be greater than"),
