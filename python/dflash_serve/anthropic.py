@@ -248,7 +248,7 @@ def _usage(choice: Choice) -> dict[str, Any]:
 class MessagesFormat(api.AnswerFormat):
     """Writes an answer as a message, whole or as events."""
 
-    prefix = "msg"
+    prefix, ping = "msg", api.typed_event("ping")
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         (choice,) = completion.choices

@@ -182,7 +182,7 @@ def _time(seconds: float | None = None) -> str:
 class ChatRecords(api.AnswerFormat):
     """Writes an answer as one record, or as one per step and a last one with its numbers."""
 
-    prefix, media_type = "chatcmpl", "application/x-ndjson"
+    prefix, media_type, ping = "chatcmpl", "application/x-ndjson", ""
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         (choice,) = completion.choices

@@ -2,10 +2,11 @@
 
 import json
 import re
+import threading
 
 import pytest
 from served import CHAT as OPENAI
-from served import QUESTION, ROLES, SCHEMA, SUM, TEXT, ask, pair, refused, serving
+from served import QUESTION, ROLES, SCHEMA, SUM, TEXT, Gate, ask, pair, refused, serving
 
 from dflash import Receipt
 
@@ -129,6 +130,23 @@ ORDERS = {  # roles of a conversation, and how a template shows them that takes 
     "system user assistant developer user": "[system]say0[user]say1[assistant]say2[user]say3\n\nsay4",
     "user system": "[user]say0\n\nsay1",
 }
+
+
+PINGS = {OPENAI: ": ping\n\n", TEXT: ": ping\n\n", RESPONSES: ": ping\n\n", CHAT: ""}
+PINGS[MESSAGES] = 'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+@pytest.mark.parametrize("path", PINGS)
+def test_a_stream_says_that_it_waits_until_its_first_token(path, monkeypatch):
+    monkeypatch.setattr("dflash_serve.api._PING_SECONDS", 0.05)
+    with serving() as service:
+        gate = Gate(service.scheduler)
+        threading.Timer(0.5, gate.open).start()
+        text = ask(service, path, ALL[path] | {"stream": True}).text
+        plain = ask(service, path, ALL[path] | {"stream": True}).text
+    if ping := PINGS[path]:
+        assert 2 <= text.count(ping) <= 10
+    assert (text.replace(ping, "") if ping else text).count("\n") == plain.count("\n")
 
 
 def prompt_tokens(response) -> int:
