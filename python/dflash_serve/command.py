@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash import Generator
-from dflash.internals import Store, files, options, targets, terminal
+from dflash.internals import Store, files, options, targets, terminal, threads
 
 from .adopt import Adopter
 from .memory import bytes_per_token, free_memory
@@ -240,6 +240,8 @@ def _log_models(generator: Generator, target: Any, is_pair_as_stored: bool) -> N
     dtype = str(target.dtype).removeprefix("torch.") + (" and 8 bits" if generator.weights else "")
     modules = f", as transformers' modules: {generator.fused_reason}" if generator.fused_reason else ""
     _LOG.info("target: %s, %s on %s%s", type(target).__name__, dtype, target.device, modules)
+    if target.device.type == "cpu":
+        _LOG.info("threads: %s", threads.describe_threads())
     if is_pair_as_stored:
         _LOG.info("demo_pair() has float32, which may write another text by the same seed; so does --dtype float32")
     steps = f"up to {generator.block_size} tokens per step" if generator.block_size > 1 else "none, one token per step"
