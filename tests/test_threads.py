@@ -43,14 +43,11 @@ def test_the_quota_is_the_least_of_all_groups(name, tmp_path):
 
 
 @pytest.fixture
-def eight(monkeypatch):
+def eight(monkeypatch, set_threads):
     """Eight processors, and torch's own number of threads for them."""
-    before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
-    torch.set_num_threads(8)
-    yield
-    torch.set_num_threads(before)
+    set_threads(8)
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(0.5, 1), (2.4, 2), (3.6, 4), (9, 8)])

@@ -11,6 +11,7 @@ import torch
 from served import CHAT, SUM, TEXT, TRIP, Gate, ask, chat, chunks, direct, pair, prompt_ids, refused, serving
 
 from dflash import Generator
+from dflash_serve.log import JsonFormatter
 from dflash_serve.prompts import PromptReader
 from dflash_serve.scheduler import Scheduler
 from dflash_serve.service import Service
@@ -526,6 +527,24 @@ def test_metrics_count_requests_and_tokens():
     assert found["dflash_step_tokens_count"] == found["dflash_step_seconds_count"] > 2  # one answer at a time
     assert found["dflash_first_token_seconds_count"] == found["dflash_request_seconds_count"] == 2
     assert found["dflash_answers_running"] == found["dflash_answers_waiting"] == 0
+    assert 0 < found["dflash_token_seconds_count"] < found["dflash_new_tokens_total"]
+    assert found["dflash_queue_seconds_count"] == 2
+    assert 0 < found["dflash_prompt_cache_bytes"] <= found["dflash_prompt_cache_max_bytes"]
+    assert found["process_cpu_seconds_total"] > 0
+    (model,) = [name for name in found if name.startswith("dflash_model_info")]
+    assert 'model="pair"' in model
+
+
+def test_requests_have_ids_that_the_log_has_too(service, caplog):
+    caplog.set_level("INFO", "dflash_serve")
+    caplog.handler.setFormatter(JsonFormatter())
+    given = ask(service, CHAT, chat(max_tokens=2), headers={"X-Request-Id": "mine-1"})
+    drawn = ask(service, CHAT, chat(stop=5), headers={"X-Request-Id": "not one"})
+    records = {record["request"]: record for record in map(json.loads, caplog.text.splitlines())}
+    assert given.headers["X-Request-Id"] == "mine-1"
+    done, refusal = records["mine-1"], records[drawn.headers["X-Request-Id"]]
+    assert (done["answer"], done["outcome"], done["new_tokens"]) == (given.json()["id"], "completed", 2)
+    assert (refusal["level"], refusal["message"][:4]) == ("info", "400 ")
 
 
 def fingerprint(generator: Generator, version: str = "0") -> str:

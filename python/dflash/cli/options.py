@@ -344,11 +344,12 @@ def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
         checked(name, number)
 
 
-def command(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(variables: str = "", **without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command: its parameters become options, and so do the fields of those that are dataclasses.
 
     A parameter or field is ``Annotated`` with typer's option or argument, or with the help text of an option; a bool
-    then becomes a flag without a ``--no-`` form. ``without`` has, by parameter, the fields that are no options.
+    then becomes a flag without a ``--no-`` form. ``without`` has, by parameter, the fields that are no options. With
+    the prefix ``variables``, each option may also be a variable: ``--max-length`` is PREFIX_MAX_LENGTH.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -357,12 +358,12 @@ def command(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Calla
         for name, parameter in signature.parameters.items():
             kind = parameter.annotation
             if not dataclasses.is_dataclass(kind):
-                options.append(_option(name, kind, parameter.default))
+                options.append(_option(name, kind, parameter.default, variables))
                 continue
             hints = typing.get_type_hints(kind, include_extras=True)
             fields = [field for field in dataclasses.fields(kind) if field.name not in without.get(name, ())]
             groups[name] = kind, [field.name for field in fields]
-            options += [_option(field.name, hints[field.name], field.default) for field in fields]
+            options += [_option(field.name, hints[field.name], field.default, variables) for field in fields]
 
         @functools.wraps(function)
         def call(**given: Any) -> None:
@@ -377,10 +378,13 @@ def command(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Calla
     return decorate
 
 
-def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+def _option(name: str, annotation: Any, default: Any, variables: str) -> inspect.Parameter:
     help = next(iter(getattr(annotation, "__metadata__", ())), None)
     if isinstance(help, str):
         kind = typing.get_args(annotation)[0]
-        annotation = Annotated[kind, typer.Option(*[option_of(name)] if kind is bool else [], help=help)]
+        help = typer.Option(*[option_of(name)] if kind is bool else [], help=help)
+        annotation = Annotated[kind, help]
+    if variables and isinstance(help, typer.models.OptionInfo):
+        help.envvar, help.show_envvar = f"{variables}_{name.upper()}", False
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
