@@ -261,7 +261,8 @@ def _show(service: Service) -> dict[str, Any]:
     model = generator.engine.target.model
     config, count = model.config.get_text_config(), sum(weight.numel() for weight in model.parameters())
     family, template = config.model_type, reader.tokenizer.chat_template
-    thinks, has_tools = reader.reasoning is not None, reader.has_template
+    abilities = {"completion": True, "tools": reader.has_template, "insert": reader.fill_form is not None}
+    abilities["thinking"] = reader.reasoning is not None
     return {
         "modified_at": _time(service.created),
         "template": template if isinstance(template, str) else "",
@@ -276,16 +277,7 @@ def _show(service: Service) -> dict[str, Any]:
             f"{family}.embedding_length": config.hidden_size,
             f"{family}.block_count": config.num_hidden_layers,
         },
-        "capabilities": [
-            name
-            for name, has in (
-                ("completion", True),
-                ("tools", has_tools),
-                ("insert", reader.fill_form),
-                ("thinking", thinks),
-            )
-            if has
-        ],
+        "capabilities": [name for name, is_there in abilities.items() if is_there],
     }
 
 

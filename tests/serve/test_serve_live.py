@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import openai
@@ -193,6 +194,14 @@ def test_an_answer_that_takes_longer_than_the_grace_ends_with_an_error():
 
 
 # ---------------------------------------------------------------------------------------------- the beginning
+
+
+def test_an_idle_server_uses_no_core(server, client):
+    client.chat.completions.create(model="pair", messages=QUESTION, max_tokens=20)
+    wait_until(lambda: server.service.scheduler.session.is_settled)
+    before = time.process_time()
+    time.sleep(1)
+    assert time.process_time() - before < 0.2
 
 
 def test_a_port_refuses_until_it_is_handed_over():
