@@ -14,8 +14,16 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from ray import serve
 
-app = FastAPI()
+app = FastAPI()  # what its routes use must stand before the class: Ray keeps a copy of what there is then
 _OF_CONNECTION = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}  # headers
+
+
+async def _pieces(answer: httpx.Response) -> AsyncIterator[bytes]:
+    try:
+        async for piece in answer.aiter_raw():
+            yield piece
+    finally:
+        await answer.aclose()
 
 
 # As many requests as --rows and --queue together
@@ -54,14 +62,6 @@ class Replica:
 
     def __del__(self) -> None:
         self._process.terminate()
-
-
-async def _pieces(answer: httpx.Response) -> AsyncIterator[bytes]:
-    try:
-        async for piece in answer.aiter_raw():
-            yield piece
-    finally:
-        await answer.aclose()
 
 
 replicas = Replica.bind()
