@@ -199,7 +199,7 @@ BAD = {
     "audio": (said([{"type": "input_audio"}]), "messages", "'text', 'image_url'"),
     "image": (said([{"type": "image_url"}]), "messages", "image_url"),
     "role": (said("", "function"), "messages", "'system'"),
-    "template": (said("", "system"), "messages", "without messages of the role system"),
+    "template": (said("", "assistant"), "messages", "there is no message of the user to answer"),
     "unicode": (said("\ud800"), "messages", "half of a character"),
     "template argument": ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "no argument 'thinking'"),
     "type": ({"temperature": "warm"}, "temperature", "valid number"),
@@ -422,10 +422,10 @@ def test_a_body_may_not_be_too_large(service):
 
 def test_a_key_is_asked_for(service):
     for given, status in (("Bearer secret", 200), ("bearer secret", 200), ("Bearer other", 401), ("secret", 401),
-                          ("x-api-key", 200), (None, 401)):  # fmt: skip
+                          ("Bearer second", 200), ("x-api-key", 200), (None, 401)):  # fmt: skip
         headers = {} if given is None else {"Authorization": given}
         headers = {"X-API-Key": "secret"} if given == "x-api-key" else headers
-        response = ask(service, CHAT, chat(max_tokens=1), key="secret", headers=headers)
+        response = ask(service, CHAT, chat(max_tokens=1), key="secret second", headers=headers)
         assert response.status_code == status
     assert refused(response, "needs its key", 401)["code"] == "invalid_api_key"
     assert ask(service, "/v1/models", None, key="secret").status_code == 401
