@@ -76,10 +76,13 @@ def ask(
     service: Service, path: str, body: Any, *, key: str | None = None, headers: dict[str, str] | None = None,
     origins: Sequence[str] = (), method: str = "GET",
 ) -> httpx.Response:  # fmt: skip
-    """POST ``body``, a dict as JSON, or GET if it is None; ``key`` and ``origins`` are the server's."""
+    """POST ``body``, a dict as JSON, or GET if it is None; ``key`` and ``origins`` are the server's.
+
+    ``key`` may have several, with spaces between them.
+    """
 
     async def call() -> httpx.Response:
-        transport = httpx.ASGITransport(build_app(service, key, origins), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(build_app(service, (key or "").split(), origins), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://pair", timeout=120) as client:
             if body is None:
                 return await client.request(method, path, headers=headers)
@@ -218,7 +221,7 @@ def live(
     At the end the server and its scheduler must have ended.
     """
     service = service or serve(**options)
-    server, bound = Server(service, api_key=key, grace=grace), bind("127.0.0.1", 0)
+    server, bound = Server(service, keys=[key] if key else [], grace=grace), bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     wait_until(lambda: server.started)

@@ -27,6 +27,7 @@ from .outputs import GenerateOutput, StreamEvent
 from .state import State
 from .streaming import BatchDecoder
 from .targets import Fingerprint, KnownWeights, Target, check_target, first_hook
+from .threads import fit_threads
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -167,6 +168,8 @@ class Generator:
             from .ops.check import self_check  # with a call of every op as an example: no CPU needs it
 
             self_check(first.device, first.dtype)
+        else:
+            fit_threads()
         taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
         prepared, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
         if self.tree is not None and prepared.tree_obstacle:

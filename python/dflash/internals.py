@@ -1,7 +1,7 @@
 """The names that ``dflash_serve`` and ``dflash_tools`` use of the engine, besides its public ones: imports only."""
 
 # ruff: noqa: F401
-from . import files, ops, targets
+from . import files, ops, targets, threads
 from .answers import Store, StoredAnswer
 from .call import Call
 from .cli import sources

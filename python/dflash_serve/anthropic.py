@@ -41,6 +41,24 @@ class TextBlock(CachedPart):
     text: str
 
 
+class PictureSource(Fields):
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+    @model_validator(mode="after")
+    def _check_source(self) -> PictureSource:
+        is_url = self.type == "url"
+        expect(self.url if is_url else self.data and self.media_type, "a picture needs its url, or media_type and data")
+        return self
+
+
+class PictureBlock(CachedPart):
+    type: Literal["image"]
+    source: PictureSource
+
+
 class ThinkingBlock(CachedPart):
     type: Literal["thinking"]
     thinking: str
@@ -57,19 +75,22 @@ class ToolUseBlock(CachedPart):
 Texts = Annotated[list[TextBlock], BeforeValidator(parts_of, str | list[TextBlock])]
 
 
+Shown = Annotated[TextBlock | PictureBlock, Field(discriminator="type")]
+
+
 class ToolResultBlock(CachedPart):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts | None = None
+    content: Annotated[list[Shown], BeforeValidator(parts_of, str | list[Shown])] | None = None
     is_error: bool | None = None
 
 
-ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+ContentBlock = Annotated[
+    TextBlock | PictureBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
 
 
 class MessageParam(Fields):
-    """A message. One of the system in mid-conversation is shown as the user's: few templates take it there."""
-
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[ContentBlock], BeforeValidator(parts_of, str | list[ContentBlock])]
 
@@ -115,24 +136,20 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # as older clients call it
 
-    @model_validator(mode="after")
-    def _check_last(self) -> CountRequest:
-        expect(self.messages[-1].role != "assistant", "the last message must be the user's: answers are not continued")
-        return self
-
     def chat(self, **more: Any) -> ChatRequest:
         """Return the same as a chat request, with ``more`` fields.
 
         Raises:
             pydantic.ValidationError: it cannot be one.
         """
-        messages = [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
+        messages = [] if self.system is None else [{"role": "system", "content": _parts(self.system)}]
         for said in itertools.chain.from_iterable(map(_chat_messages, self.messages)):
             if said["role"] == "user" and messages and messages[-1]["role"] == "user":  # as the API joins them
-                messages[-1]["content"] += f"\n{said['content']}"
+                messages[-1]["content"] = requests.join_texts([*messages[-1]["content"], *said["content"]], "\n")
             else:
                 messages.append(said)
-        fields: dict[str, Any] = {"messages": messages, "model": self.model}
+        continued = {"continue_final_message": messages[-1]["role"] == "assistant"}
+        fields: dict[str, Any] = {"messages": messages, "model": self.model, **continued}
         shown = [tool.model_dump(include=_SHARED) | {"parameters": tool.input_schema} for tool in self.tools or ()]
         fields["tools"] = [requests.function(**tool) for tool in shown]
         if (choice := self.tool_choice) is not None:
@@ -162,26 +179,35 @@ class MessagesRequest(CountRequest, SamplingFields):
         return super().chat(**self.sampling(), **ends, stream=self.stream, **more)
 
 
-def _joined(texts: Sequence[TextBlock]) -> str:
-    return "\n".join(block.text for block in texts)
+def _parts(blocks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return texts and pictures as parts of a chat's message; texts that follow each other are lines of one."""
+    parts = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+        elif isinstance(block, PictureBlock):
+            source = block.source
+            url = source.url or f"data:{source.media_type};base64,{source.data}"
+            parts.append(requests.picture(url))
+    return requests.join_texts(parts, "\n")
 
 
 def _chat_messages(message: MessageParam) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat that a message becomes: results of tools are messages of their own there."""
-    texts = [block for block in message.content if isinstance(block, TextBlock)]
+    content = _parts(message.content)
     results = [block for block in message.content if isinstance(block, ToolResultBlock)]
     for result in results:
-        text = ("Error: " if result.is_error else "") + _joined(result.content or [])
-        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
-    role = "user" if message.role == "system" else message.role
-    said: dict[str, Any] = {"role": role, "content": _joined(texts)}
+        error = [{"type": "text", "text": "Error: "}] if result.is_error else []
+        shown = requests.join_texts([*error, *_parts(result.content or [])], "")
+        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": shown}
+    said: dict[str, Any] = {"role": message.role, "content": content}
     if calls := [block for block in message.content if isinstance(block, ToolUseBlock)]:
         said["tool_calls"] = [
             {"id": call.id, **requests.function(name=call.name, arguments=json.dumps(call.input))} for call in calls
         ]
     if thoughts := [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]:
         said["reasoning_content"] = "\n".join(thoughts)
-    if texts or not results:
+    if content or not results:
         yield said
 
 
@@ -222,7 +248,7 @@ def _usage(choice: Choice) -> dict[str, Any]:
 class MessagesFormat(api.AnswerFormat):
     """Writes an answer as a message, whole or as events."""
 
-    prefix = "msg"
+    prefix, ping = "msg", api.typed_event("ping")
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         (choice,) = completion.choices

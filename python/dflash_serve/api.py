@@ -23,6 +23,8 @@ from .requests import ApiError, GenerationRequest
 from .service import Completion, Service
 
 CLIENT_GONE = 499  # as nginx logs it; nobody reads it
+_PING_SECONDS = 10.0  # proxies end a stream after 30 to 60 s of silence
+_FILLERS = {"text/event-stream": b":\n\n", "application/x-ndjson": b" "}  # a comment, and a space before an object
 _MAX_HEADER = 2048  # bytes of warnings; servers and proxies refuse headers of 4 or 8 KB
 
 
@@ -95,11 +97,13 @@ class AnswerFormat(ABC):
 
     Attributes:
         prefix: of its id.
+        ping: what a stream has every 10 seconds in which nothing is written, as in a queue; "" for nothing.
         warned: the field with the warnings, if there are any.
     """
 
     prefix: str
     media_type = "text/event-stream"
+    ping = ": ping\n\n"  # a comment
 
     def __init__(self, model: str, fingerprint: str, prompts: int = 1, warnings: Sequence[str] = ()) -> None:
         self.id, self.created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
@@ -149,7 +153,8 @@ async def respond(
     completion = Completion(service, choices, form.id)
     if body.stream:
         headers |= {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return _Stream(completion, form.lines(body, completion), media_type=form.media_type, headers=headers)
+        lines = _with_pings(form.lines(body, completion), form.ping)
+        return _Stream(completion, lines, media_type=form.media_type, headers=headers)
     try:
         is_finished = await unless_gone(request, completion.finish())
     finally:
@@ -178,7 +183,25 @@ async def unless_gone(request: Request, work: Any) -> bool:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-_FILLERS = {"text/event-stream": b":\n\n", "application/x-ndjson": b" "}  # a comment, and a space before an object
+async def _with_pings(lines: AsyncIterator[str], ping: str) -> AsyncIterator[str]:
+    """Yield ``lines``, and ``ping`` where none comes for a while."""
+    waiting: asyncio.Future[str] | None = None
+    try:
+        while True:
+            waiting = waiting or asyncio.ensure_future(anext(lines))
+            done, _ = await asyncio.wait({waiting}, timeout=_PING_SECONDS if ping else None)
+            if not done:
+                yield ping
+                continue
+            line, waiting = waiting, None
+            try:
+                text = line.result()
+            except StopAsyncIteration:
+                return
+            yield text
+    finally:
+        if waiting is not None:
+            waiting.cancel()
 
 
 class _Stream(StreamingResponse):

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import re
+import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from dflash.light import terminal
 from . import anthropic, ollama, openai, openai_responses, receipts
 from .api import Api, Served
 from .connections import BACKLOG, connections_of_server
+from .log import request_id
 from .requests import ApiError, bad_request
 from .service import Service
 
@@ -37,13 +39,14 @@ APIS = (openai_responses.API, anthropic.API, ollama.API, receipts.API, openai.AP
 
 _VERSIONED = [route.path for api in APIS for route in api.router.routes if route.path.startswith("/v1/")]
 _SHORT = tuple({path.partition("/{")[0].removeprefix("/v1") for path in _VERSIONED})  # also served without /v1
-# Of a request: 128 bytes per token of a context of 32,768, and ids of one of 500,000.
-_MAX_BODY_BYTES = 4 * 2**20
+# Of a request: ids of a context of 2 million tokens, or a few pictures for which a text will stand.
+_MAX_BODY_BYTES = 16 * 2**20
 _MAX_PICTURES_BYTES = 64 * 2**20  # of a body, where pictures are taken
 _MAX_REASON = 500  # characters of an error in the log
 _BODY_SECONDS = 30.0  # to send a body
 _AFTER_GRACE = 5.0  # seconds for streams to send their last event
 _LOAD_SECONDS = 10  # between two lines of the log about all answers
+_REQUEST_ID = re.compile("[A-Za-z0-9._:/+=-]{1,128}")
 _OPEN = re.compile("/health|/|/page/.*")  # paths without a key
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|\[?::1\]?|localhost", re.IGNORECASE)
@@ -68,8 +71,8 @@ router = APIRouter()
 # ---------------------------------------------------------------------------------------------- the application
 
 
-def build_app(service: Service, api_key: str | None = None, origins: Sequence[str] = ()) -> ASGIApp:
-    """Return the application that serves ``service``. Clients must send ``api_key``, if there is one.
+def build_app(service: Service, keys: Sequence[str] = (), origins: Sequence[str] = ()) -> ASGIApp:
+    """Return the application that serves ``service``. Clients must send one of ``keys``, if there are any.
 
     Pages of ``origins`` may use it from a browser; ``"*"`` is any.
     """
@@ -79,7 +82,7 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
     for included in (*(api.router for api in APIS), router):
         app.include_router(included)
     most = _MAX_BODY_BYTES if service.reader.pictures is None else _MAX_PICTURES_BYTES
-    app.add_middleware(_Guard, api_key=api_key, most=most)
+    app.add_middleware(_Guard, keys=keys, most=most)
 
     async def refuse(request: Request, error: Exception) -> Response:
         refusal = _refusal(request, error)
@@ -95,7 +98,7 @@ def build_app(service: Service, api_key: str | None = None, origins: Sequence[st
         return app
     # Around the application, so that a page can read its status 500 too.
     taken: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
-    return CORSMiddleware(app, **taken, expose_headers=["X-DFlash-Warnings"])
+    return CORSMiddleware(app, **taken, expose_headers=["X-DFlash-Warnings", "X-Request-Id"])
 
 
 def _refuse(error: ApiError, method: str, path: str) -> Response:
@@ -115,6 +118,8 @@ def _refusal(request: Request, error: Exception) -> ApiError:
         return error
     if isinstance(error, HTTPException):
         message = f"{error.detail}: {request.method} {request.url.path}; /openapi.json lists what this server has"
+        if "embed" in request.url.path:
+            message = "this server has no embeddings: its model writes text; serve an embedding model elsewhere"
         return ApiError(error.status_code, message, headers=dict(error.headers or {}))
     if not isinstance(error, RequestValidationError):
         return ApiError(500, "the server made a mistake; its log has the traceback")
@@ -138,17 +143,23 @@ def _api_of(path: str) -> Api:
 
 
 class _Guard:
-    """Checks key and host, and reads the body, of ``most`` bytes, before the application sees the request."""
+    """Checks key and host, and reads the body, of ``most`` bytes, before the application sees the request.
 
-    def __init__(self, app: ASGIApp, api_key: str | None, most: int) -> None:
+    It also gives the request the id that the log has and the client gets, by default the client's own.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], most: int) -> None:
         self._app, self._most = app, most
-        self._expected = None if api_key is None else api_key.encode()
+        self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers, method = dict(scope["headers"]), scope["method"]
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id.set(given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8))
+        send = _tagged(send, request_id.get())
         path = _whole_path(scope["path"])
         # uvicorn leaves the body of an answer to HEAD out.
         scope = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
@@ -177,10 +188,11 @@ class _Guard:
 
         A page of any site may give its name this address after it was loaded (DNS rebinding), and then read answers.
         """
-        if self._expected is not None:
+        if self._keys:
             scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
             given = bearer if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-            if not _OPEN.fullmatch(scope["path"]) and not hmac.compare_digest(given, self._expected):
+            matches = [hmac.compare_digest(given, key) for key in self._keys]  # of all, which takes equally long
+            if not _OPEN.fullmatch(scope["path"]) and not any(matches):
                 message = "this server needs its key: send the header Authorization: Bearer KEY, or x-api-key: KEY"
                 raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             return
@@ -189,6 +201,17 @@ class _Guard:
         if name and _LOOPBACK.fullmatch(address) and not _LOOPBACK.fullmatch(name):
             message = f"without a key this server answers to localhost only, not to {host!r}: start it with --api-key"
             raise ApiError(403, message, code="host_not_allowed")
+
+
+def _tagged(send: Send, request: str) -> Send:
+    """Return ``send`` with the id of the request in the answer's header."""
+
+    async def tagged(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request.encode())]}
+        await send(message)
+
+    return tagged
 
 
 async def _read_body(headers: dict[bytes, bytes], receive: Receive, most: int) -> bytes | None:
@@ -260,9 +283,9 @@ class Server(uvicorn.Server):
     """A server whose answers may still take ``grace`` seconds at its end; then their streams end in an error."""
 
     def __init__(
-        self, service: Service, *, api_key: str | None = None, grace: float = 30.0, origins: Sequence[str] = ()
+        self, service: Service, *, keys: Sequence[str] = (), grace: float = 30.0, origins: Sequence[str] = ()
     ) -> None:
-        app, end = build_app(service, api_key, origins), int(grace + _AFTER_GRACE) + 1
+        app, end = build_app(service, keys, origins), int(grace + _AFTER_GRACE) + 1
         quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}  # answers are logged
         own: dict[str, Any] = {"http": connections_of_server(), "backlog": BACKLOG, "ws": "none", "lifespan": "off"}
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=end, **own, **quiet))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import logging
 import re
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -15,6 +16,8 @@ import typer
 
 from dflash.light import options, terminal
 
+from .config import PREFIX, apply_config, check_keys, read_keys
+from .log import start_log
 from .port import HOST, PORT, port_for
 
 if TYPE_CHECKING:  # slow imports, and the help needs none of them
@@ -41,9 +44,12 @@ class ServeOptions:
         list[str] | None, "A name of the model for clients, may be given several times; default: the target's."
     ] = None
     any_name: Annotated[bool, "Answer requests for any other model too."] = False
-    api_key: Annotated[
-        str | None, typer.Option(envvar="DFLASH_API_KEY", help="Key that clients must send; default: none.")
+    config: Annotated[
+        Path | None,
+        typer.Option(callback=apply_config, is_eager=True, help="YAML file with options, as port: 8000; others win."),
     ] = None
+    api_key: Annotated[str | None, "Key that clients must send; default: none."] = None
+    api_key_file: Annotated[Path | None, "File with such keys, one per line."] = None
     allow_origin: Annotated[
         list[str] | None, "Let pages of this origin (http://HOST:PORT, or * for any) use the server; may be repeated."
     ] = None
@@ -80,6 +86,13 @@ class ServeOptions:
         Path | None, "Folder for answers that dflash learn makes the drafter better with; default: none are kept."
     ] = None
     learn_gb: Annotated[float, typer.Option(min=0.001, help="GB of answers in that folder; the oldest go.")] = 1.0
+    log_json: Annotated[bool, "Log records of JSON, with the ids of requests."] = False
+
+    @functools.cached_property
+    def keys(self) -> Sequence[str]:
+        """The keys that clients may send; raises ValueError for a file without any."""
+        one = [] if self.api_key is None else [self.api_key]
+        return one if self.api_key_file is None else [*one, *read_keys(self.api_key_file)]
 
     def check(self) -> None:
         """Raise ValueError for what is wrong with any models."""
@@ -94,9 +107,7 @@ class ServeOptions:
                 raise ValueError(f"{option} must be one of {', '.join(known)}, got {form!r}")
         if self.allow_image_urls and not self.pictures:
             raise ValueError("--allow-image-urls needs --pictures: without it no pictures are taken")
-        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
-            rule = "--api-key must be visible ASCII characters without spaces"
-            raise ValueError(f"{rule}: a header can hold no other key")
+        check_keys(self.keys)
         for origin in self.allow_origin or ():
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
                 raise ValueError(f"--allow-origin must be * or as http://HOST:PORT, got {origin!r}")
@@ -119,12 +130,13 @@ class ServeOptions:
             Store(self.learn)  # raises for a folder of something else
 
 
-@options.command(models=("tree",))
+@options.command(variables=PREFIX, models=("tree",))
 def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
     """Serve MODEL, with a drafter or without, to clients of OpenAI's, Anthropic's and Ollama's APIs.
 
     The same request with the same seed gets the same answer, whatever else is running. Without a model, the packaged
-    pair answers. Ctrl-C or SIGTERM ends the server when the answers that are being written have ended.
+    pair answers. Ctrl-C or SIGTERM ends the server when the answers that are being written have ended. Each option may
+    also be a variable, as DFLASH_MAX_LENGTH for --max-length, or stand in the file of --config.
 
     Example: dflash serve Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --rows 8
     """
@@ -150,9 +162,7 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
     is_packaged = shown is None
     asked.check_folders(models)
     listener = port_for(asked.host, asked.port)
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    for house in ("dflash", "dflash_serve"):
-        logging.getLogger(house).setLevel(logging.INFO)
+    start_log(asked.log_json)
     # 2. Load the models.
     # A target that is learned from must be dense, as where the drafter is trained; receipts have its fingerprint.
     found = models.source(is_logged=True, samples=True, needs_dense=bool(asked.learn or asked.receipts))
@@ -187,13 +197,13 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
     )
     # 4. Serve.
     _log_models(scheduler.generator, target, is_packaged and models.dtype == "auto")
-    if asked.host not in _LOOPBACK and asked.api_key is None:
+    if asked.host not in _LOOPBACK and not asked.keys:
         _LOG.warning("anyone who reaches this address can use the server: --api-key asks for a key")
     bound = listener.hand_over()
     address, found = bound.getsockname()[:2]
     root = f"http://{f'[{address}]' if ':' in address else address}:{found}"
     _LOG.info("%s on %s/v1, with a page to chat on %s/", terminal.printable(name), root, root)
-    server = Server(service, api_key=asked.api_key, grace=asked.grace, origins=asked.allow_origin or ())
+    server = Server(service, keys=asked.keys, grace=asked.grace, origins=asked.allow_origin or ())
     server.run(sockets=[bound])
     if adopter is not None:
         adopter.close()
@@ -258,6 +268,10 @@ def _log_models(generator: Generator, target: Any, is_pair_as_stored: bool) -> N
     dtype = str(target.dtype).removeprefix("torch.") + (" and 8 bits" if generator.weights else "")
     modules = f", as transformers' modules: {generator.fused_reason}" if generator.fused_reason else ""
     _LOG.info("target: %s, %s on %s%s", type(target).__name__, dtype, target.device, modules)
+    if target.device.type == "cpu":
+        from dflash.internals import threads
+
+        _LOG.info("threads: %s", threads.describe_threads())
     if is_pair_as_stored:
         _LOG.info("demo_pair() has float32, which may write another text by the same seed; so does --dtype float32")
     steps = f"up to {generator.block_size} tokens per step" if generator.block_size > 1 else "none, one token per step"

@@ -78,9 +78,10 @@ class OllamaCall(requests.ToolCall):
     id: str = ""
 
 
-class OllamaMessage(not_applied(Fields, images=([],))):
+class OllamaMessage(Fields):
     role: str
     content: str | None = None
+    images: list[str] | None = None
     thinking: str | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
@@ -103,7 +104,8 @@ class OllamaChat(OllamaRequest):
         messages, calls = [], list[dict[str, Any]]()  # calls that have no result so far
         ids = (f"{number:09}" for number in itertools.count())  # templates of Mistral take nine letters or digits
         for said in self.messages or ():
-            message = {"role": said.role, "content": said.content, "reasoning_content": said.thinking}
+            content = _content(said.images, said.content)
+            message = {"role": said.role, "content": content, "reasoning_content": said.thinking}
             if said.tool_calls:
                 calls = [call.model_dump() for call in said.tool_calls]
                 for call in calls:
@@ -117,33 +119,49 @@ class OllamaChat(OllamaRequest):
                 call = calls.pop(alike.index(max(alike))) if calls else {"id": next(ids)}
                 message |= {"tool_call_id": said.tool_call_id or call["id"], "name": said.tool_name}
             messages.append(message)
-        return self._chat(messages, tools=self.tools, tool_choice=self.tool_choice)
+        last = self.messages[-1] if self.messages else None
+        continues = last is not None and last.role == "assistant" and not last.tool_calls
+        more = {"tools": self.tools, "tool_choice": self.tool_choice, "continue_final_message": continues}
+        return self._chat(messages, **more)
 
 
-class OllamaGenerate(not_applied(OllamaRequest, context=([],), images=([],), suffix=("",), template=("",))):
+class OllamaGenerate(not_applied(OllamaRequest, context=([],), template=("",))):
     """A request of ``/api/generate``. One without a prompt asks for the model to be loaded."""
 
     prompt: str | None = None
+    suffix: str | None = None
     system: str | None = None
+    images: list[str] | None = None
     raw: bool | None = None
 
     @model_validator(mode="after")
     def _check_raw(self) -> OllamaGenerate:
-        is_written = self.system or self.think
-        expect(not (self.raw and is_written), "raw=true takes the prompt as it is: leave system and think out")
+        is_written = self.system or self.think or self.images
+        expect(not (self.raw and is_written), "raw=true takes the prompt as it is: leave system, think and images out")
+        expect(not (self.suffix and is_written), "with a suffix there is no chat: leave system, think and images out")
         return self
 
     def chat(self) -> ChatRequest | requests.CompletionRequest:
-        """Return the same as a chat request, or with ``raw`` as a text request.
+        """Return the same as a chat request, or with ``raw`` or a ``suffix`` as a text request.
 
         Raises:
             pydantic.ValidationError: it cannot be one.
         """
-        if self.raw:
-            fields = {"prompt": self.prompt, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        if self.raw or self.suffix:
+            fields = {
+                "prompt": self.prompt,
+                "suffix": self.suffix,
+                "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+            }
             return requests.CompletionRequest.model_validate({**self._fields(), **fields})
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        return self._chat([*messages, {"role": "user", "content": self.prompt}])
+        return self._chat([*messages, {"role": "user", "content": _content(self.images, self.prompt)}])
+
+
+def _content(images: Sequence[str] | None, text: str | None) -> Any:
+    """Return the content of a chat's message. Ollama shows pictures, which are base64 of any kind, before the text."""
+    pictures = [requests.picture(f"data:image/png;base64,{image}") for image in images or ()]
+    return [*pictures, *([{"type": "text", "text": text}] if text else [])] if pictures else text
 
 
 class ShowRequest(Fields):
@@ -164,7 +182,7 @@ def _time(seconds: float | None = None) -> str:
 class ChatRecords(api.AnswerFormat):
     """Writes an answer as one record, or as one per step and a last one with its numbers."""
 
-    prefix, media_type = "chatcmpl", "application/x-ndjson"
+    prefix, media_type, ping = "chatcmpl", "application/x-ndjson", ""
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         (choice,) = completion.choices
@@ -243,7 +261,8 @@ def _show(service: Service) -> dict[str, Any]:
     model = generator.engine.target.model
     config, count = model.config.get_text_config(), sum(weight.numel() for weight in model.parameters())
     family, template = config.model_type, reader.tokenizer.chat_template
-    thinks, has_tools = reader.reasoning is not None, reader.has_template
+    abilities = {"completion": True, "tools": reader.has_template, "insert": reader.fill_form is not None}
+    abilities["thinking"] = reader.reasoning is not None
     return {
         "modified_at": _time(service.created),
         "template": template if isinstance(template, str) else "",
@@ -258,7 +277,7 @@ def _show(service: Service) -> dict[str, Any]:
             f"{family}.embedding_length": config.hidden_size,
             f"{family}.block_count": config.num_hidden_layers,
         },
-        "capabilities": ["completion", *(["tools"] if has_tools else []), *(["thinking"] if thinks else [])],
+        "capabilities": [name for name, is_there in abilities.items() if is_there],
     }
 
 

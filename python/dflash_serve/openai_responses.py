@@ -36,6 +36,12 @@ class ContentPart(Fields):
     logprobs: Annotated[list[Any] | None, Field(exclude=True)] = None
 
 
+class PicturePart(Fields):
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high"] | None = None  # the processor decides
+
+
 class ReasoningPart(Fields):
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -46,7 +52,8 @@ class _Item(Fields):
     status: Annotated[str | None, Field(exclude=True)] = None
 
 
-Contents = Annotated[list[ContentPart], BeforeValidator(requests.parts_of, str | list[ContentPart])]
+_Contents = list[Annotated[ContentPart | PicturePart, Field(discriminator="type")]]
+Contents = Annotated[_Contents, BeforeValidator(requests.parts_of, str | _Contents)]
 
 
 class MessageItem(_Item):
@@ -201,11 +208,8 @@ class ResponsesRequest(
         """
         fields = {"model": self.model, "parallel_tool_calls": self.parallel_tool_calls, "stream": self.stream}
         messages = [*conversation]
-        if self.instructions is not None:  # many templates take one system message
-            texts = [self.instructions]
-            while messages and messages[0]["role"] in ("system", "developer"):
-                texts.append(messages.pop(0)["content"])
-            messages.insert(0, {"role": "system", "content": "\n\n".join(texts)})
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
         fields |= {"messages": messages, "max_tokens": self.max_output_tokens, **self.sampling()}
         fields["tools"] = [requests.function(**_given(tool, "type")) for tool, _ in self.functions()]
         choice = self.tool_choice
@@ -223,14 +227,22 @@ def _given(model: Fields, *left_out: str) -> dict[str, Any]:
     return model.model_dump(by_alias=True, exclude_none=True, exclude={*left_out})
 
 
+def _parts(contents: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return texts and pictures as parts of a chat's message; texts that follow each other are one."""
+    parts = [
+        requests.picture(part.image_url) if isinstance(part, PicturePart) else {"type": "text", "text": part.text}
+        for part in contents
+    ]
+    return requests.join_texts(parts, "")
+
+
 def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
     """Add an item of the input to the messages of a chat: thoughts and calls belong to an answer there."""
     if isinstance(item, CallOutputItem):
-        text = "".join(part.text for part in item.output)
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _parts(item.output)})
         return
     if isinstance(item, MessageItem) and item.role != "assistant":
-        messages.append({"role": item.role, "content": "".join(part.text for part in item.content)})
+        messages.append({"role": item.role, "content": _parts(item.content)})
         return
     thoughts = isinstance(item, ReasoningItem) and "".join(part.text for part in item.content or item.summary or ())
     if isinstance(item, ReasoningItem) and not thoughts:
@@ -244,7 +256,7 @@ def _add_item(messages: list[dict[str, Any]], item: Any) -> None:
         call = {"id": item.call_id, **requests.function(name=name, arguments=item.arguments)}
         answer["tool_calls"] = [*answer.get("tool_calls", ()), call]
     elif isinstance(item, MessageItem):
-        answer["content"] = "".join(part.text for part in item.content)
+        answer["content"] = _parts(item.content)
     else:
         answer["reasoning_content"] = "\n".join(filter(None, [answer.get("reasoning_content"), thoughts]))
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from .config import PREFIX, read_config
 
 HOST, PORT = "127.0.0.1", 8000
 _UNREAD_SECONDS = 60.0  # a client may read nothing, then its connection is closed
@@ -100,15 +104,21 @@ def claimed(arguments: Sequence[str]) -> Iterator[None]:
         OSError: it cannot be bound.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--host", default=HOST)
-    parser.add_argument("--port", default=str(PORT))
-    parser.add_argument("--allow-origin", action="append", default=[])
+    for option in ("--host", "--port", "--config"):
+        parser.add_argument(option)
+    parser.add_argument("--allow-origin", action="append")
     is_server = next((word for word in arguments if not word.startswith("-")), None) == "serve"
     if is_server and not {"--help", "-h"} & {*arguments}:
-        with contextlib.suppress(argparse.ArgumentError):  # the command itself tells what is wrong
-            found, _ = parser.parse_known_args(arguments)
-            if found.port.isdigit() and int(found.port) < 2**16:
-                _claimed.append(Port(found.host, int(found.port), found.allow_origin))
+        with contextlib.suppress(argparse.ArgumentError, ValueError):  # the command itself tells what is wrong
+            given = vars(parser.parse_known_args(arguments)[0])
+            variables = {name: os.environ.get(f"{PREFIX}_{name.upper()}") for name in given}
+            asked = {name: given[name] or variables[name] for name in given if given[name] or variables[name]}
+            config = read_config(Path(asked["config"])) if "config" in asked else {}
+            asked = {"host": HOST, "port": PORT, "allow_origin": ()} | config | asked
+            port, origins = str(asked["port"]), asked["allow_origin"]
+            if port.isdigit() and int(port) < 2**16:
+                origins = origins.split() if isinstance(origins, str) else origins
+                _claimed.append(Port(str(asked["host"]), int(port), origins))
     try:
         yield
     finally:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from . import requests
 from .answer_text import MarkedTokenizer
 from .pictures import PictureReader
 from .reasoning import ReasoningForm, find_reasoning_form
-from .requests import bad_request, refusing, refusing_all
+from .requests import ApiError, bad_request, refusing, refusing_all
 from .tool_calls import ANY_ID, QUOTES, TOOL_FORMS, CallText, Rules, ToolForm, find_tool_form
 
 _MAX_WARNING = 200  # characters; they are a header too
@@ -136,6 +137,17 @@ def _schema(schema: dict[str, Any], strict: bool | None, where: str, warnings: l
     return grammar
 
 
+# How prompts are written whose answer stands between two texts.
+FILL_FORMS = (
+    "<|fim_prefix|> PREFIX <|fim_suffix|> SUFFIX <|fim_middle|>",  # Qwen, CodeGemma, Granite
+    "<fim_prefix> PREFIX <fim_suffix> SUFFIX <fim_middle>",  # StarCoder
+    "<fim-prefix> PREFIX <fim-suffix> SUFFIX <fim-middle>",  # SantaCoder
+    "<|code_prefix|> PREFIX <|code_suffix|> SUFFIX <|code_middle|>",  # GLM
+    "<｜fim▁begin｜> PREFIX <｜fim▁hole｜> SUFFIX <｜fim▁end｜>",  # DeepSeek
+    "[SUFFIX] SUFFIX [PREFIX] PREFIX",  # Mistral
+)
+
+
 class EncodedPrompt(NamedTuple):
     """A prompt as token ids, and as text for ``echo``. ``pictures`` are what its processor made of them.
 
@@ -191,6 +203,13 @@ class PromptReader:
         return MarkedTokenizer(self.tokenizer, self.specials) if self.specials else self.tokenizer
 
     @functools.cached_property
+    def fill_form(self) -> Sequence[str] | None:
+        """The form of `FILL_FORMS` whose tokens the tokenizer has; None if it has those of none."""
+        known = self.tokenizer.get_vocab()
+        forms = (form.split() for form in FILL_FORMS)
+        return next((form for form in forms if {*form} - {"PREFIX", "SUFFIX"} <= known.keys()), None)
+
+    @functools.cached_property
     def _writes_calls(self) -> bool:
         return bool(written_calls(self.tokenizer))
 
@@ -209,34 +228,38 @@ class PromptReader:
             if name in own or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", template):
                 raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
         arguments = _thinking(request, template, warnings) | arguments | {"tools": shown}
-        messages, pictures = [*map(_message, request.messages)], None
-        if any(isinstance(part, requests.ImagePart) for said in request.messages for part in said.content or ()):
-            ids, text, pictures = self._with_pictures(request, messages, arguments, tools)
+        has_pictures = any(
+            isinstance(part, requests.ImagePart) for said in request.messages for part in said.content or ()
+        )
+        if has_pictures and self.pictures is None:
+            warnings.append("messages: a text stands for each picture, which this server takes with --pictures only")
+        if has_pictures and self.pictures is not None:
+            found = self.pictures.read(request.messages)
+            text = _write(functools.partial(self._written_with_pictures, arguments, tools), request, {"type": "image"})
+            ids, pictures = self.pictures.encode(text, found)
         else:
-            with refusing("messages"):
-                text = self._written(messages, arguments, tools, warnings)
-            ids = list(self.tokenizer(text, add_special_tokens=False).input_ids)
-        if (form := self.reasoning) is None or text.rstrip().endswith(form.close.rstrip()):
-            return EncodedPrompt(ids, text, pictures=pictures)
-        begun = "begun" if text.rstrip().endswith(form.open.rstrip()) else "optional"
-        return EncodedPrompt(ids, text, begun, pictures)
+            text = _write(functools.partial(self._written, arguments, tools, warnings), request)
+            ids, pictures = list(self.tokenizer(text, add_special_tokens=False).input_ids), None
+        return EncodedPrompt(ids, text, self._reasoning(request, text.rstrip()), pictures)
 
-    def _with_pictures(
-        self, request: requests.ChatRequest, messages: list[dict[str, Any]], arguments: dict[str, Any],
-        tools: Tools | None,
-    ) -> tuple[list[int], str, Mapping[str, Tensor]]:  # fmt: skip
-        """Return ids, text and pictures of a conversation, whose template writes placeholders for the processor.
+    def _reasoning(self, request: requests.ChatRequest, text: str) -> Literal["", "begun", "optional"]:
+        """Return what a prompt has of the reasoning of its answer."""
+        if (form := self.reasoning) is None or text.endswith(form.close.rstrip()):
+            return ""
+        said = "".join(part.text for part in request.messages[-1].content or () if isinstance(part, requests.TextPart))
+        said = said if request.continue_final_message else ""
+        if text.endswith(form.open.rstrip()) or said.rfind(form.open.strip()) > said.rfind(form.close.strip()):
+            return "begun"
+        return "" if said.strip() else "optional"
 
-        It must write all the rest by itself too.
-        """
-        if self.pictures is None:
-            raise bad_request("this server takes no pictures: start it with --pictures", "messages")
-        found = self.pictures.read(request.messages)
+    def _written_with_pictures(
+        self, arguments: dict[str, Any], tools: Tools | None, messages: list[dict[str, Any]], asks: bool
+    ) -> str:
+        """Write messages with placeholders for the processor. The template must write all the rest by itself."""
         with refusing_all("messages", "the chat template refuses these messages"):
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks, **arguments)
         self._check_shown(messages, tools, text)
-        ids, made = self.pictures.encode(text, found)
-        return ids, text, made
+        return text
 
     def _check_shown(self, messages: Sequence[dict[str, Any]], tools: Tools | None, text: str) -> None:
         """Refuse a conversation with pictures of which the template loses something."""
@@ -251,11 +274,13 @@ class PromptReader:
             message = f"the chat template loses {lost} of a conversation with pictures: leave these out"
             raise bad_request(message, "messages")
 
+    @refusing("messages")
     def _written(
-        self, messages: list[dict[str, Any]], arguments: dict[str, Any], tools: Tools | None, warnings: list[str]
-    ) -> str:
+        self, arguments: dict[str, Any], tools: Tools | None, warnings: list[str], messages: list[dict[str, Any]],
+        asks: bool,
+    ) -> str:  # fmt: skip
         """Write messages by the template, and calls and tools as text where it does not write these."""
-        render = functools.partial(render_chat, self.tokenizer, asks=True, template=arguments)
+        render = functools.partial(render_chat, self.tokenizer, asks=asks, template=arguments)
         if self._writes_calls:
             text = render(messages)
         else:
@@ -283,14 +308,23 @@ class PromptReader:
         """Return the prompts; raises ApiError if one is empty or not Unicode."""
         given = request.prompt
         is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        prompts = [self._read(prompt, bool(request.echo)) for prompt in ([given] if is_one else given)]
+        fill = self._fill(request.suffix) if request.suffix else None
+        prompts = [self._read(prompt, bool(request.echo), fill) for prompt in ([given] if is_one else given)]
         if not prompts or not all(prompt.ids for prompt in prompts):
             raise bad_request("prompt must hold at least one token", "prompt")
         return prompts
 
-    def _read(self, prompt: str | list[int], needs_text: bool) -> EncodedPrompt:
+    def _fill(self, suffix: str) -> Callable[[str], str]:
+        """Return what makes a prompt one whose answer stands before ``suffix``."""
+        if self.fill_form is None:
+            raise bad_request("suffix: this model's tokenizer has no tokens to fill in the middle", "suffix")
+        return lambda text: "".join({"PREFIX": text, "SUFFIX": suffix}.get(word, word) for word in self.fill_form)
+
+    def _read(self, prompt: str | list[int], needs_text: bool, fill: Callable[[str], str] | None) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return EncodedPrompt(text_ids(self.tokenizer, prompt), prompt)
+            return EncodedPrompt(text_ids(self.tokenizer, prompt if fill is None else fill(prompt)), prompt)
+        if fill is not None:
+            raise bad_request("suffix needs a prompt that is a text, and got token ids", "suffix")
         return EncodedPrompt(prompt, self.decode(prompt, "prompt") if needs_text else "")
 
     def decode(self, ids: list[int], field: str) -> str:
@@ -300,13 +334,80 @@ class PromptReader:
         return self.tokenizer.decode(ids)
 
 
-def _message(message: requests.Message) -> dict[str, Any]:
+_NO_PICTURE = {"type": "text", "text": "[picture: not shown, because this model is served without pictures]"}
+
+
+def _message(picture: dict[str, Any], message: requests.Message) -> dict[str, Any]:
+    """Return a message for the template, with ``picture`` as the part that stands for each of its pictures."""
     fields = {"content", "reasoning_content", "name", "tool_calls", "tool_call_id"}
     given = message.model_dump(include=fields, exclude_none=True)
     parts = given.get("content") or ()
-    if any(part["type"] == "image_url" for part in parts):  # as processors call them
-        given["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in parts]
+    if any(part["type"] == "image_url" for part in parts):
+        parts = [picture if part["type"] == "image_url" else part for part in parts]
+        given["content"] = requests.join_texts(parts, "\n")
     return {**given, "role": "system" if message.role == "developer" else message.role}
+
+
+_CUT = "zcontinue"  # the end of a message that is continued; no template has or changes such a word
+
+
+def _write(
+    write: Callable[[list[dict[str, Any]], bool], str],
+    request: requests.ChatRequest,
+    picture: dict[str, Any] = _NO_PICTURE,
+) -> str:
+    """Return a conversation as text, with its system messages where the template takes them.
+
+    ``write`` gets messages, and True for the beginning of an answer after them. ``picture`` stands for each picture.
+
+    Raises:
+        ApiError: the template refuses all that `_foldings` yields, and why the conversation as it is; or its last
+            message cannot be continued.
+    """
+    messages, continues = [_message(picture, said) for said in request.messages], bool(request.continue_final_message)
+    if continues:
+        last = messages[-1]
+        if last["role"] != "assistant" or last.get("tool_calls") or request.add_generation_prompt:
+            rule = "only a last message of the assistant without tool calls can be continued"
+            raise bad_request(f"{rule}, and add_generation_prompt must be false then", "messages")
+        *parts, end = last.get("content") or [{"type": "text", "text": ""}]
+        messages[-1] = {**last, "content": [*parts, {**end, "text": end["text"] + _CUT}]}
+
+    def whole(messages: list[dict[str, Any]]) -> str:
+        if continues and messages[:-1]:
+            write(messages[:-1], True)  # refuses what the template loses of them
+        return write(messages, not continues and request.add_generation_prompt is not False)
+
+    text = None
+    for folded in _foldings(messages):
+        with contextlib.suppress(ApiError):
+            text = whole(folded)
+            break
+    text = whole(messages) if text is None else text
+    if continues and _CUT not in text:
+        raise bad_request("the chat template does not show the last message, which should be continued", "messages")
+    return text.rpartition(_CUT)[0] if continues else text
+
+
+def _foldings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield a conversation as it is, then in forms that more templates take and that say the same.
+
+    First the system messages at its beginning are one and later ones the user's, then all are the user's. Templates
+    that take no role twice in a row get messages of the user as one.
+    """
+    yield messages
+    roles = [message["role"] for message in messages]
+    first = next((number for number, role in enumerate(roles) if role != "system"), len(roles))
+    for count in (first, 0) if "system" in roles else ():
+        folded: list[dict[str, Any]] = []
+        for number, message in enumerate(messages):
+            role = "user" if roles[number] == "system" and number >= count else roles[number]
+            if folded and folded[-1]["role"] == role and role in ("system", "user"):
+                content = [*(folded[-1].get("content") or ()), *(message.get("content") or ())]
+                folded[-1] = {**folded[-1], "content": requests.join_texts(content, "\n\n")}
+            else:
+                folded.append({**message, "role": role})
+        yield folded
 
 
 _TOLD = "You may call functions. To call one, write nothing but\n{}\nThe functions are: {}"
@@ -372,6 +473,9 @@ def answer_grammar(
         raise bad_request(f"{field} cannot be combined with tools: set tool_choice to none", field)
     if answer is None and tools is None:
         return None
+    if request.continue_final_message and (answer is not None or (tools is not None and tools.is_forced)):
+        field = field or "tool_choice"
+        raise bad_request(f"{field} cannot be combined with a last message that is continued: leave it out", field)
     for name in _CONTRADICTING:
         if getattr(request, name):
             raise bad_request(f"{name} cannot be combined with {field or 'tools'}: leave one of them out", name)

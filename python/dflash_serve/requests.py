@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -89,6 +89,22 @@ def parts_of(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def picture(url: str) -> dict[str, Any]:
+    """Return a picture as a part of a chat's message."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def join_texts(parts: Sequence[dict[str, Any]], between: str) -> list[dict[str, Any]]:
+    """Return the parts of a message with texts that follow each other as one."""
+    joined: list[dict[str, Any]] = []
+    for part in parts:
+        if joined and part["type"] == joined[-1]["type"] == "text":
+            joined[-1] = {**part, "text": f"{joined[-1]['text']}{between}{part['text']}"}
+        else:
+            joined.append(part)
+    return joined
+
+
 def _limit(value: int) -> int:
     expect(value != 0, "it must be at least 1, or -1 for as many as fit")
     return value
@@ -118,6 +134,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 # OpenAI's range; numbers near the largest would make logits infinite
 Penalty = Annotated[float, Field(ge=-2, le=2), Number]
+Repetition = Annotated[float, Field(ge=0.01, le=100), Number]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Top = Annotated[int, Field(ge=0, le=20), Number]
 
@@ -198,10 +215,8 @@ class SamplingFields(pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), Number] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), Number] | None = Field(
-        None,
-        validation_alias=pydantic.AliasChoices("repetition_penalty", "repeat_penalty"),  # as llama.cpp calls it
-    )
+    repetition_penalty: Repetition | None = None
+    repeat_penalty: Repetition | None = None  # llama.cpp's and Ollama's name
     min_tokens: Annotated[int, Field(ge=0), Number] | None = None
     store: bool | None = None  # False: the server must not learn from the answer
 
@@ -348,6 +363,8 @@ class ChatRequest(_ChatFields):
     """A request of ``/v1/chat/completions``. ``chat_template_kwargs`` and ``enable_thinking`` are extensions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     max_completion_tokens: Limit | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -385,10 +402,14 @@ class ChatRequest(_ChatFields):
         return self.top_logprobs or 0 if self.logprobs else None
 
 
-class CompletionRequest(not_applied(GenerationRequest, best_of=(1,), suffix=("",))):
-    """A request of ``/v1/completions``. With ``echo``, ``max_tokens`` may be 0, and ``logprobs`` has the prompt's."""
+class CompletionRequest(not_applied(GenerationRequest, best_of=(1,))):
+    """A request of ``/v1/completions``. With ``echo``, ``max_tokens`` may be 0, and ``logprobs`` has the prompt's.
+
+    With a ``suffix``, the answer is what stands between the prompt and it.
+    """
 
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1)]
+    suffix: str | None = None
     max_tokens: Annotated[int, Field(ge=-1), Number] | None = None
     echo: bool | None = None
     logprobs: Top | None = None
@@ -398,7 +419,7 @@ class CompletionRequest(not_applied(GenerationRequest, best_of=(1,), suffix=("",
         return self.logprobs
 
 
-class TokenizeRequest(not_applied(Fields, add_generation_prompt=(True,), continue_final_message=(False,))):
+class TokenizeRequest(Fields):
     """A request of ``/tokenize``, as in vLLM: a text or a conversation."""
 
     model: str | None = None
@@ -406,6 +427,8 @@ class TokenizeRequest(not_applied(Fields, add_generation_prompt=(True,), continu
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -27,6 +28,7 @@ class Ticket:
 
     def __init__(self, call: Call, emit: Callable[[Item], None]) -> None:
         self.call, self.emit, self.is_cancelled = call, emit, False
+        self.submitted = time.monotonic()
 
     def cancel(self) -> None:
         """Ask for the end of the request; its events end soon."""
@@ -47,6 +49,7 @@ class Scheduler:
     Attributes:
         session: the rows. Only the scheduler's thread steps it.
         on_step: called after each step with its seconds, from the scheduler's thread.
+        on_admit: called with the seconds that a request has waited, when it gets a row.
         on_busy: called with True before a row gets a request while no other has one, and with False when none is left.
 
     Raises:
@@ -59,6 +62,7 @@ class Scheduler:
         self.generator, self.max_waiting, self._cache_bytes = generator, max_waiting, cache_bytes
         self.on_step: Callable[[float], None] = lambda _: None
         self.on_busy: Callable[[bool], None] = lambda _: None
+        self.on_admit: Callable[[float], None] = lambda _: None
         self.session = Session(generator, cache_bytes=cache_bytes)
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
@@ -184,6 +188,7 @@ class Scheduler:
             while self._waiting and self.session.idle and not self._alone:
                 self._say_busy(True)
                 ticket = self._waiting.popleft()
+                self.on_admit(time.monotonic() - ticket.submitted)
                 try:
                     self._running[self.session.admit(ticket.call, skip_special_tokens=True)] = ticket
                 except Exception as error:  # of this request

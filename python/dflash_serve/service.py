@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from anyio import to_thread
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 from pydantic import BaseModel
 
 from dflash import Statistics, StreamEvent, TokenLogprobs
@@ -67,6 +67,7 @@ class Choice:
         tokens: shown so far, the prompt's first; only with ``pieces``.
         finish_reason: ``"stop"``, ``"length"`` or ``"tool_calls"`` once it has ended.
         statistics: of its last event.
+        last_seconds: from the request to this event.
     """
 
     call: Call
@@ -82,6 +83,7 @@ class Choice:
     tokens: list[ShownToken] = field(default_factory=list)
     finish_reason: str | None = None
     statistics: Statistics | None = None
+    last_seconds: float | None = None
 
     def __post_init__(self) -> None:
         self._decoder = None if self.shown is None else TextDecoder(self.shown, skip_special_tokens=True)
@@ -181,7 +183,14 @@ class Completion:
         """Free the rows of choices that have not ended, and count the request."""
         self._cancel()
         self._service.metrics.add(self)
-        _LOG.info("%s: %s", self._id, self._sent())
+        _LOG.info("%s: %s", self._id, self._sent(), extra={"fields": self._numbers()})
+
+    def _numbers(self) -> dict[str, Any]:
+        """Return for programs what `_sent` says."""
+        kinds = ("prompt", "cached", "new")
+        counts = {f"{kind}_tokens": sum(getattr(each, f"{kind}_tokens") for each in self.choices) for kind in kinds}
+        times = {"seconds": self.seconds(), "first_token_seconds": self.first_token_seconds}
+        return {"answer": self._id, "outcome": self.outcome, **counts, **times}
 
     def _sent(self) -> str:
         """Say in a line how it went."""
@@ -213,7 +222,7 @@ class Completion:
             choice, receipts = self.choices[index], self._service.receipts
             if self.first_token_seconds is None:
                 self.first_token_seconds = self.seconds()
-            self._service.metrics.fresh_tokens += len(event.ids[0])
+            self._count(choice, len(event.ids[0]))
             if event.prompt_logprobs is not None:
                 await to_thread.run_sync(choice.add_prompt, event.prompt_logprobs[0])
             delta = choice.add(event)
@@ -222,6 +231,14 @@ class Completion:
                     await to_thread.run_sync(receipts.write, self._id, choice, index, reason)
                 self._tickets[index].cancel()  # the text may show a stop string that the tokens do not
             yield index, delta, event
+
+    def _count(self, choice: Choice, tokens: int) -> None:
+        """Count new tokens of a choice, and the time since those before."""
+        metrics, now = self._service.metrics, self.seconds()
+        metrics.fresh_tokens += tokens
+        for _ in range(tokens if choice.last_seconds is not None else 0):
+            metrics.token_seconds.observe((now - choice.last_seconds) / tokens)
+        choice.last_seconds = now
 
     async def blocks(self) -> AsyncIterator[list[BlockEvent]]:
         """Yield what each step does to the blocks of the one answer. The last thing is the end of its last block.
@@ -263,6 +280,7 @@ class Metrics:
     def __init__(self, scheduler: Scheduler, adopter: Adopter | None = None) -> None:
         self._adopter = adopter
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self.fresh_tokens = 0  # of answers, counted as they are written
         own: dict[str, Any] = {"registry": self._registry}
         # 1. Requests.
@@ -284,9 +302,16 @@ class Metrics:
             pace = Gauge("dflash_drafter_step_tokens", help, ["drafter"], **own)
             pace.labels("now").set_function(lambda: adopter.now.mean)
             pace.labels("before").set_function(lambda: adopter.before.mean)
+        if scheduler.session.prefix is not None:
+            used, most = "Bytes of cached prompts.", "Bytes that cached prompts may have."
+            Gauge("dflash_prompt_cache_bytes", used, **own).set_function(lambda: scheduler.session.prefix.num_bytes)
+            Gauge("dflash_prompt_cache_max_bytes", most, **own).set(scheduler.session.prefix.max_bytes)
         # 3. Times.
         first, step = "From a request to its first token.", "Time of a step of all rows."
         self._first = Histogram("dflash_first_token_seconds", first, buckets=_SECONDS, **own)
+        queue, token = "From a request to its row.", "From a token to the next; those of a step share its time."
+        scheduler.on_admit = Histogram("dflash_queue_seconds", queue, buckets=_SECONDS, **own).observe
+        self.token_seconds = Histogram("dflash_token_seconds", token, buckets=_STEP_SECONDS, **own)
         self._request = Histogram("dflash_request_seconds", "From a request to its end.", buckets=_SECONDS, **own)
         scheduler.on_step = Histogram("dflash_step_seconds", step, buckets=_STEP_SECONDS, **own).observe
 
@@ -306,6 +331,10 @@ class Metrics:
                 self._step_tokens.observe(tokens)
             if self._adopter is not None:
                 self._adopter.observe(steps)
+
+    def name(self, **labels: str) -> None:
+        """Add labels of the model that is served."""
+        Info("dflash_model", "The model that is served.", registry=self._registry).info(labels)
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
@@ -353,6 +382,7 @@ class Service:
             generator.prefill_chunk, generator.fused_reason, generator.weights,
         )  # fmt: skip
         self.fingerprint = f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
+        self.metrics.name(model=self.name, fingerprint=self.fingerprint, version=self.version)
 
     def name_of(self, asked: str | None) -> str:
         """Return the model's name for a request that asks for ``asked``, to which Ollama's clients add ``:latest``.
@@ -363,7 +393,8 @@ class Service:
         names = (self.name, *self.aliases)
         if asked is None or asked in names or asked.removesuffix(":latest") in names or self.takes_any_name:
             return asked or self.name
-        message = f"this server has the model {' and '.join(map(repr, names))}, not {asked!r}"
+        advice = "ask for that, or start the server with --any-name, or --name"
+        message = f"this server has the model {' and '.join(map(repr, names))}, not {asked!r}: {advice}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_fields(self, request: BaseModel) -> list[str]:
@@ -392,7 +423,7 @@ class Service:
         if request.messages is None:
             is_plain = request.add_special_tokens is False
             return list(self.reader.tokenizer(request.prompt, add_special_tokens=not is_plain).input_ids)
-        fields = {name: getattr(request, name) for name in ("messages", "tools", "chat_template_kwargs")}
+        fields = {name: value for name, value in request if name in ChatRequest.model_fields}
         return self.encode(ChatRequest.model_construct(**fields))
 
     def detokenize(self, request: requests.DetokenizeRequest) -> str:
@@ -417,6 +448,8 @@ class Service:
         """
         self.name_of(request.model)
         warnings = [*warnings, *self.check_fields(request)]
+        if request.repeat_penalty not in (None, 1):
+            warnings.append("repeat_penalty: counts the whole text, as repetition_penalty does, not its last tokens")
         generator, count = self.scheduler.generator, request.n or 1
         if self.is_strict and len(request.stop or ()) > _STRICT_STOPS:
             raise bad_request(f"stop: there may be {_STRICT_STOPS} at most, got {len(request.stop or ())}", "stop")
@@ -485,6 +518,8 @@ def _arguments(request: GenerationRequest) -> GenerateArguments:
     """Return a request's arguments for ``generate``, without seed, tokenizer, grammar and the most new tokens."""
     given = {name: getattr(request, field) for field, name in _NAMES.items() if field != "seed"}
     arguments: Any = {name: value for name, value in given.items() if value is not None}
+    if request.repeat_penalty is not None:
+        arguments.setdefault("repetition_penalty", request.repeat_penalty)
     arguments["num_return_sequences"] = 1  # several answers are several calls, each with its seed
     if arguments.get("top_k") == -1:
         arguments["top_k"] = 0  # how vLLM writes that it is off

@@ -347,7 +347,7 @@ def test_stop_keeps_what_was_written(open_page):
         log, stop = page.get_by_role("log", name="Conversation"), page.get_by_role("button", name="Stop")
         expect(stop).not_to_be_visible()
         send(page)
-        expect(page.locator(".numbers summary")).to_have_text(re.compile(r"^[1-9]\d* tokens, [1-9]\d* per second$"))
+        expect(page.locator(".numbers summary")).to_have_text(re.compile(r"^[1-9]\d* tokens, [1-9]\d* per second"))
         expect(page.locator("#status")).to_have_text("Answering")
         expect(log).to_have_attribute("aria-busy", "true")
         stop.click()
@@ -517,9 +517,57 @@ def test_a_key_is_asked_for(open_page):
         ask(page)
 
 
-def test_without_receipts_the_page_says_why_nothing_can_be_verified(open_page):
+def test_without_receipts_nothing_can_be_verified(open_page):
     with live() as server:
         page = open_page(server.url.removesuffix("v1"))
-        expect(page.get_by_text("started with --receipts FOLDER")).to_be_visible()
         ask(page)
         expect(page.get_by_role("button", name="Verify")).to_have_count(0)
+
+
+def test_a_prompt_to_try_fills_the_message(page):
+    page.get_by_role("button", name=SUM).click()
+    expect(page.get_by_label("Message", exact=True)).to_have_value(SUM)
+    page.keyboard.press("Enter")
+    assert answered(page).endswith("138590.")
+    expect(page.get_by_text(re.compile(r"tokens, \d+ per second, \d+\.\d per pass of the model"))).to_be_visible()
+
+
+def test_settings_are_fields_of_the_request(page):
+    page.get_by_role("button", name="Settings").click()
+    values = {"Top k": 20, "Min p": 0.01, "Repetition penalty": 1.1, "Presence penalty": 0.5, "Frequency penalty": -0.5}
+    for label, value in values.items():
+        page.get_by_label(label).fill(str(value))
+    page.get_by_label("Stop strings").fill("zzz\n makes ")
+    page.get_by_label("Stop strings").blur()
+    page.keyboard.press("Escape")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page)
+    names = [label.lower().replace(" ", "_") for label in values]
+    assert [sent.value.post_data_json[name] for name in names] == [*values.values()]
+    assert sent.value.post_data_json["stop"] == ["zzz", " makes "]
+
+
+def test_conversations_are_found_exported_and_imported(page, open_page, server, tmp_path):
+    write(page, "Hello")
+    ask(page, "a question")
+    page.get_by_role("link", name="New conversation").click()
+    ask(page, "another one")
+    page.get_by_label("Search conversations").fill("QUESTION")
+    assert titles(page) == ["a question"]
+    page.get_by_label("Search conversations").fill("nothing of this kind")
+    expect(page.get_by_text("No conversation has this text.")).to_be_visible()
+    page.get_by_label("Search conversations").fill("")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export").click()
+    file = tmp_path / "all.json"
+    download.value.save_as(file)
+    other = open_page(server)
+    for count in (2, 0):  # the second time nothing is new
+        other.get_by_label("File of conversations").set_input_files(file)
+        expect(other.get_by_text(f"{count} of 2 conversations are new.")).to_be_visible()
+        assert titles(other) == ["another one", "a question"]
+    other.get_by_role("link", name="a question").click()
+    expect(other.locator(".assistant .text").last).to_have_text("Hello")
+    file.write_text("{}")
+    other.get_by_label("File of conversations").set_input_files(file)
+    expect(other.get_by_text("all.json cannot be imported: it is no export of this page")).to_be_visible()

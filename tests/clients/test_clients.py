@@ -5,11 +5,14 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+from served import CHAT, TRIP, chat, chunks, live, wait_until
 
 CLIENTS = Path(os.environ.get("DFLASH_CLIENTS", "clients"))
 ASK = 'Please call weather {"city": "Oslo"} now.'
@@ -66,6 +69,41 @@ def test_python(name, run, server):
 @pytest.mark.parametrize("name", ["openai", "ai_sdk", "ollama"])
 def test_node(name, run, server):
     assert use(run, server.url, "node", CLIENTS / f"node/use_{name}.mjs")["answers"]
+
+
+def test_replicas_behind_a_router_write_the_same_texts(tmp_path):
+    """docs/scale.md: any server may answer, and the router keeps what begins alike together."""
+    with live() as first, live() as second, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port, servers = free.getsockname()[1], (first, second)
+        free.close()
+        urls = [server.url.removesuffix("/v1") for server in servers]
+        command = [CLIENTS / "router/bin/sglang-router", "launch", "--worker-urls", *urls, "--policy", "round_robin"]
+        options = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(port + 1)]
+        with (tmp_path / "log").open("w") as log, subprocess.Popen([*command, *options], stdout=log) as router:
+            try:
+                wait_until(lambda: "Activated" in (tmp_path / "log").read_text())
+                wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"))
+                bodies = [chat(TRIP, seed=5, temperature=1, max_tokens=60, stream=number > 3) for number in range(8)]
+                url = f"http://127.0.0.1:{port}{CHAT}"
+                found = [httpx.post(url, json=body, timeout=120) for body in bodies]
+            finally:
+                router.terminate()
+        whole = {answer.json()["choices"][0]["message"]["content"] for answer in found[:4]}
+        streamed = {
+            "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks(answer)) for answer in found[4:]
+        }
+        assert len(whole) == 1
+        assert streamed == whole
+        pages = [server.service.metrics.page().decode() for server in servers]
+        assert all('dflash_requests_total{outcome="completed"} ' in page for page in pages)
+
+
+def answers(url) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 # ---------------------------------------------------------------------------------------------- commands

@@ -11,6 +11,7 @@ import torch
 from served import CHAT, SUM, TEXT, TRIP, Gate, ask, chat, chunks, direct, pair, prompt_ids, refused, serving
 
 from dflash import Generator
+from dflash_serve.log import JsonFormatter
 from dflash_serve.prompts import PromptReader
 from dflash_serve.scheduler import Scheduler
 from dflash_serve.service import Service
@@ -198,7 +199,7 @@ BAD = {
     "audio": (said([{"type": "input_audio"}]), "messages", "'text', 'image_url'"),
     "image": (said([{"type": "image_url"}]), "messages", "image_url"),
     "role": (said("", "function"), "messages", "'system'"),
-    "template": (said("", "system"), "messages", "without messages of the role system"),
+    "template": (said("", "assistant"), "messages", "there is no message of the user to answer"),
     "unicode": (said("\ud800"), "messages", "half of a character"),
     "template argument": ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "no argument 'thinking'"),
     "type": ({"temperature": "warm"}, "temperature", "valid number"),
@@ -306,7 +307,11 @@ def test_numbers_may_have_a_point_or_be_texts_and_stops_may_be_many(service):
     assert answer(off) == answer(unset)
     fields = {"repeat_penalty": 1.2, "stop": ["", " makes "]}
     named = {"repetition_penalty": 1.2, "stop": " makes "}
-    assert answer(ask(service, CHAT, chat(**fields))) == answer(ask(service, CHAT, chat(**named)))
+    found = ask(service, CHAT, chat(**fields))
+    assert answer(found) == answer(ask(service, CHAT, chat(**named)))
+    assert found.json()["warnings"] == [
+        "repeat_penalty: counts the whole text, as repetition_penalty does, not its last tokens"
+    ]
     greedy = ask(service, CHAT, chat(TRIP, temperature=1, top_p=0, max_tokens=50))
     assert answer(greedy) == direct(prompt_ids(TRIP), max_new_tokens=50)
 
@@ -401,26 +406,26 @@ def test_a_body_that_is_no_request_is_refused(service, body):
 def test_other_models_and_paths_are_not_found(service):
     for response in (ask(service, CHAT, chat(model="gpt-4")), ask(service, "/v1/models/gpt-4", None)):
         assert refused(response, "this server has the model 'pair'", 404)["code"] == "model_not_found"
-    missing = refused(ask(service, "/v1/embeddings", {}), "POST /v1/embeddings; /openapi.json lists", 404)
+    missing = refused(ask(service, "/v1/rerank", {}), "POST /v1/rerank; /openapi.json lists", 404)
     assert missing["type"] == "not_found_error"
     assert ask(service, CHAT, None).status_code == 405
 
 
 def test_a_body_may_not_be_too_large(service):
     async def parts():  # sent without a length
-        for _ in range(6):
+        for _ in range(18):
             yield b" " * 2**20
 
-    for body in (chat("a" * 2**22), parts()):
+    for body in (chat("a" * 2**24), parts()):
         assert refused(ask(service, CHAT, body), "this one has more", 413)["code"] == "too_large"
 
 
 def test_a_key_is_asked_for(service):
     for given, status in (("Bearer secret", 200), ("bearer secret", 200), ("Bearer other", 401), ("secret", 401),
-                          ("x-api-key", 200), (None, 401)):  # fmt: skip
+                          ("Bearer second", 200), ("x-api-key", 200), (None, 401)):  # fmt: skip
         headers = {} if given is None else {"Authorization": given}
         headers = {"X-API-Key": "secret"} if given == "x-api-key" else headers
-        response = ask(service, CHAT, chat(max_tokens=1), key="secret", headers=headers)
+        response = ask(service, CHAT, chat(max_tokens=1), key="secret second", headers=headers)
         assert response.status_code == status
     assert refused(response, "needs its key", 401)["code"] == "invalid_api_key"
     assert ask(service, "/v1/models", None, key="secret").status_code == 401
@@ -522,6 +527,24 @@ def test_metrics_count_requests_and_tokens():
     assert found["dflash_step_tokens_count"] == found["dflash_step_seconds_count"] > 2  # one answer at a time
     assert found["dflash_first_token_seconds_count"] == found["dflash_request_seconds_count"] == 2
     assert found["dflash_answers_running"] == found["dflash_answers_waiting"] == 0
+    assert 0 < found["dflash_token_seconds_count"] < found["dflash_new_tokens_total"]
+    assert found["dflash_queue_seconds_count"] == 2
+    assert 0 < found["dflash_prompt_cache_bytes"] <= found["dflash_prompt_cache_max_bytes"]
+    assert found["process_cpu_seconds_total"] > 0
+    (model,) = [name for name in found if name.startswith("dflash_model_info")]
+    assert 'model="pair"' in model
+
+
+def test_requests_have_ids_that_the_log_has_too(service, caplog):
+    caplog.set_level("INFO", "dflash_serve")
+    caplog.handler.setFormatter(JsonFormatter())
+    given = ask(service, CHAT, chat(max_tokens=2), headers={"X-Request-Id": "mine-1"})
+    drawn = ask(service, CHAT, chat(stop=5), headers={"X-Request-Id": "not one"})
+    records = {record["request"]: record for record in map(json.loads, caplog.text.splitlines())}
+    assert given.headers["X-Request-Id"] == "mine-1"
+    done, refusal = records["mine-1"], records[drawn.headers["X-Request-Id"]]
+    assert (done["answer"], done["outcome"], done["new_tokens"]) == (given.json()["id"], "completed", 2)
+    assert (refusal["level"], refusal["message"][:4]) == ("info", "400 ")
 
 
 def fingerprint(generator: Generator, version: str = "0") -> str:

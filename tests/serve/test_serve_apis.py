@@ -1,10 +1,12 @@
 """Each API in its own form: what it refuses and leaves out, and an answer that fails in a stream."""
 
 import json
+import re
+import threading
 
 import pytest
 from served import CHAT as OPENAI
-from served import QUESTION, SCHEMA, SUM, TEXT, ask, serving
+from served import QUESTION, ROLES, SCHEMA, SUM, TEXT, Gate, ask, pair, refused, serving
 
 from dflash import Receipt
 
@@ -16,30 +18,39 @@ BODIES = {
     GENERATE: {"model": "pair", "prompt": SUM, "options": {"num_predict": 4}, "stream": False},
 }
 
+ANSWER = {"role": "assistant", "content": "The sum "}
+URL = {"type": "url", "data": "aGk="}
+USED = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+USABLE = {"name": "weather", "input_schema": SCHEMA}
+
 
 @pytest.mark.parametrize(("path", "fields", "status", "message"), [
     (MESSAGES, {"model": "claude"}, 404, "this server has the model 'pair'"),
     (MESSAGES, {"max_tokens": None}, 400, "max_tokens"),
     (MESSAGES, {"temperature": 1.5}, 400, "temperature"),
     (MESSAGES, {"messages": []}, 400, "messages"),
-    (MESSAGES, {"messages": [*QUESTION, {"role": "assistant", "content": "The"}]}, 400, "answers are not continued"),
-    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "'image'"),
+    (MESSAGES, {"messages": [*QUESTION, {"role": "assistant", "content": [USED]}]}, 400, "without tool calls can be"),
+    (MESSAGES, {"messages": [*QUESTION, ANSWER], "tools": [USABLE], "tool_choice": {"type": "any"}}, 400, "tool_ch"),
+    (CHAT, {"messages": [*QUESTION, ANSWER], "format": "json"}, 400, "format cannot be combined with a last message"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": URL}]}]}, 400, "needs its url"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "tools"),
     (MESSAGES, {"tool_choice": {"type": "any"}}, 400, "tool"),
     (MESSAGES, {"mcp_servers": [{"url": "x"}]}, 400, "mcp_servers"),
     (RESPONSES, {"model": "gpt"}, 404, "this server has the model 'pair'"),
     (RESPONSES, {"input": []}, 400, "input"),
-    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, 400, "input"),
     (RESPONSES, {"temperature": -1.0}, 400, "temperature"),
     (RESPONSES, {"background": True}, 400, "background"),
     (RESPONSES, {"previous_response_id": "resp-x"}, 400, "there is no response 'resp-x'"),
-    (CHAT, {"model": "llama3"}, 404, "this server has the model 'pair'"),
-    (CHAT, {"messages": [{"role": "user", "content": SUM, "images": ["aGk="]}]}, 400, "messages.0.images: this server"),
+    (CHAT, {"model": "llama3"}, 404, "or start the server with --any-name"),
+    (CHAT, {"messages": [{"role": "system", "content": SUM, "images": ["aGk="]}]}, 400, "pictures belong to messages"),
     (CHAT, {"messages": [{"role": "narrator", "content": SUM}]}, 400, "messages.0.role: Input should be 'system'"),
     (CHAT, {"options": {"temperature": "warm"}}, 400, "options.temperature: Input should be a valid number"),
     (CHAT, {"options": {"repeat_penalty": 0}}, 400, "options.repeat_penalty: Input should be greater than"),
     (CHAT, {"format": "xml"}, 400, "format"),
-    (GENERATE, {"suffix": "end"}, 400, "suffix: this server does not apply it"),
+    (GENERATE, {"suffix": "end"}, 400, "suffix: this model's tokenizer has no tokens to fill in the middle"),
+    ("/api/embed", {"model": "pair", "input": "a"}, 404, "this server has no embeddings"),
+    ("/v1/embeddings", {"model": "pair", "input": "a"}, 404, "this server has no embeddings"),
     (GENERATE, {"raw": True, "system": "Be brief."}, 400, "raw=true takes the prompt as it is"),
     ("/api/pull", {}, 404, "Not Found"),
 ])  # fmt: skip
@@ -103,6 +114,115 @@ def test_a_seed_of_minus_one_draws_one_in_every_api(tmp_path):
     seeds = {Receipt.read(file).answers[0].seed for file in tmp_path.glob("*.json")}
     assert len(seeds) == 2 * len(ALL)
     assert min(seeds) >= 0
+
+
+# Chat templates: one takes system messages anywhere, one only at the beginning, one shows only that, one refuses all.
+REFUSED, LATE = "{{ raise_exception('refused') }}", "m.role == 'system' and not loop.first"
+PLACES = {
+    "anywhere": ROLES,
+    "first": ROLES.replace("[{{", f"{{% if {LATE} %}}{REFUSED}{{% endif %}}[{{{{"),
+    "lost": ROLES.replace("[{{", f"{{% if {LATE} %}}{{% continue %}}{{% endif %}}[{{{{"),
+    "nowhere": ROLES.replace("[{{", f"{{% if m.role == 'system' %}}{REFUSED}{{% endif %}}[{{{{"),
+}
+ORDERS = {  # roles of a conversation, and how a template shows them that takes system messages at the beginning only
+    "system user assistant system user": "[system]say0[user]say1[assistant]say2[user]say3\n\nsay4",
+    "system system user": "[system]say0\n\nsay1[user]say2",
+    "system user assistant developer user": "[system]say0[user]say1[assistant]say2[user]say3\n\nsay4",
+    "user system": "[user]say0\n\nsay1",
+}
+
+
+PINGS = {OPENAI: ": ping\n\n", TEXT: ": ping\n\n", RESPONSES: ": ping\n\n", CHAT: ""}
+PINGS[MESSAGES] = 'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+@pytest.mark.parametrize("path", PINGS)
+def test_a_stream_says_that_it_waits_until_its_first_token(path, monkeypatch):
+    monkeypatch.setattr("dflash_serve.api._PING_SECONDS", 0.05)
+    with serving() as service:
+        gate = Gate(service.scheduler)
+        threading.Timer(0.5, gate.open).start()
+        text = ask(service, path, ALL[path] | {"stream": True}).text
+        plain = ask(service, path, ALL[path] | {"stream": True}).text
+    if ping := PINGS[path]:
+        assert 2 <= text.count(ping) <= 10
+    assert (text.replace(ping, "") if ping else text).count("\n") == plain.count("\n")
+
+
+def prompt_tokens(response) -> int:
+    """Return the length of a prompt, as an API tells it."""
+    assert response.status_code == 200, response.text
+    usage = response.json().get("usage") or response.json()
+    cached = usage.get("cache_read_input_tokens", 0)
+    names = ("prompt_tokens", "input_tokens", "prompt_eval_count")
+    return cached + next(usage[name] for name in names if name in usage)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_system_messages_are_shown_where_the_template_takes_them(place):
+    with serving(template=PLACES[place]) as service:
+        for roles, first in ORDERS.items():
+            said = [{"role": role, "content": f"say{number}"} for number, role in enumerate(roles.split())]
+            ids = ask(service, "/tokenize", {"messages": said}).json()["tokens"]
+            text = ask(service, "/detokenize", {"tokens": ids}).json()["prompt"].removeprefix(pair()[2].bos_token)
+            as_given = "".join(f"[{each['role']}]{each['content']}" for each in said).replace("developer", "system")
+            as_users = re.sub(r"(\[user\][^\[]*)\[user\]", r"\1\n\n", first.replace("system", "user"))
+            expected = {"anywhere": as_given, "nowhere": as_users}
+            assert text == expected.get(place, first)
+            for path, field in ((OPENAI, "messages"), (RESPONSES, "input"), (CHAT, "messages")):
+                assert prompt_tokens(ask(service, path, ALL[path] | {field: said})) == len(ids)
+            said = [{**each, "role": each["role"].replace("developer", "system")} for each in said]
+            assert prompt_tokens(ask(service, MESSAGES, ALL[MESSAGES] | {"messages": said})) == len(ids)
+
+
+def content(response) -> str:
+    """Return the text of an answer, as an API writes it."""
+    found = response.json()
+    if "choices" in found:
+        choice = found["choices"][0]
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+    if "response" in found:
+        return found["response"]
+    return found["message"]["content"] if "message" in found else found["content"][0]["text"]
+
+
+@pytest.mark.parametrize("place", ["anywhere", "first"])
+def test_a_last_message_of_the_assistant_is_continued(place):
+    messages = [{"role": "system", "content": "a"}, *QUESTION, {"role": "system", "content": "b"}, ANSWER]
+    continues = {"add_generation_prompt": False, "continue_final_message": True}
+    with serving(template=PLACES[place]) as service:
+        ids = ask(service, "/tokenize", {"messages": messages, **continues}).json()["tokens"]
+        text = ask(service, "/detokenize", {"tokens": ids}).json()["prompt"]
+        assert text.endswith("b[assistant]The sum ")
+        expected = content(ask(service, TEXT, {"prompt": ids, "max_tokens": 9, "temperature": 0}))
+        body = {"messages": messages, "stream": False, "temperature": 0, "max_tokens": 9}
+        options = {"options": {"temperature": 0, "num_predict": 9}}
+        for path, fields in ((OPENAI, continues), (MESSAGES, {}), (CHAT, options)):
+            assert content(ask(service, path, body | fields)) == expected
+        refused(ask(service, OPENAI, body | continues | {"messages": QUESTION}), "only a last message of the assistant")
+        refused(ask(service, OPENAI, body | {"continue_final_message": True, "add_generation_prompt": True}), "false")
+
+
+@pytest.mark.parametrize(("path", "ends"), [(TEXT, {"max_tokens": 9}), (GENERATE, {"options": {"num_predict": 9}})])
+def test_a_suffix_is_written_by_the_tokens_that_the_tokenizer_has(path, ends, monkeypatch):
+    monkeypatch.setattr("dflash_serve.prompts.FILL_FORMS", ("<fim> PREFIX", "acorn PREFIX birch SUFFIX brook"))
+    asked = {"prompt": "add 1", "suffix": "= 3", "stream": False, "temperature": 0} | ends
+    asked["options"] = {"temperature": 0} | asked.get("options", {})
+    with serving() as service:
+        same = {"prompt": "acornadd 1birch= 3brook", "max_tokens": 9, "temperature": 0}
+        assert content(ask(service, path, asked)) == content(ask(service, TEXT, same))
+        refused(ask(service, TEXT, asked | {"prompt": [5, 6]}), "suffix needs a prompt that is a text")
+        assert "insert" in ask(service, "/api/show", {}).json()["capabilities"]
+
+
+def test_thoughts_are_continued():
+    template = ROLES + "{% if add_generation_prompt %}[assistant]{% endif %}{# <think></think> #}"
+    with serving(template=template) as service:
+        for said, is_begun in (("<think>Let me", True), ("<think>Hm.</think>The sum", False)):
+            messages = [*QUESTION, {"role": "assistant", "content": said}]
+            body = {"messages": messages, "max_tokens": 9, "temperature": 0, "continue_final_message": True}
+            (choice,) = ask(service, OPENAI, body).json()["choices"]
+            assert ("reasoning_content" in choice["message"]) == is_begun
 
 
 TOOL = {"type": "function", "name": "weather", "description": "Tell it.", "parameters": SCHEMA}

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import openai
@@ -13,7 +14,7 @@ import pytest
 from served import TRIP, Gate, chat, direct, live, prompt_ids, serve, slow_down, wait_until
 
 from dflash_serve.app import Server
-from dflash_serve.port import Port
+from dflash_serve.port import Port, claimed, port_for
 
 QUESTION = [{"role": "user", "content": TRIP}]
 
@@ -217,6 +218,14 @@ def test_an_answer_that_takes_longer_than_the_grace_ends_with_an_error():
 # ---------------------------------------------------------------------------------------------- the beginning
 
 
+def test_an_idle_server_uses_no_core(server, client):
+    client.chat.completions.create(model="pair", messages=QUESTION, max_tokens=20)
+    wait_until(lambda: server.service.scheduler.session.is_settled)
+    before = time.process_time()
+    time.sleep(1)
+    assert time.process_time() - before < 0.2
+
+
 def test_a_port_refuses_until_it_is_handed_over():
     port = Port("127.0.0.1", 0, ["http://a"])
     address = f"http://127.0.0.1:{port.socket.getsockname()[1]}"
@@ -253,6 +262,49 @@ def test_a_port_in_use_is_refused_before_torch_is_imported():
     assert "Address already in use" in done.stderr
 
 
+def test_options_may_stand_in_a_file_and_in_variables(shell, tmp_path, monkeypatch):
+    kept, config, keys = [], tmp_path / "serve.yaml", tmp_path / "keys"
+    monkeypatch.setattr("dflash_serve.command.ServeOptions.check", lambda asked: kept.append(asked))
+    monkeypatch.setattr("dflash_serve.command.port_for", lambda *_: 1 / 0)
+    keys.write_text("# of the team\none\n\ntwo\n")
+    config.write_text(f"name: mine\nmax-length: 99\nrows: 3\nstrict: true\nqueue: null\napi-key-file: {keys}\n")
+    monkeypatch.setenv("DFLASH_ROWS", "5")
+    monkeypatch.setenv("DFLASH_API_KEY", "zero")
+    monkeypatch.setenv("DFLASH_ALLOW_ORIGIN", "http://a http://b")
+    monkeypatch.setenv("DFLASH_LOG_JSON", "1")
+    with pytest.raises(ZeroDivisionError):
+        shell("serve", "--config", str(config), "--max-length", "77")
+    (asked,) = kept
+    assert (asked.name, asked.max_length, asked.rows, asked.queue, asked.strict) == (["mine"], 77, 5, 64, True)
+    assert (asked.keys, asked.allow_origin, asked.log_json) == (["zero", "one", "two"], ["http://a", "http://b"], True)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("prot: 1", "serve.yaml has prot, which is no option of dflash serve; did you mean port?"),
+    ("- port", "must have a line OPTION: VALUE for each option, got list"),
+    ("a: [", "cannot be read as YAML"),
+    ("rows: many", "'--rows'"),
+])  # fmt: skip
+def test_a_wrong_file_of_options_is_refused(shell, tmp_path, text, message):
+    (tmp_path / "serve.yaml").write_text(text)
+    done = shell("serve", "--config", str(tmp_path / "serve.yaml"))
+    assert done.code == 2
+    assert message in " ".join(done.err.split())
+
+
+def test_the_port_is_taken_as_the_file_and_the_variables_say(tmp_path, monkeypatch):
+    (tmp_path / "serve.yaml").write_text("port: 0\nhost: localhost\nallow-origin: [http://a]\n")
+    monkeypatch.setenv("DFLASH_CONFIG", str(tmp_path / "serve.yaml"))
+    with claimed(["serve"]):
+        found = port_for("unused", 1)
+        assert (found.socket.getsockname()[0], found.origins) == ("127.0.0.1", ["http://a"])
+        assert found.socket.getsockname()[1] != 8000
+    monkeypatch.setenv("DFLASH_HOST", "127.0.0.2")
+    with claimed(["serve", "--allow-origin", "*"]):
+        found = port_for("unused", 1)
+        assert (found.socket.getsockname()[0], found.origins) == ("127.0.0.2", ["*"])
+
+
 @pytest.mark.parametrize(("options", "message"), [
     (["--port", "99999"], "--port"),
     (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
@@ -263,6 +315,8 @@ def test_a_port_in_use_is_refused_before_torch_is_imported():
     (["--block-size", "0"], "block_size must be an integer of at least 1"),
     (["--grace", "inf"], "--grace"),
     (["--api-key", "a key"], "--api-key must be visible ASCII"),
+    (["--api-key-file", "missing"], "--api-key-file missing cannot be read"),
+    (["--config", "missing.yaml"], "--config missing.yaml cannot be read as YAML"),
 ])  # fmt: skip
 def test_wrong_options_are_refused_before_anything_is_loaded(shell, options, message):
     done = shell("serve", *options)

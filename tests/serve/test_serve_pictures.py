@@ -134,6 +134,63 @@ def test_receipts_name_the_pictures_which_the_server_does_not_keep(serve, target
     refused(ask(service, f"/v1/receipts/{id}/verify", b""), "pass pictures=")
 
 
+PNG = base64.b64encode(picture(1)[1]).decode()
+WORDS = [{"type": "text", "text": "w20"}, {"type": "text", "text": "w41"}]
+PLAIN = [WORDS[0], {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}, WORDS[1]]
+BLOCKS = [WORDS[0], {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}, WORDS[1]]
+ITEMS = [WORDS[0], {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}"}, WORDS[1]]
+USED = {"type": "tool_use", "id": "c", "name": "w9", "input": {}}
+SHOWN = {  # the same picture in each API, of the user and in a tool's result
+    "chat": (CHAT, {"messages": [{"role": "user", "content": PLAIN}]}),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": BLOCKS}]}),
+    "responses": ("/v1/responses", {"input": [{"role": "user", "content": ITEMS}]}),
+    "ollama": ("/api/chat", {"messages": [{"role": "user", "content": "w20", "images": [PNG]}], "stream": False}),
+    "generate": ("/api/generate", {"prompt": "w20", "images": [PNG], "stream": False}),
+    "message's tool": (
+        "/v1/messages",
+        {
+            "messages": [
+                {"role": "user", "content": "w20"},
+                {"role": "assistant", "content": [USED]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": BLOCKS}]},
+            ]
+        },
+    ),
+    "response's tool": (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": "w20"},
+                {"type": "function_call", "call_id": "c", "name": "w9", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": ITEMS},
+            ]
+        },
+    ),
+}
+
+
+def text_of(found):
+    """Return the text of an answer, as its API writes it."""
+    if "choices" in found:
+        return found["choices"][0]["message"]["content"]
+    if "output" in found:
+        return found["output"][0]["content"][0]["text"]
+    return found.get("response") or found["message"]["content"] if "done" in found else found["content"][0]["text"]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_every_api_takes_pictures_and_a_server_without_them_says_so(serve, target, name):
+    (path, fields), sampling = SHOWN[name], {"temperature": 0, "max_tokens": 12, "max_output_tokens": 12}
+    fields = fields | sampling | {"options": {"temperature": 0, "num_predict": 12}}
+    if "tool" not in name:  # the template of this test shows no calls
+        found = ask(serve(), path, fields).json()
+        order = "<start_of_image> w20 " if path.startswith("/api") else "w20 <start_of_image> w41 "
+        assert text_of(found) == own(target, order, [picture(1)[0]])
+    response = ask(serve(refuses=True), path, fields)
+    assert response.status_code == 200, response.text
+    assert any("with --pictures only" in warning for warning in response.json()["warnings"])
+
+
 @contextlib.contextmanager
 def hosting(respond):
     """Answer requests on a port of this machine; yield its URL."""
@@ -214,7 +271,6 @@ def test_what_is_no_picture_or_too_large_is_refused(serve, monkeypatch):
     def fails(message, *parts, service=service):
         refused(ask(service, CHAT, said(*parts)), message)
 
-    fails("start it with --pictures", url(png), service=serve(refuses=True))
     fails("picture 1 must be a data: URL, got 'file'", "file:///etc/passwd")
     fails("picture 1 cannot be read", "w20", url(b"GIF89a"))
     fails("picture 2 cannot be read", url(png), url(png[:40]))

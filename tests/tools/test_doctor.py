@@ -64,6 +64,14 @@ def test_this_installation_works():
     assert find("CPU kernels").found.startswith(ops.isa())
 
 
+def test_more_threads_than_the_containers_quota_are_a_warning(monkeypatch, set_threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    set_threads(2)
+    assert find("CPU threads").status == "ok"
+    monkeypatch.setattr("dflash.threads.cpu_quota", lambda _=None: 0.5)
+    assert find("CPU threads").status == "warning"
+
+
 def test_an_old_package_and_a_clash_are_errors(monkeypatch):
     versions(monkeypatch, torch="2.9.1+cpu", transformers="5.15.0", dflash="0.1.0")
     assert find("torch").status == "error"

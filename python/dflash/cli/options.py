@@ -251,12 +251,13 @@ def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
         checked(name, number)
 
 
-def command(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(variables: str = "", **without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command: its parameters become options, and so do the fields of those that are dataclasses.
 
     A parameter or field is ``Annotated`` with typer's option or argument, or with the help text of an option; a bool
     then becomes a flag without a ``--no-`` form. ``without`` has, by parameter, the fields that are no options. A
-    dataclass may have ``PANELS``: the heading of the help from a field on.
+    dataclass may have ``PANELS``: the heading of the help from a field on. With the prefix ``variables``, each option
+    may also be a variable: ``--max-length`` is PREFIX_MAX_LENGTH.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -265,14 +266,14 @@ def command(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Calla
         for name, parameter in signature.parameters.items():
             kind = parameter.annotation
             if not dataclasses.is_dataclass(kind):
-                options.append(_option(name, kind, parameter.default))
+                options.append(_option(name, kind, parameter.default, variables))
                 continue
             hints = typing.get_type_hints(kind, include_extras=True)
             fields = [field for field in dataclasses.fields(kind) if field.name not in without.get(name, ())]
             groups[name], panel = (kind, [field.name for field in fields]), None
             for field in fields:
                 panel = getattr(kind, "PANELS", {}).get(field.name, panel)
-                options.append(_option(field.name, hints[field.name], field.default, panel))
+                options.append(_option(field.name, hints[field.name], field.default, panel, variables))
 
         @functools.wraps(function)
         def call(**given: Any) -> None:
@@ -289,7 +290,9 @@ def command(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Calla
     return decorate
 
 
-def _option(name: str, annotation: Any, default: Any, panel: str | None = None) -> inspect.Parameter:
+def _option(
+    name: str, annotation: Any, default: Any, panel: str | None = None, variables: str = ""
+) -> inspect.Parameter:
     if metadata := getattr(annotation, "__metadata__", ()):
         kind, found = typing.get_args(annotation)[0], metadata[0]
         found = typer.Option(help=found) if isinstance(found, str) else copy.copy(found)
@@ -298,6 +301,8 @@ def _option(name: str, annotation: Any, default: Any, panel: str | None = None) 
             names = [name for name in (found.default, *(found.param_decls or ())) if isinstance(name, str)]
             found.default, *found.param_decls = [*(names or [option_of(name)]), *_SHORT.get(name, "").split()]
             found.metavar, found.rich_help_panel = "" if kind is bool else found.metavar, panel  # typer writes <bool>
+            if variables:
+                found.envvar, found.show_envvar = f"{variables}_{name.upper()}", False
         annotation = Annotated[kind, found]
     default = inspect.Parameter.empty if default is dataclasses.MISSING else default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

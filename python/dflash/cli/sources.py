@@ -27,6 +27,7 @@ from ..targets import (
     weight_bytes_per_token,
 )
 from ..terminal import printable
+from ..threads import fit_threads
 
 _LOG = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
         weights = {weight for layer in layers for weight in layer._parameters.values() if weight is not None}
         size = sum(weight.numel() for weight in weights if weight.dim() > 1)
         say(f"weights in 8 bits, at most {size / 1e9:.2f} GB, take the place of those in the files")
+    fit_threads()  # before weights are packed
     with waiting("target", source.name, source):
         target = source.load_target(dtype, device)
         is_wide = dtype != "auto" or target.dtype != torch.float16 or target.device.type != "cpu"

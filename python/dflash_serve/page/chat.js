@@ -26,6 +26,7 @@ export async function* stream(request, key, signal) {
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
+      if (!event.startsWith("data: ")) continue;  // a comment, which says that the server still works
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);

@@ -4,8 +4,14 @@ import {button, copyButton, element, get} from "./elements.js";
 import {showMarkdown, showMarks} from "./markdown.js";
 import * as store from "./store.js";
 
-const SETTINGS = ["temperature", "top_p", "max_tokens", "seed"];  // fields of a request, and ids of inputs
-const EXAMPLE = "add 48213 and 90377";
+// Fields of a request, and ids of inputs. One more, `stop`, has a text per line.
+const SETTINGS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+  "frequency_penalty", "max_tokens", "seed"];
+const EXAMPLES = {
+  pair: ["add 48213 and 90377", "trip: from Lorne; to Dalmere; train 362; hour 7; person Tilda"],
+  others: ["Explain why the sky is blue, in three sentences.", "Write a Python function that finds palindromes in a text.",
+    "Suggest names for a boat, in a table with a reason for each."],
+};
 const WIDE = matchMedia("(min-width: 50rem)"), TOUCH = matchMedia("(pointer: coarse)");
 
 const conversations = new Map(store.loadAll().map(conversation => [conversation.id, conversation]));
@@ -44,8 +50,8 @@ function remove(conversation) {
 
 // Open the conversation that the address names, or a new one.
 function openAddressed() {
-  const id = `${Date.now().toString(36)}-${crypto.getRandomValues(new Uint32Array(1))[0].toString(36)}`;
-  current = conversations.get(location.hash.slice(1)) ?? {id, title: "", system: "", messages: [], changed: 0};
+  const empty = {id: newId(), title: "", system: "", messages: [], changed: 0};
+  current = conversations.get(location.hash.slice(1)) ?? empty;
   stopEditing();
   showConversation();
   get("side").hidePopover();
@@ -68,6 +74,39 @@ function follow(event) {
   showList();
 }
 
+// Offer all conversations as a file.
+function exportAll() {
+  const text = JSON.stringify({conversations: [...conversations.values()]}, null, 1);
+  const url = URL.createObjectURL(new Blob([text], {type: "application/json"}));
+  element("a", {href: url, download: "dflash-conversations.json"}).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
+// Add the conversations of a file. One that is here already, in other words, stays next to the one of the file.
+async function importFile() {
+  const [file] = get("file").files;
+  get("file").value = "";
+  try {
+    const found = store.readExport(await file.text()), known = new Set([...conversations.values()].map(textOf));
+    const added = found.filter(conversation => !known.has(textOf(conversation)));
+    for (const conversation of added) {
+      if (conversations.has(conversation.id)) conversation.id = newId();
+      const {changed} = conversation;
+      keep(conversation);
+      conversation.changed = changed;  // its place in the list
+      store.save(conversation);
+    }
+    showList();
+    notify(`${added.length} of ${found.length} conversations are new.`);
+  } catch (error) {
+    notify(`${file.name} cannot be imported: ${error.message}`);
+  }
+}
+
+const textOf = ({title, system, messages}) =>
+  JSON.stringify([title, system, messages.map(({role, content}) => [role, content])]);
+const newId = () => `${Date.now().toString(36)}-${crypto.getRandomValues(new Uint32Array(1))[0].toString(36)}`;
+
 // ---------------------------------------------------------------------------------------------- what is shown
 
 function notify(text, action, perform) {
@@ -78,7 +117,11 @@ function notify(text, action, perform) {
 }
 
 function showList() {
-  const newest = [...conversations.values()].sort((a, b) => b.changed - a.changed);
+  const sought = get("search").value.trim().toLowerCase();
+  const isFound = conversation => [titleOf(conversation), ...conversation.messages.map(({content}) => content)]
+    .some(text => text.toLowerCase().includes(sought));
+  const newest = [...conversations.values()].filter(isFound).sort((a, b) => b.changed - a.changed);
+  get("none").hidden = newest.length > 0 || !sought;
   get("list").replaceChildren(...newest.map(conversation => {
     const title = titleOf(conversation), link = element("a", {href: `#${conversation.id}`, textContent: title});
     if (conversation === current) link.ariaCurrent = "page";
@@ -194,10 +237,12 @@ function makeNumbers({numbers}) {
     const speed = stepTokens && seconds ? (stepTokens / seconds).toFixed(0) : "-";
     const all = {
       "Tokens": tokens, "Tokens per second": speed,
-      ...(model.has_drafter && {"Tokens per step": count ? (stepTokens / count).toFixed(2) : "-"}),
+      ...(model.has_drafter && {"Tokens per step": count ? (stepTokens / count).toFixed(2) : "-",
+        "Passes of the model": count ? `${count} instead of ${stepTokens}` : "-"}),
       "First token after": first === null ? "-" : `${first.toFixed(0)} ms`, "Seed": seed,
     };
-    summary.textContent = `${tokens} tokens, ${speed} per second`;
+    const gain = model.has_drafter && count ? `, ${(stepTokens / count).toFixed(1)} per pass of the model` : "";
+    summary.textContent = `${tokens} tokens, ${speed} per second${gain}`;
     list.replaceChildren(...Object.entries(all).flatMap(([name, value]) =>
       [element("dt", {textContent: name}), element("dd", {textContent: value})]));
     table.hidden = !model.has_drafter;
@@ -357,15 +402,12 @@ async function showModel() {
   get("model").textContent = model.id;
   get("drafts").hidden = !model.has_drafter;
   showDrafts();
-  const parts = [];
-  if (model.id === "dflash-pair") {
-    const example = button(EXAMPLE, () => { get("message").value = EXAMPLE; get("message").focus(); });
-    parts.push(element("p", {}, "The pair in the package knows sums and trips only. An example: ", example));
-  }
-  if (model.has_receipts === false) {
-    parts.push(element("p", {}, "Answers can be verified if the server is started with --receipts FOLDER."));
-  }
-  get("welcome").replaceChildren(...parts);
+  const isPair = model.id === "dflash-pair";
+  const examples = EXAMPLES[isPair ? "pair" : "others"].map(text =>
+    element("li", {}, button(text, () => { get("message").value = text; get("message").focus(); })));
+  get("welcome").replaceChildren(
+    element("p", {textContent: isPair ? "The pair in the package knows sums and trips only. Try:" : "Try:"}),
+    element("ul", {}, ...examples));
   items = new WeakMap();  // they were made for another model
   get("log").replaceChildren();
   showMessages();
@@ -414,6 +456,15 @@ for (const name of SETTINGS) {
     store.saveSettings(settings);
   });
 }
+get("stop-strings").value = (settings.stop ?? []).join("\n");
+get("stop-strings").addEventListener("change", () => {
+  settings.stop = get("stop-strings").value.split("\n").filter(Boolean);
+  store.saveSettings(settings);
+});
+get("search").addEventListener("input", showList);
+get("export").addEventListener("click", exportAll);
+get("import").addEventListener("click", () => get("file").click());
+get("file").addEventListener("change", importFile);
 get("settings").addEventListener("submit", event => {
   event.preventDefault();
   get("settings").hidePopover();

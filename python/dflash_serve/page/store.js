@@ -1,4 +1,5 @@
 // Conversations and settings in the browser's storage, under one key each: two tabs seldom write the same one.
+const NO_NUMBERS = {tokens: 0, stepTokens: 0, first: null, seconds: 0, seed: null};
 const PREFIX = "dflash/conversation/", SETTINGS = "dflash/settings", KEY = "dflash/key";
 
 // Return an object that was kept as JSON; null if there is none, or the storage cannot be read.
@@ -33,6 +34,23 @@ export function loadAll() {
 export function load(id) {
   const found = read(PREFIX + id);
   return found && Array.isArray(found.messages) ? {system: "", title: "", changed: 0, ...found, id} : null;
+}
+
+// Return the conversations of a file that this page has written. Throws if it is another.
+export function readExport(text) {
+  const isText = value => typeof value === "string";
+  const isMessage = message => ["user", "assistant"].includes(message?.role) && isText(message.content);
+  let found;
+  try {
+    found = JSON.parse(text).conversations;
+  } catch {}
+  const isWhole = each => isText(each?.id) && Array.isArray(each.messages) && each.messages.every(isMessage);
+  if (!Array.isArray(found) || !found.every(isWhole)) throw new Error("it is no export of this page");
+  return found.map(({id, title, system, changed, messages}) => ({
+    id, title: String(title ?? ""), system: String(system ?? ""), changed: Number(changed) || 0,
+    messages: messages.map(({role, content, reasoning}) => role === "user" ? {role, content} :
+      {role, content, reasoning: String(reasoning ?? ""), end: "stop", numbers: {...NO_NUMBERS, steps: {}}}),
+  }));
 }
 
 export const idOf = key => key?.startsWith(PREFIX) ? key.slice(PREFIX.length) : null;

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-from dflash.internals import OVERLAPPING, captured, check_gpu, ops, targets
+from dflash.internals import OVERLAPPING, captured, check_gpu, ops, targets, threads
 from dflash.light import terminal
 
 _MISSING = "not installed"  # as `version_of` says it
@@ -158,6 +158,14 @@ def _overlap(name: str) -> Check:
     return Check(name, "not used: the kernels are compiled for older GPUs", "warning", advice)
 
 
+def _threads(name: str) -> Check:
+    threads.fit_threads()
+    found, quota = threads.describe_threads(), threads.cpu_quota()
+    if quota is None or torch.get_num_threads() <= max(1, round(quota)):
+        return Check(name, found)
+    return Check(name, found, "warning", "unset OMP_NUM_THREADS, or set it to the quota: more threads are slower")
+
+
 def examine() -> list[Check]:
     """Check this installation: kernels run on the GPU, no model does. Changes nothing."""
     return [
@@ -167,7 +175,7 @@ def examine() -> list[Check]:
         _package("transformers", "5.15"),
         _clash("import name"),
         _instruction_set("CPU kernels"),
-        Check("CPU threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
+        _threads("CPU threads"),
         _gpu("GPU"),
         _cuda_kernels("CUDA kernels"),
         *_kernel_checks(),
