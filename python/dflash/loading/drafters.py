@@ -24,6 +24,7 @@ _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MASK_EMBEDDING_BYTES = 2**24  # at most: 2**20 values of 8 bytes, and room for what torch adds
 # Serving engines use other names for the same tensors.
 _PREFIXES = {"model.": "", "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_PREFIXES |= {"logit_head.": "", "markov_w1.": "markov_head.markov_w1.", "markov_w2.": "markov_head.markov_w2."}
 _PREFIXES[MASK_EMBEDDING_FILE] = "mask_embedding"
 # The reference package saves them under these names, files on the hub have them without the suffix.
 _CODEBOOKS = ("predecessor_codebook.weight", "successor_codebook.weight")
@@ -37,7 +38,7 @@ _SIZES = (  # fields of the config that decide which tensors there are, and thei
 # What trainers also store: the inverse of d2t, parts of the target, and a head that predicts acceptance.
 _IGNORED = (
     *("rotary_emb.inv_freq", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"),
-    *("confidence_head.proj.weight", "confidence_head.proj.bias"),
+    *("confidence_head.proj.weight", "confidence_head.proj.bias", "confidence_proj.weight", "confidence_proj.bias"),
 )
 
 
@@ -202,8 +203,26 @@ def _load(
     with torch.no_grad():
         for name, tensor in tensors.items():
             destinations[name].copy_(tensor)
+        _undo_storage(drafter)
     drafter.refresh()
     return drafter.eval()
+
+
+def _undo_storage(drafter: Drafter) -> None:
+    """Change weights that are stored for another form of RoPE or of norms, and say so in the drafter's config."""
+    config = drafter.config
+    for module in drafter.modules() if config.stores_less_one else ():
+        if isinstance(module, nn.RMSNorm):
+            module.weight.add_(1)
+    if config.stores_interleaved:
+        order = torch.arange(config.head_dim, device=drafter.device).view(-1, 2).T.flatten()  # even rows, then odd
+        for layer in drafter.layers:
+            attention = layer.self_attn
+            for projection, norm in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
+                for tensor in (projection.weight, projection.bias, norm.weight):
+                    if tensor is not None:
+                        tensor.copy_(tensor.unflatten(0, (-1, config.head_dim))[:, order].flatten(0, 1))
+    drafter.config = dataclasses.replace(config, stores_interleaved=False, stores_less_one=False)
 
 
 def _translate(name: str) -> str:
