@@ -122,7 +122,7 @@ def untied(target, missing: str, **settings) -> dflash.Drafter:
 UNFIT = {
     "its hidden_size is 32, the target's is 64": lambda _: make_draft(make_target("qwen3", hidden_size=32)),
     "its num_target_layers is 5, the target's is 4": lambda _: make_draft(make_target("qwen3", num_hidden_layers=5)),
-    "its vocab_size is 101, the target's is 97": lambda _: make_draft(make_target("qwen3", vocab_size=101)),
+    "its vocab_size is 101, the target's is 97": lambda _: make_draft(make_target("qwen3", vocab_size=101), "DFlash2"),
     "its dtype is torch.bfloat16, the target's is torch.float32": lambda target: make_draft(target).bfloat16(),
     "its device is meta, the target's is cpu": lambda target: make_draft(target).to("meta"),
     r"it taps layers \[0, 4\], the": lambda target: untied(

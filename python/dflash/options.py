@@ -6,7 +6,8 @@ the benchmark, replays and receipts read this table. A new option is a row here 
 """
 
 import functools
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, TypedDict, cast
 
@@ -249,17 +250,29 @@ def check_fit(target: nn.Module, draft: Drafter) -> None:
 def check_config(target: nn.Module, config: DraftConfig) -> None:
     """Do what `check_fit` does with a drafter's config; ``target`` may be on the meta device."""
     theirs, embedding = text_config(target), embedding_table(target)
-    for key in ("hidden_size", "vocab_size"):
-        for value in config_values(theirs, key) if getattr(config, key) is not None else ():
-            _check_equal(key, getattr(config, key), value)
+    for value in config_values(theirs, "hidden_size"):
+        _check_equal("hidden_size", config.hidden_size, value)
     if config.num_target_layers is not None:
         _check_equal("num_target_layers", config.num_target_layers, theirs.num_hidden_layers)
-    if config.own_parts and config.vocab_size is not None:
-        _check_equal("vocab_size", config.vocab_size, embedding.shape[0])
+    if config.vocab_size is not None:
+        _check_vocabulary(config, [*config_values(theirs, "vocab_size"), embedding.shape[0]])
     taps, last = config.target_layer_ids, theirs.num_hidden_layers - 1
     mask, most = config.mask_token_id, embedding.shape[0] - 1
     _expect(max(taps) <= last, f"it taps layers {list(taps)}, the target has layers 0 .. {last}")
     _expect(0 <= mask <= most, f"its mask_token_id is {mask}, the target embeds ids 0 .. {most}")
+
+
+def _check_vocabulary(config: DraftConfig, rows: Sequence[int]) -> None:
+    """Refuse a drafter with rows for tokens unless the target has as many. Others read none but the target's."""
+    if config.has_token_rows:
+        for count in rows:
+            _check_equal("vocab_size", config.vocab_size, count)
+    elif config.vocab_size not in rows:
+        warnings.warn(
+            f"the drafter's vocab_size is {config.vocab_size}, the target's is {rows[0]}: it has no rows for tokens, "
+            "so it runs. Drafts are good if the same tokenizer is behind both, and rows were only added or padded",
+            stacklevel=2,
+        )
 
 
 def _check_equal(what: str, drafters: object, targets: object) -> None:

@@ -352,6 +352,12 @@ class DraftConfig:
         """Rows of the drafter's pass over a whole block, which is the block size that checkpoints state."""
         return self.block_size - self.predicts_from_anchor
 
+    @property
+    def has_token_rows(self) -> bool:
+        """True if the drafter has tensors with a row per token of the target."""
+        own = {"embed_tokens", "lm_head"} & {*self.own_parts}
+        return bool(own or self.dflash2 or self.markov_rank or self.draft_vocab_size)
+
     @classmethod
     def from_config(cls, config: object, source: str = "draft config") -> DraftConfig:
         """Read a parsed ``config.json``: as published, of the ``speculators`` library, or of a Muse Glimmer assistant.
