@@ -175,7 +175,6 @@ BAD_ROPES = [
     ({"dflash_config": [1]}, r"dflash_config must be an object, got \[1\]"),
     ({"draft_vocab_size": 102}, "draft_vocab_size must be at most vocab_size = 101, got 102"),
     ({"target_hidden_size": 128}, "target_hidden_size = 128 differs from hidden_size = 64"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported: quantized"),
     ({"speculators_config": {}}, "speculators_config = {} is not supported: this is half of the speculators layout"),
     ({"is_neox_style": "no"}, "is_neox_style must be true or false, got 'no'"),
     ({"dflash_config": with_dflash(use_aux_hidden_state=False)}, "use_aux_hidden_state = False is not supported"),

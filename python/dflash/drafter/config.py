@@ -131,7 +131,6 @@ class Key:
     muse: Any = None
 
 
-_QUANTIZED = "quantized drafters cannot be loaded"
 _HALF_A_LAYOUT = "this is half of the speculators layout: speculators_model_type is missing"
 _MUSE_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 # fmt: off
@@ -197,8 +196,9 @@ KEYS: dict[str, Key] = {
     # what only training, or a scheduler that stops early, reads
     **dict.fromkeys(("attention_mode", "confidence_head_alpha", "confidence_head_with_markov"), Key(BOTH)),
     **dict.fromkeys(("enable_confidence_head", "use_confidence_head", "lm_head_chunk_size"), Key(BOTH)),
+    # how tensors are stored, which the loader reads by itself
+    **dict.fromkeys(("quantization_config", "compression_config"), Key(TOP)),
     # what is not implemented
-    **dict.fromkeys(("quantization_config", "compression_config"), Key(TOP, unsupported(_QUANTIZED))),
     "speculators_config": Key(TOP, unsupported(_HALF_A_LAYOUT)),
     "partial_rotary_factor": Key(TOP, unsupported("RoPE over part of the head is not implemented", 1.0)),
     "add_full_attention_sink_bias": Key(TOP, unsupported("sinks in full layers only are not implemented", False)),

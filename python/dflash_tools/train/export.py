@@ -81,8 +81,10 @@ def _to_published(raw: Mapping[str, Any], read: DraftConfig) -> dict[str, Any]:
         config["is_causal"] = inner["causal"]
     # 3. The taps as older engines count them: vLLM would take these instead
     config.pop("eagle_aux_hidden_state_layer_ids", None)
-    # 4. The tensors are written as they are loaded: for half-split RoPE, norms with their one
+    # 4. The tensors are written as they are loaded: dense, for half-split RoPE, norms with their one
     config |= {name: value for name, value in _AS_LOADED.items() if name in config}
+    for name in ("quantization_config", "compression_config"):
+        config.pop(name, None)
     config.pop("torch_dtype", None)
     return config
 
