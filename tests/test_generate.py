@@ -54,6 +54,8 @@ BAD_CALLS = [
     ({"draft_weights": "int4"}, ValueError, r'draft_weights must be "int8" or None, got'),
     ({"weights": "int4"}, ValueError, r'weights must be "int8" or None, got \'int4\''),
     ({"draft_weights": "int8", "block_size": 1}, ValueError, "needs a drafter, got draft=None or block_size=1: leave"),
+    ({"drafter_window": 0}, ValueError, "drafter_window must be an integer of at least 1, got 0"),
+    ({"drafter_window": 8, "block_size": 1}, ValueError, "drafter_window=8 needs a drafter, got draft=None or block"),
     ({"prompt_lookup": 0}, ValueError, "prompt_lookup must be an integer of at least 1, got 0"),
     ({"prompt_lookup": 2.5}, TypeError, "prompt_lookup must be an integer of at least 1, got 2.5"),
     ({"prompt_lookup": 2, "block_size": 1}, ValueError, "needs blocks of at least 2 rows, got block_size=1"),

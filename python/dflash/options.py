@@ -90,6 +90,9 @@ class OneShotOptions(TypedDict, total=False):
             text is exactly what that quantized target would write on its own.
         draft_weights: ``"int8"`` for the drafter's layers, its own head and what fuses the target's features, likewise,
             on GPUs too. Speed only.
+        drafter_window: the last so many positions that full layers of the drafter see, besides the block; None for all.
+            A drafter that was trained on short texts may accept more so, and its attention stops growing with the
+            context. Speed only.
         prompt_lookup: draft what followed the last ``prompt_lookup`` tokens where they stood before in prompt or
             answer, in place of the drafter's tokens (prompt lookup, `dflash.proposers.lookup`). For chains with keyed
             acceptance. None never looks. Speed only.
@@ -105,6 +108,9 @@ class OneShotOptions(TypedDict, total=False):
     draft_weights: Annotated[WeightStorage, Option(
         _weights, of_drafts=True,
         help="Multiply by 8-bit copies of the drafter's weights: changes the speed, never the text.")]
+    drafter_window: Annotated[int | None, Option(
+        _at_least(1), of_drafts=True,
+        help="Let full layers of the drafter see the last so many positions only: changes the speed, never the text.")]
     prompt_lookup: Annotated[int | None, Option(
         _at_least(1), of_drafts=True,
         help="Draft what followed the last so many tokens where they stood before, such as 3.")]
@@ -228,6 +234,8 @@ def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, o
         raise ValueError(f"prompt_lookup={lookup} needs blocks of at least 2 rows, this drafter's have 1")
     loaded = loaded if block_size > 1 else None
     check_draft_weights(options["draft_weights"], loaded)
+    if (window := options["drafter_window"]) is not None and loaded is None:
+        raise ValueError(f"drafter_window={window} needs a drafter, got draft=None or block_size=1: leave it out")
     if options["tree"] is not None:
         check_tree(target, options["tree"], loaded)
     if options["on_answer"] is not None and (loaded is None or options["tree"] is not None):

@@ -550,12 +550,27 @@ def quantized_draft(weights: WeightStorage, draft: Drafter) -> Drafter:
     Raises:
         ValueError: a weight is infinite or NaN.
     """
-    if weights is None:
+    return draft if weights is None else _sharing(Int8Drafter, draft, draft.config)
+
+
+def windowed_draft(window: int | None, draft: Drafter) -> Drafter:
+    """Return a drafter of the same parameters, in the same memory, with a window in its full layers.
+
+    Each row of a block sees the block and at least the last ``window`` positions before it, the first row up to a block
+    more: windows end at the row. None changes nothing, and layers with windows of their own keep them.
+    """
+    if window is None:
         return draft
-    stored = Int8Drafter.__new__(Int8Drafter)
-    stored.__dict__.update(draft.__dict__, _stack=None, _stacked=[])
-    stored.refresh()
-    return stored
+    size = window + draft.config.rows_per_pass
+    windows = tuple(own or size for own in draft.config.window)
+    return _sharing(type(draft), draft, dataclasses.replace(draft.config, window=windows))
+
+
+def _sharing(kind: type[Drafter], draft: Drafter, config: DraftConfig) -> Drafter:
+    other = kind.__new__(kind)
+    other.__dict__.update(draft.__dict__, config=config, _stack=None, _stacked=[])
+    other.refresh()
+    return other
 
 
 class Int8Drafter(Drafter):
