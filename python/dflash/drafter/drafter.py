@@ -108,6 +108,19 @@ class Drafter(nn.Module):
         other._restack()
         return other
 
+    @torch.no_grad()
+    def reorder_interleaved_(self) -> Drafter:
+        """Reorder rows of q, k and their norms that are for RoPE over neighbors to rows for halves. Returns itself."""
+        size = self.config.head_dim
+        order = torch.arange(size, device=self.device).view(-1, 2).T.flatten()  # even rows of a head, then odd ones
+        for layer in self.layers:
+            attention: Any = layer.self_attn
+            for projection, norm in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
+                for tensor in (projection.weight, projection.bias, norm.weight):
+                    if tensor is not None:
+                        tensor.copy_(tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1))
+        return self
+
     def refresh(self) -> None:
         """Notice parameters that were replaced and, where copies of them run, written to. Called once per call."""
         tensors = tensors_of(modules_of(self))

@@ -239,13 +239,7 @@ def _undo_storage(drafter: Drafter) -> None:
         if isinstance(module, nn.RMSNorm):
             module.weight.add_(1)
     if config.stores_interleaved:
-        order = torch.arange(config.head_dim, device=drafter.device).view(-1, 2).T.flatten()  # even rows, then odd
-        for layer in drafter.layers:
-            attention = layer.self_attn
-            for projection, norm in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
-                for tensor in (projection.weight, projection.bias, norm.weight):
-                    if tensor is not None:
-                        tensor.copy_(tensor.unflatten(0, (-1, config.head_dim))[:, order].flatten(0, 1))
+        drafter.reorder_interleaved_()
     drafter.config = dataclasses.replace(config, stores_interleaved=False, stores_less_one=False)
 
 
