@@ -271,7 +271,8 @@ def _window(wiring: Wiring, facts: Facts) -> Changes:
     types = [sliding if window or not widest else full for window in config.window]
     for size in dict.fromkeys(sizes):
         patch = {"layer_types": types, "sliding_window": size, "swa_window_size": size, "use_sliding_window": True}
-        yield f"window {size}{instead}", {**patch, "is_causal": is_causal}, ""
+        others = "" if widest else f" (or leave the file, and run with drafter_window={size})"
+        yield f"window {size}{instead}", {**patch, "is_causal": is_causal}, others
 
 
 def _embedding_scale(wiring: Wiring, facts: Facts) -> Changes:
