@@ -148,7 +148,7 @@ def test_a_drafter_that_does_not_fit_is_refused(target, message):
 def test_a_drafter_is_compared_with_the_config_of_each_layer(draft, key, value):
     layered = make_target("qwen3", per_layer_config={1: {key: value}})
     check_config(layered, draft.config)
-    other = dataclasses.replace(draft.config, **{key: value + 8})
+    other = dataclasses.replace(draft.config, own_parts=("embed_tokens",), **{key: value + 8})
     with pytest.raises(ValueError, match=f"its {key} is {value + 8}, the target's is {value}"):
         check_config(layered, other)
 
