@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from draft_variants import FULL, LLAMA3, SLIDING, VARIANTS, YARN, config_dict, sliding
+from draft_variants import FULL, LLAMA3, SLIDING, VARIANTS, YARN, config_dict, dflash2_dict, dspark_dict, sliding
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -163,13 +163,20 @@ BAD_ROPES = [
     ),
     ({"model_type": "llama"}, "model_type = 'llama' is not supported: a DFlash drafter has the shape of qwen3"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported: only silu"),
-    ({"dflash_config": with_dflash(shift_label=True, foo=1)}, "unknown keys in dflash_config: foo, shift_label"),
+    ({"architectures": ["Qwen35DSparkModel"], "model_type": "qwen3_5"}, "RoPE over part of the head and gated attent"),
+    ({"architectures": ["DeepseekV4ForCausalLM"], "dspark_block_size": 6}, "brings a DSpark head inside its own"),
+    ({"dflash_config": with_dflash(lambda_base=1, foo=1)}, "unknown keys in dflash_config: foo, lambda_base"),
+    ({"dflash_config": with_dflash(shift_label=True)}, "shift_label = True is not supported: other block layouts"),
+    (
+        {"dflash_config": with_dflash(projector_type="dspark", shift_label=False)},
+        "shift_label = False is not supported: other block layouts",
+    ),
+    ({"dflash_config": with_dflash(pure_draft_prefix_len=1)}, "pure_draft_prefix_len = 1 is not supported: blocks"),
     ({"dflash_config": [1]}, r"dflash_config must be an object, got \[1\]"),
     ({"draft_vocab_size": 102}, "draft_vocab_size must be at most vocab_size = 101, got 102"),
     ({"target_hidden_size": 128}, "target_hidden_size = 128 differs from hidden_size = 64"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported: quantized"),
     ({"speculators_config": {}}, "speculators_config = {} is not supported: this is half of the speculators layout"),
-    ({"is_neox_style": False}, "is_neox_style = False is not supported: only half-split RoPE"),
+    ({"is_neox_style": "no"}, "is_neox_style must be true or false, got 'no'"),
     ({"dflash_config": with_dflash(use_aux_hidden_state=False)}, "use_aux_hidden_state = False is not supported"),
     ({"dflash_config": with_dflash(projector_type="domino")}, "projector_type = 'domino' is not supported"),
     ({"layer_types": [FULL, "chunked_attention", FULL]}, "or sliding_attention, got 'chunked_attention'"),
@@ -216,6 +223,44 @@ def test_neutral_values_of_refused_keys_pass():
         dflash_config=with_dflash(use_aux_hidden_state=True, projector_type="dflash", mask_token="<|MASK|>"),
     )  # fmt: skip
     assert config == parse(dflash_config=with_dflash())
+
+
+HEAD = {"markov_rank": 8, "markov_head_type": "vanilla"}
+TAPS = {"mask_token_id": 100, "target_layer_ids": [1, 9]}
+NOTES = {"attention_mode": "gqa", "confidence_head_alpha": 1.0, "confidence_head_with_markov": True}
+HYBRID = {"linear_num_key_heads": 16, "attn_output_gate": True, "partial_rotary_factor": 0.25}
+COPIED_ROPE = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+OTHER_NAMES = {
+    "SpecForge": config_dict(
+        architectures=["DSparkDraftModel"], block_size=7, lm_head_chunk_size=None, dflash_config=TAPS | HEAD | NOTES
+        | {"projector_type": "dspark", "shift_label": False, "pure_draft_prefix_len": 0}),
+    "Model-Optimizer": config_dict(
+        block_size=7, dflash_config=TAPS | HEAD
+        | {"projector_type": "dspark", "shift_label": True, "use_confidence_head": True}),
+    "Ling": dspark_dict(architectures=["LingDSparkModel"]),
+    "LFM2": dspark_dict(
+        architectures=["Lfm2DSparkDraftModel"], mask_token_id=None, target_layer_ids=None, dflash_config=TAPS),
+    "DeepSpec of a hybrid target": dspark_dict(rope_theta=None, rope_parameters=COPIED_ROPE, **HYBRID),
+    "not from a bonus anchor": dspark_dict(dspark_bonus_anchor=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_dspark_of_another_trainer_reads_as_deepspecs(name, recwarn):
+    assert DraftConfig.from_config(OTHER_NAMES[name]) == DraftConfig.from_config(dspark_dict())
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("name", ["DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"])
+def test_other_names_of_dflash_2(name):
+    assert DraftConfig.from_config(dflash2_dict(architectures=[name])) == DraftConfig.from_config(dflash2_dict())
+
+
+def test_keys_of_nemotron():
+    stated = sliding("sss", 24) | {"use_sliding_window": None, "sliding_window": None}
+    keys = {"dflash_sliding_window": 24, "dflash_query_causal": False, "dspark_bonus_anchor": True}
+    read = DraftConfig.from_config(dspark_dict(**stated | keys))
+    assert (read.window, read.causal, read.predicts_from_anchor, read.block_size) == ((24,) * 3, (False,) * 3, False, 7)
 
 
 def test_messages_name_their_source():

@@ -15,11 +15,13 @@ from draft_variants import (
     tensor_shapes,
 )
 from op_checks import OpByOp, assert_as_exact_as_torch
+from quantized_folders import DENSE, MODELOPT, PACKED, nvfp4
 from safetensors.torch import load_file, save_file
 
 from dflash import DraftConfig, Drafter, decoder, load_draft
 from dflash.drafter import drafter
 from dflash.ops import reference
+from dflash_tools.train.export import export
 
 ODD = config_dict(attention_bias=True, attention_sink_bias=True, num_key_value_heads=1)
 KINDS = [VARIANTS["Qwen3-4B"], VARIANTS["gpt-oss-20b"], ODD]
@@ -336,10 +338,55 @@ def test_missing_and_misshapen_tensors_are_named(checkpoint):
     assert_refused(checkpoint, r"missing tensors: layers.3.* and \d+ more")
 
 
-def test_quantized_tensors_are_refused(checkpoint):
-    tensors = checkpoint.tensors | {"fc.weight": checkpoint.tensors["fc.weight"].to(torch.float8_e4m3fn)}
-    save_checkpoint(checkpoint.folder, checkpoint.config, tensors)
-    assert_refused(checkpoint, "tensor fc.weight is stored as torch.float8_e4m3fn: quantized drafters cannot be")
+QUANTIZED = (
+    *("int4", "packed int8", "int8", "fp8 per channel", "fp8 of Model-Optimizer", "nvfp4", "nvfp4 of Model-Optimizer"),
+    "gptq, by activations",
+)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+@pytest.mark.parametrize("layout", QUANTIZED)
+def test_quantized_weights_become_dense(checkpoint, tmp_path, layout, fused):
+    torch.manual_seed(0)
+    settings, write = (PACKED | DENSE)[layout]
+    names = ["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.1.self_attn.k_proj.weight"]
+    tensors = checkpoint.tensors
+    if fused:  # as serving engines name them
+        names[2] = "model.layers.1.self_attn.qkv_proj.weight"
+        rows = [tensors.pop(f"layers.1.self_attn.{each}_proj.weight") for each in "qkv"]
+        tensors[names[2]] = torch.cat(rows)
+    dense = dict(tensors)
+    for name in names:
+        parts, dense[name] = write(*tensors.pop(name).shape)
+        stem = name.removesuffix("weight")
+        tensors |= {f"{stem}{part}": tensor.contiguous() for part, tensor in parts.items()}
+    save_checkpoint(checkpoint.folder, checkpoint.config | {"quantization_config": settings}, tensors)
+    with pytest.warns(UserWarning, match=r"3 quantized weights become dense in torch.float32: fc.weight, .*o_proj.wei"):
+        draft = load_draft(checkpoint.folder)
+    with pytest.warns(UserWarning, match="become dense"):
+        export(checkpoint.folder, tmp_path / "out", "published")
+    again = load_draft(tmp_path / "out").state_dict()
+    save_checkpoint(checkpoint.folder, checkpoint.config, dense)
+    expected = load_draft(checkpoint.folder).state_dict()
+    for name, tensor in draft.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=0)
+        assert torch.equal(tensor, again[name])
+
+
+@pytest.mark.parametrize(("settings", "lost", "message"), [
+    (MODELOPT, "weight_scale", "weights in few bits need scales, and these have none: .* fc.weight torch.uint8"),
+    (MODELOPT, "weight", "fc.weight is stored in a way that cannot be read: fc.input_scale .* fc.weight_scale"),
+    (None, None, "config.json has no quantization_config, which must say how to read .* fc.weight torch.uint8"),
+    ({"quant_method": "bitsandbytes"}, None, "quant_method must be one of awq, .* modelopt, got bitsandbytes"),
+])  # fmt: skip
+def test_quantized_weights_that_are_not_whole_are_refused(checkpoint, settings, lost, message):
+    parts, _ = nvfp4(*checkpoint.tensors.pop("fc.weight").shape)
+    parts = {name: tensor for name, tensor in parts.items() if lost is None or not name.startswith(lost)}
+    parts |= {"weight_scale": torch.ones(1)} if lost == "weight" else {}
+    tensors = checkpoint.tensors | {f"fc.{part}": tensor for part, tensor in parts.items()}
+    config = checkpoint.config | ({} if settings is None else {"quantization_config": settings})
+    save_checkpoint(checkpoint.folder, config, tensors)
+    assert_refused(checkpoint, message)
 
 
 def test_missing_files_are_named(checkpoint):

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from baseline import prompt
-from draft_variants import KNOWN, config_dict, dflash2_dict, dspark_dict, reduced, save_drafter
+from draft_variants import KNOWN, config_dict, dflash2_dict, dspark_dict, reduced, save_checkpoint, save_drafter
 from families import VOCAB
 from safetensors.torch import load_file
 
@@ -50,6 +50,36 @@ def test_a_dspark_config_is_read_with_a_draft_per_row(recwarn):
 def test_a_dspark_config_that_is_not_supported_is_refused_by_name(written, message):
     with pytest.raises(ValueError, match=message):
         DraftConfig.from_config(written)
+
+
+@pytest.mark.parametrize("rename", [
+    lambda name: f"logit_head.{name}" if name.startswith(("markov", "confidence")) else name,
+    lambda name: name.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj"),
+], ids=["SpecForge, old files", "Model-Optimizer"])  # fmt: skip
+def test_other_names_of_the_heads_tensors(tmp_path, rename):
+    draft, tensors = dflash.load_draft(save(tmp_path)), load_file(tmp_path / "model.safetensors")
+    save_checkpoint(tmp_path, config(), {rename(name): tensor for name, tensor in tensors.items()})
+    again = dflash.load_draft(tmp_path).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in draft.state_dict().items())
+
+
+def test_rows_for_interleaved_rope_are_reordered_and_norms_get_their_one(tmp_path):
+    """Keys in the cache are those of a rotation of neighbors, written here with complex numbers."""
+    folder = save(tmp_path / "draft", rope_is_neox_style=False, use_gemma_norm=True)
+    draft, stored = dflash.load_draft(folder), load_file(folder / "model.safetensors")
+    features, cache = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(0)), draft.new_cache(1, 16)
+    draft.inject_(features, torch.arange(7)[None], cache)
+    keys = torch.nn.functional.linear(features[0], stored["layers.1.self_attn.k_proj.weight"]).unflatten(1, (2, 16))
+    weight = 1 + stored["layers.1.self_attn.k_norm.weight"]
+    keys = torch.nn.functional.rms_norm(keys, (16,), weight, draft.config.rms_norm_eps)
+    angles = torch.arange(7)[:, None] * draft.config.rope.inverse_frequencies(16)
+    turned = torch.view_as_complex(keys.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    expected = torch.cat([turned.real, turned.imag], -1).transpose(0, 1)
+    torch.testing.assert_close(cache.keys[1][0, :, :7], expected, rtol=1e-4, atol=1e-5)
+    export(folder, tmp_path / "out", "published")
+    again = dflash.load_draft(tmp_path / "out")
+    assert again.config == draft.config
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in draft.state_dict().items())
 
 
 @pytest.fixture

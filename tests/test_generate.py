@@ -54,6 +54,8 @@ BAD_CALLS = [
     ({"draft_weights": "int4"}, ValueError, r'draft_weights must be "int8" or None, got'),
     ({"weights": "int4"}, ValueError, r'weights must be "int8" or None, got \'int4\''),
     ({"draft_weights": "int8", "block_size": 1}, ValueError, "needs a drafter, got draft=None or block_size=1: leave"),
+    ({"drafter_window": 0}, ValueError, "drafter_window must be an integer of at least 1, got 0"),
+    ({"drafter_window": 8, "block_size": 1}, ValueError, "drafter_window=8 needs a drafter, got draft=None or block"),
     ({"prompt_lookup": 0}, ValueError, "prompt_lookup must be an integer of at least 1, got 0"),
     ({"prompt_lookup": 2.5}, TypeError, "prompt_lookup must be an integer of at least 1, got 2.5"),
     ({"prompt_lookup": 2, "block_size": 1}, ValueError, "needs blocks of at least 2 rows, got block_size=1"),
@@ -122,7 +124,7 @@ def untied(target, missing: str, **settings) -> dflash.Drafter:
 UNFIT = {
     "its hidden_size is 32, the target's is 64": lambda _: make_draft(make_target("qwen3", hidden_size=32)),
     "its num_target_layers is 5, the target's is 4": lambda _: make_draft(make_target("qwen3", num_hidden_layers=5)),
-    "its vocab_size is 101, the target's is 97": lambda _: make_draft(make_target("qwen3", vocab_size=101)),
+    "its vocab_size is 101, the target's is 97": lambda _: make_draft(make_target("qwen3", vocab_size=101), "DFlash2"),
     "its dtype is torch.bfloat16, the target's is torch.float32: load it with dtype=torch.float32": lambda target: (
         make_draft(target).bfloat16()
     ),
@@ -148,7 +150,7 @@ def test_a_drafter_that_does_not_fit_is_refused(target, message):
 def test_a_drafter_is_compared_with_the_config_of_each_layer(draft, key, value):
     layered = make_target("qwen3", per_layer_config={1: {key: value}})
     check_config(layered, draft.config)
-    other = dataclasses.replace(draft.config, **{key: value + 8})
+    other = dataclasses.replace(draft.config, own_parts=("embed_tokens",), **{key: value + 8})
     with pytest.raises(ValueError, match=f"its {key} is {value + 8}, the target's is {value}"):
         check_config(layered, other)
 

@@ -1,6 +1,7 @@
 """Test that the output is the target's own: greedy, sampled, in bf16, for every family, drafter and block size."""
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -49,6 +50,38 @@ def test_no_drafter_changes_the_text(variant):
     check_batch(generate, prompts, [greedy(target, p, NEW) for p in prompts])
     expected = [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)]
     check_batch(generate, prompts, expected, temperature=1.0, seed=3)
+
+
+@pytest.mark.parametrize(("variant", "options"), [
+    *itertools.product(["Qwen3-4B", "Qwen3.6-27B"], [{}, {"tree": 16}, {"temperature": 1.0, "seed": 3}]),
+    ("Qwen3-4B", {"draft_weights": "int8"}), ("Qwen3-4B", {"denoise_steps": 2}), ("DFlash2-causal", {}),
+], ids=str)  # fmt: skip
+def test_a_window_of_the_drafter_changes_no_text(variant, options):
+    target, ids = make_target("qwen3"), prompt(60, seed=2)[None]
+    plain = {name: value for name, value in options.items() if name in ("temperature", "seed")}
+    expected = dflash.generate(target, None, ids, max_new_tokens=NEW, **plain)
+    draft = make_draft(target, variant)
+    assert torch.equal(dflash.generate(target, draft, ids, max_new_tokens=NEW, drafter_window=9, **options), expected)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_window_of_the_drafter_hides_what_is_older(weights, shift):
+    """The first row of a block of 16 sees 9 + 15 positions before the anchor, and keeps the drafter as it is."""
+    target, length, options = make_target("qwen3"), torch.tensor([50]), {"max_length": 80, "draft_weights": weights}
+    draft, generator = make_draft(target), torch.Generator().manual_seed(0)
+    made = dflash.Generator(target, draft, drafter_window=9, **options).draft
+    whole = dflash.Generator(target, draft, **options).draft
+    context = torch.randn(1, 50, draft.fc.weight.shape[1], generator=generator)
+    block, seen = torch.randn(1, 16, 64, generator=generator), []
+    for each in (made, whole):
+        cache, features = each.new_cache(1, 80), each.fuse(context, length)
+        each.inject_(features, torch.arange(50)[None], cache)
+        for buffer in cache.buffers:
+            buffer[:, :, : 50 - 9 - 15 + shift] = math.nan
+        seen.append(each(features[:, :0], torch.tensor([0]), block, length, cache).isfinite().all(-1)[0].tolist())
+    assert seen == [[not shift] * 16, [False] * 16]
+    assert draft.config.window == (0, 0, 0)
 
 
 RULES = [

@@ -218,13 +218,24 @@ def test_parts_that_do_not_fit_are_refused(save, tensors, changes, message):
         dflash.load_draft(save(tensors, **changes))
 
 
-def test_own_parts_of_another_vocabulary_do_not_fit_the_target(target, save):
+@pytest.mark.parametrize("stated", [VOCAB, VOCAB + 3])
+def test_own_parts_of_another_vocabulary_do_not_fit_the_target(target, save, stated):
     draft = dflash.load_draft(save({"embed_tokens.weight": own(VOCAB, 64)}))
     wider = make_target("qwen3")
     wider.resize_token_embeddings(VOCAB + 3)
-    wider.config.vocab_size = VOCAB
+    wider.config.vocab_size = stated
     with pytest.raises(ValueError, match=r"its vocab_size is 97, the target's is 100"):
         answers(wider, draft)
+
+
+@pytest.mark.parametrize("rows", [VOCAB + 3, VOCAB - 3])
+@pytest.mark.parametrize("part", [{}, {"mask_embedding": own(64)}], ids=["none", "mask_embedding"])
+def test_a_drafter_without_rows_for_tokens_runs_with_a_resized_target(save, rows, part):
+    draft, resized = dflash.load_draft(save(part)), make_target("qwen3")
+    resized.resize_token_embeddings(rows)
+    with pytest.warns(UserWarning, match=f"vocab_size is 97, the target's is {rows}: it has no rows for tokens"):
+        drafted = answers(resized, draft)
+    assert torch.equal(drafted, answers(resized, None))
 
 
 @pytest.mark.parametrize("part", ["lm_head.weight", "embed_tokens.weight", "mask_embedding"])

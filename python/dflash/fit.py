@@ -1,6 +1,7 @@
 """Whether a target and a drafter can be run together, with a generator's options. Nothing is run."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,8 @@ def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, o
         raise ValueError(f"prompt_lookup={lookup} needs blocks of at least 2 rows, this drafter's have 1")
     loaded = loaded if block_size > 1 else None
     check_draft_weights(options["draft_weights"], loaded)
+    if (window := options["drafter_window"]) is not None and loaded is None:
+        raise ValueError(f"drafter_window={window} needs a drafter, got draft=None or block_size=1: leave it out")
     if options["tree"] is not None:
         check_tree(target, options["tree"], loaded)
     if options["on_answer"] is not None and (loaded is None or options["tree"] is not None):
@@ -92,17 +95,29 @@ def check_fit(target: nn.Module, draft: Drafter) -> None:
 def check_config(target: nn.Module, config: DraftConfig) -> None:
     """Do what `check_fit` does with a drafter's config; ``target`` may be on the meta device."""
     theirs, embedding = text_config(target), embedding_table(target)
-    for key in ("hidden_size", "vocab_size"):
-        for value in config_values(theirs, key) if getattr(config, key) is not None else ():
-            _check_equal(key, getattr(config, key), value)
+    for value in config_values(theirs, "hidden_size"):
+        _check_equal("hidden_size", config.hidden_size, value)
     if config.num_target_layers is not None:
         _check_equal("num_target_layers", config.num_target_layers, theirs.num_hidden_layers)
-    if config.own_parts and config.vocab_size is not None:
-        _check_equal("vocab_size", config.vocab_size, embedding.shape[0])
+    if config.vocab_size is not None:
+        _check_vocabulary(config, [*config_values(theirs, "vocab_size"), embedding.shape[0]])
     taps, last = config.target_layer_ids, theirs.num_hidden_layers - 1
     mask, most = config.mask_token_id, embedding.shape[0] - 1
     _expect(max(taps) <= last, f"it taps layers {list(taps)}, the target has layers 0 .. {last}")
     _expect(0 <= mask <= most, f"its mask_token_id is {mask}, the target embeds ids 0 .. {most}")
+
+
+def _check_vocabulary(config: DraftConfig, rows: Sequence[int]) -> None:
+    """Refuse a drafter with rows for tokens unless the target has as many. Others read none but the target's."""
+    if config.has_token_rows:
+        for count in rows:
+            _check_equal("vocab_size", config.vocab_size, count)
+    elif config.vocab_size not in rows:
+        warnings.warn(
+            f"the drafter's vocab_size is {config.vocab_size}, the target's is {rows[0]}: it has no rows for tokens, "
+            "so it runs. Drafts are good if the same tokenizer is behind both, and rows were only added or padded",
+            stacklevel=2,
+        )
 
 
 def _check_equal(what: str, drafters: object, targets: object) -> None:

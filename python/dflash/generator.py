@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_room, check_stream_arguments
-from .drafter import quantized_draft
+from .drafter import quantized_draft, windowed_draft
 from .engine import Direct, Engine, Replay, step
 from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
@@ -181,7 +181,11 @@ class Generator:
             raise ValueError(f"compile=True cannot be followed: {prepared.compile_obstacle}. Leave it out")
         self._weights, self.fused_reason, self._hook = Fingerprint(target), prepared.fused_reason, first_hook(target)
         self._modules = [module for module in (prepared.model, self._loaded) if module is not None]
-        self.draft = None if self._loaded is None else quantized_draft(options["draft_weights"], self._loaded)
+        self.draft = self._loaded
+        if self._loaded is not None:
+            self.draft = quantized_draft(
+                options["draft_weights"], windowed_draft(options["drafter_window"], self._loaded)
+            )
         self.engine = Engine(
             prepared, self.draft, batch_size=self.batch_size, max_length=self.max_length, block_size=self.block_size,
             tree_rows=tree_rows(self.tree), widths=options["block_size"],

@@ -74,6 +74,9 @@ class OneShotOptions(TypedDict, total=False):
             text is exactly what that quantized target would write on its own.
         draft_weights: ``"int8"`` for the drafter's layers, its own head and what fuses the target's features, likewise,
             on GPUs too. Speed only.
+        drafter_window: the last so many positions that full layers of the drafter see, besides the block; None for all.
+            A drafter that was trained on short texts may accept more so, and its attention stops growing with the
+            context. Speed only.
         prompt_lookup: draft what followed the last ``prompt_lookup`` tokens where they stood before in prompt or
             answer, in place of the drafter's tokens (prompt lookup, `dflash.proposers.lookup`). For chains with keyed
             acceptance. None never looks. Speed only.
@@ -89,6 +92,9 @@ class OneShotOptions(TypedDict, total=False):
     draft_weights: Annotated[WeightStorage, Option(
         _weights, of_drafts=True,
         help="Multiply by 8-bit copies of the drafter's weights: changes the speed, never the text.")]
+    drafter_window: Annotated[int | None, Option(
+        _at_least(1), of_drafts=True,
+        help="Let full layers of the drafter see the last so many positions only: changes the speed, never the text.")]
     prompt_lookup: Annotated[int | None, Option(
         _at_least(1), of_drafts=True,
         help="Draft what followed the last so many tokens where they stood before, such as 3.")]

@@ -1,4 +1,4 @@
-"""Save drafters with the speculators library, and read them here."""
+"""Save drafters with the speculators library and with SpecForge, and read them here."""
 
 import sys
 from pathlib import Path
@@ -19,6 +19,7 @@ from dflash.sampling import Sampling
 from dflash_tools.train.export import export
 
 speculators = pytest.importorskip("speculators")
+specforge = pytest.importorskip("specforge.modeling.draft.dspark")
 
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig  # noqa: E402
 from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig  # noqa: E402
@@ -233,6 +234,7 @@ def test_a_saved_drafter_takes_the_same_path(target, tmp_path, kind, changes):
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_what_a_config_leaves_out_is_the_librarys_default(target, kind):
     written = make(target, kind).config.to_dict()
+    written["speculators_config"]["proposal_methods"] = []  # a number of drafts there would say it
     for name in ("sample_from_anchor", "sliding_window_non_causal", *TYPES[kind][2], "conv_kernel_size"):
         written.pop(name, None)
     written["transformer_layer_config"] |= {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}
@@ -245,6 +247,48 @@ def test_what_a_config_leaves_out_is_the_librarys_default(target, kind):
         assert read.dflash2 == dflash.drafter.DFlash2Config(
             default.conv_kernel_size, default.conv_group_size, default.selector_rank, default.selector_top_k
         )
+
+
+@pytest.mark.parametrize("drafts", [BLOCK - 1, BLOCK])
+def test_old_files_say_by_their_number_of_drafts_which_row_is_the_first(target, drafts):
+    written = make(target, "dspark").config.to_dict()
+    del written["sample_from_anchor"]
+    written["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = drafts
+    assert DraftConfig.from_config(written).predicts_from_anchor == (drafts == BLOCK)
+
+
+@pytest.mark.parametrize("kinds", ["ff", "ss"])
+def test_specforges_dspark_gives_the_same_hidden_states_and_scores(target, tmp_path, kinds):
+    types = [{"f": "full_attention", "s": "sliding_attention"}[kind] for kind in kinds]
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, layer_types=types, use_sliding_window="s" in kinds, sliding_window=32,
+        block_size=BLOCK, num_target_layers=4, architectures=["DSparkDraftModel"], max_window_layers=0,
+        dflash_config={
+            "projector_type": "dspark", "mask_token_id": 1, "target_layer_ids": [1, 3], "markov_rank": 8,
+            "markov_head_type": "vanilla", "confidence_head_alpha": 1.0, "confidence_head_with_markov": True,
+        },
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    model, generator = specforge.DSparkDraftModel(config).eval(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(values / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1 + values / 4)
+    model.save_pretrained(tmp_path)
+    draft = dflash.load_draft(tmp_path)
+    _, states, block = inputs()
+    positions, embeds = torch.arange(ANCHOR + BLOCK), target.model.embed_tokens(block)
+    unseen = positions > positions[ANCHOR:, None] if "s" in kinds else torch.zeros(BLOCK, ANCHOR + BLOCK).bool()
+    mask = torch.zeros(1, 1, BLOCK, ANCHOR + BLOCK).masked_fill(unseen, -torch.inf)
+    with torch.no_grad():
+        theirs = model(positions[None], mask, embeds, states[:, :ANCHOR], is_causal=False)
+        bias = model.markov_head.compute_step_bias(block, theirs)
+    hidden = our_block(draft, target, states, block)
+    torch.testing.assert_close(hidden, theirs, rtol=1e-4, atol=1e-4)
+    weights = draft.selector.pair_weights(hidden)
+    ours = (weights.predecessors[block] * weights.queries) @ weights.successors.T
+    torch.testing.assert_close(ours, bias, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "second"), [*((kind, "sliding") for kind in TYPES), ("dspark", "full")])

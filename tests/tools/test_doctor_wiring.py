@@ -117,6 +117,12 @@ def test_every_line_advised_in_the_speculators_layout_has_its_variant_s_effect(k
     assert all(written(config, line) == wired for line, wired in lines)
 
 
+@pytest.mark.parametrize(("stated", "expected"), [({}, True), ({**SLIDES, "num_hidden_layers": 2}, False)])
+def test_a_window_of_full_layers_may_be_an_option_of_the_run(stated, expected):
+    advice = [variant.advice for variant in variants(Wiring.read(config_dict(**stated)), facts())]
+    assert any("run with drafter_window=128" in each for each in advice) == expected
+
+
 def test_a_key_is_advised_where_it_stands():
     wiring = Wiring.read(config_dict(dflash_config={"mask_token_id": 100, "target_layer_ids": [1, 9], "causal": True}))
     advised = wiring.advised({"mask_token_id": 3, "block_size": 8})

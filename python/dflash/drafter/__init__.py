@@ -9,4 +9,5 @@ from .drafter import (
     check_draft_weights,
     quantized_draft,
     scale_logits,
+    windowed_draft,
 )

@@ -131,7 +131,6 @@ class Key:
     muse: Any = None
 
 
-_QUANTIZED, _HALF_SPLIT = "quantized drafters cannot be loaded", "only half-split RoPE is implemented"
 _HALF_A_LAYOUT = "this is half of the speculators layout: speculators_model_type is missing"
 _MUSE_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 # fmt: off
@@ -160,6 +159,8 @@ KEYS: dict[str, Key] = {
     "layer_types": Key(TOP, speculators=LAYER),
     "is_causal": Key(TOP, boolean, speculators=LAYER),
     "causal": Key(SECTION, boolean),
+    "dflash_query_causal": Key(TOP, boolean),
+    "dflash_sliding_window": Key(TOP, integer(0)),
     "sliding_window": Key(TOP, integer(0), None, LAYER, muse=2048),
     "use_sliding_window": Key(TOP, boolean, speculators=LAYER),
     "max_window_layers": Key(TOP, integer(0), 28),
@@ -172,8 +173,10 @@ KEYS: dict[str, Key] = {
     "rope_scaling": Key(TOP, anything, None, LAYER),
     "rope_theta": Key(TOP, number(), 10000.0, LAYER),
     "original_max_position_embeddings": Key(TOP, integer(1), None, LAYER),
+    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), Key(TOP, boolean, True)),
     # norms and scales
     "rms_norm_eps": Key(TOP, number(), 1e-6, LAYER, muse=1e-5),
+    "use_gemma_norm": Key(TOP, boolean, False),
     **dict.fromkeys(("attention_value_scale", "input_embedding_scale", "output_multiplier"), Key(BOTH, number(), 1.0)),
     "final_logit_softcapping": Key(BOTH, number(positive=False), 0.0),
     # parts of its own
@@ -184,18 +187,24 @@ KEYS: dict[str, Key] = {
     "selector_rank": Key(BOTH, integer(0, MAX_WIDTH), None, TOP),
     "selector_top_k": Key(BOTH, integer(0), None, TOP),
     "sample_from_anchor": Key(BOTH, boolean, None, TOP),
+    "dspark_bonus_anchor": Key(TOP, boolean),
     "markov_rank": Key(BOTH, integer(0, MAX_WIDTH), 0, TOP),
     "markov_head_type": Key(BOTH, anything, "vanilla", TOP),
+    "projector_type": Key(BOTH, unsupported("only dflash and dspark are implemented", "dflash", "dspark"), None, TOP),
+    "shift_label": Key(BOTH, boolean),
+    "pure_draft_prefix_len": Key(BOTH, unsupported("blocks that begin with a prefix are not implemented", 0)),
+    # what only training, or a scheduler that stops early, reads
+    **dict.fromkeys(("attention_mode", "confidence_head_alpha", "confidence_head_with_markov"), Key(BOTH)),
+    **dict.fromkeys(("enable_confidence_head", "use_confidence_head", "lm_head_chunk_size"), Key(BOTH)),
+    # how tensors are stored, which the loader reads by itself
+    **dict.fromkeys(("quantization_config", "compression_config"), Key(TOP)),
     # what is not implemented
-    **dict.fromkeys(("quantization_config", "compression_config"), Key(TOP, unsupported(_QUANTIZED))),
     "speculators_config": Key(TOP, unsupported(_HALF_A_LAYOUT)),
     "partial_rotary_factor": Key(TOP, unsupported("RoPE over part of the head is not implemented", 1.0)),
-    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), Key(TOP, unsupported(_HALF_SPLIT, True))),
     "add_full_attention_sink_bias": Key(TOP, unsupported("sinks in full layers only are not implemented", False)),
     "logit_scale": Key(TOP, unsupported("use output_multiplier", 1.0)),
     "mlp_bias": Key(TOP, unsupported("MLP biases are not implemented", False)),
     "use_aux_hidden_state": Key(BOTH, unsupported("a DFlash drafter reads the target's hidden states", True)),
-    "projector_type": Key(BOTH, unsupported("only the plain DFlash head is implemented", "dflash"), speculators=TOP),
 }
 # Keys of rope_scaling and rope_parameters.
 ROPE_KEYS: dict[str, Check] = {
@@ -208,9 +217,9 @@ ROPE_KEYS: dict[str, Check] = {
 # Top-level keys that change nothing: transformers' own settings, and notes on training. Others are warned about.
 METADATA = frozenset("""
     add_cross_attention attention_dropout auto_map aux_hidden_state_layer_ids bad_words_ids begin_suppress_tokens
-    bos_token_id chunk_size_feed_forward confidence_head_with_markov cross_attention_hidden_size decoder_start_token_id
-    dflash_config diversity_penalty do_sample dtype eagle_aux_hidden_state_layer_ids early_stopping
-    enable_confidence_head encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id dflash_config
+    diversity_penalty do_sample dtype eagle_aux_hidden_state_layer_ids early_stopping encoder_no_repeat_ngram_size
+    eos_token_id exponential_decay_length_penalty finetuning_task
     forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder label2id
     length_penalty mask_token max_length min_length no_repeat_ngram_size num_anchors num_beam_groups num_beams
     num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
@@ -228,9 +237,24 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {  # and the settings that each uses
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", "beta_fast", "beta_slow", "truncate", _ORIGINAL),
 }
-_DFLASH2_ARCHITECTURES = {"DFlash2DraftModel", "Qwen3DFlash2DraftModel"}
-# Names of the model class in a config: the reference package's, NeMo AutoModel's, and DeepSpec's.
-_ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel", DSPARK_ARCHITECTURE, *_DFLASH2_ARCHITECTURES}
+# Names of the model class in a config. DFlash 2: the reference package, NeMo AutoModel, SGLang's Beam and MiniMax.
+_DFLASH2_ARCHITECTURES = {
+    *("DFlash2DraftModel", "Qwen3DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"),
+}
+# DeepSpec, SpecForge, LiquidAI and Ling.
+_DSPARK_ARCHITECTURES = {DSPARK_ARCHITECTURE, "DSparkDraftModel", "Lfm2DSparkDraftModel", "LingDSparkModel"}
+_ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel", *_DSPARK_ARCHITECTURES, *_DFLASH2_ARCHITECTURES}
+_OTHER_ARCHITECTURES = {  # of drafters that are known, and what they have that is not implemented
+    "DFlashLagunaForCausalLM": "a norm per tap and gated attention",
+    "DSparkMiniMaxDraftModel": "layers of MiniMax-M3",
+    "Gemma4DSparkModel": "layers of Gemma 4",
+    "K3DSparkModel": "latent attention",
+    "LiLiCorrDraftModel": "a selector with attention over candidates",
+    "MuseSparkDSparkModel": "gated residuals",
+    "Qwen35DSparkModel": "RoPE over part of the head and gated attention",
+    "Qwen3OmniDSparkModel": "layers of Qwen3-Omni",
+    "Qwen3XPressModel": "a refiner over the block",
+}
 
 
 # ---------------------------------------------------------------------------------------------- the config
@@ -280,6 +304,9 @@ class DraftConfig:
         window: per layer, the keys that a query sees, itself included; 0 for all.
         final_logit_softcapping: 0 for none.
         scales_like_target: its logits take multiplier and softcap of the target's config.
+        stores_interleaved: the checkpoint's q and k are for RoPE over neighbors, not over halves of the head, and
+        stores_less_one: its norms' weights are stored less 1. `load_draft` changes the tensors, and a loaded drafter
+            has False for both.
         predicts_from_anchor: the anchor's row predicts too, so a pass has a row less than ``block_size``.
         markov_rank: columns of a DSpark drafter's Markov head; 0 for none.
         own_parts: the parts that its checkpoint stores, of ``embed_tokens``, ``lm_head`` and ``mask_embedding``. The
@@ -317,11 +344,19 @@ class DraftConfig:
     own_parts: tuple[str, ...] = ()
     draft_vocab_size: int | None = None
     scales_like_target: bool = False
+    stores_interleaved: bool = False
+    stores_less_one: bool = False
 
     @property
     def rows_per_pass(self) -> int:
         """Rows of the drafter's pass over a whole block, which is the block size that checkpoints state."""
         return self.block_size - self.predicts_from_anchor
+
+    @property
+    def has_token_rows(self) -> bool:
+        """True if the drafter has tensors with a row per token of the target."""
+        own = {"embed_tokens", "lm_head"} & {*self.own_parts}
+        return bool(own or self.dflash2 or self.markov_rank or self.draft_vocab_size)
 
     @classmethod
     def from_config(cls, config: object, source: str = "draft config") -> DraftConfig:
@@ -340,6 +375,7 @@ class DraftConfig:
             config = config.to_dict()
         muse, source = "MuseGlimmerAssistantModel" in read_architectures(config, source), printable(source)
         try:
+            config = _without_parts_of_targets(config)
             if is_speculators(config):
                 config = from_speculators(config)
             read = cls(**_read_fields(from_muse_assistant(config) if muse else config), scales_like_target=muse)
@@ -349,6 +385,27 @@ class DraftConfig:
         if unknown := sorted(key for key in config if key not in known and not key.startswith("_")):
             warnings.warn(f"{source}: unknown keys are ignored: {listed(unknown)}", UserWarning, stacklevel=2)
         return read
+
+
+def _without_parts_of_targets(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Drop what DeepSpec's trainer copies of a hybrid target's config. Raise ValueError for a target's own config."""
+    names = config.get("architectures") or ()
+    text = config.get("text_config")
+    keys = {*config, *(text if isinstance(text, Mapping) else ())}
+    if "dspark_block_size" in keys and _ARCHITECTURES.isdisjoint(names):
+        raise ValueError(
+            "this is a target that brings a DSpark head inside its own checkpoint (dspark_* keys): such heads are not "
+            "supported. Run the target without a drafter, or with one that has a folder of its own"
+        )
+    if DSPARK_ARCHITECTURE not in names or not any(key.startswith("linear_") for key in config):
+        return config
+    # Its heads rope the whole head, whatever the copy says.
+    unread = ("linear_", "mrope_", "partial_rotary_factor", "attn_output_gate", "full_attention_interval")
+    kept = {key: value for key, value in config.items() if not key.startswith(unread)}
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := kept.get(name), Mapping):
+            kept[name] = {key: value for key, value in rope.items() if not key.startswith(unread)}
+    return kept
 
 
 # ---------------------------------------------------------------------------------------------- the published layout
@@ -397,12 +454,19 @@ def _read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "predicts_from_anchor": from_anchor,
         "own_parts": tuple(part for part, key in own.items() if given[key]),
         "draft_vocab_size": None if drafts == vocab else drafts,
+        "stores_interleaved": not (given["is_neox_style"] and given["rope_is_neox_style"]),
+        "stores_less_one": given["use_gemma_norm"],
     }
 
 
 def _read_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Check each key, and return the values that count, defaults included. Null counts as missing."""
-    section = config.get("dflash_config")
+    architectures, section = config.get("architectures"), config.get("dflash_config")
+    if architectures and _ARCHITECTURES.isdisjoint(architectures):
+        names = f"DFlashDraftModel, DFlash2DraftModel or {DSPARK_ARCHITECTURE}"
+        parts = [_OTHER_ARCHITECTURES[name] for name in architectures if name in _OTHER_ARCHITECTURES]
+        reason = f": {parts[0]} is not implemented" if parts else ""
+        raise ValueError(f"architectures must name {names}, got {listed(architectures)}{reason}")
     section = {} if section is None else section
     if not isinstance(section, Mapping):
         raise ValueError(f"dflash_config must be an object, got {shortened(section)}")
@@ -413,10 +477,6 @@ def _read_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in level.items():
             if value is not None and name in KEYS and KEYS[name].place in (place, BOTH):
                 given[name] = KEYS[name].check(name, value)
-    architectures = given.get("architectures")
-    if architectures and _ARCHITECTURES.isdisjoint(architectures):
-        names = f"DFlashDraftModel, DFlash2DraftModel or {DSPARK_ARCHITECTURE}"
-        raise ValueError(f"architectures must name {names}, got {listed(architectures)}")
     if missing := [name for name, key in KEYS.items() if key.default is REQUIRED and name not in given]:
         raise ValueError(f"{missing[0]} is missing")
     return given
@@ -450,7 +510,11 @@ def check_dflash2(config: DFlash2Config, hidden: int, vocab: int | None) -> None
 
 def _read_from_anchor(given: Mapping[str, Any], vocab: int | None, dflash2: DFlash2Config | None) -> bool:
     """Return True if the anchor's row predicts too, as in DSpark drafters. Check their Markov head."""
-    is_dspark = DSPARK_ARCHITECTURE in given.get("architectures", ())
+    names_dspark = not _DSPARK_ARCHITECTURES.isdisjoint(given.get("architectures", ()))
+    is_dspark = names_dspark or given.get("projector_type") == "dspark"
+    # SpecForge's DSpark ignores shift_label; Model-Optimizer's states it as true
+    if not names_dspark and given.get("shift_label", is_dspark) != is_dspark:
+        raise ValueError(f"shift_label = {not is_dspark} is not supported: other block layouts are not implemented")
     if given["markov_rank"]:
         if (kind := given["markov_head_type"]) != "vanilla":
             raise ValueError(f"markov_head_type must be vanilla, got {shortened(kind)}: other heads are not supported")
@@ -463,7 +527,7 @@ def _read_from_anchor(given: Mapping[str, Any], vocab: int | None, dflash2: DFla
                 "sample_from_anchor must say whether the anchor's row predicts too: drafters with a Markov head are "
                 f"trained either way. {DSPARK_ARCHITECTURE} in architectures would mean true"
             )
-    return given.get("sample_from_anchor", is_dspark)
+    return given.get("sample_from_anchor", not given.get("dspark_bonus_anchor", not is_dspark))
 
 
 def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -505,12 +569,12 @@ def _read_attention(given: Mapping[str, Any], layers: int) -> tuple[tuple[bool, 
     if others := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
         raise ValueError(f"layer_types must be {FULL} or {SLIDING}, got {shortened(others[0])}")
     # 2. The window; use_swa gives one to layers that are full by name
-    causal = given.get("is_causal", given.get("causal"))
+    causal = given.get("is_causal", given.get("causal", given.get("dflash_query_causal")))
     everywhere, window = SLIDING not in kinds and given.get("use_swa", False), 0
     if everywhere or SLIDING in kinds:
         if "swa_window_size" not in given and use_sliding is False:
             raise ValueError("layer_types has sliding_attention, but use_sliding_window is false")
-        window = given.get("swa_window_size", given.get("sliding_window"))
+        window = given.get("swa_window_size", given.get("sliding_window", given.get("dflash_sliding_window")))
         cause = "use_swa" if everywhere else f"{SLIDING} in layer_types"
         integer(1)(f"{cause} needs a window: sliding_window", window)
     return (
@@ -614,6 +678,8 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     taps = layers_from(1)("aux_hidden_state_layer_ids (counted from 1)", taps)
     # 2. Take its keys, or what the library takes where they are missing
     settings = {key: given.get(key, default) for key, default in _DEFAULTS[kind].items()}
+    if kind == "dspark" and "sample_from_anchor" not in given:  # of old files
+        settings["sample_from_anchor"] = _stated_drafts(config) != settings["block_size"] - 1
     section: dict[str, Any] = {"target_layer_ids": [tap - 1 for tap in taps]}
     section |= {key: settings.pop(key) for key in DFLASH2_KEYS if key in settings}
     section |= {key: given[key] for key in ("mask_token_id", "projector_type") if key in given}
@@ -632,3 +698,11 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     out |= {key: value for key, value in config.items() if key not in known}
     out |= {**layer, "architectures": [architecture], "model_type": "qwen3", **settings, "dflash_config": section}
     return out | {key: given[key] for key in ("draft_vocab_size", "target_hidden_size", "dtype") if key in given}
+
+
+def _stated_drafts(config: Mapping[str, Any]) -> object:
+    """Return the drafts per block that ``speculators_config`` states; None if it states none."""
+    described = config.get("speculators_config")
+    methods = described.get("proposal_methods") if isinstance(described, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return first.get("speculative_tokens") if isinstance(first, Mapping) else None

@@ -109,6 +109,19 @@ class Drafter(nn.Module):
         other._restack()
         return other
 
+    @torch.no_grad()
+    def reorder_interleaved_(self) -> Drafter:
+        """Reorder rows of q, k and their norms that are for RoPE over neighbors to rows for halves. Returns itself."""
+        size = self.config.head_dim
+        order = torch.arange(size, device=self.device).view(-1, 2).T.flatten()  # even rows of a head, then odd ones
+        for layer in self.layers:
+            attention: Any = layer.self_attn
+            for projection, norm in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
+                for tensor in (projection.weight, projection.bias, norm.weight):
+                    if tensor is not None:
+                        tensor.copy_(tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1))
+        return self
+
     def refresh(self) -> None:
         """Notice parameters that were replaced and, where copies of them run, written to. Called once per call."""
         tensors = tensors_of(modules_of(self))
@@ -551,12 +564,27 @@ def quantized_draft(weights: WeightStorage, draft: Drafter) -> Drafter:
     Raises:
         ValueError: a weight is infinite or NaN.
     """
-    if weights is None:
+    return draft if weights is None else _sharing(Int8Drafter, draft, draft.config)
+
+
+def windowed_draft(window: int | None, draft: Drafter) -> Drafter:
+    """Return a drafter of the same parameters, in the same memory, with a window in its full layers.
+
+    Each row of a block sees the block and at least the last ``window`` positions before it, the first row up to a block
+    more: windows end at the row. None changes nothing, and layers with windows of their own keep them.
+    """
+    if window is None:
         return draft
-    stored = Int8Drafter.__new__(Int8Drafter)
-    stored.__dict__.update(draft.__dict__, _stack=None, _stacked=[])
-    stored.refresh()
-    return stored
+    size = window + draft.config.rows_per_pass
+    windows = tuple(own or size for own in draft.config.window)
+    return _sharing(type(draft), draft, dataclasses.replace(draft.config, window=windows))
+
+
+def _sharing(kind: type[Drafter], draft: Drafter, config: DraftConfig) -> Drafter:
+    other = kind.__new__(kind)
+    other.__dict__.update(draft.__dict__, config=config, _stack=None, _stacked=[])
+    other.refresh()
+    return other
 
 
 class Int8Drafter(Drafter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from ..files import find_shards, open_tensors, read_json, read_torch_file
 from ..terminal import listed, named, printable, shortened
 from .gguf import find_gguf, read_gguf
 from .gguf_draft import gguf_config, gguf_tensors
+from .quantized import FEW_BITS, Scheme, read_draft_scheme, unpack_tensors
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MASK_EMBEDDING_BYTES = 2**24  # at most: 2**20 values of 8 bytes, and room for what torch adds
 # Serving engines use other names for the same tensors.
 _PREFIXES = {"model.": "", "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_PREFIXES |= {"logit_head.": "", "markov_w1.": "markov_head.markov_w1.", "markov_w2.": "markov_head.markov_w2."}
 _PREFIXES[MASK_EMBEDDING_FILE] = "mask_embedding"
 # The reference package saves them under these names, files on the hub have them without the suffix.
 _CODEBOOKS = ("predecessor_codebook.weight", "successor_codebook.weight")
@@ -37,7 +40,7 @@ _SIZES = (  # fields of the config that decide which tensors there are, and thei
 # What trainers also store: the inverse of d2t, parts of the target, and a head that predicts acceptance.
 _IGNORED = (
     *("rotary_emb.inv_freq", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"),
-    *("confidence_head.proj.weight", "confidence_head.proj.bias"),
+    *("confidence_head.proj.weight", "confidence_head.proj.bias", "confidence_proj.weight", "confidence_proj.bias"),
 )
 
 
@@ -56,8 +59,8 @@ def load_draft(
             - a module with a drafter's parameter names and ``.config``, such as one loaded by the reference package or
               through ``AutoModel``; its weights are copied,
             - a `Drafter`, which is returned as it is, or copied if ``dtype`` or ``device`` differ.
-        dtype: dtype of the parameters; None for that of the checkpoint's ``fc.weight``, float32 if it is
-            quantized.
+        dtype: dtype of the parameters; None for that of the checkpoint's ``fc.weight``. Where that is quantized,
+            float32 for a GGUF file, and for a folder the norms' dtype. Quantized weights become dense.
         device: device of the parameters; None for the CPU, or the module's own.
         revision: branch, tag or commit of the repository.
 
@@ -128,7 +131,8 @@ def _from_path(path: Path, dtype: torch.dtype | None, device: torch.device | str
         file = read_gguf(path)
         config = DraftConfig.from_config(gguf_config(file), str(path))
         return _load(config, printable(path), gguf_tensors(file, config.num_hidden_layers), dtype, device)
-    config = DraftConfig.from_config(read_draft_config(path), str(path / "config.json"))
+    keys = read_draft_config(path)
+    config = DraftConfig.from_config(keys, str(path / "config.json"))
     stored: dict[str, Tensor] = {}
     for shard in find_shards(path):
         with open_tensors(shard) as opened:
@@ -138,7 +142,28 @@ def _from_path(path: Path, dtype: torch.dtype | None, device: torch.device | str
         stored |= tensors
     if (path / MASK_EMBEDDING_FILE).exists():
         stored[MASK_EMBEDDING_FILE] = _read_mask_embedding(path / MASK_EMBEDDING_FILE, config)
-    return _load(config, printable(path), stored, dtype, device)
+    dense = _unpacked(config, stored, read_draft_scheme(keys, path), printable(path))
+    return _load(config, printable(path), dense, dtype, device)
+
+
+def _unpacked(
+    config: DraftConfig, stored: Mapping[str, Tensor], scheme: Scheme | None, source: str
+) -> Mapping[str, Tensor]:
+    """Return the tensors of a folder with dense weights, of the norms' dtype. Warns of those that were quantized."""
+    if scheme is None and not any(tensor.dtype in FEW_BITS for tensor in stored.values()):
+        return stored
+    own = _with_own_parts(config, {_translate(name) for name in stored}, source)
+    skeleton = Drafter(own, device="meta")
+    shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+    shapes |= {name: tensor.shape for name, tensor, _ in skeleton.packed_tensors()}
+    dense, unpacked = unpack_tensors(stored, scheme, lambda name: shapes.get(_translate(name)), source)
+    if unpacked:
+        norm = next((tensor for name, tensor in dense.items() if _translate(name) == "hidden_norm.weight"), None)
+        dtype = torch.float32 if norm is None else norm.dtype
+        dense |= {name: dense[name].to(dtype) for name in unpacked}
+        what = f"{len(unpacked)} quantized weights become dense in {dtype}"
+        warnings.warn(f"{source}: {what}: {listed(unpacked)}", stacklevel=5)
+    return dense
 
 
 def _load(
@@ -202,8 +227,20 @@ def _load(
     with torch.no_grad():
         for name, tensor in tensors.items():
             destinations[name].copy_(tensor)
+        _undo_storage(drafter)
     drafter.refresh()
     return drafter.eval()
+
+
+def _undo_storage(drafter: Drafter) -> None:
+    """Change weights that are stored for another form of RoPE or of norms, and say so in the drafter's config."""
+    config = drafter.config
+    for module in drafter.modules() if config.stores_less_one else ():
+        if isinstance(module, nn.RMSNorm):
+            module.weight.add_(1)
+    if config.stores_interleaved:
+        drafter.reorder_interleaved_()
+    drafter.config = dataclasses.replace(config, stores_interleaved=False, stores_less_one=False)
 
 
 def _translate(name: str) -> str:

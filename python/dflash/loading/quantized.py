@@ -64,18 +64,10 @@ def read_scheme(
     # 1. What the folder says of itself
     text, where = config.get_text_config(decoder=True), printable(folder or "config.json")
     given = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
-    if given is None and said is not None:
-        found = read_json(said).get("quantization")
-        if isinstance(found, dict) and found.get("quant_algo"):
-            given = {**found, "quant_method": "modelopt"}
-    if given is None:
+    if (given := _find_settings(given, said, where)) is None:
         return None
-    given = given.to_dict() if hasattr(given, "to_dict") else given
-    if not isinstance(given, dict):
-        raise ValueError(f"{where}: quantization_config must be an object, got {shortened(given)}")
     # 2. Who reads it
-    method = str(given.get("quant_method", ""))
-    method = "modelopt" if method.startswith("modelopt") else method
+    method = _method_of(given)
     if method == "modelopt" and is_adapted:
         raise ValueError(f"{where}: an adapter cannot be put on weights of Model-Optimizer: use the plain model")
     algorithm = str(given.get("quant_algo") or "FP8")
@@ -89,6 +81,39 @@ def read_scheme(
             return None
         raise ValueError(f"{where}: quant_method must be one that can be read, got {named(method)}")
     # 3. How
+    return _read_layout(given, method, where)
+
+
+def read_draft_scheme(config: Mapping[str, Any], folder: Path) -> Scheme | None:
+    """Return how this package reads a quantized drafter; None if it is not quantized. Raises as `read_scheme` does."""
+    where = printable(folder)
+    given = config.get("quantization_config") or config.get("compression_config")
+    if (given := _find_settings(given, folder / "hf_quant_config.json", where)) is None:
+        return None
+    method = _method_of(given)
+    if method not in (*_METHODS, "modelopt"):
+        raise ValueError(f"{where}: quant_method must be one of {listed([*_METHODS, 'modelopt'])}, got {named(method)}")
+    return _read_layout(given, method, where)
+
+
+def _find_settings(given: Any, said: Path | None, where: str) -> dict[str, Any] | None:
+    """Return the settings of ``config.json``, else those of Model-Optimizer's own file; None if there are none."""
+    if given is None and said is not None and said.is_file():
+        found = read_json(said).get("quantization")
+        if isinstance(found, dict) and found.get("quant_algo"):
+            given = {**found, "quant_method": "modelopt"}
+    given = given.to_dict() if hasattr(given, "to_dict") else given
+    if given is not None and not isinstance(given, dict):
+        raise ValueError(f"{where}: quantization_config must be an object, got {shortened(given)}")
+    return given
+
+
+def _method_of(given: Mapping[str, Any]) -> str:
+    method = str(given.get("quant_method", ""))
+    return "modelopt" if method.startswith("modelopt") else method
+
+
+def _read_layout(given: Mapping[str, Any], method: str, where: str) -> Scheme:
     groups = given.get("config_groups")
     groups = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     layout = str(given.get("checkpoint_format") or given.get("format") or given.get("version") or "").lower()
@@ -317,6 +342,63 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _WIDE = ("F64", "F32", "F16", "BF16")
+FEW_BITS = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _read_checked(layout: Layout, parts: Parts, shape: Sequence[int], scheme: Scheme) -> Quantized:
+    """Read a weight. Raises ValueError if its tensors do not make this shape."""
+    weight = layout.read(parts, shape, scheme)
+    found = weight.values if isinstance(weight, Values) else weight.codes
+    if found.shape != torch.Size(shape):
+        raise ValueError(f"it would be {list(found.shape)}")
+    if isinstance(weight, Integers) and not weight.has_scales_for_all:
+        raise ValueError("each group of columns needs a scale, and a zero point if there are any")
+    return weight
+
+
+# ---------------------------------------------------------------------------------------------- drafters
+
+
+def unpack_tensors(
+    stored: Mapping[str, Tensor], scheme: Scheme | None, shape_of: Callable[[str], Sequence[int] | None], source: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return a drafter's tensors with dense weights, float32 where they were quantized, and the names of these.
+
+    Args:
+        stored: by their names in the files.
+        scheme: from `read_draft_scheme`.
+        shape_of: the shape of a weight by its name in the files, as the config has it; None for one without a place.
+        source: for errors.
+
+    Raises:
+        ValueError: scales are missing, or tensors do not make the shape of their weight.
+    """
+    weights: dict[str, dict[str, str]] = {}
+    for name in stored:
+        found = _PART.fullmatch(name)
+        stem, part = (f"{found[1]}.weight", found[2]) if found and found[1] else (name, "weight")
+        weights.setdefault(stem, {})[part] = name
+    out, unpacked = {}, []
+    for stem, names in weights.items():
+        parts = {part: stored[name] for part, name in names.items() if part not in _UNREAD}
+        said = ", ".join(f"{named(name)} {stored[name].dtype} {list(stored[name].shape)}" for name in names.values())
+        if parts.keys() == {"weight"}:
+            if parts["weight"].dtype in FEW_BITS:
+                raise ValueError(f"{source}: weights in few bits need scales, and these have none: {said}")
+            out[names["weight"]] = parts["weight"]
+            continue
+        layout = next((row for row in _LAYOUTS if row.needs <= parts.keys() <= row.needs | row.may_have), None)
+        if layout is None or (shape := shape_of(stem)) is None:
+            raise ValueError(f"{source}: {named(stem)} is stored in a way that cannot be read: {said}")
+        if scheme is None:
+            raise ValueError(f"{source}: config.json has no quantization_config, which must say how to read {said}")
+        try:
+            out[stem] = _read_checked(layout, parts, shape, scheme).dense()
+        except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
+            fits = f"{named(stem)} needs tensors that make {list(shape)}"
+            raise ValueError(f"{source}: {fits}, got {said}: {printable(error)}") from error
+        unpacked.append(stem)
+    return out, unpacked
 
 
 # ---------------------------------------------------------------------------------------------- loading
@@ -430,12 +512,7 @@ class QuantizedFolder:
         if layout is None or shape is None:
             raise ValueError(f"{self._where}: {named(target)} is stored in a way that cannot be read: {said}")
         try:
-            weight = layout.read({part: get(headers[part]) for part in names}, shape, self._scheme)
-            found = weight.values if isinstance(weight, Values) else weight.codes
-            if found.shape != torch.Size(shape):
-                raise ValueError(f"it would be {list(found.shape)}")
-            if isinstance(weight, Integers) and not weight.has_scales_for_all:
-                raise ValueError("each group of columns needs a scale, and a zero point if there are any")
+            weight = _read_checked(layout, {part: get(headers[part]) for part in names}, shape, self._scheme)
         except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
             fits = f"{named(target)} needs tensors that make {list(shape)}"
             raise ValueError(f"{self._where}: {fits}, got {said}: {printable(error)}") from error

@@ -95,7 +95,7 @@ class Wiring:
         if self.dtype not in (None, drafter.dtype):
             drafter = copy.deepcopy(drafter).to(self.dtype)
         if self.is_interleaved:
-            drafter = _half_split(copy.deepcopy(drafter))
+            drafter = copy.deepcopy(drafter).reorder_interleaved_()
         return drafter.rewired(self.config)
 
 
@@ -119,22 +119,6 @@ def _as_speculators(keys: Mapping[str, Any], *, states_causality: bool) -> dict[
         if causal or states_causality:
             top["is_causal"] = causal  # full layers too, for which the layout has no word
     return {**out, "transformer_layer_config": top} if top else out
-
-
-@torch.no_grad()
-def _half_split(drafter: Drafter) -> Drafter:
-    """Reorder the rows of q and k from interleaved pairs to the two halves that rotate together."""
-    size = drafter.config.head_dim
-    order = torch.arange(size, dtype=torch.int64, device=drafter.device).view(-1, 2).t().flatten()
-    layers: Any = drafter.layers
-    for layer in layers:
-        attention = layer.self_attn
-        for projection, norm in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
-            for rows in (projection.weight, projection.bias):
-                if rows is not None:
-                    rows.copy_(rows.unflatten(0, (-1, size))[:, order].flatten(0, 1))
-            norm.weight.copy_(norm.weight[order])
-    return drafter
 
 
 # ---------------------------------------------------------------------------------------------- variants
@@ -287,7 +271,8 @@ def _window(wiring: Wiring, facts: Facts) -> Changes:
     types = [sliding if window or not widest else full for window in config.window]
     for size in dict.fromkeys(sizes):
         patch = {"layer_types": types, "sliding_window": size, "swa_window_size": size, "use_sliding_window": True}
-        yield f"window {size}{instead}", {**patch, "is_causal": is_causal}, ""
+        others = "" if widest else f" (or leave the file, and run with drafter_window={size})"
+        yield f"window {size}{instead}", {**patch, "is_causal": is_causal}, others
 
 
 def _embedding_scale(wiring: Wiring, facts: Facts) -> Changes:

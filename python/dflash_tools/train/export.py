@@ -62,6 +62,9 @@ def _section(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: values[key] for key in _SECTION if key in values and values[key] != NEUTRAL.get(key)}
 
 
+_AS_LOADED = {"is_neox_style": True, "rope_is_neox_style": True, "use_gemma_norm": False}
+
+
 def _to_published(raw: Mapping[str, Any], read: DraftConfig) -> dict[str, Any]:
     """Return ``raw``, of which ``read`` was read, as published: each key where engines look, and its copies equal."""
     config = drafter_config.from_speculators(raw) if drafter_config.is_speculators(raw) else dict(raw)
@@ -78,6 +81,10 @@ def _to_published(raw: Mapping[str, Any], read: DraftConfig) -> dict[str, Any]:
         config["is_causal"] = inner["causal"]
     # 3. The taps as older engines count them: vLLM would take these instead
     config.pop("eagle_aux_hidden_state_layer_ids", None)
+    # 4. The tensors are written as they are loaded: dense, for half-split RoPE, norms with their one
+    config |= {name: value for name, value in _AS_LOADED.items() if name in config}
+    for name in ("quantization_config", "compression_config"):
+        config.pop(name, None)
     config.pop("torch_dtype", None)
     return config
 
