@@ -6,6 +6,7 @@ must be the first to run a kernel.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ LONG = 280  # tokens of the longest prompt: attention sums chunks of 256 keys
 # Threads, rows of a block, prompt tokens per pass and prompts at a time: blocks of 1 to 64 rows
 RUNS = [(1, 1, 37, 1), (2, 16, 64, 4), (3, 5, 512, 4)]
 TEXT = "Explain in one sentence why the sky is blue."
+ARM_SETS = os.environ.get("DFLASH_ARM_SETS", "").split()  # under an emulator, with tests/arm on the path of modules
 
 
 def run_all(dtypes: str, new: int, model: Path | str = "", weights: str = "int8") -> list[dict]:
@@ -86,6 +88,8 @@ def answer(target, draft, prompts: list[torch.Tensor], new: int, run: tuple[int,
 def run_set(isa: str, models: list[tuple], new: int, weights: str | None, receipts: list[str]) -> list[dict]:
     """Return one dict for each dtype. Receipts of the first set are checked by the others."""
     os.environ["DFLASH_ISA"] = isa
+    if isa in ARM_SETS:
+        importlib.import_module("remote").install(isa)
     assert _C.isa() == isa
     lines = []
     for number, (target, draft, prompts) in enumerate(models):
@@ -107,7 +111,7 @@ def main(dtypes: str, new: str, model: str, weights: str) -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
     models = [load(getattr(torch, dtype), model) for dtype in dtypes.split(",")]
     receipts: list[str] = []
-    for isa in _C.isas():
+    for isa in (*_C.isas(), *ARM_SETS):
         with ProcessPoolExecutor(1, get_context("fork")) as pool:
             lines = pool.submit(run_set, isa, models, int(new), weights or None, receipts).result()
         receipts = receipts or [line["receipt"] for line in lines]

@@ -9,6 +9,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if DFLASH_WITH_NEON && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif DFLASH_WITH_NEON
+#include <sys/auxv.h>
+#endif
 
 #include "cpu/base/table.h"
 
@@ -95,10 +100,44 @@ static int tile_refusal() {
 static bool has_amx() { return has_avx512() && has_tiles() && tile_refusal() == 0; }
 #endif
 
+#if DFLASH_WITH_NEON
+TABLE(neon)
+
+#if defined(__APPLE__)
+static bool has_feature(const char* name) {
+  int there = 0;
+  size_t size = sizeof(there);
+  return sysctlbyname(name, &there, &size, nullptr, 0) == 0 && there;
+}
+[[maybe_unused]] static bool has_dotprod() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+[[maybe_unused]] static bool has_i8mm() { return has_dotprod() && has_feature("hw.optional.arm.FEAT_I8MM"); }
+#else
+// Bits of the two words in which Linux names the features of a processor.
+constexpr unsigned long kDotProd = 1ul << 20, kInt8MatMul = 1ul << 13;
+[[maybe_unused]] static bool has_dotprod() { return getauxval(AT_HWCAP) & kDotProd; }
+[[maybe_unused]] static bool has_i8mm() { return has_dotprod() && getauxval(AT_HWCAP2) & kInt8MatMul; }
+#endif
+#endif
+#if DFLASH_WITH_DOTPROD
+TABLE(dotprod)
+#endif
+#if DFLASH_WITH_I8MM
+TABLE(i8mm)
+#endif
+
 // From the plainest to the best.
 static const InstructionSet kSets[] = {
 #if DFLASH_WITH_SCALAR
     {&scalar::kernels, [] { return true; }},
+#endif
+#if DFLASH_WITH_NEON
+    {&neon::kernels, [] { return true; }},
+#endif
+#if DFLASH_WITH_DOTPROD
+    {&dotprod::kernels, has_dotprod},
+#endif
+#if DFLASH_WITH_I8MM
+    {&i8mm::kernels, has_i8mm},
 #endif
 #if DFLASH_WITH_AVX2
     {&avx2::kernels, has_avx2},

@@ -42,6 +42,11 @@
 DFLASH_NAMESPACE_BEGIN
 
 constexpr int kWidth = DFLASH_WIDTH;
+#if defined(__aarch64__)
+constexpr bool kOnArm = true;  // 32 vector registers
+#else
+constexpr bool kOnArm = false;
+#endif
 typedef float Vec __attribute__((vector_size(4 * DFLASH_WIDTH), aligned(4), may_alias));
 // For arrays of sums: of a type that may alias, GCC 12 also stores them to memory in every turn of a loop.
 typedef float Sums __attribute__((vector_size(4 * DFLASH_WIDTH)));

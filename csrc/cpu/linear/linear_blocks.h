@@ -19,7 +19,7 @@ constexpr int kSegmentColumns = 512;  // of a tile: all rows are multiplied with
 
 // Rows that are multiplied at once: as many as there are vector registers for the sums and the totals of. AMX tiles are
 // not used: sums leave them after 32 columns, and what scales and adds these takes as long as VNNI's products.
-constexpr int kBlockRows = kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;
+constexpr int kBlockRows = kWidth == 16 || kOnArm ? 8 : kWidth == 8 ? 4 : 2;
 constexpr int64_t padded_rows(int64_t rows) { return rows == 1 ? 1 : (rows + 1) / 2 * 2; }
 
 // What formats take off a sum: offset * the sum of the row's integers, negated. By 1 zero points are multiplied.
@@ -102,6 +102,8 @@ static inline Vec load_halves(const void* from) {
   return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 #elif defined(__F16C__)
   return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#elif defined(__aarch64__)
+  return (Vec)vcvt_f32_f16(vld1_f16(static_cast<const __fp16*>(from)));
 #else
   const UVec half = __builtin_convertvector(*static_cast<const HVec*>(from), UVec);
   const UVec magnitude = (half & 0x7fff) << 13, exponent = half & 0x7c00, bias = UVec{} + (112u << 23);
@@ -125,6 +127,8 @@ static inline UVec look_up(const uint8_t* table, UVec codes) {
 #elif defined(__AVX2__)
   const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
   return (UVec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)codes);
+#elif defined(__aarch64__)
+  return (UVec)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes);
 #else
   ByteLine bytes = (ByteLine)codes;
   for (int i = 0; i < 4 * kWidth; ++i) bytes[i] = table[bytes[i]];
@@ -211,10 +215,10 @@ template <int BITS>
 struct Dots {
   IVec whole;
 
-#if DFLASH_VNNI
+#if DFLASH_DOTS
   template <int W>
   void add(IVec codes, uint32_t row) {
-    whole = add_bytes(whole, codes, IVec{} + int32_t(row));
+    whole = add_bytes<BITS == 8>(whole, codes, IVec{} + int32_t(row));
   }
 #elif defined(__AVX2__)
   // Products of bytes are added in pairs, and as many words as fit in 16 bits. Those of 8 bits are two codes of 4.
@@ -259,7 +263,7 @@ __attribute__((noinline)) static void multiply_blocks(const BlockRows::Block& ro
                                                       const uint8_t* tile, int64_t ahead, int pass, int passes,
                                                       float* sums) {
   using L = Layout<F>;
-  constexpr int kPartWords = kBlockGroupWords / L::kParts;
+  constexpr int kPartWords = kBlockGroupWords / L::kParts, kTaken = L::kCodeBits == 8 ? kTakenOff : 0;
   for (int v = 0; v < kInt8Vecs; ++v) {
     const uint8_t* chunk = tile;
     const uint32_t* words = rows.words + first * ROWS * kBlockGroupWords;
@@ -278,20 +282,40 @@ __attribute__((noinline)) static void multiply_blocks(const BlockRows::Block& ro
           for (int line = 0; line < L::kGroupBytes; line += kLine) __builtin_prefetch(codes + ahead + line);
           if (g * kLine < L::kCodes) __builtin_prefetch(chunk + ahead + g * kLine);
         }
-        const IVec zeros = zeros_of<F>(chunk, g, v);
+        const IVec zeros = zeros_of<F>(chunk, g, v) - kTaken;
         unroll<L::kParts>([&](auto part) {
           Dots<L::kCodeBits> sum[ROWS];
 #pragma GCC unroll 8
           for (int r = 0; r < ROWS; ++r) {
-            const int32_t start = L::kCode.offset ? starts[r * L::kParts + part] : 0;
+            const int32_t start = L::kCode.offset && L::kCode.offset != kTaken ? starts[r * L::kParts + part] : 0;
             sum[r].whole = L::kHasZeros ? add_zeros(IVec{}, zeros, start) : IVec{} + start;
           }
-          unroll<kPartWords>([&](auto word) {
-            constexpr int kWord = part * kPartWords + word;
-            const IVec some = load_codes<F, kWord>(codes, v);
+          if constexpr (ROWS == 1 || !kInPairs)
+            unroll<kPartWords>([&](auto word) {
+              constexpr int kWord = part * kPartWords + word;
+              const IVec some = load_codes<F, kWord>(codes, v);
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) sum[r].template add<kWord>(some, words[r * kBlockGroupWords + kWord]);
-          });
+              for (int r = 0; r < ROWS; ++r) sum[r].template add<kWord>(some, words[r * kBlockGroupWords + kWord]);
+            });
+#if DFLASH_MATMUL
+          else {
+            PairDots both[ROWS / 2];
+            unroll<kPartWords / 2>([&](auto two) {
+              constexpr int kWord = part * kPartWords + 2 * two;
+              const TwoWords some(load_codes<F, kWord>(codes, v), load_codes<F, kWord + 1>(codes, v));
+#pragma GCC unroll 4
+              for (int r = 0; r < ROWS; r += 2) {
+                const uint32_t* row = words + r * kBlockGroupWords + kWord;
+                both[r / 2].add(some, row, row + kBlockGroupWords);
+              }
+            });
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r += 2) {
+              sum[r].whole += both[r / 2].first();
+              sum[r + 1].whole += both[r / 2].second();
+            }
+          }
+#endif
           const Vec scale = scale_of<F>(chunk, g, part, v);
 #pragma GCC unroll 8
           for (int r = 0; r < ROWS; ++r)

@@ -7,8 +7,9 @@
 //
 // Weights are copies of our own (PackedWeight), in one order for all instruction sets: of a tile of 16 features the
 // words of four elements alternate, and 128 is added to each. So vectors hold features, one word of a row is broadcast
-// to all, and a tile is read from its first byte to its last. vpdpbusd and AMX multiply a word at once, its weights
-// without a sign; elsewhere its even and its odd elements are pairs of 16-bit integers. Sums start at what 128 adds.
+// to all, and a tile is read from its first byte to its last. vpdpbusd, usdot and AMX multiply a word at once, its
+// weights without a sign, and sdot one with a sign, so that 128 is taken off again; elsewhere its even and its odd
+// elements are pairs of 16-bit integers. Sums start at what 128 adds.
 #pragma once
 #include "cpu/linear/blocks.h"
 #include "cpu/linear/linear_amx.h"
@@ -21,36 +22,82 @@ constexpr int64_t kInt8Group = kQuantGroup * kQuantTile;  // bytes of a tile's g
 constexpr int64_t kInt8Ahead = 8192, kInt8Soon = 1024;    // bytes: weights are in the L2 and L1 cache so early
 constexpr int kShift = 128;
 static_assert(row_size(Format::kW8A8, 1) == kQuantGroup, "rows of weights are whole groups");
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-#define DFLASH_VNNI 1
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define DFLASH_DOTS 1
 #endif
-#if DFLASH_TILES || DFLASH_VNNI
+#if DFLASH_TILES || DFLASH_DOTS
 constexpr int kWordParts = 1;
 #else
 constexpr int kWordParts = 2;  // a group has its words' even elements in 16 bits, then the odd ones
 #endif
 // Rows that a tile is multiplied with at once: a tile register, or as many as there are vector registers for the
 // integers and the totals of. Of two tiles with half as many rows, Zen 4 multiplies a fifth less in the same time.
-constexpr int kInt8Rows = kHasTiles ? 16 : kWidth == 16 ? 8 : kWidth == 8 ? 4 : 2;
+constexpr int kInt8Rows = kHasTiles ? 16 : kWidth == 16 ? 8 : kWidth == 8 ? 4 : kOnArm ? 4 : 2;
 typedef int8_t ByteVec __attribute__((vector_size(kWidth), aligned(1), may_alias));
 typedef int16_t PairVec __attribute__((vector_size(4 * kWidth), aligned(1), may_alias));
 
 static inline IVec load_ints(const void* from) { return *static_cast<const IVec*>(from); }
 
-#if DFLASH_VNNI
-// sum + the products of words of four bytes, those of `codes` without a sign
+// What is taken off codes of 8 bits before they are multiplied: sdot has no bytes without a sign.
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int kTakenOff = kShift;
+#else
+constexpr int kTakenOff = 0;
+#endif
+
+#if DFLASH_DOTS
+// sum + the products of words of four bytes. Those of `codes` have no sign; if they may have 8 bits, less kTakenOff.
+template <bool MAY_BE_LARGE = true>
 static inline IVec add_bytes(IVec sum, IVec codes, IVec row) {
 #if defined(__AVX512VNNI__)
   return (IVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)row);
-#else
+#elif defined(__AVXVNNI__)
   return (IVec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)row);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (IVec)vusdotq_s32((int32x4_t)sum, (uint8x16_t)codes, (int8x16_t)row);
+#else
+  const IVec signed_codes = MAY_BE_LARGE ? codes ^ int32_t(0x80808080) : codes;
+  return (IVec)vdotq_s32((int32x4_t)sum, (int8x16_t)signed_codes, (int8x16_t)row);
 #endif
 }
+#endif
+
+// smmla: two rows at once
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define DFLASH_MATMUL 1
+constexpr bool kInPairs = true;
+
+// Two adjacent words of four features, in the order of two operands: two features each, eight bytes of one together.
+struct TwoWords {
+  uint8x16_t low, high;
+
+  TwoWords(IVec first, IVec second)
+      : low((uint8x16_t)vzip1q_s32((int32x4_t)first, (int32x4_t)second)),
+        high((uint8x16_t)vzip2q_s32((int32x4_t)first, (int32x4_t)second)) {}
+};
+
+// The sums of products of two rows with four features.
+struct PairDots {
+  int32x4_t low{}, high{};  // [two features, two rows]
+
+  void add(const TwoWords& codes, const uint32_t* row, const uint32_t* other) {
+    const int8x16_t both = (int8x16_t)vcombine_u32(vld1_u32(row), vld1_u32(other));
+    low = vusmmlaq_s32(low, codes.low, both);
+    high = vusmmlaq_s32(high, codes.high, both);
+  }
+  IVec first() const { return (IVec)vuzp1q_s32(low, high); }
+  IVec second() const { return (IVec)vuzp2q_s32(low, high); }
+};
+#else
+constexpr bool kInPairs = false;
 #endif
 
 #if defined(__AVX512F__)
 static inline int32_t largest_of(IVec x) { return _mm512_reduce_max_epi32((__m512i)x); }
 static inline int32_t sum_of(IVec x) { return _mm512_reduce_add_epi32((__m512i)x); }
+#elif defined(__aarch64__)
+static inline int32_t largest_of(IVec x) { return vmaxvq_s32((int32x4_t)x); }
+static inline int32_t sum_of(IVec x) { return vaddvq_s32((int32x4_t)x); }
 #else
 static inline int32_t largest_of(IVec x) {
   int32_t largest = x[0];
@@ -155,7 +202,7 @@ struct QuantizedRows {
       *reinterpret_cast<PairVec*>(to + k) = (pairs << 8) >> 8;
       *reinterpret_cast<PairVec*>(to + kInt8Words + k) = pairs >> 8;
     }
-    start = -kShift * (sums[0] + sums[1] + sums[2] + sums[3]);
+    start = (kTakenOff - kShift) * (sums[0] + sums[1] + sums[2] + sums[3]);
   }
 };
 
@@ -201,7 +248,7 @@ static void multiply_int8(const QuantizedRows::Block& rows, int64_t groups, cons
 #else
 // sum + the products of a word of kWidth features with a row's, which is in kWordParts vectors
 static inline IVec add_words(IVec weights, const IVec (&row)[kWordParts], IVec sum) {
-#if DFLASH_VNNI
+#if DFLASH_DOTS
   return add_bytes(sum, weights, row[0]);
 #else
   const IVec even = weights & 0x00ff00ff, odd = (weights >> 8) & 0x00ff00ff;
@@ -236,22 +283,45 @@ __attribute__((noinline)) static void multiply_int8_rows(const QuantizedRows::Bl
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < kInt8Vecs; ++v) sum[r][v] = IVec{} + starts[r];
-#pragma GCC unroll 4
-    for (int k = 0; k < kInt8Words; ++k, ++words, tile += 4 * kQuantTile) {
-      __builtin_prefetch(tile + kInt8Ahead, 0, 2);
-      __builtin_prefetch(tile + kInt8Soon);
-      IVec weights[kInt8Vecs];
-#pragma GCC unroll 4
-      for (int v = 0; v < kInt8Vecs; ++v) weights[v] = load_ints(tile + v * 4 * kWidth);
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) {
-        IVec row[kWordParts];
+#if DFLASH_MATMUL
+    if constexpr (ROWS % 2 == 0) {
+      PairDots both[ROWS / 2][kInt8Vecs];
 #pragma GCC unroll 2
-        for (int p = 0; p < kWordParts; ++p) row[p] = IVec{} + int32_t(words[r * kRow + p * kInt8Words]);
+      for (int k = 0; k < kInt8Words; k += 2, words += 2, tile += 8 * kQuantTile) {
+        __builtin_prefetch(tile + kInt8Ahead, 0, 2);
+        __builtin_prefetch(tile + kInt8Soon);
 #pragma GCC unroll 4
-        for (int v = 0; v < kInt8Vecs; ++v) sum[r][v] = add_words(weights[v], row, sum[r][v]);
+        for (int v = 0; v < kInt8Vecs; ++v) {
+          const TwoWords some(load_ints(tile + v * 4 * kWidth), load_ints(tile + 4 * kQuantTile + v * 4 * kWidth));
+#pragma GCC unroll 4
+          for (int r = 0; r < ROWS; r += 2) both[r / 2][v].add(some, words + r * kRow, words + (r + 1) * kRow);
+        }
       }
-    }
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r += 2)
+#pragma GCC unroll 4
+        for (int v = 0; v < kInt8Vecs; ++v) {
+          sum[r][v] += both[r / 2][v].first();
+          sum[r + 1][v] += both[r / 2][v].second();
+        }
+    } else
+#endif
+#pragma GCC unroll 4
+      for (int k = 0; k < kInt8Words; ++k, ++words, tile += 4 * kQuantTile) {
+        __builtin_prefetch(tile + kInt8Ahead, 0, 2);
+        __builtin_prefetch(tile + kInt8Soon);
+        IVec weights[kInt8Vecs];
+#pragma GCC unroll 4
+        for (int v = 0; v < kInt8Vecs; ++v) weights[v] = load_ints(tile + v * 4 * kWidth);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+          IVec row[kWordParts];
+#pragma GCC unroll 2
+          for (int p = 0; p < kWordParts; ++p) row[p] = IVec{} + int32_t(words[r * kRow + p * kInt8Words]);
+#pragma GCC unroll 4
+          for (int v = 0; v < kInt8Vecs; ++v) sum[r][v] = add_words(weights[v], row, sum[r][v]);
+        }
+      }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
