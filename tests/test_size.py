@@ -30,11 +30,11 @@ BUDGETS = {
     # libraries have quantized 480, schemes, layouts, places, and what is refused. Limits of grammars that only their
     # first tokens meet, asked before an answer begins, took 60; folders that a full disk or a crash left half made 30.
     # Tokenizers that are not those of their files 35, of which 20 compare: transformers says nothing. Commands: a model
-    # without options 20, a drafter that is found 65, sampling of GGUF files 15, the chat's commands and lines 70, panels,
-    # short names and imports inside of functions 100, which keep help at a few tenths of a second; a cache of the help
-    # would need as many to stay true. Threads that follow the quota of a container 45: torch does not read cgroups.
-    # Drafters under other trainers' names 75, quantized ones 75 by the readers of targets, a window and vocabularies of
-    # other sizes 30.
+    # without options 20, a drafter that is found 65, sampling of GGUF files 15, the chat's commands and lines 70,
+    # panels, short names and imports inside of functions 100, which keep help at a few tenths of a second; a cache of
+    # the help would need as many to stay true. Threads that follow the quota of a container 45: torch does not read
+    # cgroups. Drafters under other trainers' names 75, quantized ones 75 by the readers of targets, a window and
+    # vocabularies of other sizes 30.
     "engine": 14_850,
     # Of packed experts with biases and other gates, scaled embeddings and weights with another order of columns: 25.
     # Names of drafters' classes and keys, and why some are refused: 60; a window of the drafter: 20; threads 45; tables
@@ -52,7 +52,8 @@ BUDGETS = {
     # loading them. A run that is stopped, its end and free ids of mask tokens take 75; imports inside of functions 50.
     "workshop": 5_370,
     # All lines. Eight formats of blocks took 780: rows, kernels and packing. Their kernels are one template, to which
-    # tables, exponents and zero points of seven more formats added 170, AVX-VNNI 35, and Arm 140, half of which is pairs of rows by smmla.
+    # tables, exponents and zero points of seven more formats added 170, AVX-VNNI 35, and Arm 140, half of it
+    # pairs of rows by smmla.
     "csrc": 13_000,
     # All lines of Python. What differed in one value is one test with a table by now; less would take the only test of
     # a behavior. Texts that are cut at every place, and values and limits asked of every API, took 300; folders of

@@ -16,7 +16,7 @@ from .loading.chat import WRITTEN, check_template, render_chat, written_calls
 from .loading.drafters import MASK_EMBEDDING_FILE, find_draft, read_draft_config
 from .loading.pair import PAIR, check_folder
 from .loading.prompts import as_messages, check_encoding, check_text, prompt_ids, render_prompt, text_ids
-from .ops.check import OVERLAPPING, check_gpu
+from .ops import check as kernel_check
 from .outputs import FinishedAnswer, mean_acceptance
 from .proposers import ChainProposer
 from .receipts import RecordedAnswer, RecordedSettings, Verifier, lines_of, picture_digests

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-from dflash.internals import OVERLAPPING, captured, check_gpu, ops, targets, threads
+from dflash.internals import captured, kernel_check, ops, targets, threads
 from dflash.light import terminal
 
 _MISSING = "not installed"  # as `version_of` says it
@@ -106,7 +106,7 @@ def _kernel_checks() -> Iterator[Check]:
         return
     off, index = ops.kernels_off(), torch.cuda.current_device()
     try:
-        every = check_gpu(torch.device("cuda", index))
+        every = kernel_check.check_gpu(torch.device("cuda", index))
     except Exception as error:
         yield Check("- kernels", f"not compared: {terminal.first_line(error)}", "warning", _FREE)
         return
@@ -117,7 +117,7 @@ def _kernel_checks() -> Iterator[Check]:
         elif found.fault:
             advice = "runs turn it off (DFLASH_SELF_CHECK), which are right but slower; please report this"
             yield Check(name, found.fault, "error", advice)
-        elif found.kernel == OVERLAPPING:
+        elif found.kernel == kernel_check.OVERLAPPING:
             yield Check(name, "the same bits as one by one" if ops.overlaps(index) else "none here")
         else:
             took = f"{found.microseconds:.0f} us with its launch"
