@@ -137,7 +137,7 @@ def test_the_state_of_the_gpu_and_its_kernels_is_reported(monkeypatch, name, mac
             raise of["findings"]
         return of["findings"]
 
-    monkeypatch.setattr(installation, "check_gpu", check_gpu)
+    monkeypatch.setattr(installation.kernel_check, "check_gpu", check_gpu)
     for ask in ("has_cuda_kernels", "cuda_status", "overlaps", "kernels_off"):
         monkeypatch.setattr(ops, ask, lambda *_, ask=ask: of[ask])
     for switch in of["off"]:
