@@ -1,6 +1,8 @@
 // Runs CPU kernels for another process: reads calls from standard input, and writes a byte after each.
 //
-//     harness MEMORY    # a file that the caller maps too; here it lies at kAt, so that addresses are those of this process
+//     harness MEMORY
+//
+// MEMORY is a file that the caller maps too. It lies at kAt here, and addresses are those of this process.
 //
 // A call is the kernel's name, a line, and what the binding is given as a value: "i" or "f" and eight bytes, "n" for
 // nothing, "l" and a count of values, or "d" and a count of pairs of a name, a line, and a value.

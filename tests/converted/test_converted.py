@@ -31,6 +31,7 @@ VOCABULARIES = sorted(SOURCE.glob("models/ggml-vocab-*.gguf.inp"))
 def random_model(kind, name):
     base, varied = CASES[kind]
     config = CONFIG_MAPPING[kind](**copy.deepcopy({**COMMON, **base, **varied.get(name, {})}))
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     noise = torch.Generator().manual_seed(0)
     saved = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
