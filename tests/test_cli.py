@@ -70,7 +70,7 @@ def test_help_and_wrong_options_import_nothing_slow(tmp_path):
     ]
     train = ["train", "--model", "m", "--data", "d", "--output", str(tmp_path / "out")]
     cases = [*([0, name, "--help"] for name in commands), [0, "-h"], [0, "--version"]]
-    cases += [[2, "generat"], [2, "chat", "--temprature", "1"], [2, "serve"], [2, *train]]
+    cases += [[2, "generat"], [2, "chat", "--temprature", "1"], [2, "serve", "--port", "0"], [2, *train]]
     cases += [[2, "chat", "--draft", "d"], [2, "generate", "--temperature", "-1", "text"]]
     arguments = json.dumps([["dflash", *case] for _, *case in cases])
     done = subprocess.run([sys.executable, "-c", QUICK, arguments], capture_output=True, text=True, check=True)
@@ -171,6 +171,7 @@ def test_a_model_needs_no_drafter_and_no_option(shell, folders, monkeypatch):
     shell("generate", model, "w5", "w6").assert_refused("give a model and one text, with quotes around the text")
     shell("chat", model, "-m", draft).assert_refused("name one model: MODEL is")
     shell("generate", model, "w5", "--tree", "8").assert_refused("--tree needs a drafter: name one with --draft")
+    shell("chat", model, "--drafter-window", "8").assert_refused("--drafter-window needs a drafter: name one")
     shell("benchmark", model, "--dataset", "gsm8k").assert_refused("name a drafter with --draft")
 
 

@@ -190,6 +190,7 @@ def test_a_file_is_sampled_as_by_llama_cpp_unless_options_say_otherwise(shell, t
 
 
 def test_a_drafter_next_to_a_file_is_found(pair, shell):
+    (pair[0] / "broken.gguf").write_bytes(b"GGUF")  # of a download that was stopped
     done = shell(
         "generate", pair[0] / "target.gguf", "abc", "--draft", "auto", "--max-new-tokens", 8, "--temperature", 0
     )

@@ -39,13 +39,18 @@ def _quota(group: Path) -> float:
     return math.inf
 
 
+def _processors() -> int:
+    """Return how many this process may use, as far as the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def fit_threads(root: Path = Path("/")) -> None:
     """Lower torch's own number of threads to the container's quota; one that somebody has chosen stays.
 
     More threads than the quota wait for each other while the kernel holds them back: on half a processor of two, two
     threads take 1.5 to 2.4 times as long as one.
     """
-    processors, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
+    processors, quota = _processors(), cpu_quota(root)
     # torch begins with a thread per processor, or with one per core, which may be two processors.
     is_chosen = "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() not in (processors, processors // 2)
     if quota is not None and not is_chosen and (fitting := max(1, round(quota))) < torch.get_num_threads():
@@ -54,6 +59,6 @@ def fit_threads(root: Path = Path("/")) -> None:
 
 def describe_threads(root: Path = Path("/")) -> str:
     """Say how many threads compute, on how many processors, and what the container's quota is, if there is one."""
-    processors, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
+    processors, quota = _processors(), cpu_quota(root)
     text = f"{torch.get_num_threads()} on {processors} processors"
     return text if quota is None else f"{text}, of which the container's quota is {quota:g}"

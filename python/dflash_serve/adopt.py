@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import threading
@@ -132,7 +133,8 @@ class Adopter:
         if not folder.is_dir():
             raise ValueError(f"there is no drafter {number} in {terminal.printable(self._store.folder)}")
         draft = load_draft(folder, dtype=self._draft.dtype)
-        if draft.config != self._draft.config:
+        # --drafter-window may have changed the window of the one that runs.
+        if dataclasses.replace(draft.config, window=self._draft.config.window) != self._draft.config:
             raise ValueError(f"drafter {number} has another shape than the one that the server was started with")
         return draft.state_dict()
 

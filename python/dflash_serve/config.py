@@ -23,6 +23,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.MarkedYAMLError as error:  # its own text shows the line, which may hold a key
+        where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise ValueError(f"--config {path} cannot be read as YAML{where}: {error.problem}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
@@ -45,6 +48,8 @@ def apply_config(context: typer.Context, path: Path | None) -> Path | None:
             close = difflib.get_close_matches(name, filter(None, options), 1)
             advice = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"--config {path} has {name}, which is no option of dflash serve{advice}")
+        if name == "api_key" and not isinstance(value, str):
+            raise ValueError(f"--config {path}: api-key must be a text: put quotes around it")
         if getattr(options[name], "multiple", False) and not isinstance(value, list):
             found[name] = [value]
     context.default_map = found
@@ -58,10 +63,10 @@ def read_keys(path: Path) -> Sequence[str]:
         ValueError: it cannot be read, or has no key.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--api-key-file {path} cannot be read: {error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    keys = [line for line in map(str.strip, lines) if line and not line.startswith("#")]
     if not keys:
         raise ValueError(f"--api-key-file {path} must have a key per line, and has none")
     return keys
@@ -70,4 +75,6 @@ def read_keys(path: Path) -> Sequence[str]:
 def check_keys(keys: Sequence[str]) -> None:
     """Raise ValueError for a key that a header cannot hold."""
     if not all(re.fullmatch("[!-~]+", key) for key in keys):
-        raise ValueError("--api-key must be visible ASCII characters without spaces: a header can hold no other key")
+        raise ValueError(
+            "a key (--api-key, --api-key-file) must be visible ASCII characters without spaces: a header holds no other"
+        )

@@ -43,8 +43,7 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection if its request is whole and the answer can still ask whether the client is there."""
-        is_heard = not self.cycle.response_started or self._filler
-        if self.conn.their_state is not h11.DONE or not is_heard:
+        if self.conn.their_state is not h11.DONE or (self.cycle.response_started and not self._filler):
             return False
         self.cycle.keep_alive = False
         self._ask()

@@ -30,5 +30,6 @@ def start_log(is_json: bool) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     for handler in logging.getLogger().handlers if is_json else ():
         handler.setFormatter(JsonFormatter())
+    logging.captureWarnings(is_json)
     for house in ("dflash", "dflash_serve"):
         logging.getLogger(house).setLevel(logging.INFO)

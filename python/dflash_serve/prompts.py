@@ -308,6 +308,8 @@ class PromptReader:
         """Return the prompts; raises ApiError if one is empty or not Unicode."""
         given = request.prompt
         is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+        if request.suffix and request.echo:
+            raise bad_request("echo cannot be combined with suffix, which is a part of the prompt", "echo")
         fill = self._fill(request.suffix) if request.suffix else None
         prompts = [self._read(prompt, bool(request.echo), fill) for prompt in ([given] if is_one else given)]
         if not prompts or not all(prompt.ids for prompt in prompts):
@@ -392,8 +394,8 @@ def _write(
 def _foldings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation as it is, then in forms that more templates take and that say the same.
 
-    First the system messages at its beginning are one and later ones the user's, then all are the user's. Templates
-    that take no role twice in a row get messages of the user as one.
+    If there are system messages: first those at its beginning are one and later ones the user's, then all are the
+    user's, each time with adjacent messages of the user as one.
     """
     yield messages
     roles = [message["role"] for message in messages]

@@ -139,8 +139,12 @@ def test_requests_that_never_end_are_bounded_in_time_and_number(monkeypatch):
             connection.close()
 
 
-def test_a_client_that_only_closes_its_writing_half_gets_its_answer():
+def test_a_client_that_only_closes_its_writing_half_gets_its_answer(caplog):
     with live() as server:
+        with raw(server, "") as connection:  # a probe, which asks nothing
+            connection.shutdown(socket.SHUT_WR)
+            assert rest(connection) == ""
+        assert "eof_received" not in caplog.text
         slow_down(server.service)
         for stream in (False, True):
             body = json.dumps(chat(TRIP, max_tokens=9, stream=stream))
@@ -266,7 +270,7 @@ def test_options_may_stand_in_a_file_and_in_variables(shell, tmp_path, monkeypat
     kept, config, keys = [], tmp_path / "serve.yaml", tmp_path / "keys"
     monkeypatch.setattr("dflash_serve.command.ServeOptions.check", lambda asked: kept.append(asked))
     monkeypatch.setattr("dflash_serve.command.port_for", lambda *_: 1 / 0)
-    keys.write_text("# of the team\none\n\ntwo\n")
+    keys.write_text("\ufeff# of the team\none\n  #note\n\ntwo\n", encoding="utf-8")
     config.write_text(f"name: mine\nmax-length: 99\nrows: 3\nstrict: true\nqueue: null\napi-key-file: {keys}\n")
     monkeypatch.setenv("DFLASH_ROWS", "5")
     monkeypatch.setenv("DFLASH_API_KEY", "zero")
@@ -283,6 +287,7 @@ def test_options_may_stand_in_a_file_and_in_variables(shell, tmp_path, monkeypat
     ("prot: 1", "serve.yaml has prot, which is no option of dflash serve; did you mean port?"),
     ("- port", "must have a line OPTION: VALUE for each option, got list"),
     ("a: [", "cannot be read as YAML"),
+    ("api-key: 0123", "api-key must be a text: put quotes around it"),
     ("rows: many", "'--rows'"),
 ])  # fmt: skip
 def test_a_wrong_file_of_options_is_refused(shell, tmp_path, text, message):
@@ -290,6 +295,13 @@ def test_a_wrong_file_of_options_is_refused(shell, tmp_path, text, message):
     done = shell("serve", "--config", str(tmp_path / "serve.yaml"))
     assert done.code == 2
     assert message in " ".join(done.err.split())
+
+
+def test_a_key_in_a_file_that_cannot_be_read_is_not_shown(shell, tmp_path):
+    (tmp_path / "serve.yaml").write_text("api-key: secret: more")
+    done = shell("serve", "--config", str(tmp_path / "serve.yaml"))
+    assert "cannot be read as YAML in line 1: mapping values are not allowed here" in " ".join(done.err.split())
+    assert "secret" not in done.err
 
 
 def test_the_port_is_taken_as_the_file_and_the_variables_say(tmp_path, monkeypatch):
@@ -314,7 +326,7 @@ def test_the_port_is_taken_as_the_file_and_the_variables_say(tmp_path, monkeypat
     (["--allow-origin", "localhost"], "--allow-origin must be * or as http://HOST:PORT"),
     (["--block-size", "0"], "block_size must be an integer of at least 1"),
     (["--grace", "inf"], "--grace"),
-    (["--api-key", "a key"], "--api-key must be visible ASCII"),
+    (["--api-key", "a key"], "--api-key, --api-key-file) must be visible ASCII"),
     (["--api-key-file", "missing"], "--api-key-file missing cannot be read"),
     (["--config", "missing.yaml"], "--config missing.yaml cannot be read as YAML"),
 ])  # fmt: skip

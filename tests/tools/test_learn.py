@@ -435,10 +435,12 @@ def test_answers_are_the_same_whenever_drafters_are_swapped(name):
 
 
 @pytest.fixture
-def served(tmp_path, pair):
+def served(request, tmp_path, pair):
+    """Return what serves a pair, with the options of a generator that a test may give as its parameter."""
     target, draft = pair
     recorder = AnswerRecorder(tmp_path / "kept", target, draft)
-    generator = dflash.Generator(target, draft, max_length=48, batch_size=2, prefill_chunk=8, on_answer=recorder)
+    given = {"max_length": 48, "batch_size": 2, "prefill_chunk": 8, **getattr(request, "param", {})}
+    generator = dflash.Generator(target, draft, **given, on_answer=recorder)
     scheduler = Scheduler(generator)
     adopter = Adopter(recorder, scheduler, poll=0)
     yield scheduler, adopter, recorder.store
@@ -514,6 +516,14 @@ def test_a_drafter_of_another_shape_is_not_served(served, pair):
     with pytest.raises(ValueError, match="another shape"):
         adopter.look()
     assert adopter.number == 0
+
+
+@pytest.mark.parametrize("served", [{"drafter_window": 8}], indirect=True)
+def test_a_drafter_is_served_in_the_window_of_the_server(served, pair):
+    _, adopter, store = served
+    adopt(store, pair[1], 1, 0.5)
+    adopter.look()
+    assert adopter.number == 1
 
 
 def test_the_lock_is_held_while_requests_run(served):

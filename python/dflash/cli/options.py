@@ -106,12 +106,16 @@ class _Models:
         if self.draft_weights is not None and block_size == 1:
             option = f"--draft-weights {self.draft_weights}"
             raise ValueError(f"{option} needs a drafter, and --block-size 1 has none: leave one of them out")
+        if self.drafter_window is not None and block_size == 1:
+            raise ValueError("--drafter-window needs a drafter, and --block-size 1 has none: leave one of them out")
         # 3. The models.
         resolved = dataclasses.replace(self, tree=tree, block_size=block_size)
         if needs_draft or self.model is None:
             check_pair(self.model, self.draft, "without both, the pair inside the package answers")
         elif self.draft_weights is not None and self.draft is None:
             raise ValueError("--draft-weights needs a drafter: name one with --draft")
+        elif self.drafter_window is not None and self.draft is None:
+            raise ValueError("--drafter-window needs a drafter: name one with --draft")
         elif tree is not None and self.draft is None:
             raise ValueError("--tree needs a drafter: name one with --draft")
         elif self.draft is None and self.prompt_lookup is None and block_size not in (None, 1):

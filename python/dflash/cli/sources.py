@@ -127,7 +127,8 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
         found, keys = source.gguf.sampling, [key for key in source.gguf.metadata if key.startswith("general.sampling.")]
         target.generation_config.update(do_sample=found["temperature"] > 0, **found)
         values = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
-        say(f"sampling: {values}, as llama.cpp by {'the keys of the file' if keys else 'default'}; options set others")
+        how = "the keys of the file" if keys else "default"
+        say(f"sampling: {values}, as llama.cpp by {how}; options and requests set others")
     if is_packed(target):
         sizes = weight_bytes_per_token(target)
         kinds = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items())

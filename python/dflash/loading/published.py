@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -47,7 +48,7 @@ def find_known_draft(target: str | os.PathLike) -> FoundDraft | None:
     if path.exists():
         folder = path if path.is_dir() else path.parent
         files = [file for file in sorted(folder.glob("*.gguf")) if file != path and "mmproj" not in file.name]
-        near = [file for file in files if read_gguf(file).is_draft]
+        near = [file for file in files if _is_draft(file)]
         near += [found for found in (folder / "draft", folder.parent / "draft") if (found / "config.json").is_file()]
         if near:
             return FoundDraft(str(near[0]), True)
@@ -70,6 +71,12 @@ def require_known_draft(target: str | os.PathLike) -> str:
         what = f"{found.name} drafts for {printable(target)}, and it is not on this machine"
         raise ValueError(f"--draft auto: {what}: --draft {found.name} downloads it")
     return found.name
+
+
+def _is_draft(file: Path) -> bool:
+    with contextlib.suppress(ValueError):  # a neighbor that cannot be read
+        return read_gguf(file).is_draft
+    return False
 
 
 def _names(target: str | os.PathLike) -> list[str]:

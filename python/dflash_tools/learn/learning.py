@@ -232,8 +232,10 @@ def _split_base(base: Any, config: DraftConfig) -> tuple[Any, list[dict[str, Any
 
 
 def _digest(base: Any) -> str:
-    # A column is read in whole: its own repr shows five rows.
-    return hashlib.sha256(repr([[*base[name]] for name in ("input_ids", "loss_mask")]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for row in zip(base["input_ids"], base["loss_mask"], strict=True):  # the repr of a column shows five rows
+        digest.update(repr(row).encode())
+    return digest.hexdigest()[:16]
 
 
 def _end_of_answer(row: Mapping[str, Any]) -> int:

@@ -20,8 +20,8 @@ class Replayer:
         target: whose embeddings and head the drafter shares; no pass of it is run.
         draft: the drafter; its weights may be written between two answers.
         max_length: tokens of the longest prompt, with all that its answer might have had (``max_new_tokens``).
-        options: ``block_size``, ``denoise_steps``, ``prompt_lookup``, ``prefill_chunk`` and ``draft_weights`` of the
-            generator.
+        options: ``block_size``, ``denoise_steps``, ``prompt_lookup``, ``prefill_chunk``, ``drafter_window`` and
+            ``draft_weights`` of the generator.
 
     Raises:
         ValueError: as `dflash.Generator`; or blocks have one row.
