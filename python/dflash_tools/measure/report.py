@@ -127,7 +127,9 @@ def print_demo(console: Console, report: dict[str, Any], models: str) -> None:
         say(block * -(-_BAR * count // most), style=ACCEPTED, end="")
         say(f" {count}" if count else "")
     # 3. The verdict
-    compared = "one-token decoding, same seed" + (", and transformers generate" if report["temperature"] == 0 else "")
+    compared = "one-token decoding, same seed" + (
+        ", and transformers generate" if "transformers" in report["compared"] else ""
+    )
     verdict = "yes" if report["identical"] else "NO"
     say(f"\nidentical output: {verdict} ({compared})", style="bold")
     if report["answerable"]:
