@@ -51,7 +51,7 @@ BUDGETS = {
     # The demo (170) measures, so it is not in the engine, and JSON lines (20) are read here only. What is left is
     # tables, fields of reports and checks; imports are 430. What becomes of a file's weights (120) must be told without
     # loading them. A run that is stopped, its end and free ids of mask tokens take 75; imports inside of functions 50.
-    "workshop": 5_370,
+    "workshop": 5_380,
     # All lines. Eight formats of blocks took 780: rows, kernels and packing. Their kernels are one template, to which
     # tables, exponents and zero points of seven more formats added 170, AVX-VNNI 35, and Arm 140, half of it
     # pairs of rows by smmla.

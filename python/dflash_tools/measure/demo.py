@@ -95,7 +95,8 @@ def measure(
     Returns:
         What ``dflash demo --json`` prints. ``identical`` is True if every answer was, token for token, that of
         one-token decoding with the same seed and, at temperature 0 in float32, that of transformers' greedy
-        ``generate``, as ``compared`` says. The baseline is the faster of both. ``right`` counts among the ``answerable`` prompts, which have one right answer.
+        ``generate``, as ``compared`` says. The baseline is the faster of both. ``right`` counts among the
+        ``answerable`` prompts, which have one right answer.
 
     Raises:
         ValueError: an argument is out of range, or a prompt and its answer may pass the model's positions.
