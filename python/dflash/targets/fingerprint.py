@@ -173,11 +173,8 @@ def weights_digest(model: nn.Module) -> str:
 def _formats(model: nn.Module) -> list[tuple[str, str]]:
     """Return the names of modules with packed weights, and what their bytes stand for."""
     packed = (PackedLinear, PackedEmbedding, PackedExperts)
-    return [
-        (name, str(getattr(module, "sizes", None) or getattr(module, "format", None)))
-        for name, module in model.named_modules()
-        if isinstance(module, packed)
-    ]
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, packed))
+    return [(name, str(getattr(module, "sizes", None) or module.format)) for name, module in found]
 
 
 @torch.no_grad()
