@@ -1,11 +1,14 @@
-"""The default number of threads follows the quota of a container, and one that somebody chose stays."""
+"""The number of threads follows the quota of a container, and other programs' use of processors while steps run."""
 
 import os
+import time
 
 import pytest
 import torch
+from families import make_target
 
-from dflash.threads import cpu_quota, describe_threads, fit_threads
+import dflash
+from dflash.threads import NEIGHBORS, Neighbors, cpu_quota, describe_threads, fit_threads
 
 INNER, V1 = "docker/abc", {"cpu.cfs_period_us": "100000\n"}
 QUOTAS = {  # /proc/self/cgroup, the files of /sys/fs/cgroup, and the quota
@@ -67,3 +70,67 @@ def test_a_number_that_was_chosen_stays(eight, tmp_path, monkeypatch):
     torch.set_num_threads(3)
     fit_threads(root)
     assert torch.get_num_threads() == 3
+
+
+def stat(root, processors, seconds, nice=0):
+    """Write /proc/stat of processors that were used for so long each, ``nice`` of it by programs that give way."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    used = [f"cpu{i} {round(seconds * ticks)} {round(nice * ticks)} 0 900 5 0 0 7" for i in range(processors)]
+    (root / "proc").mkdir(exist_ok=True)
+    (root / "proc/stat").write_text("\n".join(["cpu  1 2 3 4 5 6 7 8", *used, "intr 17", ""]))
+
+
+@pytest.mark.parametrize(
+    ("share", "nice", "most", "fitting"),
+    [(0.02, 0, 8, 8), (0.125, 0, 8, 7), (0.5, 0, 8, 4), (1, 0, 8, 1), (0.5, 0, 3, 3), (0.5, 0, 6, 4), (0, 1, 8, 8)],
+)
+def test_threads_leave_processors_to_other_programs(eight, tmp_path, monkeypatch, share, nice, most, fitting):
+    monkeypatch.setattr(os, "nice", lambda _: 0)
+    monkeypatch.setattr(time, "process_time", lambda: 0.0)
+    clock = iter([100.0, 110.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    neighbors = Neighbors(tmp_path, period=1)
+    stat(tmp_path, 8, 50)
+    assert neighbors.fitting(most) == most  # nothing to compare with yet
+    stat(tmp_path, 8, 50 + 10 * share, 10 * nice)
+    assert neighbors.fitting(most) == fitting
+
+
+def test_own_use_of_processors_is_no_neighbor(eight, tmp_path, monkeypatch):
+    times, clock = iter([0.0, 40.0]), iter([100.0, 110.0])
+    monkeypatch.setattr(time, "process_time", lambda: next(times))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    neighbors = Neighbors(tmp_path, period=1)
+    for seconds in (50, 55):
+        stat(tmp_path, 8, seconds)
+        assert neighbors.fitting(8) == 8
+
+
+def test_without_proc_nobody_is_seen(eight, tmp_path):
+    neighbors = Neighbors(tmp_path, period=0)
+    assert [neighbors.fitting(8) for _ in range(3)] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_step_leaves_processors_and_its_text_is_the_same(weights, monkeypatch, set_threads):
+    target, ids, seen = make_target("qwen3"), torch.arange(2, 12)[None], []
+    set_threads(2)
+
+    class Watch:
+        def __call__(self, ids, logits):
+            seen.append(torch.get_num_threads())
+            return logits
+
+    def answer():
+        return dflash.generate(
+            target, None, ids, max_new_tokens=8, temperature=0.0, weights=weights, logits_processor=[Watch()]
+        )
+
+    alone = answer()
+    assert {*seen} == {2}
+    seen.clear()
+    monkeypatch.setattr(NEIGHBORS, "fitting", lambda most: most - 1)
+    beside = answer()
+    assert 1 in seen
+    assert torch.get_num_threads() == 2
+    torch.testing.assert_close(beside, alone, rtol=0, atol=0)

@@ -226,6 +226,8 @@ def products(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] = ()
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Return `ops.linear` of a weight in any format, which no kernel writes."""
+    if isinstance(weight, Tensor):
+        return ops.linear(x, weight, bias, True)
     (values,), *stored = split_weights(weight)
     return ops.linear(x, values, bias, True, *stored)
 

@@ -1,10 +1,11 @@
-"""The number of threads on CPUs: a container's quota may allow less than the processors that it shows."""
+"""The number of threads on CPUs: a container's quota and other programs may leave less than the processors shown."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -62,3 +63,44 @@ def describe_threads(root: Path = Path("/")) -> str:
     processors, quota = _processors(), cpu_quota(root)
     text = f"{torch.get_num_threads()} on {processors} processors"
     return text if quota is None else f"{text}, of which the container's quota is {quota:g}"
+
+
+class Neighbors:
+    """Leaves the processors that other programs use to them, so that threads do not wait for one that is held back.
+
+    Where one of two processors is taken, two threads wait for each other at every op: one is faster. Processors are
+    counted every ``period`` seconds, from /proc/stat; where that is not to be read, nobody is seen. Programs of lower
+    priority than this one do not count: they give way.
+
+    Args:
+        root: has the folder ``proc``.
+        period: in seconds.
+    """
+
+    def __init__(self, root: Path = Path("/"), period: float = 0.3) -> None:
+        self._stat, self._period, self._taken = root / "proc/stat", period, 0
+        self._last: tuple[float, float] | None = None
+
+    def fitting(self, most: int) -> int:
+        """Return how many of ``most`` threads find a processor, at least one."""
+        now = time.monotonic()
+        if self._last is None or now - self._last[0] >= self._period:
+            used = self._used()
+            if self._last is not None and used is not None:
+                self._taken = round((used - self._last[1]) / (now - self._last[0]))
+            self._last = None if used is None else (now, used)
+        return most if self._taken < 1 else min(most, max(1, _processors() - self._taken))
+
+    def _used(self) -> float | None:
+        """Return the seconds for which others have used this process's processors; None if unknown."""
+        try:
+            lines = map(str.split, self._stat.read_text().splitlines())
+            names = {f"cpu{index}" for index in os.sched_getaffinity(0)}
+            columns = (1, 3, 6, 7) if os.nice(0) < 1 else (1, 2, 3, 6, 7)  # user, (nice,) system, irq and softirq
+            ticks = sum(int(line[column]) for line in lines if line[0] in names for column in columns)
+        except (OSError, AttributeError, ValueError, IndexError):
+            return None
+        return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+NEIGHBORS = Neighbors()

@@ -16,6 +16,7 @@ from ..call import Call
 from ..outputs import FinishedAnswer, GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from ..state import FULL, INVALID, RUNNING, STOPPED, Logprobs, RowReport, State
 from ..streaming import BatchDecoder, StopFinder
+from ..threads import NEIGHBORS
 from .graphs import Replay
 from .prefill import PicturesError, Prefill
 from .prefix import PrefixCache
@@ -109,13 +110,14 @@ class Direct:
 
     Args:
         report: ``[batch, n]`` int64, which every step writes for the host.
+        shares: True if the bits of a step do not depend on the number of threads: it may leave processors to others.
     """
 
     ahead = 0  # steps that may be launched before the oldest is read
     warm_ups = 1  # steps of a kind that take longer than the others
 
-    def __init__(self, report: Tensor) -> None:
-        self.report = report
+    def __init__(self, report: Tensor, shares: bool = False) -> None:
+        self.report, self._shares = report, shares
         self.reason = f"the target is on {report.device}"
 
     def start(self) -> None:
@@ -130,7 +132,16 @@ class Direct:
 
     def launch(self, step: Callable[[], None], kind: Callable[[], Hashable], obstacle: str = "") -> None:
         """Run ``step``; see `Replay.launch`."""
-        step()
+        most = torch.get_num_threads()
+        fitting = NEIGHBORS.fitting(most) if self._shares else most
+        if fitting == most:
+            step()
+            return
+        torch.set_num_threads(fitting)
+        try:
+            step()
+        finally:
+            torch.set_num_threads(most)
 
     def read(self) -> list:
         """Return the report of the last step."""
@@ -265,8 +276,9 @@ class Run:
         if self._costs:
             engine.budget.costs = self._costs_of(len(running))
         leaves_out = self._leaves_out and len(running) < engine.batch_size
-        rows = [answer.row for answer in running]
-        live = torch.tensor(rows, device=engine.state.tokens.device) if leaves_out else None
+        live = None
+        if leaves_out:
+            live = torch.tensor([answer.row for answer in running], device=engine.state.tokens.device)
         self.consistent = False
         with self._shapes_follow(live):
             while len(self._launched) <= (0 if waits else runner.ahead):

@@ -309,6 +309,10 @@ class Target:
             features.copy_(torch.cat(taps, -1))
         return logits
 
+    def keeps_bits(self, rows: int) -> bool:
+        """Return True if no bit of a pass over so many rows depends on the number of threads."""
+        return self._fused is not None and self._fused.handles(rows)
+
     def _can_leave_out(self, block: Block, live: Tensor) -> bool:
         """Return True if a pass over a block can leave out sequences. The others' bits do not depend on it."""
         if self._fused is None or self.is_recurrent:
