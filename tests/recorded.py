@@ -208,7 +208,7 @@ class Recorded(Device):
         self.settled += 1
 
 
-def recorder(report: Tensor) -> Replay:
+def recorder(report: Tensor, shares: bool = False) -> Replay:
     """Return what launches recorded steps; in the place of `dflash.engine.Direct`."""
     return Replay(report, Recorded(report))
 

@@ -162,12 +162,12 @@ def test_a_tree_changes_no_text_of_modules_in_8_bits(family):
 
 
 def test_a_compiled_step_of_modules_follows_weights_that_change():
-    target, ids = make_target("gemma3"), prompt(20)
+    target, ids = make_target("gemma2"), prompt(20)
     made = generator(target, make_draft(target), compile=True)
     alone = generator(target, block_size=made.block_size, compile=True)
     answers = []
     for seed in (0, 5):
-        target.load_state_dict(make_target("gemma3", seed=seed).state_dict())
+        target.load_state_dict(make_target("gemma2", seed=seed).state_dict())
         answers.append(answer(made, ids))
         assert torch.equal(answers[-1], answer(alone, ids))
     assert not torch.equal(*answers)
@@ -290,7 +290,7 @@ class Scaled(nn.Linear):
     (None, r"got Qwen3For.*: its weights are quantized already\. Leave"),
 ], ids=["a subclass", "a layer", "codes"])  # fmt: skip
 def test_linear_layers_of_others_and_targets_that_are_quantized_already_are_refused(kind, says):
-    target = make_target("gemma3" if kind is Scaled else "qwen3")
+    target = make_target("gemma2" if kind is Scaled else "qwen3")
     if kind is not None:
         target.model.layers[1].mlp.up_proj.__class__ = kind
     else:

@@ -81,7 +81,7 @@ def test_every_kind_of_step_is_captured_and_writes_the_same(target, draft, batch
 
 
 def test_a_target_with_its_own_forward_and_several_passes_is_captured(batch):
-    target = make_target("gemma3")
+    target = make_target("gemma2")
     ids, mask, *_ = batch
     call = {"attention_mask": mask, "max_new_tokens": 15}
     for options in ({"denoise_steps": 3}, {"block_size": 4}):

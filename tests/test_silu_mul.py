@@ -1,4 +1,5 @@
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -11,18 +12,28 @@ pytestmark = pytest.mark.op
 SHAPES = [(1, 1, 2), (1, 2, 30), (2, 3, 32), (2, 5, 226), (1, 16, 2046), (3, 16, 24576)]
 
 
+GATES = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
+
+
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_against_float64(shape, dtype, kernels):
+def test_against_float64(shape, gate, dtype, kernels):
     gate_up = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
-    exact = reference.silu_mul(gate_up.double())
-    assert_as_exact_as_torch(kernels.silu_mul(gate_up), reference.silu_mul(gate_up), exact)
+    exact = reference.silu_mul(gate_up.double(), gate)
+    assert_as_exact_as_torch(kernels.silu_mul(gate_up, gate), reference.silu_mul(gate_up, gate), exact)
 
 
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("width", [1, 40])
-def test_large_gates_do_not_overflow(width, kernels):
-    gate = torch.tensor([-1e4, -100.0, -88.0, 0.0, 88.0, 1e4]).repeat_interleave(width).view(6, 1, width)
-    out = kernels.silu_mul(torch.cat([gate, torch.full_like(gate, 3.0)], -1))
-    torch.testing.assert_close(out, torch.nn.functional.silu(gate) * 3, rtol=1e-5, atol=1e-30)
+def test_large_gates_do_not_overflow(width, gate, kernels):
+    gates = torch.tensor([-1e4, -100.0, -88.0, 0.0, 88.0, 1e4]).repeat_interleave(width).view(6, 1, width)
+    out = kernels.silu_mul(torch.cat([gates, torch.full_like(gates, 3.0)], -1), gate)
+    torch.testing.assert_close(out, GATES[gate](gates) * 3, rtol=1e-5, atol=1e-30)
+
+
+def test_a_gate_of_experts_alone_is_refused():
+    with pytest.raises(ValueError, match="clamped_silu is of experts only"):
+        ops.silu_mul(torch.ones(2, 4), "clamped_silu")
 
 
 def gated_operands(rows, out, width, dtype):

@@ -55,7 +55,7 @@ bool run_swiglu(const Call& call, void* const* outputs) {
   const std::unique_ptr<char[]> gate_up(new char[p.rows * p.out_features * call.seen[0].t.element_size()]);
   p.out = gate_up.get();
   run_kernel(&CpuKernels::linear, p, torch.num_threads(), call.bytes);
-  SiluMulParams gated{p.out, outputs[0], p.rows, p.features[0], p.dtype, 0};
+  SiluMulParams gated{p.out, outputs[0], p.rows, p.features[0], Gate::kSilu, p.dtype, 0};
   run_kernel(&CpuKernels::silu_mul, gated, p.threads, call.bytes);
   return true;
 }

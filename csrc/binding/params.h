@@ -107,13 +107,21 @@ struct DraftRowsParams {
                 rows, num_drafts, vocab, hidden, mask_id, scale, dtype)
 };
 
+// How the two halves of a product are combined; each is x * sigmoid(s) times the other half.
+enum class Gate : int32_t {
+  kSilu = 0,         // gate * sigmoid(gate) * up
+  kGeluTanh = 1,     // gelu(gate) * up, by the approximation with tanh: s = sqrt(8 / pi) (gate + 0.044715 gate^3)
+  kClampedSilu = 2,  // gate * sigmoid(alpha gate) * (up + 1), gate at most `limit`, up in -limit .. limit
+};
+
 // out = silu(gate) * up, gate and up packed side by side.
 struct SiluMulParams {
   const void* gate_up;  // [rows, 2 * width]: gate, then up
   void* out;            // [rows, width]
   int64_t rows, width;
+  Gate gate;  // kSilu or kGeluTanh
   DType dtype;
-  DFLASH_PARAMS(gate_up, out, rows, width, dtype)
+  DFLASH_PARAMS(gate_up, out, rows, width, gate, dtype)
 };
 
 // out = x * sigmoid(gate), as attention with an output gate has it per head.
@@ -634,13 +642,6 @@ struct UnpackBlocksParams {
   int64_t rows, features, columns;
   Format format;
   DFLASH_PARAMS(packed, ids, out, rows, features, columns, format)
-};
-
-// How an expert combines the two halves of its first product; each is x * sigmoid(s) times the other half.
-enum class Gate : int32_t {
-  kSilu = 0,         // gate * sigmoid(gate) * up
-  kGeluTanh = 1,     // gelu(gate) * up, by the approximation with tanh: s = sqrt(8 / pi) (gate + 0.044715 gate^3)
-  kClampedSilu = 2,  // gate * sigmoid(alpha gate) * (up + 1), gate at most `limit`, up in -limit .. limit
 };
 
 // out[r] = the sum over slots of scores[r, slot] * down(gate(gate_up(x[r]))) of expert ids[r, slot], slots

@@ -259,7 +259,7 @@ class Pass {
     const LinearPart up[] = {{layer.gate, nullptr, gate_up, p.width, 2 * p.width, 0},
                              {layer.up, nullptr, gate_up + p.width, p.width, 2 * p.width, 0}};
     linear_parts(normed, n, hidden, up, 2, p.dtype, p.threads);
-    silu_mul({gate_up, activated, n, p.width, p.dtype, p.threads});
+    silu_mul({gate_up, activated, n, p.width, Gate::kSilu, p.dtype, p.threads});
     const LinearPart down{layer.down, nullptr, delta, hidden, hidden, 0};
     linear_parts(activated, n, p.width, &down, 1, p.dtype, p.threads);
   }

@@ -31,6 +31,7 @@ class KVCache:
     Attributes:
         keys, values: layer index, or `further_index` -> buffer. A layer that shares another's keys and values has none.
         rotary: ``(cos, sin)``, each ``[capacity, rotary / 2]`` float32, for layers on `dflash.ops`; else None.
+        local_rotary: likewise, of layers with a window; None if it is that of the others.
         sequences: ``[batch]`` int64, those of the buffers that a pass runs (see `only`); None for all.
 
     Args:
@@ -41,6 +42,7 @@ class KVCache:
 
     def __init__(self, batch_size: int, capacity: int, rotary: tuple[Tensor, Tensor] | None = None) -> None:
         self.batch_size, self.capacity, self.rotary = batch_size, capacity, rotary
+        self.local_rotary: tuple[Tensor, Tensor] | None = None
         self._whole: Self | None = None  # the cache that this one is `_rows` of
         self._rows = _ALL_ROWS
         self.sequences: Tensor | None = None

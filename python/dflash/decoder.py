@@ -34,9 +34,9 @@ def rotation(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tenso
 class DecoderStack:
     """Decoder layers and the final norm: one op on the CPU for few rows, else op by op.
 
-    A layer with attention is 9 launches then (13 with convolutions over the block), one with a Gated DeltaNet 10. With
-    experts it always goes op by op. Context rows are put in front of the block's by whatever makes the input of q, k
-    and v.
+    A layer with attention is 9 launches then (13 with convolutions over the block), one with a Gated DeltaNet 10.
+    With experts, norms after its sublayers (Gemma) or another gate than SiLU it always goes op by op. Context rows
+    are put in front of the block's by whatever makes the input of q, k and v.
 
     Args:
         layers: the weights, used where they are.
@@ -54,7 +54,7 @@ class DecoderStack:
         self.layers, self.norm = tuple(layers), norm
         self.eps, self.scale, self.taps, self.zero_centered = eps, scale, tuple(taps), zero_centered
         self._options = {"eps": eps, "scale": scale, "taps": self.taps, "zero_centered": zero_centered}
-        one_op = all(layer.experts is None for layer in self.layers)
+        one_op = all(layer.is_plain for layer in self.layers)
         self._packed = PackedLayers(self.layers, norm, **self._options) if one_op else None
         self._attention_layers = [i for i, layer in enumerate(self.layers) if not layer.is_recurrent]
 
@@ -134,10 +134,11 @@ class DecoderStack:
                 delta = self._delta_net(i, hidden, inputs.cache)
             else:
                 delta = product(self._attention(i, hidden, inputs), layer.o, layer.o_bias)
+            delta = self._out_norm(layer.attention_out_norm, delta)
             hidden, residual = self._add_norm(layer.attention_conv, delta, kernels, residual, layer.post_norm)
             # 2. MLP, whose residual sum is also the tap
             hidden, kernels = _prepare(layer.mlp_conv, hidden)
-            delta = _mlp(layer, hidden)
+            delta = self._out_norm(layer.mlp_out_norm, _mlp(layer, hidden))
             norm = (norms[i], taps.get(i), self._front(i + 1, inputs))
             hidden, residual = self._add_norm(layer.mlp_conv, delta, kernels, residual, *norm)
         if last_tap is not None:
@@ -148,6 +149,10 @@ class DecoderStack:
         """Return the rows that the norm before a layer's mixer, or the final norm, puts in front of its own."""
         last = index == len(self.layers)
         return None if last or self.layers[index].attention_conv is not None else inputs.context
+
+    def _out_norm(self, weight: Tensor | None, delta: Tensor) -> Tensor:
+        """Return a sublayer's output, after its norm if it has one."""
+        return delta if weight is None else ops.rms_norm(delta, weight, self.eps, None, self.zero_centered)
 
     def _add_norm(
         self, conv: BlockConv | None, delta: Tensor, kernels: Tensor | None, residual: Tensor, weight: Tensor,
@@ -172,9 +177,10 @@ class DecoderStack:
         qkv = products(rows_in, (layer.q, layer.k, layer.v), biases)
         query = qkv.new_empty(qkv.shape[0], rows, layer.o.shape[1] // head_dim, head_dim)
         norms = (layer.q_norm, layer.k_norm, self.eps)
+        rotary = inputs.cache.rotary if not layer.window else inputs.cache.local_rotary or inputs.cache.rotary
         ops.qkv_norm_rope_append_(
             qkv, inputs.lengths, inputs.num_context, None if inputs.tree is None else inputs.tree.depth,
-            *inputs.cache.rotary, *norms, query, keys, values, self.zero_centered, layer.gated, prefetch=True,
+            *rotary, *norms, query, keys, values, self.zero_centered, layer.gated, prefetch=True,
         )  # fmt: skip
         attended = ops.block_attention(
             query, keys, values, inputs.lengths, self.scale, layer.causal, layer.window, 0.0, layer.sinks,
@@ -209,8 +215,8 @@ def _prepare(conv: BlockConv | None, hidden: Tensor, front: Tensor | None = None
 def _mlp(layer: DecoderLayer | DeltaNetLayer, hidden: Tensor) -> Tensor:
     if layer.experts is not None:
         return layer.experts(hidden)
-    if format_name(layer.gate) != format_name(layer.up):
-        return product(ops.silu_mul(products(hidden, (layer.gate, layer.up))), layer.down)
+    if layer.gate_kind != "silu" or format_name(layer.gate) != format_name(layer.up):
+        return product(ops.silu_mul(products(hidden, (layer.gate, layer.up)), layer.gate_kind), layer.down)
     (gate, up), *stored = split_weights(layer.gate, layer.up)
     return product(ops.swiglu(hidden, gate, up, True, *stored), layer.down)
 

@@ -197,7 +197,7 @@ class Generator:
         # memory that it writes must not be another's by then.
         report, rows = self.state.report.tensor, self.state.block.numel()
         on_gpu = report.device.type == "cuda"
-        self.runner: Direct | Replay = Replay(report) if on_gpu else Direct(report, prepared.keeps_bits(rows))
+        self.runner: Direct | Replay = Replay(report) if on_gpu else Direct(report, prepared.is_exact_for(rows))
         weakref.finalize(self, self.runner.drain).atexit = False
         self.step: Callable[[], None] = functools.partial(step, self.engine)
         self.compiles_step = options["compile"] and not on_gpu

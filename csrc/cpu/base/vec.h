@@ -222,8 +222,13 @@ static inline Vec exp_vec(Vec x) {
   return reinterpret_cast<Vec>(reinterpret_cast<IVec>(y) & ~under);
 }
 
-// x / (1 + exp(-x)). exp_vec saturates, but far below zero silu is 0, and NaN at -infinity.
-static inline Vec silu(Vec x) { return x < splat(-104.0f) ? x - x : x / (exp_vec(-x) + 1.0f); }
+// x / (1 + exp(-s)). exp_vec saturates, but far below zero the sigmoid is 0, and its product with -infinity NaN.
+static inline Vec times_sigmoid(Vec x, Vec s) { return s < splat(-104.0f) ? x - x : x / (exp_vec(-s) + 1.0f); }
+
+static inline Vec silu(Vec x) { return times_sigmoid(x, x); }
+
+// The s of gelu(x) = x * sigmoid(s) by the approximation with tanh: sqrt(8 / pi) (x + 0.044715 x^3).
+static inline Vec gelu_sigmoid(Vec x) { return x * 1.5957691216f * fma_vec(x * x, splat(0.044715f), splat(1.0f)); }
 
 // exp_vec of one number.
 static inline float exp_one(float x) { return exp_vec(splat(x))[0]; }

@@ -131,19 +131,18 @@ static void transposed_product(const T* x, int64_t rows, int64_t in, const T* we
   });
 }
 
-// gate * sigmoid(s) * up, by the expert's kind of gate. exp_vec saturates, but far below zero the sigmoid is 0, and its
-// product with -infinity NaN.
+// gate * sigmoid(s) * up, by the expert's kind of gate.
 static inline Vec gated(const ExpertsParams& p, Vec gate, Vec up) {
   Vec s = gate;
   if (p.gate == Gate::kGeluTanh) {
-    s = gate * 1.5957691216f * fma_vec(gate * gate, splat(0.044715f), splat(1.0f));
+    s = gelu_sigmoid(gate);
   } else if (p.gate == Gate::kClampedSilu) {
     const Vec limit = splat(p.limit), low = splat(-p.limit);
     gate = gate > limit ? limit : gate;
     up = (up > limit ? limit : up < low ? low : up) + 1.0f;
     s = gate * p.alpha;
   }
-  return (s < splat(-104.0f) ? gate - gate : gate / (exp_vec(-s) + 1.0f)) * up;
+  return times_sigmoid(gate, s) * up;
 }
 
 template <typename T>

@@ -98,8 +98,10 @@ static void silu_mul_row(const SiluMulParams& p, int64_t row) {
   const T* gate = static_cast<const T*>(p.gate_up) + row * 2 * n;
   const T* up = gate + n;
   T* out = static_cast<T*>(p.out) + row * n;
-  over_vectors(
-      n, [&](int64_t i, auto count) { store(out + i, silu(load(gate + i, count)) * load(up + i, count), count); });
+  over_vectors(n, [&](int64_t i, auto count) {
+    const Vec x = load(gate + i, count), s = p.gate == Gate::kGeluTanh ? gelu_sigmoid(x) : x;
+    store(out + i, times_sigmoid(x, s) * load(up + i, count), count);
+  });
 }
 
 template <typename T>

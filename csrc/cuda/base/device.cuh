@@ -205,6 +205,9 @@ __device__ __forceinline__ void round_to(float (&v)[kWidth]) {
   for (int i = 0; i < kWidth; ++i) v[i] = to_float(from_float<T>(v[i]));
 }
 
+// The s of gelu(x) = x * sigmoid(s) by the approximation with tanh: sqrt(8 / pi) (x + 0.044715 x^3).
+__device__ __forceinline__ float gelu_sigmoid(float x) { return x * 1.5957691216f * __fmaf_rn(x * x, 0.044715f, 1.0f); }
+
 // gate / (1 + exp(-gate)) * up
 __device__ __forceinline__ float silu_mul(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
 

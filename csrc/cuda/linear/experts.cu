@@ -193,7 +193,7 @@ static __device__ __forceinline__ void multiply(float (&sums)[kRows / 16][2][4],
 static __device__ __forceinline__ float gated(const ExpertsParams& p, float gate, float up) {
   float s = gate;
   if (p.gate == Gate::kGeluTanh) {
-    s = gate * 1.5957691216f * __fmaf_rn(gate * gate, 0.044715f, 1.0f);
+    s = gelu_sigmoid(gate);
   } else if (p.gate == Gate::kClampedSilu) {
     gate = gate > p.limit ? p.limit : gate;
     up = (up > p.limit ? p.limit : up < -p.limit ? -p.limit : up) + 1.0f;

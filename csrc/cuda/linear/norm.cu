@@ -235,7 +235,9 @@ static __global__ void __launch_bounds__(kElementThreads, 1) silu_mul_kernel(con
   load<T, kWidth>(gate, g);
   load<T, kWidth>(gate + p.width, u);
 #pragma unroll
-  for (int e = 0; e < kWidth; ++e) g[e] = silu_mul(g[e], u[e]);
+  for (int e = 0; e < kWidth; ++e) {
+    g[e] = p.gate == Gate::kGeluTanh ? g[e] / (1.0f + expf(-gelu_sigmoid(g[e]))) * u[e] : silu_mul(g[e], u[e]);
+  }
   store<T, kWidth>(static_cast<T*>(p.out) + i, g);
 }
 

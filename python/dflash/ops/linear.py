@@ -44,7 +44,7 @@ def _swiglu(launch: Launcher, s: Scope) -> Tensor:
         launch("linear", s)
         return s.out
     both = linears.op.call(launch, s.x, [s.gate, s.up], (), s.prefetch, s.scales, s.arguments[-1])
-    return silu_mul.op.call(launch, both)
+    return silu_mul.op.call(launch, both, "silu")
 
 
 def _plan(
@@ -183,11 +183,15 @@ def swiglu(
 @op(
     "gate_up[batch.., columns]",
     "out[batch.., columns // 2]",
-    where="ndim(gate_up) >= 2; columns % 2 == 0",
+    where="ndim(gate_up) >= 2; columns % 2 == 0; gate <= 1: clamped_silu is of experts only",
     derived="width = columns // 2; rows = batch * min(width, 1)",
+    choices={"gate": _C.GATES},
 )
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Compute ``silu(gate) * up [..., width]`` of ``gate_up [..., 2 * width]`` side by side, in fp32, rounded once."""
+def silu_mul(gate_up: Tensor, gate: str = "silu") -> Tensor:
+    """Compute ``silu(gate) * up [..., width]`` of ``gate_up [..., 2 * width]`` side by side, in fp32, rounded once.
+
+    ``gate="gelu_tanh"`` takes gelu, by the approximation with tanh, in silu's place.
+    """
 
 
 @op(

@@ -84,10 +84,10 @@ def draft_rows(
     return (embeds.to(_compute_dtype(embeds)) * scale).to(embeds.dtype), anchor[:, 0].clone(), positions
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` for ``gate_up = [gate, up]`` side by side."""
-    gate, up = gate_up.to(_compute_dtype(gate_up)).chunk(2, -1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+def silu_mul(gate_up: Tensor, gate: str = "silu") -> Tensor:
+    """``silu(gate) * up`` for ``gate_up = [gate, up]`` side by side; with gelu if ``gate`` is "gelu_tanh"."""
+    first, up = gate_up.to(_compute_dtype(gate_up)).chunk(2, -1)
+    return _gated(first, up, gate, 0.0, 0.0).to(gate_up.dtype)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:

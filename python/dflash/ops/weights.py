@@ -57,8 +57,16 @@ class DecoderLayer(NamedTuple):
     experts: Experts | None = None
     attention_conv: BlockConv | None = None
     mlp_conv: BlockConv | None = None
+    attention_out_norm: Tensor | None = None  # [hidden], of what the attention adds; with it goes mlp_out_norm
+    mlp_out_norm: Tensor | None = None  # [hidden]
+    gate_kind: str = "silu"  # or "gelu_tanh"
 
     is_recurrent = False
+
+    @property
+    def is_plain(self) -> bool:
+        """True if `decoder_layers` can run the layer."""
+        return self.experts is None and self.attention_out_norm is None and self.gate_kind == "silu"
 
 
 class DeltaNetLayer(NamedTuple):
@@ -86,7 +94,13 @@ class DeltaNetLayer(NamedTuple):
     experts: Experts | None = None
 
     is_recurrent = True
-    attention_conv = mlp_conv = None
+    attention_conv = mlp_conv = attention_out_norm = mlp_out_norm = None
+    gate_kind = "silu"
+
+    @property
+    def is_plain(self) -> bool:
+        """True if `decoder_layers` can run the layer."""
+        return self.experts is None
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:

@@ -70,12 +70,15 @@ class Family(NamedTuple):
         prefix: of all its classes.
         text: in the names of the decoder's and of the rotary embedding's class.
         gated: full attention has output gates, next to Gated DeltaNets; norms multiply by ``1 + weight``.
+        sandwiched: each sublayer has a norm after it too, layers with a window their own RoPE, and embeddings a scale;
+            norms multiply by ``1 + weight``.
     """
 
     package: str
     prefix: str
     text: str = ""
     gated: bool = False
+    sandwiched: bool = False
 
     def is_a(self, module: object, name: str) -> bool:
         """Return True if the class is exactly the family's own class of this name."""
@@ -88,13 +91,20 @@ class Family(NamedTuple):
             return (has_biases or getattr(module, "bias", None) is None) and getattr(module, "order", None) is None
         if self.is_a(module, "SparseMoeBlock"):  # runs as it is
             return True
+        if self.sandwiched and type(module) is GELUTanh:
+            return True
         is_attention = self.is_a(module, "Attention")
         is_own = is_attention or any(self.is_a(module, name) for name in _PARTS)
         return is_own and all(self.fits(child, is_attention) for child in module.children())
 
     def decoder(self, model: nn.Module) -> nn.Module | None:
         """Return the module that holds the layers, if the model has the family's class."""
-        if self.text and self.is_a(model, "ForConditionalGeneration") and self.is_a(model.model, "Model"):
+        if (
+            self.text
+            and not self.sandwiched
+            and self.is_a(model, "ForConditionalGeneration")
+            and self.is_a(model.model, "Model")
+        ):
             return model.model.language_model
         return model.model if self.is_a(model, "ForCausalLM") else None
 
@@ -103,18 +113,20 @@ class Family(NamedTuple):
         decoder, head = self.decoder(model), model.get_output_embeddings()
         if not self.is_a(decoder, f"{self.text}Model") or not all(map(_is_plain_module, model.modules())):
             return False
-        is_own = type(head) in _LINEARS and type(decoder.embed_tokens) in (nn.Embedding, PackedEmbedding)
-        if not is_own or getattr(head, "order", None) is not None:
+        embed, config = decoder.embed_tokens, decoder.config
+        is_scaled = self.sandwiched and self.is_a(embed, "TextScaledWordEmbedding")
+        is_own = type(head) in _LINEARS and (is_scaled or type(embed) in (nn.Embedding, PackedEmbedding))
+        if not is_own or getattr(head, "order", None) is not None or any(getattr(config, key, None) for key in _CAPS):
             return False
         layers = layers_of(decoder)
         mixers = [getattr(layer, "self_attn", None) or getattr(layer, "linear_attn", None) for layer in layers]
         return (
-            decoder.embed_tokens.max_norm is None  # changes few embeddings, perhaps none of a trial run's
+            embed.max_norm is None  # changes few embeddings, perhaps none of a trial run's
             and self.is_a(decoder.norm, "RMSNorm")
-            and self.is_a(decoder.rotary_emb, f"{self.text}RotaryEmbedding")
+            and any(self.is_a(decoder.rotary_emb, f"{text}RotaryEmbedding") for text in {"", self.text})
             and all(map(self.fits, layers))
             and any(hasattr(layer, "self_attn") for layer in layers)
-            and len(layers) == decoder.config.num_hidden_layers
+            and len(layers) == config.num_hidden_layers
             # Else a layer has no mixer, or layers share keys and values
             and [getattr(mixer, "layer_idx", None) for mixer in mixers] == list(range(len(layers)))
             and _are_plain_tensors([*decoder.parameters(), *head.parameters()])
@@ -122,7 +134,7 @@ class Family(NamedTuple):
 
     def layer(self, layer: nn.Module) -> DecoderLayer | DeltaNetLayer:
         """Return the weights of an accepted layer."""
-        norms = {"input_norm": layer.input_layernorm.weight, "post_norm": layer.post_attention_layernorm.weight}
+        norms = {name: getattr(layer, theirs).weight for name, theirs in _NORMS[self.sandwiched].items()}
         shared = {**norms, **self._mlp(layer.mlp)}
         if hasattr(layer, "self_attn"):
             attention = layer.self_attn
@@ -137,6 +149,7 @@ class Family(NamedTuple):
                 k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
                 window=0 if self.gated else max(config_values(owner, "sliding_window"), default=0),
                 gated=self.gated,
+                gate_kind=_ACTIVATIONS.get(type(getattr(layer.mlp, "act_fn", None)), "silu"),
             )
         mixer = layer.linear_attn
         together = {"qkv": "qkvz", "b": "ba"} if hasattr(mixer, "in_proj_qkvz") else {name: name for name in _DELTA_NET}
@@ -162,6 +175,14 @@ class Family(NamedTuple):
 _LINEARS = (nn.Linear, PackedLinear)
 _PLAIN = (*_LINEARS, nn.Conv1d, nn.SiLU, SiLUActivation)
 _PARTS = ("DecoderLayer", "GatedDeltaNet", "MLP", "RMSNorm", "RMSNormGated")  # classes of a layer, next to Attention
+_BEFORE = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+_AROUND = {
+    "input_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm",
+    "post_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+_NORMS = {False: _BEFORE, True: _AROUND}  # of a layer, by `Family.sandwiched`
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")  # that no family has on
+_ROPES = ("", "full_attention_", "sliding_attention_")  # before the names of a rotary embedding's tables
 _DELTA_NET = ("qkv", "z", "b", "a")  # the input projections of a Gated DeltaNet
 _FAMILIES = {  # by model_type; windows, head norms and biases are read off the modules
     "llama": Family("llama", "Llama"),
@@ -169,6 +190,7 @@ _FAMILIES = {  # by model_type; windows, head norms and biases are read off the 
     "qwen2": Family("qwen2", "Qwen2"),
     "qwen3": Family("qwen3", "Qwen3"),
     "qwen3_moe": Family("qwen3_moe", "Qwen3Moe"),
+    "gemma3_text": Family("gemma3", "Gemma3", "Text", sandwiched=True),
     "qwen3_next": Family("qwen3_next", "Qwen3Next", gated=True),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), Family("qwen3_5", "Qwen3_5", "Text", gated=True)),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), Family("qwen3_5_moe", "Qwen3_5Moe", "Text", gated=True)),
@@ -213,13 +235,15 @@ class FusedTarget:
         self.embedding = self._embed.weight
         self.num_kv_heads, self.head_dim = attention.k_proj.weight.shape[0] // attention.head_dim, attention.head_dim
         self._family, self._layers = family, layers
+        zero_centered = family.gated or family.sandwiched
         self.stack = DecoderStack(
-            list(map(family.layer, layers)), norm.weight, eps=norm.eps if family.gated else norm.variance_epsilon,
-            scale=float(attention.scaling), taps=target_layer_ids, zero_centered=family.gated,
+            list(map(family.layer, layers)), norm.weight, eps=norm.eps if zero_centered else norm.variance_epsilon,
+            scale=float(attention.scaling), taps=target_layer_ids, zero_centered=zero_centered,
         )  # fmt: skip
         self.is_packed = self._is_packed()
         self._rotary = decoder.rotary_emb
-        self._inv_freq = self._rotary.inv_freq.detach().clone()  # what the tables were made of
+        self._ropes = [name for name in _ROPES if hasattr(self._rotary, f"{name}inv_freq")]
+        self._inv_freq = self._frequencies().clone()  # what the tables were made of
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -241,8 +265,8 @@ class FusedTarget:
     def refresh(self, cache: KVCache) -> None:
         """Notice changed weights and frequencies, and fit a cache that another target has made."""
         self.stack.refresh()
-        if not torch.equal(self._inv_freq, self._rotary.inv_freq):
-            self._inv_freq = self._rotary.inv_freq.detach().clone()
+        if not torch.equal(self._inv_freq, frequencies := self._frequencies()):
+            self._inv_freq = frequencies.clone()
             for positions, tables in self._tables.items():  # in place: compiled and captured steps hold their addresses
                 for table, new in zip(tables, self._table(positions), strict=True):
                     table.copy_(new)
@@ -250,7 +274,8 @@ class FusedTarget:
         positions = cache.capacity
         if positions not in self._tables:
             self._tables[positions] = self._table(positions)
-        cache.rotary = self._tables[positions]
+        first, *others = zip(*self._tables[positions], strict=True)
+        cache.rotary, cache.local_rotary = first, next(iter(others), None)
         like = self.embedding.detach()
         heads = like.new_empty(1, self.num_kv_heads, 0, self.head_dim)
         for i, layer in enumerate(self.stack.layers):
@@ -265,9 +290,16 @@ class FusedTarget:
                 wide[..., 0].expand(1, 0, num_heads),
             )  # fmt: skip
 
+    def _frequencies(self) -> Tensor:
+        """Return the frequencies of each RoPE, ``[ropes, rotary / 2]``: that of most layers, then that with windows."""
+        return torch.stack([getattr(self._rotary, f"{name}inv_freq").detach() for name in self._ropes])
+
     def _table(self, positions: int) -> tuple[Tensor, Tensor]:
         every = torch.arange(positions, device=self._inv_freq.device)
-        return rotation(every, self._inv_freq, self._rotary.attention_scaling)
+        scales = [getattr(self._rotary, f"{name}attention_scaling") for name in self._ropes]
+        tables = [rotation(every, *rope) for rope in zip(self._inv_freq, scales, strict=True)]
+        cos, sin = map(torch.stack, zip(*tables, strict=True))
+        return cos, sin
 
     def handles(self, rows: int) -> bool:
         """Return True if a pass over so many rows runs here. torch's matrix products are faster for more rows."""
@@ -288,6 +320,8 @@ class FusedTarget:
             table = self.embedding.detach()[None]
             embeds = table.new_empty(1, ids.numel(), table.shape[2])
             ops.gather_rows_(table, ids.reshape(1, -1), embeds)  # an id of -1 counts as 0
+            if self._family.sandwiched:
+                embeds = embeds * self._embed.embed_scale.to(embeds.dtype)
         hidden, tapped = self.stack(embeds.view(*ids.shape, -1), lengths, cache, tree=tree, tapped=tapped)
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden.index_select(1, logits_to_keep)
@@ -301,9 +335,9 @@ class FusedTarget:
 
 
 NOT_FUSED = (
-    "fused=True needs exactly a Llama, Mistral, Qwen2, Qwen3 (with experts or without), Qwen3-Next or Qwen3.5 of "
-    "transformers, with no function replaced and no hooks, with dense weights of one dtype that the kernels take and "
-    'each layer tapped at most once, got {model}: pass fused=False or "auto"'
+    "fused=True needs exactly a Llama, Mistral, Qwen2, Qwen3 (with experts or without), Qwen3-Next, Qwen3.5 or Gemma 3 "
+    "of transformers, with no function replaced and no hooks, with dense weights of one dtype that the kernels take, "
+    'and each layer tapped at most once, got {model}: pass fused=False or "auto"'
 )
 
 

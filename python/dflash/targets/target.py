@@ -181,7 +181,7 @@ class Target:
             self._fused.refresh(cache)
 
     def is_exact_for(self, rows: int) -> bool:
-        """Return True if a pass over so many rows, or fewer, gives each the bits that it has alone.
+        """Return True if a pass over so many rows, or fewer, gives each the bits that it has alone, in any threads.
 
         It does not with experts, whose routers are transformers' modules.
         """
@@ -308,10 +308,6 @@ class Target:
         elif features is not None and taps:  # the first rows of each sequence's: torch.compile takes no such `out`
             features.copy_(torch.cat(taps, -1))
         return logits
-
-    def keeps_bits(self, rows: int) -> bool:
-        """Return True if no bit of a pass over so many rows depends on the number of threads."""
-        return self._fused is not None and self._fused.handles(rows)
 
     def _can_leave_out(self, block: Block, live: Tensor) -> bool:
         """Return True if a pass over a block can leave out sequences. The others' bits do not depend on it."""
