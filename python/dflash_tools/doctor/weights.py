@@ -23,7 +23,6 @@ _BITS = {
     "U8": 8,
     "I8": 8,
 }
-_FORMATS = {row.blocks: row for row in ops.FORMATS.values() if row.blocks}
 _EMBEDDINGS = "token_embd.weight", "embed_tokens.weight"
 
 
@@ -105,9 +104,10 @@ def examine_weights(source: sources.Source, dtype: str) -> WeightsReport:
         becomes = str(made or tensor.type).removeprefix("torch.")
         memory = tensor.size if made is None else math.prod(tensor.shape) * made.itemsize
         if is_packed and len(tensor.shape) > 1 and tensor.type not in ("F32", "F16", "BF16"):
-            stays = tensor.type in _FORMATS
+            stays = tensor.type in ops.BLOCKS
             becomes = "stays packed" if stays else "Q8_0"
-            memory = math.prod(tensor.shape[:-1]) * _FORMATS[tensor.type if stays else "Q8_0"].size(tensor.shape[-1])
+            form = ops.FORMATS[ops.BLOCKS[tensor.type if stays else "Q8_0"]]
+            memory = math.prod(tensor.shape[:-1]) * form.size(tensor.shape[-1])
         kind = kinds.setdefault((tensor.type, becomes), TensorKind(tensor.type, becomes))
         is_looked_up = tensor.name.endswith(_EMBEDDINGS) and has_head
         share = 0.0 if is_looked_up else chosen if "_exps." in tensor.name or ".experts." in tensor.name else 1.0
