@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..ops import BLOCKS, PackedWeight
 from ..terminal import listed, named, printable
 
 DRAFT_ARCHITECTURES = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
@@ -143,6 +144,36 @@ class GgufFile:
         except NotImplementedError:
             what = f"tensor {named(name)} is stored as {kind.name}, which the gguf package cannot read"
             raise ValueError(f"{printable(self.path)}: {what}") from None
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksOfFile:
+    """A quantized tensor of a file, read when it is needed."""
+
+    file: GgufFile
+    name: str
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.file.shapes[self.name])
+
+    @property
+    def obstacle(self) -> str:
+        """Why it cannot stay packed; empty if it can."""
+        kind = self.file.kind(self.name)
+        return "" if kind in BLOCKS else f"no kernel reads {kind}"
+
+    def dense(self) -> Tensor:
+        """Return the values in float32."""
+        return self.file.tensor(self.name)
+
+    @functools.cached_property
+    def _packed(self) -> PackedWeight:
+        rows = torch.from_numpy(self.file.rows(self.name).copy())
+        return PackedWeight.of_blocks(rows, BLOCKS[self.file.kind(self.name)], self.shape[-1])
+
+    def pack(self) -> tuple[PackedWeight, None]:
+        return self._packed, None  # the same for all parameters that it is
 
 
 def read_gguf(path: Path) -> GgufFile:

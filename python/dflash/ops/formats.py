@@ -234,20 +234,24 @@ class PackedWeight(NamedTuple):
     @classmethod
     @torch.inference_mode(False)  # the tensors outlive a call
     @torch.no_grad()
-    def of(cls, weight: Tensor, format: str) -> PackedWeight:
+    def of(cls, weight: Weight, format: str) -> PackedWeight:
         """Return the nearest weight ``[..., out, in]``: each channel's largest magnitude becomes the largest integer.
+
+        ``weight`` may be one in blocks.
 
         Raises:
             NotFiniteError: a value is infinite or NaN.
         """
-        made, columns = FORMATS[format], weight.shape[-1]
+        made, columns, blocks = FORMATS[format], weight.shape[-1], ""
+        if isinstance(weight, PackedWeight):
+            weight, blocks = weight.packed, weight.format
         largest = 127  # of 8 bits
         packed = weight.new_empty(*weight.shape[:-1], made.size(columns), dtype=torch.uint8)
         scales = weight.new_empty(weight.shape[:-1], dtype=torch.float32)
         rows = made.order.tile * max(1, _WIDENED // (made.order.tile * max(1, columns)))
         for matrices in zip(*map(_matrices, (weight, packed, scales[..., None])), strict=True):
             for piece, to, scale in zip(*(x.split(rows) for x in matrices), strict=True):
-                wide = piece.float()
+                wide = unpack(piece, blocks).dense()[:, :columns] if blocks else piece.float()
                 torch.div(wide.abs().amax(1, True) if columns else torch.zeros_like(scale), largest, out=scale)
                 if not scale.isfinite().all():
                     raise NotFiniteError(weight, "NaN" if scale.isnan().any() else "infinity")
