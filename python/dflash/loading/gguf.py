@@ -185,7 +185,7 @@ def read_gguf(path: Path) -> GgufFile:
         raise ValueError(f"{where}: cannot be read: {error}") from error
     if bytes(data[:4]) != b"GGUF":
         raise ValueError(f"{where} is not a GGUF file: it does not begin with GGUF")
-    place = 4
+    place, length = 4, struct.Struct("<Q").unpack_from
 
     def take(form: str, count: int = 1) -> tuple[Any, ...]:
         nonlocal place
@@ -195,8 +195,13 @@ def read_gguf(path: Path) -> GgufFile:
         place += struct.calcsize(form) * count
         return values
 
-    def string() -> str:
-        return take("s", take("Q")[0])[0].decode("utf-8", "replace")
+    def string() -> str:  # vocabularies have hundreds of thousands
+        nonlocal place
+        start = place + 8
+        if (end := start + length(data, place)[0]) > total:
+            raise struct.error
+        place = end
+        return str(data[start:end], "utf-8", "replace")
 
     def value(kind: int, depth: int = 0) -> Any:
         if kind == _STRING:

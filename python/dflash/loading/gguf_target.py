@@ -105,7 +105,8 @@ class _Part(NamedTuple):
             return None
         (kind, *others), change = self.kinds, self.change(self.row.values)
         if not others and kind in BLOCKS and change is None and not self.scales:
-            rows = np.concatenate([self.file.rows(name) for name in self.names], self.axis)
+            every = [self.file.rows(name) for name in self.names]
+            rows = every[0] if len(every) == 1 else np.concatenate(every, self.axis)  # the file's own memory, or a copy
             if (order := self.order(self.row.rows, rows.shape[0])) is not None:
                 rows = rows[order.numpy()]
             order = self.order(self.row.columns, self.shape[-1])
