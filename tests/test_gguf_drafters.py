@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 import dflash
 from dflash.loading.gguf import GgufFile
-from dflash_tools.doctor.diagnosis import check_file
+from dflash_tools.doctor.diagnosis import check_file, describe_packed
 from dflash_tools.train.export import export
 
 Q8_0, Q4_0, Q5_1, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q5_1", "F16", "BF16"))
@@ -90,6 +90,10 @@ def test_quantized_weights_stay_packed_and_plain_types_are_kept(tmp_path, stored
     kept, read = dflash.load_draft(path), dflash.load_draft(path, keeps_blocks=False)
     assert kept.dtype == read.dtype == dtype
     assert len(kept.packed_weights()) == (0 if stored in (F16, BF16) else 1 + 3 * 6), "88 columns are no whole blocks"
+    names = ["fc", *(f"layers.*.self_attn.{name}_proj" for name in "qkvo"), "layers.*.mlp.gate_proj"]
+    names = ", ".join(f"{name}.weight" for name in (*names, "layers.*.mlp.up_proj"))
+    told = [] if stored in (F16, BF16) else [f"the drafter's weights in {stored.name} stay packed: {names}"]
+    assert list(describe_packed(kept)) == told
     for name, tensor in kept.weights().items():
         values = tensor if isinstance(tensor, torch.Tensor) else tensor.dense()
         assert torch.equal(read.get_parameter(name), values)
