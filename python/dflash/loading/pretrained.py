@@ -31,15 +31,8 @@ if TYPE_CHECKING:
 
 _ADAPTER = "adapter_config.json"
 _PROBES = (  # spaces, digits, capitals, marks, accents, scripts: vocabularies split these in their own ways
-    *(
-        "Hello world",
-        " a",
-        "a  b\n\n c\t",
-        "1234567 3.14",
-        "I'm DON'T",
-        "na\u00efve Stra\u00dfe",
-        "\u6771\u4eac \u05e9",
-    ),
+    *("Hello world", " a", "a  b\n\n c\t", "1234567 3.14", "I'm DON'T", "na\u00efve Stra\u00dfe"),
+    "\u6771\u4eac \u05e9",
     *("x\u0301 \ufb01", "\U0001f642", "f(x)=[x]; // y"),
 )
 _JSON_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")

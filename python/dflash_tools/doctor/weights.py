@@ -11,18 +11,7 @@ import torch
 
 from dflash.internals import files, ops, sources, targets
 
-_BITS = {
-    "F64": 64,
-    "F32": 32,
-    "F16": 16,
-    "BF16": 16,
-    "I64": 64,
-    "I32": 32,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "U8": 8,
-    "I8": 8,
-}
+_BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16}  # all others have 8
 _EMBEDDINGS = "token_embd.weight", "embed_tokens.weight"
 
 
