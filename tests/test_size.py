@@ -34,12 +34,13 @@ BUDGETS = {
     # panels, short names and imports inside of functions 100, which keep help at a few tenths of a second; a cache of
     # the help would need as many to stay true. Threads that follow the quota of a container 45: torch does not read
     # cgroups. Drafters under other trainers' names 75, quantized ones 75 by the readers of targets, a window and
-    # vocabularies of other sizes 30.
-    "engine": 14_850,
+    # vocabularies of other sizes 30. Quantized drafters that stay packed took 85: parameters are views of stacks, which
+    # packed weights cannot be. One reader of quantized weights serves drafters and targets now.
+    "engine": 14_890,
     # Of packed experts with biases and other gates, scaled embeddings and weights with another order of columns: 25.
     # Names of drafters' classes and keys, and why some are refused: 60; a window of the drafter: 20; threads 45; tables
-    # of settings that are read without torch 16.
-    "core": 9_070,
+    # of settings that are read without torch 16; packed weights of drafters 40.
+    "core": 9_090,
     # What strangers send took 150: calls read the same for every cut of a text, in linear time; values, limits and
     # connections refused before an answer begins. uvicorn has no bound for the rest of a request. What agents and
     # operators expect took 310: pictures in each API's own types 60, system messages as a template takes them and
