@@ -346,7 +346,7 @@ QUANTIZED = (
 
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
 @pytest.mark.parametrize("layout", QUANTIZED)
-def test_quantized_weights_become_dense(checkpoint, tmp_path, layout, fused):
+def test_quantized_weights_become_dense_if_asked_for_or_stay_packed(checkpoint, tmp_path, layout, fused):
     torch.manual_seed(0)
     settings, write = (PACKED | DENSE)[layout]
     names = ["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.1.self_attn.k_proj.weight"]
@@ -362,7 +362,11 @@ def test_quantized_weights_become_dense(checkpoint, tmp_path, layout, fused):
         tensors |= {f"{stem}{part}": tensor.contiguous() for part, tensor in parts.items()}
     save_checkpoint(checkpoint.folder, checkpoint.config | {"quantization_config": settings}, tensors)
     with pytest.warns(UserWarning, match=r"3 quantized weights become dense in torch.float32: fc.weight, .*o_proj.wei"):
-        draft = load_draft(checkpoint.folder)
+        draft = load_draft(checkpoint.folder, keeps_blocks=False)
+    kept, is_packed = load_draft(checkpoint.folder), layout in ("int4", "packed int8", "int8")
+    assert len(kept.packed_weights()) == ((5 if fused else 3) if is_packed else 0)
+    for name, tensor in kept.weights().items():
+        assert torch.equal(draft.get_parameter(name), tensor if isinstance(tensor, torch.Tensor) else tensor.dense())
     with pytest.warns(UserWarning, match="become dense"):
         export(checkpoint.folder, tmp_path / "out", "published")
     again = load_draft(tmp_path / "out").state_dict()

@@ -9,16 +9,17 @@ import gguf
 import pytest
 import torch
 from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, dflash2_dict, dspark_dict, sliding
+from families import make_target
 from gguf_files import MASK, draft_keys, draft_tensors, write_draft, write_llama
 from tiny_tokenizers import byte_fallback, byte_level
 from transformers import LlamaConfig
 
 import dflash
 from dflash.loading.gguf import GgufFile
-from dflash_tools.doctor.diagnosis import check_file
+from dflash_tools.doctor.diagnosis import check_file, describe_packed
 from dflash_tools.train.export import export
 
-Q8_0, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "F16", "BF16"))
+Q8_0, Q4_0, Q5_1, F16, BF16 = (gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "Q5_1", "F16", "BF16"))
 FORKS = ("dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 SCALES = {"attention_value_scale": 0.5, "input_embedding_scale": 8.0, "output_multiplier": 0.25}
 KINDS = {
@@ -77,17 +78,44 @@ def test_names_of_the_forks_are_read(tmp_path, arch):
     assert same(drafter, dflash.load_draft(path))
 
 
-@pytest.mark.parametrize(("stored", "dtype"), [(Q8_0, torch.float32), (F16, torch.float16), (BF16, torch.bfloat16)])
-def test_weights_are_dequantized_and_plain_types_are_kept(tmp_path, stored, dtype):
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [*((kind, torch.float32) for kind in (Q8_0, Q4_0, Q5_1)), (F16, torch.float16), (BF16, torch.bfloat16)],
+)
+def test_quantized_weights_stay_packed_and_plain_types_are_kept(tmp_path, stored, dtype):
     drafter, tensors = make(tmp_path / "draft", KINDS["first"])
     path = write_draft(tmp_path / "x.gguf", draft_keys(KINDS["first"]), draft_tensors(tensors), stored)
     weight = tensors["layers.1.mlp.gate_proj.weight"].numpy()
     expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight, stored), stored))
-    read = dflash.load_draft(path)
-    assert read.dtype == dtype
+    kept, read = dflash.load_draft(path), dflash.load_draft(path, keeps_blocks=False)
+    assert kept.dtype == read.dtype == dtype
+    assert len(kept.packed_weights()) == (0 if stored in (F16, BF16) else 1 + 3 * 6), "88 columns are no whole blocks"
+    names = ["fc", *(f"layers.*.self_attn.{name}_proj" for name in "qkvo"), "layers.*.mlp.gate_proj"]
+    names = ", ".join(f"{name}.weight" for name in (*names, "layers.*.mlp.up_proj"))
+    told = [] if stored in (F16, BF16) else [f"the drafter's weights in {stored.name} stay packed: {names}"]
+    assert list(describe_packed(kept)) == told
+    for name, tensor in kept.weights().items():
+        values = tensor if isinstance(tensor, torch.Tensor) else tensor.dense()
+        assert torch.equal(read.get_parameter(name), values)
+    other = dflash.load_draft(kept, dtype=torch.float16)
+    assert (other.dtype, other.packed_weights()) == (torch.float16, {})
     assert torch.equal(read.layers[1].mlp.gate_proj.weight.float(), expected)
     assert dflash.load_draft(path, dtype=torch.float64).dtype == torch.float64
     assert drafter.config.target_layer_ids == read.config.target_layer_ids == (1, 9)
+
+
+@pytest.mark.parametrize("options", [{}, {"tree": 16}, {"draft_weights": "int8"}, {"prompt_lookup": 2}], ids=str)
+def test_a_packed_drafter_changes_no_text(tmp_path, options):
+    taps = {"mask_token_id": 1, "target_layer_ids": [0, 2]}
+    config = config_dict(block_size=8, vocab_size=97, num_target_layers=4, **sliding("sf", 20), dflash_config=taps)
+    tensors = draft_tensors(make(tmp_path / "draft", config)[1]) | {"token_embd.weight": torch.randn(97, 64)}
+    draft = dflash.load_draft(write_draft(tmp_path / "x.gguf", draft_keys(config), tensors, Q4_0, tokens=97))
+    kept = draft.packed_weights()
+    assert kept["lm_head.weight"].packed is kept["embed_tokens.weight"].packed, "llama.cpp predicts with embeddings"
+    target, ids = make_target("qwen3"), torch.randint(2, 97, (2, 30))
+    asked = {"max_new_tokens": 24, "temperature": 1.0, "seed": 3}
+    expected = dflash.generate(target, None, ids, **asked)
+    assert torch.equal(dflash.generate(target, draft, ids, **asked, **options), expected)
 
 
 def test_parts_of_its_own_are_read(tmp_path):

@@ -144,12 +144,13 @@ def load_models(models: Any, source: Source) -> tuple[Any, Any, str]:
         check_tree(source.load_empty_target(), models.tree, None if models.block_size == 1 else draft)
     if draft is not None:  # first, because it is small and fails quickly
         with waiting("drafter", draft, source):
-            drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
+            asked = None if dtype == "auto" else getattr(torch, dtype)
+            drafter = load_draft(draft, dtype=asked, device=device, keeps_blocks=source.keeps_blocks)
     elif source.is_logged and (found := find_known_draft(models.model)) is not None:
         _LOG.info("%s drafts for this model: --draft %s", found.name, "auto" if found.is_local else found.name)
     target = load_target(source, dtype, device)
     if drafter is not None and dtype == "auto":
-        drafter = load_draft(drafter, dtype=target.dtype)
+        drafter = load_draft(drafter, dtype=target.dtype, keeps_blocks=source.keeps_blocks)
     return target, drafter, device
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..cache import KVCache
-from ..decoder import BlockConv, DecoderLayer, DecoderStack, product, rotation
-from ..ops import NotFiniteError, PackedWeight, format_of, packed_layer, reference
+from ..decoder import BlockConv, DecoderLayer, DecoderStack, product, products, rotation
+from ..ops import NotFiniteError, PackedWeight, Weight, format_of, packed_layer, reference
 from ..settings import WeightStorage
-from ..targets import not_finite
-from ..targets.model import KERNEL_DTYPES, modules_of, tensors_of
+from ..targets import PackedEmbedding, PackedLinear, not_finite
+from ..targets.model import KERNEL_DTYPES, modules_of, tensors_of, weight_of
 from .config import DFlash2Config, DraftConfig
 
 
@@ -26,8 +27,8 @@ class Drafter(nn.Module):
 
     The q, k and v projections are views of ``qkv_weight [layers, (heads + 2 * kv_heads) * head_dim, hidden]`` and
     ``qkv_bias``, gate and up of ``gate_up_weight [layers, 2 * intermediate, hidden]``: prefill computes the K/V of all
-    layers in one product. The packed tensors are buffers outside the state dict. Moves, copies and loads keep the
-    parameters views of them.
+    layers in one product. The stacks are buffers outside the state dict. Moves, copies and loads keep the
+    parameters views of them. After `pack_` there are none.
 
     Args:
         config: its shape and rules.
@@ -79,11 +80,11 @@ class Drafter(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        return self.hidden_norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.fc.weight.device
+        return self.hidden_norm.weight.device
 
     @property
     def selector(self) -> CandidateSelector | MarkovHead | None:
@@ -147,8 +148,10 @@ class Drafter(nn.Module):
             context: ``[batch, rows, taps * hidden]``, the taps in the order of ``target_layer_ids``.
             num_context: ``[batch]`` int64. Rows at or past it may hold anything and come back as zeros.
         """
-        weights = self.fc.weight, self.hidden_norm.weight
-        return ops.fuse_features(context, num_context, *weights, self.config.rms_norm_eps)
+        weight, norm = self._fc_weight(), (self.hidden_norm.weight, self.config.rms_norm_eps)
+        if isinstance(weight, Tensor):
+            return ops.fuse_features(context, num_context, weight, *norm)
+        return ops.rms_norm(product(context, weight), *norm, num_context)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(cos, sin)``, each ``[..., head_dim / 2]`` float32, for ``positions [...]``."""
@@ -162,9 +165,13 @@ class Drafter(nn.Module):
             positions: ``[batch, rows]`` int64, absolute. A negative one skips its row.
             cache: written at ``positions``.
         """
-        query = self.config.num_attention_heads * self.config.head_dim
-        rows, weight = reference.separate_rows(features.flatten(0, 1), self.qkv_weight[:, query:])
-        kv = torch.matmul(rows, weight.transpose(1, 2))
+        query, rows = self.config.num_attention_heads * self.config.head_dim, features.flatten(0, 1)
+        if self.qkv_weight is None:
+            pairs = ((layer.self_attn.k_proj, layer.self_attn.v_proj) for layer in self.layers)
+            kv = torch.stack([products(rows, (key.weight, value.weight)) for key, value in pairs])
+        else:
+            rows, weight = reference.separate_rows(rows, self.qkv_weight[:, query:])
+            kv = torch.matmul(rows, weight.transpose(1, 2))
         if self.qkv_bias is not None:
             kv = kv + self.qkv_bias[:, None, query:]
         cos, sin = self.rotary(positions)
@@ -210,7 +217,7 @@ class Drafter(nn.Module):
 
     def can_leave_out(self, rows: int) -> bool:
         """Return True if a pass of so many rows, the context's included, can be one of some sequences of its cache."""
-        return self._stack.is_one_op(rows, self.fc.weight)
+        return self._stack.is_one_op(rows, self.norm.weight)
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Return draft logits ``[..., vocab]`` of rows ``[..., hidden]``, -inf for tokens that its own head lacks.
@@ -218,7 +225,7 @@ class Drafter(nn.Module):
         A drafter without a head uses the target's. Its own multiplier and softcap apply.
         """
         config = self.config
-        logits = self._own_head(hidden) if "lm_head" in config.own_parts else head(hidden)
+        logits = product(hidden, self._head_weight()) if "lm_head" in config.own_parts else head(hidden)
         logits = scale_logits(logits, config.output_multiplier, config.final_logit_softcapping)
         if config.draft_vocab_size is None:
             return logits
@@ -238,7 +245,8 @@ class Drafter(nn.Module):
             drafts: ``[batch, num_drafts]`` int64; None for masks.
         """
         config = self.config
-        table = self.embed_tokens.weight if "embed_tokens" in config.own_parts else table
+        if "embed_tokens" in config.own_parts:
+            table = self.embed_tokens if isinstance(self.embed_tokens, PackedEmbedding) else self.embed_tokens.weight
         mask_embedding = self.mask_embedding if "mask_embedding" in config.own_parts else None
         rows = num_drafts if config.predicts_from_anchor else num_drafts + 1
         mask = (config.mask_token_id, num_drafts, rows, mask_embedding, config.input_embedding_scale)
@@ -253,6 +261,8 @@ class Drafter(nn.Module):
             plain = type(theirs) in (Tensor, nn.Parameter) and not theirs.is_meta and not theirs.is_inference()
             if part in self.config.own_parts and plain:
                 ours = getattr(self, part).weight
+                if not isinstance(ours, nn.Parameter):  # it is packed
+                    continue
                 alike = (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
                 if alike and ours.data_ptr() != theirs.data_ptr() and torch.equal(ours, theirs):
                     ours.data = theirs.data
@@ -318,8 +328,11 @@ class Drafter(nn.Module):
         eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
         self._stack = DecoderStack(layers, norm, eps=eps, scale=scale)
 
-    def _own_head(self, hidden: Tensor) -> Tensor:
-        return ops.linear(hidden, self.lm_head.weight)
+    def _fc_weight(self) -> Weight:
+        return self.fc.weight
+
+    def _head_weight(self) -> Weight:
+        return self.lm_head.weight
 
     def _stack_layers(self) -> list[DecoderLayer]:
         """Return the layers as the ops take them."""
@@ -339,7 +352,42 @@ class Drafter(nn.Module):
             **{name: getattr(layer, name).weights() for name in convs},
         )  # fmt: skip
 
-    # ------------------------------------------------------------------------------------------ packed parameters
+    # ------------------------------------------------------------------------------------------ packed weights
+
+    def can_pack(self, name: str) -> bool:
+        """Return True if `pack_` takes a weight in place of a parameter."""
+        names = "v" if self.config.stores_interleaved else "qkv"  # rows of q and k are reordered
+        names += "o" if self.config.attention_value_scale == 1.0 else ""  # else o is scaled
+        pattern = rf"(fc|embed_tokens|lm_head|layers\.\d+\.(self_attn\.[{names}]|mlp\.(gate|up|down))_proj)\.weight"
+        return re.fullmatch(pattern, name) is not None
+
+    @torch.no_grad()
+    def pack_(self, weights: Mapping[str, PackedWeight]) -> None:
+        """Multiply by packed weights from now on, by the names of the parameters that they replace."""
+        if not weights:
+            return
+        for name, weight in weights.items():
+            path = name.removesuffix(".weight")
+            bias = getattr(self.get_submodule(path), "bias", None)
+            is_table = path == "embed_tokens"
+            self.set_submodule(path, PackedEmbedding(weight, self.dtype) if is_table else PackedLinear(weight, bias))
+        for module in self.modules():
+            if isinstance(module, nn.Linear):  # it stays dense, and needs no stack
+                module.weight.data = module.weight.clone()
+        self.qkv_weight = self.gate_up_weight = None
+        self._restack()
+
+    def packed_weights(self) -> dict[str, PackedWeight]:
+        """Return what `pack_` was given."""
+        kinds = (PackedLinear, PackedEmbedding)
+        return {f"{name}.weight": weight_of(x) for name, x in self.named_modules() if isinstance(x, kinds)}
+
+    def weights(self) -> dict[str, Tensor | PackedWeight]:
+        """Return the state dict, but packed weights under the names of the parameters that they replace."""
+        dense = {name: tensor for name, tensor in self.state_dict().items() if not name.endswith(".blocks")}
+        return dense | self.packed_weights()
+
+    # ------------------------------------------------------------------------------------------ stacked parameters
 
     def packed_tensors(self) -> Iterator[tuple[str, Tensor, dict[nn.Parameter, Tensor]]]:
         """Yield the packed q, k and v (weights, biases) and the packed gate and up of every layer.
@@ -355,6 +403,8 @@ class Drafter(nn.Module):
                     parameters = (getattr(projection, kind) for projection in projections)
                     views = dict(zip(parameters, self._split_qkv(packed[i]), strict=True))
                     yield f"layers.{i}.self_attn.qkv_proj.{kind}", packed[i], views
+            if self.gate_up_weight is None:
+                continue
             gate, up = self.gate_up_weight[i].chunk(2)
             views = {mlp.gate_proj.weight: gate, mlp.up_proj.weight: up}
             yield f"layers.{i}.mlp.gate_up_proj.weight", self.gate_up_weight[i], views
@@ -596,13 +646,11 @@ class Int8Drafter(Drafter):
     _fc: PackedWeight
     _lm_head: PackedWeight
 
-    def fuse(self, context: Tensor, num_context: Tensor) -> Tensor:
-        """See `Drafter.fuse`."""
-        fused = product(context, self._fc)
-        return ops.rms_norm(fused, self.hidden_norm.weight, self.config.rms_norm_eps, num_context)
+    def _fc_weight(self) -> Weight:
+        return self._fc
 
-    def _own_head(self, hidden: Tensor) -> Tensor:
-        return product(hidden, self._lm_head)
+    def _head_weight(self) -> Weight:
+        return self._lm_head
 
     def _runs_copies(self) -> bool:
         return True

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from ..drafter.config import DFLASH2_KEYS, DraftConfig
 from ..drafter.drafter import Drafter, target_ids
 from ..files import find_shards, open_tensors, read_json, read_torch_file
+from ..ops import PackedWeight
 from ..terminal import listed, named, printable, shortened
-from .gguf import find_gguf, read_gguf
+from .gguf import BlocksOfFile, find_gguf, read_gguf
 from .gguf_draft import gguf_config, gguf_tensors
-from .quantized import FEW_BITS, Scheme, read_draft_scheme, unpack_tensors
+from .quantized import FEW_BITS, Quantized, Scheme, Values, read_draft_scheme, read_weights
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -46,9 +47,12 @@ _IGNORED = (
 
 def load_draft(
     draft: str | os.PathLike | nn.Module, *, dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None, revision: str | None = None,
+    device: torch.device | str | None = None, revision: str | None = None, keeps_blocks: bool = True,
 ) -> Drafter:  # fmt: skip
     """Load a DFlash drafter.
+
+    On a CPU, in float32 and bfloat16, projections, heads and embeddings that a GGUF file or another library has
+    quantized stay packed where kernels read them (``docs/files.md``). Of others a warning says that they become dense.
 
     Args:
         draft: one of
@@ -59,10 +63,11 @@ def load_draft(
             - a module with a drafter's parameter names and ``.config``, such as one loaded by the reference package or
               through ``AutoModel``; its weights are copied,
             - a `Drafter`, which is returned as it is, or copied if ``dtype`` or ``device`` differ.
-        dtype: dtype of the parameters; None for that of the checkpoint's ``fc.weight``. Where that is quantized,
-            float32 for a GGUF file, and for a folder the norms' dtype. Quantized weights become dense.
+        dtype: dtype of the parameters and of what it computes; None for that of the checkpoint's ``fc.weight``, and
+            that of the norms where this is quantized.
         device: device of the parameters; None for the CPU, or the module's own.
         revision: branch, tag or commit of the repository.
+        keeps_blocks: False to have all weights dense, as for training.
 
     Returns:
         The drafter in eval mode. Its parameters do not require gradients.
@@ -76,10 +81,10 @@ def load_draft(
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating torch.dtype or None, got {dtype!r}")
     if isinstance(draft, nn.Module):
-        return _from_module(getattr(draft, "_orig_mod", draft), dtype, device)
+        return _from_module(getattr(draft, "_orig_mod", draft), dtype, device, keeps_blocks)
     if not isinstance(draft, (str, os.PathLike)):
         raise TypeError(f"draft must be a folder, a hub repository or a module, got {type(draft).__name__}")
-    return _from_path(find_draft(draft, revision), dtype, device)
+    return _from_path(find_draft(draft, revision), dtype, device, keeps_blocks)
 
 
 def find_draft(draft: str | os.PathLike, revision: str | None = None) -> Path:
@@ -103,17 +108,21 @@ def find_draft(draft: str | os.PathLike, revision: str | None = None) -> Path:
         raise FileNotFoundError(what) from error
 
 
-def _from_module(module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
+def _from_module(
+    module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None, keeps_blocks: bool
+) -> Drafter:
     if isinstance(module, Drafter):
-        same_device = device is None or torch.empty(0, dtype=torch.uint8, device=device).device == module.device
-        if dtype in (None, module.dtype) and same_device:
+        wanted = dtype or module.dtype, torch.empty(0, dtype=torch.uint8, device=device or module.device).device
+        if module.packed_weights() and not (keeps_blocks and _packs(*wanted)):
+            return _load(module.config, "the drafter", module.weights(), *wanted, keeps_blocks=False)
+        if wanted == (module.dtype, module.device):
             return module
         return copy.deepcopy(module).to(device=device, dtype=dtype)
     source, config = type(module).__name__, getattr(module, "config", None)
     if config is None:
         raise TypeError(f"draft must be a drafter with a .config, got {source} without one")
     config = config if isinstance(config, DraftConfig) else DraftConfig.from_config(config, f"{source}.config")
-    return _load(config, source, dict(module.state_dict()), dtype, device)
+    return _load(config, source, dict(module.state_dict()), dtype, device, keeps_blocks=False)
 
 
 def read_draft_config(path: Path) -> dict[str, Any]:
@@ -126,11 +135,12 @@ def read_draft_config(path: Path) -> dict[str, Any]:
     return read_json(path / "config.json", unique_keys=True)
 
 
-def _from_path(path: Path, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
+def _from_path(path: Path, dtype: torch.dtype | None, device: torch.device | str | None, keeps_blocks: bool) -> Drafter:
     if path.is_file():
         file = read_gguf(path)
         config = DraftConfig.from_config(gguf_config(file), str(path))
-        return _load(config, printable(path), gguf_tensors(file, config.num_hidden_layers), dtype, device)
+        tensors = gguf_tensors(file, config.num_hidden_layers)
+        return _load(config, printable(path), tensors, dtype, device, keeps_blocks)
     keys = read_draft_config(path)
     config = DraftConfig.from_config(keys, str(path / "config.json"))
     stored: dict[str, Tensor] = {}
@@ -142,33 +152,34 @@ def _from_path(path: Path, dtype: torch.dtype | None, device: torch.device | str
         stored |= tensors
     if (path / MASK_EMBEDDING_FILE).exists():
         stored[MASK_EMBEDDING_FILE] = _read_mask_embedding(path / MASK_EMBEDDING_FILE, config)
-    dense = _unpacked(config, stored, read_draft_scheme(keys, path), printable(path))
-    return _load(config, printable(path), dense, dtype, device)
+    weights = _read_quantized(config, stored, read_draft_scheme(keys, path), printable(path))
+    return _load(config, printable(path), weights, dtype, device, keeps_blocks)
 
 
-def _unpacked(
+Stored = Tensor | Quantized | BlocksOfFile | PackedWeight
+
+
+def _read_quantized(
     config: DraftConfig, stored: Mapping[str, Tensor], scheme: Scheme | None, source: str
-) -> Mapping[str, Tensor]:
-    """Return the tensors of a folder with dense weights, of the norms' dtype. Warns of those that were quantized."""
+) -> Mapping[str, Tensor | Quantized]:
+    """Return the weights of a folder, some of which another library may have quantized."""
     if scheme is None and not any(tensor.dtype in FEW_BITS for tensor in stored.values()):
         return stored
     own = _with_own_parts(config, {_translate(name) for name in stored}, source)
     skeleton = Drafter(own, device="meta")
     shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
     shapes |= {name: tensor.shape for name, tensor, _ in skeleton.packed_tensors()}
-    dense, unpacked = unpack_tensors(stored, scheme, lambda name: shapes.get(_translate(name)), source)
-    if unpacked:
-        norm = next((tensor for name, tensor in dense.items() if _translate(name) == "hidden_norm.weight"), None)
-        dtype = torch.float32 if norm is None else norm.dtype
-        dense |= {name: dense[name].to(dtype) for name in unpacked}
-        what = f"{len(unpacked)} quantized weights become dense in {dtype}"
-        warnings.warn(f"{source}: {what}: {listed(unpacked)}", stacklevel=5)
-    return dense
+    return read_weights(stored, scheme, lambda name: shapes.get(_translate(name)), source)
+
+
+def _packs(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Return True if kernels multiply rows of this dtype by packed weights there."""
+    return torch.device(device).type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 def _load(
-    config: DraftConfig, source: str, stored: Mapping[str, Tensor], dtype: torch.dtype | None,
-    device: torch.device | str | None,
+    config: DraftConfig, source: str, stored: Mapping[str, Stored], dtype: torch.dtype | None,
+    device: torch.device | str | None, keeps_blocks: bool,
 ) -> Drafter:  # fmt: skip
     """Make a drafter of stored tensors, which are checked before anything is allocated or read."""
     # 1. Translate the names, refuse other kinds of drafters, and note which parts the drafter brings
@@ -212,6 +223,8 @@ def _load(
         if list(tensor.shape) != shape:
             what = f"the config makes {what} {shape}, got {shortened(list(tensor.shape))}"
             raise ValueError(f"{source}: {what} ({_sizes(config)})")
+        if not isinstance(tensor, Tensor):
+            continue
         if name == "d2t" and tensor.dtype != torch.int64:
             raise ValueError(f"{source}: {what} must be stored as torch.int64, got {tensor.dtype}")
         if name != "d2t" and tensor.dtype not in _FLOATING:
@@ -220,16 +233,53 @@ def _load(
             raise ValueError(f"{source} holds no weights: its parameters are on the meta device")
     if config.draft_vocab_size is not None:
         _check_token_map(config, tensors["d2t"], source)
-    # 4. Allocate, and read each tensor
-    first = tensors["fc.weight"]
+    # 4. Allocate. Memory that is not written to before packed weights take its place is not used
+    first = next(x for x in map(tensors.get, ("fc.weight", "hidden_norm.weight")) if isinstance(x, Tensor))
     drafter = Drafter(config, dtype=dtype or first.dtype, device=first.device if device is None else device)
-    destinations = {name: tensor for name, tensor, _ in drafter.packed_tensors()} | drafter.state_dict()
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            destinations[name].copy_(tensor)
-        _undo_storage(drafter)
+    sizes = {name: {part: len(expected[part]) for part in parts[name]} for name in tensors}
+    if unpacked := _fill(drafter, tensors, sizes, packs=keeps_blocks and _packs(drafter.dtype, drafter.device)):
+        what = f"{len(unpacked)} quantized weights become dense in {drafter.dtype}"
+        warnings.warn(f"{source}: {what}: {listed(unpacked)}", stacklevel=4)
     drafter.refresh()
     return drafter.eval()
+
+
+@torch.no_grad()
+def _fill(
+    drafter: Drafter, tensors: Mapping[str, Stored], sizes: Mapping[str, Mapping[str, int]], packs: bool
+) -> list[str]:
+    """Give a drafter its weights. Returns the names of those that were quantized and become dense.
+
+    Args:
+        drafter: a new one.
+        tensors: by name.
+        sizes: of each the parameters that it holds one above the other, and their rows.
+        packs: leave weights packed where it takes them.
+    """
+    kept: dict[str, PackedWeight] = {}
+    for name, weight in tensors.items():
+        if packs and not isinstance(weight, (Tensor, PackedWeight)) and all(map(drafter.can_pack, sizes[name])):
+            kept |= _packed_parts(weight, sizes[name])
+    drafter.pack_(kept)
+    places, unpacked = drafter.state_dict(), []
+    for name, weight in tensors.items():
+        if sizes[name].keys() <= kept.keys():
+            continue
+        if not isinstance(weight, Tensor):
+            unpacked += [] if isinstance(weight, PackedWeight) else [name]  # which somebody asked to unpack
+            weight = weight.dense()
+        for part, rows in zip(sizes[name], weight.split([*sizes[name].values()]), strict=True):
+            places[part].copy_(rows)
+    _undo_storage(drafter)
+    return unpacked
+
+
+def _packed_parts(weight: Quantized | BlocksOfFile, sizes: Mapping[str, int]) -> dict[str, PackedWeight]:
+    """Return a weight packed, by parameters, each of so many of its rows; none if it cannot stay packed."""
+    if isinstance(weight, Values) or weight.obstacle or (made := weight.pack())[1] is not None:
+        return {}
+    rows = torch.arange(made[0].shape[0]).split([*sizes.values()])
+    return {part: made[0].select(ids) if len(sizes) > 1 else made[0] for part, ids in zip(sizes, rows, strict=True)}
 
 
 def _undo_storage(drafter: Drafter) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..ops import BLOCKS, PackedWeight
 from ..terminal import listed, named, printable
 
 DRAFT_ARCHITECTURES = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
@@ -145,6 +146,36 @@ class GgufFile:
             raise ValueError(f"{printable(self.path)}: {what}") from None
 
 
+@dataclass(frozen=True, eq=False)
+class BlocksOfFile:
+    """A quantized tensor of a file, read when it is needed."""
+
+    file: GgufFile
+    name: str
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.file.shapes[self.name])
+
+    @property
+    def obstacle(self) -> str:
+        """Why it cannot stay packed; empty if it can."""
+        kind = self.file.kind(self.name)
+        return "" if kind in BLOCKS else f"no kernel reads {kind}"
+
+    def dense(self) -> Tensor:
+        """Return the values in float32."""
+        return self.file.tensor(self.name)
+
+    @functools.cached_property
+    def _packed(self) -> PackedWeight:
+        rows = torch.from_numpy(self.file.rows(self.name).copy())
+        return PackedWeight.of_blocks(rows, BLOCKS[self.file.kind(self.name)], self.shape[-1])
+
+    def pack(self) -> tuple[PackedWeight, None]:
+        return self._packed, None  # the same for all parameters that it is
+
+
 def read_gguf(path: Path) -> GgufFile:
     """Read the header of a GGUF file. Raises ValueError if it is none, truncated, or of another version."""
     gguf, where = require_gguf(), printable(path)
@@ -154,7 +185,7 @@ def read_gguf(path: Path) -> GgufFile:
         raise ValueError(f"{where}: cannot be read: {error}") from error
     if bytes(data[:4]) != b"GGUF":
         raise ValueError(f"{where} is not a GGUF file: it does not begin with GGUF")
-    place = 4
+    place, length = 4, struct.Struct("<Q").unpack_from
 
     def take(form: str, count: int = 1) -> tuple[Any, ...]:
         nonlocal place
@@ -164,8 +195,13 @@ def read_gguf(path: Path) -> GgufFile:
         place += struct.calcsize(form) * count
         return values
 
-    def string() -> str:
-        return take("s", take("Q")[0])[0].decode("utf-8", "replace")
+    def string() -> str:  # vocabularies have hundreds of thousands
+        nonlocal place
+        start = place + 8
+        if (end := start + length(data, place)[0]) > total:
+            raise struct.error
+        place = end
+        return str(data[start:end], "utf-8", "replace")
 
     def value(kind: int, depth: int = 0) -> Any:
         if kind == _STRING:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..drafter.config import DFLASH2_KEYS, DSPARK_ARCHITECTURE, FULL, KEYS, SLIDING, layers_from
 from ..terminal import listed, named, printable, shortened
-from .gguf import GgufFile
+from .gguf import PLAIN, BlocksOfFile, GgufFile
 
 LLAMA_CPP = "dflash"
 MASK, TOKENS = "tokenizer.ggml.mask_token_id", "tokenizer.ggml.tokens"
@@ -170,8 +170,8 @@ def _read_rope(given: dict[str, Any]) -> dict[str, Any] | None:
     return None if out["rope_type"] == "none" or (out["rope_type"], out["factor"]) == ("linear", 1) else out
 
 
-def gguf_tensors(file: GgufFile, layers: int) -> dict[str, Tensor]:
-    """Return a drafter's tensors under their published names. Quantized ones become float32.
+def gguf_tensors(file: GgufFile, layers: int) -> dict[str, Tensor | BlocksOfFile]:
+    """Return a drafter's tensors under their published names. Quantized ones are not read yet.
 
     Raises:
         ValueError: a tensor is unknown, not implemented, there twice, or cannot be read.
@@ -191,7 +191,11 @@ def gguf_tensors(file: GgufFile, layers: int) -> dict[str, Tensor]:
     if unknown := file.shapes.keys() - names.keys():
         raise ValueError(f"{where}: unknown tensors: {listed(sorted(unknown))}")
     # 2. Read them, and undo what differs
-    out = {ours: file.tensor(theirs) for ours, theirs in places.items()}
+    is_quantized = {name: len(file.shapes[name]) > 1 and file.kind(name) not in PLAIN for name in file.shapes}
+    out: dict[str, Any] = {
+        ours: BlocksOfFile(file, theirs) if is_quantized[theirs] else file.tensor(theirs)
+        for ours, theirs in places.items()
+    }
     if "d2t" in out and not is_fork:
         out["d2t"] = out["d2t"] - torch.arange(len(out["d2t"]))  # the target's ids there, differences here
     if "embed_tokens.weight" in out:  # llama.cpp predicts with it then

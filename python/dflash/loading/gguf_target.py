@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..ops import FORMATS, PackedWeight
+from ..ops import BLOCKS, PackedWeight
 from ..targets import PackedEmbedding, PackedExperts, PackedLinear, experts_layout
 from ..terminal import listed, named, printable
 from .gguf import PLAIN, GgufFile, require_gguf
 from .gguf_architectures import Architecture, find_architecture
 
-_FORMATS = {row.blocks: row.name for row in FORMATS.values() if row.blocks}
 # Parameters that are several tensors, or whose names gguf's table lacks: the first names that a file has count.
 _LAYER = r"model\.layers\.(\d+)\.(?:\w+\.)*"
 _NAMES = [
@@ -105,14 +104,15 @@ class _Part(NamedTuple):
         if self.kinds <= PLAIN.keys():
             return None
         (kind, *others), change = self.kinds, self.change(self.row.values)
-        if not others and kind in _FORMATS and change is None and not self.scales:
-            rows = np.concatenate([self.file.rows(name) for name in self.names], self.axis)
+        if not others and kind in BLOCKS and change is None and not self.scales:
+            every = [self.file.rows(name) for name in self.names]
+            rows = every[0] if len(every) == 1 else np.concatenate(every, self.axis)  # the file's own memory, or a copy
             if (order := self.order(self.row.rows, rows.shape[0])) is not None:
                 rows = rows[order.numpy()]
             order = self.order(self.row.columns, self.shape[-1])
             if order is not None and (blocks := _order_of_blocks(order, kind)) is not None:
                 rows, order = rows.reshape(len(rows), len(blocks), -1)[:, blocks].reshape(rows.shape), None
-            packed = PackedWeight.of_blocks(_tensor_of(rows), _FORMATS[kind], self.shape[-1])
+            packed = PackedWeight.of_blocks(_tensor_of(rows), BLOCKS[kind], self.shape[-1])
             for name in self.names:
                 self.file.give_back(name)
             return packed, None if order is None else order.argsort()
@@ -122,7 +122,7 @@ class _Part(NamedTuple):
             return None
         gguf = require_gguf()
         rows = gguf.quants.quantize(values.contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
-        return PackedWeight.of_blocks(_tensor_of(rows), _FORMATS["Q8_0"], values.shape[-1]), None
+        return PackedWeight.of_blocks(_tensor_of(rows), BLOCKS["Q8_0"], values.shape[-1]), None
 
 
 def _order_of_blocks(order: Tensor, kind: str) -> np.ndarray | None:

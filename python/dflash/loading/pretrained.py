@@ -31,15 +31,8 @@ if TYPE_CHECKING:
 
 _ADAPTER = "adapter_config.json"
 _PROBES = (  # spaces, digits, capitals, marks, accents, scripts: vocabularies split these in their own ways
-    *(
-        "Hello world",
-        " a",
-        "a  b\n\n c\t",
-        "1234567 3.14",
-        "I'm DON'T",
-        "na\u00efve Stra\u00dfe",
-        "\u6771\u4eac \u05e9",
-    ),
+    *("Hello world", " a", "a  b\n\n c\t", "1234567 3.14", "I'm DON'T", "na\u00efve Stra\u00dfe"),
+    "\u6771\u4eac \u05e9",
     *("x\u0301 \ufb01", "\U0001f642", "f(x)=[x]; // y"),
 )
 _JSON_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -144,10 +137,7 @@ class Pretrained:
                 folder = self._download()
             files = [] if folder is None else check_target_weights(folder)
             dtype = _stored_dtype(config, is_cpu) if scheme is not None and dtype == "auto" else dtype
-        if files:
-            is_quantized = self.gguf is not None or scheme is not None or hasattr(config, "quantization_config")
-            check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)
-        # 2. Read weights that stay packed, or that transformers would not read right
+        # 2. Read weights that stay packed, or that transformers would not read right, if all fit their places
         packs = self.packs(dtype, device)
         plain = copy.deepcopy(config)
         plain.__dict__.pop("quantization_config", None)
@@ -163,6 +153,9 @@ class Pretrained:
             with self._readable_errors():  # the device may be full
                 return self._filled(plain, dtype, fill).to(device)
         # 3. All others
+        if files:
+            is_quantized = scheme is not None or hasattr(config, "quantization_config")
+            check_target_size(self.load_empty_target(config), files, is_quantized=is_quantized)
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # its own error names no tensor
         target, found = self._load(self._model_class, config=config, dtype=dtype, **options)
         if other := [f"{name} {[*shape]} instead of {[*ours]}" for name, shape, ours in found["mismatched_keys"]]:

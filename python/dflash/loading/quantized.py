@@ -156,6 +156,10 @@ class Integers(NamedTuple):
     groups: Tensor | None = None  # [in], the group of each column; None: as many columns in turn
 
     @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
     def size(self) -> int:
         """Columns per group."""
         return self.codes.shape[-1] // self.scales.shape[-1]
@@ -195,6 +199,10 @@ class Floats(NamedTuple):
     exponents: Tensor  # [..., out, in / 32] uint8, 127 for one
     obstacle: str = ""
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
     def dense(self) -> Tensor:
         """Return the values in float32."""
         return _e2m1(self.codes) * _powers(self.exponents).repeat_interleave(32, -1)
@@ -208,6 +216,10 @@ class Values(NamedTuple):
 
     values: Tensor  # [..., out, in] float32
     obstacle: str
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
 
     def dense(self) -> Tensor:
         return self.values
@@ -341,31 +353,62 @@ _DTYPES = {
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
     "BOOL": torch.bool,
 }
-_WIDE = ("F64", "F32", "F16", "BF16")
 FEW_BITS = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def _read_checked(layout: Layout, parts: Parts, shape: Sequence[int], scheme: Scheme) -> Quantized:
-    """Read a weight. Raises ValueError if its tensors do not make this shape."""
-    weight = layout.read(parts, shape, scheme)
-    found = weight.values if isinstance(weight, Values) else weight.codes
-    if found.shape != torch.Size(shape):
-        raise ValueError(f"it would be {list(found.shape)}")
-    if isinstance(weight, Integers) and not weight.has_scales_for_all:
-        raise ValueError("each group of columns needs a scale, and a zero point if there are any")
+def _split_name(name: str) -> tuple[str, str]:
+    """Return the name of the weight that a tensor is of, and which of its tensors it is; ``weight`` for others."""
+    found = _PART.fullmatch(name)
+    if found is None:
+        return name, "weight"
+    return (f"{found[1]}.weight", found[2]) if found[1] else (found[3], found[4])
+
+
+def _read_weight(
+    parts: Parts, shape: Sequence[int] | None, scheme: Scheme | None, where: str, name: str, said: str
+) -> Tensor | Quantized:
+    """Return a weight of a checkpoint: a tensor if it is stored as it is.
+
+    Args:
+        parts: its tensors, perhaps on the meta device.
+        shape: ``[..., out, in]``; None if nothing says what it is.
+        scheme: None if nothing says how it was quantized.
+        where: the folder, for errors.
+        name: of the weight, for errors.
+        said: what the files say of its tensors, for errors.
+
+    Raises:
+        ValueError: scales are missing, the tensors are of no known layout, or they do not make the shape.
+    """
+    parts = {part: tensor for part, tensor in parts.items() if part not in _UNREAD}
+    if parts.keys() == {"weight"}:
+        if parts["weight"].dtype in FEW_BITS:
+            raise ValueError(f"{where}: weights in few bits need scales, and these have none: {said}")
+        return parts["weight"]
+    layout = next((row for row in _LAYOUTS if row.needs <= parts.keys() <= row.needs | row.may_have), None)
+    if layout is None or shape is None:
+        raise ValueError(f"{where}: {named(name)} is stored in a way that cannot be read: {said}")
+    if scheme is None:
+        raise ValueError(f"{where}: config.json has no quantization_config, which must say how to read {said}")
+    try:
+        weight = layout.read(parts, shape, scheme)
+        if weight.shape != torch.Size(shape):
+            raise ValueError(f"it would be {list(weight.shape)}")
+        if isinstance(weight, Integers) and not weight.has_scales_for_all:
+            raise ValueError("each group of columns needs a scale, and a zero point if there are any")
+    except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
+        fits = f"{named(name)} needs tensors that make {list(shape)}"
+        raise ValueError(f"{where}: {fits}, got {said}: {printable(error)}") from error
     return weight
 
 
-# ---------------------------------------------------------------------------------------------- drafters
-
-
-def unpack_tensors(
+def read_weights(
     stored: Mapping[str, Tensor], scheme: Scheme | None, shape_of: Callable[[str], Sequence[int] | None], source: str
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Return a drafter's tensors with dense weights, float32 where they were quantized, and the names of these.
+) -> dict[str, Tensor | Quantized]:
+    """Return the weights of a drafter by their names in the files.
 
     Args:
-        stored: by their names in the files.
+        stored: its tensors.
         scheme: from `read_draft_scheme`.
         shape_of: the shape of a weight by its name in the files, as the config has it; None for one without a place.
         source: for errors.
@@ -373,32 +416,16 @@ def unpack_tensors(
     Raises:
         ValueError: scales are missing, or tensors do not make the shape of their weight.
     """
-    weights: dict[str, dict[str, str]] = {}
-    for name in stored:
-        found = _PART.fullmatch(name)
-        stem, part = (f"{found[1]}.weight", found[2]) if found and found[1] else (name, "weight")
-        weights.setdefault(stem, {})[part] = name
-    out, unpacked = {}, []
-    for stem, names in weights.items():
-        parts = {part: stored[name] for part, name in names.items() if part not in _UNREAD}
-        said = ", ".join(f"{named(name)} {stored[name].dtype} {list(stored[name].shape)}" for name in names.values())
-        if parts.keys() == {"weight"}:
-            if parts["weight"].dtype in FEW_BITS:
-                raise ValueError(f"{source}: weights in few bits need scales, and these have none: {said}")
-            out[names["weight"]] = parts["weight"]
-            continue
-        layout = next((row for row in _LAYOUTS if row.needs <= parts.keys() <= row.needs | row.may_have), None)
-        if layout is None or (shape := shape_of(stem)) is None:
-            raise ValueError(f"{source}: {named(stem)} is stored in a way that cannot be read: {said}")
-        if scheme is None:
-            raise ValueError(f"{source}: config.json has no quantization_config, which must say how to read {said}")
-        try:
-            out[stem] = _read_checked(layout, parts, shape, scheme).dense()
-        except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
-            fits = f"{named(stem)} needs tensors that make {list(shape)}"
-            raise ValueError(f"{source}: {fits}, got {said}: {printable(error)}") from error
-        unpacked.append(stem)
-    return out, unpacked
+    weights: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in stored.items():
+        stem, part = _split_name(name)
+        weights.setdefault(stem, {})[part] = tensor
+    names = {id(tensor): name for name, tensor in stored.items()}
+    out = {}
+    for stem, parts in weights.items():
+        said = ", ".join(f"{named(names[id(x)])} {x.dtype} {list(x.shape)}" for x in parts.values())
+        out[stem] = _read_weight(parts, shape_of(stem), scheme, source, stem, said)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------- loading
@@ -451,12 +478,10 @@ class QuantizedFolder:
         # 1. The tensors of each weight
         weights: dict[str, dict[str, str]] = {}
         for name in sorted(self._headers, key=lambda name: re.sub(r"\d+", lambda digits: digits[0].zfill(9), name)):
-            found = _PART.fullmatch(name)
-            if found is None or (rename(name)[0] in self._state and found[2] != "weight"):
-                weights[name] = {"weight": name}
-            else:
-                stem, part = (f"{found[1]}.weight", found[2]) if found[1] else (found[3], found[4])
-                weights.setdefault(stem, {})[part] = name
+            stem, part = _split_name(name)
+            if part != "weight" and rename(name)[0] in self._state:
+                stem, part = name, "weight"
+            weights.setdefault(stem, {})[part] = name
         # 2. Their places
         self._places: dict[str, list[_Place]] = {}
         unused: dict[str, object] = {}
@@ -494,28 +519,15 @@ class QuantizedFolder:
 
     def _read(self, target: str, place: _Place, get: _Get) -> Quantized | Tensor:
         """Read a weight, by ``get`` of what the files say of a tensor. Raises ValueError if it does not fit."""
-        headers = {part: self._headers[name] for part, name in place.parts.items()}
-        said = ", ".join(f"{named(name)} {self._headers[name]}" for name in place.parts.values())
-        shape, names = self._shape(target, place), headers.keys() - _UNREAD
-        # 1. A weight that is stored as it is
-        if names == {"weight"}:
-            if self._state[target].is_floating_point() and headers["weight"].dtype not in _WIDE:
-                raise ValueError(f"{self._where}: weights in few bits need scales, and these have none: {said}")
-            if shape is not None and headers["weight"].shape != tuple(shape):
-                raise ValueError(
-                    f"{self._where}: {named(target)} must be {list(shape)} as config.json says, got {said}"
-                )
+        headers, shape = {part: self._headers[name] for part, name in place.parts.items()}, self._shape(target, place)
+        said = ", ".join(f"{named(header.name)} {header}" for header in headers.values())
+        if "weight" in headers and not self._state[target].is_floating_point():  # a table of numbers
             return get(headers["weight"])
-        # 2. One that a library has made of several tensors
         is_known = all(header.dtype in _DTYPES for header in headers.values())
-        layout = next((row for row in _LAYOUTS if is_known and row.needs <= names <= row.needs | row.may_have), None)
-        if layout is None or shape is None:
-            raise ValueError(f"{self._where}: {named(target)} is stored in a way that cannot be read: {said}")
-        try:
-            weight = _read_checked(layout, {part: get(headers[part]) for part in names}, shape, self._scheme)
-        except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
-            fits = f"{named(target)} needs tensors that make {list(shape)}"
-            raise ValueError(f"{self._where}: {fits}, got {said}: {printable(error)}") from error
+        parts = {part: get(header) for part, header in headers.items() if part not in _UNREAD} if is_known else {}
+        weight = _read_weight(parts, shape, self._scheme, self._where, target, said)
+        if isinstance(weight, Tensor) and shape is not None and weight.shape != tuple(shape):
+            raise ValueError(f"{self._where}: {named(target)} must be {list(shape)} as config.json says, got {said}")
         return weight
 
     def _shape(self, target: str, place: _Place) -> Sequence[int] | None:

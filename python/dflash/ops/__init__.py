@@ -15,7 +15,7 @@ from .._C import with_cuda as has_cuda_kernels  # this build holds CUDA kernels 
 from ..settings import WeightStorage
 from . import attention, layers, linear, norm, recurrent, switches, tree, vocab
 from .contract import bytes_reached
-from .formats import FORMATS, NotFiniteError, PackedWeight, Weight, format_of
+from .formats import BLOCKS, FORMATS, NotFiniteError, PackedWeight, Weight, format_of
 from .layers import PackedLayers
 from .recurrent import L2_EPS
 from .registry import OPS, cuda_status, kernels_off, skinny, turn_off

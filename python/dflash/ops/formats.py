@@ -107,7 +107,6 @@ class WeightFormat(NamedTuple):
         name: as ops and kernels call it; ``Format`` in params.h.
         storage: as users call it, see `WeightStorage`.
         device: the device whose kernels read it, with every instruction set or architecture; None for all.
-        bits: per value.
         row_group: what is multiplied is rounded to 8 bits too, so many adjacent elements of a row by one scale
             (`dflash.ops.reference.round_rows`). Sums are of integers, with the same bits on every instruction set.
         order: how its values lie in memory; of blocks the bytes of their features.
@@ -117,7 +116,6 @@ class WeightFormat(NamedTuple):
     name: str
     storage: WeightStorage = None
     device: str | None = None
-    bits: int | None = None
     row_group: int | None = None
     order: ByteOrder | TileOrder | None = None
     blocks: str = ""
@@ -127,36 +125,34 @@ class WeightFormat(NamedTuple):
         return _C.row_size(_C.FORMATS[self.name], columns)
 
 
+def _blocks(name: str, blocks: str = "") -> WeightFormat:
+    """Return the row of a format in blocks, which the kernels describe (``kBlockFormats`` in params.h)."""
+    columns, bits, _, scales, *_ = _C.coding(_C.FORMATS[name])
+    size, codes = _C.row_size(_C.FORMATS[name], columns), columns // 32 * 4 * bits
+    shorts = (size - codes) // 2 if scales in ("half", "super") else 0
+    return WeightFormat(name, None, "cpu", 32, TileOrder(shorts, (size - 2 * shorts) // 4), blocks)
+
+
 DENSE = WeightFormat("dense")
 FORMATS = {
     row.name: row
     for row in (
         DENSE,
         # A word of four columns of each feature in turn. 128 is added to each value (csrc/cpu/linear/linear_int8.h)
-        WeightFormat("w8a8", "int8", "cpu", 8, 64, ByteOrder(16, (4,), (1, 0, 2), 0x80)),
+        WeightFormat("w8a8", "int8", "cpu", 64, ByteOrder(16, (4,), (1, 0, 2), 0x80)),
         # What a lane of a warp has as a factor of mma of 64 columns (csrc/cuda/linear/int8.cuh). Columns are [steps of
         # 16, halves, lanes, pairs]
-        WeightFormat("w8a16", "int8", "cuda", 8, None, ByteOrder(8, (4, 2, 4, 2), (1, 0, 4, 2, 5, 3))),
+        WeightFormat("w8a16", "int8", "cuda", None, ByteOrder(8, (4, 2, 4, 2), (1, 0, 4, 2, 5, 3))),
         # Blocks of GGUF files: the file's own integers and scales
-        WeightFormat("q4_0", None, "cpu", 4, 32, TileOrder(2, 8), "Q4_0"),
-        WeightFormat("q4_1", None, "cpu", 4, 32, TileOrder(4, 8), "Q4_1"),
-        WeightFormat("q5_0", None, "cpu", 5, 32, TileOrder(2, 10), "Q5_0"),
-        WeightFormat("q5_1", None, "cpu", 5, 32, TileOrder(4, 10), "Q5_1"),
-        WeightFormat("q8_0", None, "cpu", 8, 32, TileOrder(2, 16), "Q8_0"),
-        WeightFormat("q4_k", None, "cpu", 4, 32, TileOrder(10, 32), "Q4_K"),
-        WeightFormat("q5_k", None, "cpu", 5, 32, TileOrder(10, 40), "Q5_K"),
-        WeightFormat("q6_k", None, "cpu", 6, 32, TileOrder(10, 48), "Q6_K"),
-        WeightFormat("iq4_nl", None, "cpu", 4, 32, TileOrder(2, 8), "IQ4_NL"),
-        WeightFormat("iq4_xs", None, "cpu", 4, 32, TileOrder(6, 32), "IQ4_XS"),
-        WeightFormat("mxfp4", None, "cpu", 4, 32, TileOrder(0, 17), "MXFP4"),
+        *(_blocks(name, name.upper()) for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")),
+        *(_blocks(name, name.upper()) for name in ("iq4_nl", "iq4_xs", "mxfp4")),
         # Integers with a float scale per 32 or 128 columns, and a zero point (`PackedWeight.of_integers`)
-        WeightFormat("w4g32", None, "cpu", 4, 32, TileOrder(0, 21)),
-        WeightFormat("w4g128", None, "cpu", 4, 32, TileOrder(0, 18)),
-        WeightFormat("w8g32", None, "cpu", 8, 32, TileOrder(0, 37)),
-        WeightFormat("w8g128", None, "cpu", 8, 32, TileOrder(0, 34)),
+        *map(_blocks, ("w4g32", "w4g128", "w8g32", "w8g128")),
     )
 }
 """The formats by name. Which is used where is decided by `format_of` alone."""
+BLOCKS = {row.blocks: row.name for row in FORMATS.values() if row.blocks}
+"""The names of formats by the type of a GGUF file's tensors."""
 
 
 def format_of(storage: str, device: str) -> str:
@@ -238,20 +234,24 @@ class PackedWeight(NamedTuple):
     @classmethod
     @torch.inference_mode(False)  # the tensors outlive a call
     @torch.no_grad()
-    def of(cls, weight: Tensor, format: str) -> PackedWeight:
+    def of(cls, weight: Weight, format: str) -> PackedWeight:
         """Return the nearest weight ``[..., out, in]``: each channel's largest magnitude becomes the largest integer.
+
+        ``weight`` may be one in blocks.
 
         Raises:
             NotFiniteError: a value is infinite or NaN.
         """
-        made, columns = FORMATS[format], weight.shape[-1]
-        largest = 2 ** (made.bits - 1) - 1
+        made, columns, blocks = FORMATS[format], weight.shape[-1], ""
+        if isinstance(weight, PackedWeight):
+            weight, blocks = weight.packed, weight.format
+        largest = 127  # of 8 bits
         packed = weight.new_empty(*weight.shape[:-1], made.size(columns), dtype=torch.uint8)
         scales = weight.new_empty(weight.shape[:-1], dtype=torch.float32)
         rows = made.order.tile * max(1, _WIDENED // (made.order.tile * max(1, columns)))
         for matrices in zip(*map(_matrices, (weight, packed, scales[..., None])), strict=True):
             for piece, to, scale in zip(*(x.split(rows) for x in matrices), strict=True):
-                wide = piece.float()
+                wide = unpack(piece, blocks).dense()[:, :columns] if blocks else piece.float()
                 torch.div(wide.abs().amax(1, True) if columns else torch.zeros_like(scale), largest, out=scale)
                 if not scale.isfinite().all():
                     raise NotFiniteError(weight, "NaN" if scale.isnan().any() else "infinity")

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import ops
 from ..decoder import product
 from ..ops import NotFiniteError, PackedWeight, Weight, format_of
 from .fingerprint import Fingerprint
@@ -64,24 +63,16 @@ _COPIES = WeakIdKeyDictionary()  # of each weight a weak reference to its `_Copy
 def _in_8_bits(weight: Weight, turn: Turn | None) -> PackedWeight:
     """Return a weight ``[..., out, in]`` in 8 bits, itself if it is; ``turn`` makes ``[out, in]`` of each matrix."""
     made = format_of("int8", "cpu")
-    if isinstance(weight, PackedWeight):
-        if weight.format == made:
-            return weight
-        # A few tiles of features at a time become dense.
-        some = torch.arange(weight.shape[0], device="cpu").split(1024)
-        rows = (ops.unpack_rows(weight.packed, ids, weight.columns, weight.format) for ids in some)
-        return _joined(torch.cat, [PackedWeight.of(piece, made) for piece in rows])
+    if isinstance(weight, PackedWeight) and weight.format == made:
+        return weight
     if turn is None:
         return PackedWeight.of(weight, made)
     try:
-        return _joined(torch.stack, [PackedWeight.of(turn(matrix), made) for matrix in weight.detach()])
+        experts = [PackedWeight.of(turn(matrix), made) for matrix in _tensor_of(weight).detach()]
     except NotFiniteError as error:
-        raise NotFiniteError(weight, error.value) from error
-
-
-def _joined(join: Callable[[Sequence[Tensor]], Tensor], pieces: Sequence[PackedWeight]) -> PackedWeight:
-    packed, scales = join([x.packed for x in pieces]), join([x.scales for x in pieces])
-    return pieces[0]._replace(packed=packed, scales=scales)
+        raise NotFiniteError(_tensor_of(weight), error.value) from error
+    packed, scales = torch.stack([x.packed for x in experts]), torch.stack([x.scales for x in experts])
+    return experts[0]._replace(packed=packed, scales=scales)
 
 
 def _tensor_of(weight: Weight) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dflash import Drafter, Generator, Statistics
+from dflash import Drafter, Generator, Statistics, load_draft
 from dflash.internals import ChainProposer, Sampling, gguf, mean_acceptance, prompt_ids, targets
 from dflash.light import terminal
 
@@ -409,7 +410,9 @@ def diagnose(
     out = Diagnosis(answers.acceptance_length, shares, block_size, *counts, prompts.origin)
     wiring = Wiring.read(pair.keys)
     longest = max(len(one.ids) for one in answers.sequences)
-    out.findings += check_finite_weights(pair.drafter)
+    dense = load_draft(pair.drafter, keeps_blocks=False)
+    out.notes += describe_packed(pair.drafter)
+    out.findings += check_finite_weights(dense)
     out.findings += check_positions(pair.keys, max(one.prompt_length for one in answers.sequences), longest)
     if pair.file is not None:
         out.findings += check_file(pair.file, targets.text_config(pair.target), prompts.tokenizer)
@@ -418,7 +421,7 @@ def diagnose(
     layers = range(target.num_hidden_layers)
     taps = sorted({tap + i for tap in wiring.config.target_layer_ids for i in reach if tap + i in layers})
     recordings = record(pair.target, answers.sequences, taps)
-    replay = DraftReplay(recordings, answers.generator.engine.target, pair.drafter, places)
+    replay = DraftReplay(recordings, answers.generator.engine.target, dense, places)
     out.findings += check_features(replay, wiring)
     out.places = len(replay.anchors)
     # 3. Undo one fault after another, as long as a variant accepts more
@@ -532,6 +535,15 @@ def _compare_encodings(out: Diagnosis, pair: Pair, prompts: Prompts, max_new_tok
 
 
 # ---------------------------------------------------------------------------------------------- checks
+
+
+def describe_packed(drafter: Drafter) -> Iterator[str]:
+    """Say which of a drafter's weights are packed."""
+    found: dict[str, dict[str, None]] = {}
+    for name, weight in drafter.packed_weights().items():
+        found.setdefault(weight.format.upper(), {})[re.sub(r"layers\.\d+", "layers.*", name)] = None
+    for format, names in found.items():
+        yield f"the drafter's weights in {format} stay packed: {', '.join(names)}"
 
 
 def check_finite_weights(drafter: Drafter) -> Iterator[Finding]:

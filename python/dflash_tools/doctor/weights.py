@@ -11,19 +11,7 @@ import torch
 
 from dflash.internals import files, ops, sources, targets
 
-_BITS = {
-    "F64": 64,
-    "F32": 32,
-    "F16": 16,
-    "BF16": 16,
-    "I64": 64,
-    "I32": 32,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "U8": 8,
-    "I8": 8,
-}
-_FORMATS = {row.blocks: row for row in ops.FORMATS.values() if row.blocks}
+_BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16}  # all others have 8
 _EMBEDDINGS = "token_embd.weight", "embed_tokens.weight"
 
 
@@ -105,9 +93,10 @@ def examine_weights(source: sources.Source, dtype: str) -> WeightsReport:
         becomes = str(made or tensor.type).removeprefix("torch.")
         memory = tensor.size if made is None else math.prod(tensor.shape) * made.itemsize
         if is_packed and len(tensor.shape) > 1 and tensor.type not in ("F32", "F16", "BF16"):
-            stays = tensor.type in _FORMATS
+            stays = tensor.type in ops.BLOCKS
             becomes = "stays packed" if stays else "Q8_0"
-            memory = math.prod(tensor.shape[:-1]) * _FORMATS[tensor.type if stays else "Q8_0"].size(tensor.shape[-1])
+            form = ops.FORMATS[ops.BLOCKS[tensor.type if stays else "Q8_0"]]
+            memory = math.prod(tensor.shape[:-1]) * form.size(tensor.shape[-1])
         kind = kinds.setdefault((tensor.type, becomes), TensorKind(tensor.type, becomes))
         is_looked_up = tensor.name.endswith(_EMBEDDINGS) and has_head
         share = 0.0 if is_looked_up else chosen if "_exps." in tensor.name or ".experts." in tensor.name else 1.0

@@ -139,5 +139,5 @@ def describe(target: nn.Module, draft: Drafter | None) -> dict[str, Any]:
         "python": platform.python_version(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
-        "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()) if draft else 0,
+        "draft_parameters": sum(weight.shape.numel() for weight in draft.weights().values()) if draft else 0,
     }

@@ -103,7 +103,7 @@ def _new_drafter(target: Any, tokenizer: Any, rows: Any, given: dict[str, Any], 
 def _load_drafter(target: Any, init: str, given: dict[str, Any]) -> Drafter:
     """Load the drafter of ``--init``, whose shape is fixed."""
     _expect_not_given(given)
-    drafter = load_draft(init, dtype=torch.float32)
+    drafter = load_draft(init, dtype=torch.float32, keeps_blocks=False)
     check_config(target, drafter.config)
     try:
         models.check_trainable(drafter.config)

@@ -279,7 +279,7 @@ def export(
     files.check_writable(out.parent)
     # 2. Read the drafter, and describe it in the layout. A target in a folder is found from any folder
     path = find_draft(draft, revision)
-    drafter = load_draft(path, dtype=None if isinstance(dtype, str) else dtype)
+    drafter = load_draft(path, dtype=None if isinstance(dtype, str) else dtype, keeps_blocks=False)
     read, verifier = drafter.config, target or ""
     if read.scales_like_target:
         why = "its logits are scaled as the target's"
