@@ -54,7 +54,11 @@ FOLDERS = [
     "int8",
     "int8, groups",
     "mxfp4",
+    "mlx",
+    "mlx, 8 bits",
+    "mlx, mxfp4",
     "experts",
+    "experts of mlx",
     "gpt-oss",
 ]
 
@@ -63,8 +67,8 @@ def write_folder(folder, kind):
     """Write a quantized folder, and return the model with its values."""
     if kind == "gpt-oss":
         return quantized_folders.write_gpt_oss(folder)
-    if kind == "experts":
-        return quantized_folders.write_mixture(folder, "int4, asymmetric")
+    if kind.startswith("experts"):
+        return quantized_folders.write_mixture(folder, "mlx" if "mlx" in kind else "int4, asymmetric")
     return quantized_folders.write_llama(folder, kind)
 
 

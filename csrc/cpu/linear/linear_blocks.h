@@ -161,8 +161,7 @@ template <Format F>
 static inline Vec scale_of(const uint8_t* chunk, int g, int part, int v) {
   using L = Layout<F>;
   const int at = v * 2 * kWidth;
-  if constexpr (L::kHasZeros)
-    return load(reinterpret_cast<const float*>(chunk + g * kBlockGroup / L::kCode.scale_columns * kLine) + v * kWidth);
+  if constexpr (L::kIsFloat) return load(reinterpret_cast<const float*>(chunk + L::float_line(g)) + v * kWidth);
   if constexpr (L::kCode.scales == Scales::kExponent) {
     const UVec byte = (UVec)load_bytes(chunk, g, v), is_small = (UVec)(byte < 2);
     return (Vec)(((byte + 1) << 21 & is_small) | ((byte - 1) << 23 & ~is_small));  // exponent_to_float
@@ -180,6 +179,8 @@ template <Format F>
 static inline Vec minimum_of(const uint8_t* chunk, int g, int v) {
   using L = Layout<F>;
   const int at = v * 2 * kWidth;
+  if constexpr (L::kIsFloat)
+    return load(reinterpret_cast<const float*>(chunk + L::kMinima + L::float_line(g)) + v * kWidth);
   if constexpr (!L::kIsSuper) return load_halves(chunk + L::kMinima + g * kHalves + at);
   const UVec pair =
       __builtin_convertvector(*reinterpret_cast<const HVec*>(chunk + L::kMinima + g / 2 * kHalves + at), UVec);
@@ -287,7 +288,8 @@ __attribute__((noinline)) static void multiply_blocks(const BlockRows::Block& ro
           Dots<L::kCodeBits> sum[ROWS];
 #pragma GCC unroll 8
           for (int r = 0; r < ROWS; ++r) {
-            const int32_t start = L::kCode.offset && L::kCode.offset != kTaken ? starts[r * L::kParts + part] : 0;
+            constexpr int kTimes = L::kCode.offset == kTaken ? 0 : L::kCode.offset ? 1 : -kTaken;
+            const int32_t start = kTimes ? kTimes * starts[r * L::kParts + part] : 0;
             sum[r].whole = L::kHasZeros ? add_zeros(IVec{}, zeros, start) : IVec{} + start;
           }
           if constexpr (ROWS == 1 || !kInPairs)
