@@ -355,8 +355,9 @@ def load_target(
     """Load a target for `dflash.generate`, in eval mode.
 
     On a CPU the weights of a GGUF file stay in its blocks (``docs/files.md`` has the types): the file is mapped and
-    packed tensor by tensor. Folders in AWQ, GPTQ, MLX, compressed-tensors' integers and MXFP4 stay packed too; those in FP8
-    and NVFP4 become dense, with a warning (``docs/quantized.md``). In float16, and on other devices, all become dense.
+    packed tensor by tensor. Folders in AWQ, GPTQ, MLX, compressed-tensors' integers and MXFP4 stay packed too; those in
+    FP8 and NVFP4 become dense, with a warning (``docs/quantized.md``). In float16, and on other devices, all become
+    dense.
     Targets to train for must be dense: load these with transformers.
 
     Args:
