@@ -310,6 +310,14 @@ def test_values_of_a_folder_are_those_that_were_written(tmp_path, kind):
         assert_same_values(dflash.load_target(tmp_path), model)
 
 
+def test_the_older_key_of_mlx_is_read(tmp_path):
+    model = quantized_folders.write_llama(tmp_path, "mlx")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_same_values(dflash.load_target(tmp_path), model)
+
+
 @pytest.mark.parametrize(("kind", "why"), [("fp8 per channel", "FP8"), ("groups of 16", "not multiples of 32")])
 def test_weights_that_become_dense_are_counted_in_a_warning(tmp_path, kind, why):
     quantized_folders.write_llama(tmp_path, kind)
