@@ -35,6 +35,8 @@ one scale. Scales that a checkpoint has for its inputs are left out. What become
 | GPTQ: 4 and 8 bits, zero points of v1 and v2, `desc_act` | packed | GPTQModel 7.7.0 |
 | compressed-tensors: int4, int8; groups, channels, `weight_g_idx` | packed | compressed-tensors 0.20.0 |
 | MXFP4: gpt-oss, compressed-tensors | packed | transformers, compressed-tensors |
+| MLX: 4 and 8 bits in groups of 32, 64 and 128, MXFP4; per layer | packed | mlx 0.32.4, in float32 |
+| MLX: 2, 3, 5 and 6 bits, MXFP8, NVFP4 | dense | mlx 0.32.4, in float32 |
 | FP8: in blocks, per channel or tensor | dense | transformers, compressed-tensors |
 | NVFP4 | dense | compressed-tensors |
 | bitsandbytes, torchao, quanto | read by transformers and the library | |
@@ -44,14 +46,20 @@ one scale. Scales that a checkpoint has for its inputs are left out. What become
 `tests/quantized` compares; GPTQ, and `weight_g_idx` with compressed-tensors 0.12.2, were compared by hand. FP8 and
 NVFP4 of Model-Optimizer are read by their published layout, and were not compared with the library.
 
+Folders of [mlx-community](https://huggingface.co/mlx-community) open by their names. Bits and groups of a layer follow
+from its tensors, and experts stay stacked as MLX has them. A weight of 4 bits takes 5 bits of memory, or 6 in groups of
+32, because its scale and its minimum are kept in float32. In bfloat16 MLX on a CPU rounds `scale * code` before it adds
+the minimum. Here the sum is rounded once, so the last bit of a weight may differ. Families whose other tensors MLX
+changes too, such as Qwen3-Next and gpt-oss, are refused by name.
+
 Groups and inputs that are not multiples of 32 make a layer dense, as do a `g_idx` with groups of several sizes, and
 experts of one layer that are stored in several ways or orders. Experts of Qwen's mixtures and of gpt-oss stay packed;
 so do embeddings. A layer whose input is reordered keeps the model out of the fused path, and is slower for it. The head
 is dense in most of these checkpoints, so text is that of one-token decoding at the same block size. A checkpoint in
 float16 runs in float32 unless `dtype` says otherwise. float16, `dflash train` and `dflash learn` make all of it dense.
 
-On a GPU, and under a PEFT adapter, transformers loads these with the library, except for Model-Optimizer's, whose
-scales transformers leaves out: they are read here, and become dense.
+On a GPU, and under a PEFT adapter, transformers loads these with the library, except for MLX's, which it cannot read,
+and Model-Optimizer's, whose scales it leaves out: they are read here, and become dense.
 
 Every tensor of a folder, quantized or not, must have a place in the model or be known to change nothing (`inv_freq`,
 heads that draft, scales of a cache in 8 bits, towers for other inputs than text). Else the error names it.

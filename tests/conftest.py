@@ -13,7 +13,8 @@ from types import ModuleType
 
 # Processes of `pytest -n` share the cores, and what a test starts inherits this. Before torch, which reads it once.
 if processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(processes))))
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, processors // int(processes))))
 
 import pytest
 import torch
@@ -72,6 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("no GPU")
+    if item.get_closest_marker("linux") and sys.platform != "linux":
+        pytest.skip("needs Linux")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Small quantized checkpoints, each in the layout of its library: a random Llama, and mixtures of experts."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,12 +112,36 @@ def fp8(out: int, inputs: int, block: tuple[int, int] = (0, 0), name: str = "wei
     return {"weight": weight, name: stored}, weight.float() * wide
 
 
+def mlx(out: int, inputs: int, bits: int = 4, group: int = 64) -> tuple[Parts, Tensor]:
+    """As MLX packs: a stream of bits, a scale and a bias per group; groups of 32 where inputs are not whole ones."""
+    group = group if inputs % group == 0 else 32
+    codes, scales, _ = integers(out, inputs, bits, group, True)
+    minima = (scales * -(2 ** (bits - 1)) * (1 + torch.randn(scales.shape) / 50)).half()
+    stream = (codes[..., None] >> torch.arange(bits) & 1).view(out, -1, 8) << torch.arange(8)
+    parts = {"weight": stream.sum(-1).to(torch.uint8).view(torch.uint32), "scales": scales, "biases": minima}
+    every = [x.float().repeat_interleave(group, 1) for x in (scales, minima)]
+    return parts, codes * every[0] + every[1]
+
+
+def mlx_floats(parts: Parts, wide: Tensor) -> tuple[Parts, Tensor]:
+    """What another layout holds, under MLX's names and in words."""
+    weight, scales = parts.values()
+    return {"weight": weight.view(torch.uint8).view(torch.uint32), "scales": scales.view(torch.uint8)}, wide
+
+
+def mxfp8(out: int, inputs: int) -> tuple[Parts, Tensor]:
+    (parts, wide), exponents = fp8(out, inputs), torch.randint(118, 122, (out, inputs // 32), dtype=torch.uint8)
+    wide = parts["weight"].float() * (2.0 ** (exponents.int() - 127)).repeat_interleave(32, 1)
+    return {"weight": parts["weight"], "weight_scale": exponents}, wide
+
+
 def compressed(layout: str, **more: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {}, **more}
 
 
 Write = Callable[[int, int], tuple[Parts, Tensor]]
 GPTQ = {"quant_method": "gptq", "bits": 4}
+MLX = {"group_size": 64, "bits": 4}
 PACKED: dict[str, tuple[dict, Write]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
     "awq, per channel": ({"quant_method": "awq", "bits": 4}, lambda *size: awq(*size, 0)),
@@ -133,6 +158,10 @@ PACKED: dict[str, tuple[dict, Write]] = {
     "int8": (compressed("int-quantized"), int8),
     "int8, groups": (compressed("naive-quantized"), lambda *size: int8(*size, 32, False)),
     "mxfp4": (compressed("mxfp4-pack-quantized"), mxfp4),
+    "mlx": (MLX, mlx),
+    "mlx, groups of 32": (MLX, lambda *size: mlx(*size, group=32)),
+    "mlx, 8 bits": (MLX | {"bits": 8}, lambda *size: mlx(*size, 8)),
+    "mlx, mxfp4": (MLX | {"mode": "mxfp4"}, lambda *size: mlx_floats(*mxfp4(*size))),
 }
 FP8, INVERSE = {"quant_method": "fp8"}, "weight_scale_inv"
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
@@ -143,12 +172,15 @@ DENSE: dict[str, tuple[dict, Write]] = {
     "fp8 of Model-Optimizer": (MODELOPT, fp8),
     "nvfp4": (compressed("nvfp4-pack-quantized"), lambda *size: nvfp4(*size, of="compressed-tensors")),
     "nvfp4 of Model-Optimizer": (MODELOPT | {"quant_algo": "NVFP4"}, nvfp4),
+    "mlx, 3 bits": (MLX | {"bits": 3}, lambda *size: mlx(*size, 3)),
+    "mlx, 6 bits": (MLX | {"bits": 6}, lambda *size: mlx(*size, 6)),
+    "mlx, mxfp8": (MLX | {"mode": "mxfp8"}, lambda *size: mlx_floats(*mxfp8(*size))),
     "groups of 16": (GPTQ, lambda *size: gptq(*size, group=16)),
 }  # fmt: skip
 
 
 def write_llama(folder: Path, kind: str, dtype: torch.dtype = torch.float16, **config: Any) -> LlamaForCausalLM:
-    """Write a random Llama whose linear layers are quantized, the head is not; return the model with their values."""
+    """Write a random Llama with quantized linear layers, in MLX also embeddings and head; return it with the values."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
@@ -173,9 +205,11 @@ def write_mixture(folder: Path, kind: str) -> Qwen3MoeForCausalLM:
 def _write(folder: Path, kind: str, model: Any, dtype: torch.dtype) -> Any:
     scheme, write = (PACKED | DENSE)[kind]
     tensors: Parts = {}
+    is_mlx = "quant_method" not in scheme
+    kept = ("gate.weight",) if is_mlx else ("embed", "lm_head", "gate.weight")
 
     def add(name: str, weight: Tensor) -> Tensor:
-        if weight.dim() < 2 or any(part in name for part in ("embed", "lm_head", "gate.weight")):
+        if weight.dim() < 2 or any(part in name for part in kept):
             tensors[name] = weight.to(dtype)
             return weight
         parts, wide = write(*weight.shape)
@@ -191,6 +225,11 @@ def _write(folder: Path, kind: str, model: Any, dtype: torch.dtype) -> Any:
             names = ("gate_proj", "up_proj") if key == "gate_up_proj" else ("down_proj",)
             halves = zip(names, expert.chunk(len(names)), strict=True)
             expert.copy_(torch.cat([add(f"{stem}.{number}.{each}.weight", half) for each, half in halves]))
+    if is_mlx:  # of all experts one tensor
+        stacked: dict[str, list[Tensor]] = {}
+        for name, x in tensors.items():
+            stacked.setdefault(re.sub(r"experts\.\d+", "switch_mlp", name), []).append(x)
+        tensors = {name: torch.stack(x) if "switch_mlp" in name else x[0] for name, x in stacked.items()}
     save(folder, model.config, scheme, tensors)
     return model
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.op
 
 HALVES = {"Q4_K": 2, "Q5_K": 2, "Q4_1": 2, "Q5_1": 2}  # half-precision numbers at the beginning of a block; else one
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
-INTEGERS = ("w4g32", "w4g128", "w8g32", "w8g128")
+INTEGERS = ("w4g32", "w4g128", "w8g32", "w8g128", "w4g32m", "w4g64m", "w8g32m", "w8g64m")
 
 
 def blocks(kind, *shape, seed=0):
@@ -44,11 +44,17 @@ def integers(bits, group, *shape, dtype=torch.float32, seed=0):
     return codes, scales, zeros, (codes.float() - every[1]) * every[0]
 
 
+def minima_of(scales, zeros):
+    return (-scales.float() * (zeros + 0.3)).to(scales.dtype)
+
+
 def packed(kind, *shape, seed=0):
     if kind in INTEGERS:
-        bits, group = map(int, kind[1:].split("g"))
+        bits, group = map(int, kind[1:].removesuffix("m").split("g"))
         codes, scales, zeros, _ = integers(bits, group, *shape, seed=seed)
-        return PackedWeight.of_integers(codes, scales, zeros, group=group, bits=bits)
+        has_minima = kind.endswith("m")
+        given = {"minima": minima_of(scales, zeros)} if has_minima else {"zeros": zeros}
+        return PackedWeight.of_integers(codes, scales, **given, group=group, bits=bits)
     return PackedWeight.of_blocks(blocks(kind, *shape, seed=seed)[0], kind.lower(), shape[-1])
 
 
@@ -83,6 +89,10 @@ def test_integers_are_what_a_checkpoint_says(bits, group, dtype):
     middle = torch.full_like(zeros, 2 ** (bits - 1))
     want = PackedWeight.of_integers(codes, scales, middle, group=group, bits=bits).dense()
     assert torch.equal(PackedWeight.of_integers(codes, scales, group=group, bits=bits).dense(), want)
+    minima = minima_of(scales, zeros)
+    every = [x.float().repeat_interleave(group, -1)[..., :360] for x in (scales, minima)]
+    weight = PackedWeight.of_integers(codes, scales, minima=minima, group=group, bits=bits)
+    assert torch.equal(weight.dense(), codes.float() * every[0] + every[1])
 
 
 @pytest.mark.parametrize(
@@ -115,6 +125,8 @@ def test_mxfp4_is_exact_up_to_its_extremes():
      ({"scales": torch.ones(4, 3)}, r"scales must be \[4, 2\], one per 64 columns"),
      ({"scales": torch.ones(4, 2).double()}, "scales must be float16, bfloat16 or float32"),
      ({"zeros": torch.ones(4, 2)}, "zeros must be uint8"),
+     ({"minima": torch.ones(4, 3), "zeros": None}, r"minima must be \[4, 2\], one per 64 columns"),
+     ({"minima": torch.ones(4, 2)}, "zeros or minima, got both"),
      ({"codes": torch.full((4, 128), 16, dtype=torch.uint8)}, "less than 16, got 16"),
      ({"codes": torch.ones(4, 128)}, "codes must be uint8")],
 )  # fmt: skip

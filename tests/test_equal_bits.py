@@ -5,6 +5,8 @@ from equal_bits import ARM_SETS, differing, run_all
 
 from dflash import _C
 
+pytestmark = pytest.mark.linux  # forks
+
 
 @pytest.fixture(scope="module")
 def lines():

@@ -9,6 +9,8 @@ import pytest
 
 from dflash import _C
 
+pytestmark = pytest.mark.linux  # reads /proc
+
 LOAD = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("_C", sys.argv[1])
@@ -26,10 +28,13 @@ NEEDED = {
     "avx512": AVX512,
     "avx512_bf16": AVX512 | {"avx512_bf16", "avx512_vnni"},
     "amx": AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
+    "neon": {"asimd"},
+    "dotprod": {"asimd", "asimddp"},
+    "i8mm": {"asimd", "asimddp", "i8mm"},
 }
 TILERELEASE = bytes.fromhex("c4e27849c0")  # an instruction that a build which emulates tiles does not have
 BUILD = Path(_C.__file__).read_bytes()
-FLAGS = set(Path("/proc/cpuinfo").read_text().split())
+FLAGS = set(Path("/proc/cpuinfo").read_text().split()) if sys.platform == "linux" else set()
 BUILT = [name for name in NEEDED if f"{name}\0".encode() in BUILD]  # a compiler may not know the last ones
 RUNNING = [name for name in BUILT if NEEDED[name] <= FLAGS and (name != "amx" or TILERELEASE in BUILD)]
 EMULATED = [name for name in BUILT if name == "amx" and AVX512 <= FLAGS and TILERELEASE not in BUILD]

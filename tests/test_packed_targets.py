@@ -54,7 +54,11 @@ FOLDERS = [
     "int8",
     "int8, groups",
     "mxfp4",
+    "mlx",
+    "mlx, 8 bits",
+    "mlx, mxfp4",
     "experts",
+    "experts of mlx",
     "gpt-oss",
 ]
 
@@ -63,8 +67,8 @@ def write_folder(folder, kind):
     """Write a quantized folder, and return the model with its values."""
     if kind == "gpt-oss":
         return quantized_folders.write_gpt_oss(folder)
-    if kind == "experts":
-        return quantized_folders.write_mixture(folder, "int4, asymmetric")
+    if kind.startswith("experts"):
+        return quantized_folders.write_mixture(folder, "mlx" if "mlx" in kind else "int4, asymmetric")
     return quantized_folders.write_llama(folder, kind)
 
 
@@ -304,6 +308,14 @@ def test_values_of_a_folder_are_those_that_were_written(tmp_path, kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_same_values(dflash.load_target(tmp_path), model)
+
+
+def test_the_older_key_of_mlx_is_read(tmp_path):
+    model = quantized_folders.write_llama(tmp_path, "mlx")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_same_values(dflash.load_target(tmp_path), model)
 
 
 @pytest.mark.parametrize(("kind", "why"), [("fp8 per channel", "FP8"), ("groups of 16", "not multiples of 32")])

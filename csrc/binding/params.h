@@ -535,6 +535,10 @@ enum class Format : int32_t {
   kW4G128,
   kW8G32,
   kW8G128,
+  kW4G32M,
+  kW4G64M,
+  kW8G32M,
+  kW8G64M,
 };
 constexpr int kFirstBlocks = int(Format::kQ4_0);
 
@@ -543,7 +547,7 @@ enum class Scales : int32_t {
   kHalf,      // half-precision numbers
   kSuper,     // integers of 8 bits, with a sign unless there are minima, times a half-precision number of 256 columns
   kExponent,  // bytes that stand for 2^(byte - 128)
-  kFloat,     // floats. Every 32 columns have a zero point of 8 bits, which is taken off their codes
+  kFloat,     // floats. Unless there are minima, 32 columns have a zero point of 8 bits, which is taken off their codes
 };
 constexpr const char* kScaleNames[] = {"half", "super", "exponent", "float"};
 
@@ -555,7 +559,7 @@ constexpr uint8_t kE2M1[] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12,
 struct BlockFormat {
   const char* name;
   int64_t columns, bytes;  // of a feature that lie together, scales included
-  int bits, offset;        // of a code; the offset of kFloat is 1, times the zero point
+  int bits, offset;        // of a code; an offset of 1 is multiplied by the zero point
   Scales scales;
   bool has_minima;
   int scale_columns;               // that share a scale
@@ -577,6 +581,10 @@ constexpr BlockFormat kBlockFormats[] = {
     {"w4g128", 128, 72, 4, 1, Scales::kFloat, false, 128},
     {"w8g32", 128, 148, 8, 1, Scales::kFloat, false, 32},
     {"w8g128", 128, 136, 8, 1, Scales::kFloat, false, 128},
+    {"w4g32m", 128, 96, 4, 0, Scales::kFloat, true, 32},
+    {"w4g64m", 128, 80, 4, 0, Scales::kFloat, true, 64},
+    {"w8g32m", 128, 160, 8, 0, Scales::kFloat, true, 32},
+    {"w8g64m", 128, 144, 8, 0, Scales::kFloat, true, 64},
 };
 constexpr int kNumFormats = kFirstBlocks + sizeof(kBlockFormats) / sizeof(BlockFormat);
 constexpr bool has_blocks(Format format) { return int(format) >= kFirstBlocks; }

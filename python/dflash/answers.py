@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,6 +276,9 @@ class RunningRequests:
     @property
     def run_elsewhere(self) -> bool:
         """True while requests of another process run."""
-        wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
-        kind: int = struct.unpack("hhqqi", fcntl.fcntl(self._descriptor, fcntl.F_GETLK, wanted))[0]
+        is_mac, lock = sys.platform == "darwin", (fcntl.F_WRLCK, os.SEEK_SET)
+        fields = (0, 0, 0, *lock) if is_mac else (*lock, 0, 0, 0)  # struct flock
+        layout = "qqihh" if is_mac else "hhqqi"
+        answer = struct.unpack(layout, fcntl.fcntl(self._descriptor, fcntl.F_GETLK, struct.pack(layout, *fields)))
+        kind: int = answer[fields.index(fcntl.F_WRLCK)]
         return kind != fcntl.F_UNLCK

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +36,21 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on a device; on the CPU, what the machine and the container leave."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    if sys.platform == "darwin":
+        return memory_of_vm_stat(subprocess.run(["vm_stat"], capture_output=True, text=True, check=True).stdout)
     free = 1024 * _numbers(Path("/proc/meminfo"))["MemAvailable:"]
     limit, used, parts = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
         dropped = _numbers(parts)["inactive_file"]  # files in memory, which give way
         free = min(free, max(0, int(text) - int(used.read_text()) + dropped))
     return free
+
+
+def memory_of_vm_stat(text: str) -> int:
+    """Return the bytes that macOS has free or gives away first, as its command ``vm_stat`` prints them."""
+    pages = dict(re.findall(r"^Pages (\w+):\s+(\d+)\.$", text, re.MULTILINE))
+    (size,) = re.findall(r"page size of (\d+) bytes", text)
+    return int(size) * sum(int(pages[kind]) for kind in ("free", "inactive", "speculative", "purgeable"))
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -29,7 +29,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it. The kernel drops one whose data is not taken, also after the application has sent all.
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _UNREAD_SECONDS))
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # not on macOS
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _UNREAD_SECONDS))
         bound.bind(address)
     except OSError as error:
         bound.close()

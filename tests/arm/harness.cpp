@@ -105,7 +105,8 @@ template <typename Params>
 void run(void (*kernel)(const Params&), const Value& given) {
   Params p{};
   store(p, given);
-  p.threads = 1;
+  for (const auto& [key, value] : given.items)
+    if (key == "threads") p.threads = int32_t(value.integer);
   kernel(p);
   kept.clear();
 }

@@ -11,6 +11,7 @@ import os
 import struct
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 
 import build
@@ -27,6 +28,7 @@ class Remote:
 
     def __init__(self, isa: str) -> None:
         self.isa = isa
+        self._one_at_a_time = threading.Lock()  # tests call from several threads
         with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
             file.truncate(SIZE)
             self._memory = mmap.mmap(file.fileno(), SIZE)
@@ -39,19 +41,20 @@ class Remote:
 
     def run(self, kernel: str, fields: Mapping[str, object], threads: int) -> None:
         """Run a kernel as `_C.run` does."""
-        self._call(kernel, fields)
+        self._call(kernel, {**fields, "threads": threads})
 
     def _call(self, kernel: str, fields: Mapping[str, object]) -> None:
         storages: dict[int, tuple[int, int]] = {}  # by address: their size, and where they are in the memory
         call = kernel.encode() + b"\n" + self._written(fields, storages)
-        for address, (size, offset) in storages.items():
-            ctypes.memmove(self._at + offset, address, size)
-        self._program.stdin.write(call)
-        self._program.stdin.flush()
-        if self._program.stdout.read(1) != b".":
-            raise RuntimeError(f"{kernel} ended the program with {self._program.wait()}")
-        for address, (size, offset) in storages.items():
-            ctypes.memmove(address, self._at + offset, size)
+        with self._one_at_a_time:
+            for address, (size, offset) in storages.items():
+                ctypes.memmove(self._at + offset, address, size)
+            self._program.stdin.write(call)
+            self._program.stdin.flush()
+            if self._program.stdout.read(1) != b".":
+                raise RuntimeError(f"{kernel} ended the program with {self._program.wait()}")
+            for address, (size, offset) in storages.items():
+                ctypes.memmove(address, self._at + offset, size)
 
     def _written(self, value: object, storages: dict[int, tuple[int, int]]) -> bytes:
         match value:

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from dflash import load_draft
 
+pytestmark = pytest.mark.linux  # reads /proc
+
 INDEX = "model.safetensors.index.json"
 
 

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_pair import CHAT_TEMPLATE, save_pair
 
+pytestmark = pytest.mark.linux  # writes to /dev/full
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Path:

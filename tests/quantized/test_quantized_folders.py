@@ -8,6 +8,8 @@ import os
 import warnings
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import pytest
 import quantized_folders
 import torch
@@ -54,7 +56,26 @@ def fp8(_kind: str, parts: dict[str, Tensor]) -> Tensor:
     return Fp8Dequantize(None)._dequantize_one(parts["weight"], parts["weight_scale_inv"], torch.bfloat16)
 
 
-LIBRARIES = {"awq": awq, "awq, per channel": awq, "fp8 in blocks": fp8, **dict.fromkeys(COMPRESSED, compressed)}
+def mlx(kind: str, parts: dict[str, Tensor]) -> Tensor:
+    """In float32: of numbers in bfloat16 MLX rounds the products too (0.32.4)."""
+    scheme = (quantized_folders.PACKED | quantized_folders.DENSE)[kind][0]
+    words, scales, *biases = (mx.array(parts[name].numpy()) for name in ("weight", "scales", "biases") if name in parts)
+    bits = {"mxfp4": 4, "mxfp8": 8}.get(scheme.get("mode"), scheme["bits"])
+    group = words.shape[1] * 32 // bits // scales.shape[1]
+    if biases:
+        scales, biases = scales.astype(mx.float32), [biases[0].astype(mx.float32)]
+    made = mx.dequantize(words, scales, *biases, group_size=group, bits=bits, mode=scheme.get("mode", "affine"))
+    return torch.from_numpy(np.array(made.astype(mx.float32)))
+
+
+MLX = [kind for kind in quantized_folders.PACKED | quantized_folders.DENSE if kind.startswith("mlx")]
+LIBRARIES = {
+    **dict.fromkeys(MLX, mlx),
+    "awq": awq,
+    "awq, per channel": awq,
+    "fp8 in blocks": fp8,
+    **dict.fromkeys(COMPRESSED, compressed),
+}
 
 
 def load_dense(folder: Path, dtype: torch.dtype) -> nn.Module:

@@ -12,6 +12,7 @@ from served import CHAT, SUM, TEXT, TRIP, Gate, ask, chat, chunks, direct, pair,
 
 from dflash import Generator
 from dflash_serve.log import JsonFormatter
+from dflash_serve.memory import memory_of_vm_stat
 from dflash_serve.prompts import PromptReader
 from dflash_serve.scheduler import Scheduler
 from dflash_serve.service import Service
@@ -565,3 +566,18 @@ def test_the_fingerprint_follows_weights_and_their_storage_and_not_the_drafter(s
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1
     assert fingerprint(Generator(other, None, **options)) != service.fingerprint
+
+
+VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               10.
+Pages active:                          90000.
+Pages inactive:                          200.
+Pages speculative:                      3000.
+Pages wired down:                      50000.
+Pages purgeable:                       40000.
+"Translation faults":                  70000.
+"""
+
+
+def test_free_memory_of_macos_is_what_it_gives_away_first():
+    assert memory_of_vm_stat(VM_STAT) == 16384 * 43210

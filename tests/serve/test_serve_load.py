@@ -44,6 +44,7 @@ def ask(http: httpx.Client, number: int) -> str | None:
     raise AssertionError(f"the stream of request {number} has no end")
 
 
+@pytest.mark.linux
 @pytest.mark.long
 def test_no_number_of_clients_loses_or_changes_an_answer_and_memory_stays_flat():
     alone = [direct(prompt_ids(text_of(n)), max_new_tokens=60, **settings_of(n))[0] for n in range(DIFFERENT)]

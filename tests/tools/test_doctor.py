@@ -81,10 +81,14 @@ def test_an_old_package_and_a_clash_are_errors(monkeypatch):
     assert "uninstall" in find("import name").advice
 
 
-@pytest.mark.parametrize(("chosen", "flag"), [("avx512", "avx512_bf16"), ("avx2", "avx_vnni"), ("avx2", "amx_bf16")])
+@pytest.mark.parametrize(
+    ("chosen", "flag"),
+    [("avx512", "avx512_bf16"), ("avx2", "avx_vnni"), ("avx2", "amx_bf16"), ("neon", "asimddp"), ("dotprod", "i8mm")],
+)
 def test_a_forced_instruction_set_or_one_below_the_processors_is_a_warning(monkeypatch, chosen, flag):
     monkeypatch.setattr(ops, "isa", lambda: chosen)
     monkeypatch.setattr(installation, "processor_flags", lambda: {"avx2", flag})
+    assert find("CPU kernels").found.startswith(f"{chosen}: ")
     assert "DFLASH_ALL_ISAS=ON" in find("CPU kernels").advice
     monkeypatch.setenv("DFLASH_ISA", "scalar")
     assert "unset DFLASH_ISA" in find("CPU kernels").advice

@@ -2,15 +2,17 @@
 
 #ifdef _OPENMP
 #include <omp.h>
+#else
+#include <functional>
+#include <thread>
+#include <vector>
+#endif
 #include <time.h>
 
 #include <condition_variable>
 #include <mutex>
-#endif
 
 namespace dflash {
-
-#ifdef _OPENMP
 
 namespace {
 
@@ -188,23 +190,82 @@ class Team {
 
 thread_local Team* team = nullptr;  // the team that this thread opened
 
+// body(thread, threads) on so many threads, or on fewer; 0 is the one that calls.
+#ifdef _OPENMP
+template <typename F>
+void on_threads(int threads, const F& body) {
+#pragma omp parallel num_threads(threads)
+  body(omp_get_thread_num(), omp_get_num_threads());
+}
+#else
+// The threads of one caller, which sleep between its calls.
+class Crew {
+ public:
+  void run(int threads, const std::function<void(int, int)>& body) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      while (int(all_.size()) < threads - 1) all_.emplace_back(&Crew::work, this, int(all_.size()) + 1, round_);
+      body_ = &body, threads_ = threads, running_ = threads - 1, ++round_;
+    }
+    begin_.notify_all();
+    body(0, threads);
+    std::unique_lock<std::mutex> lock(mutex_);
+    end_.wait(lock, [&] { return running_ == 0; });
+  }
+
+  ~Crew() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      body_ = nullptr, threads_ = int(all_.size()) + 1, ++round_;
+    }
+    begin_.notify_all();
+    for (std::thread& thread : all_) thread.join();
+  }
+
+ private:
+  void work(int thread, uint64_t seen) {
+    for (std::unique_lock<std::mutex> lock(mutex_);;) {
+      begin_.wait(lock, [&] { return round_ != seen; });
+      seen = round_;
+      if (thread >= threads_) continue;
+      if (!body_) return;
+      lock.unlock();
+      (*body_)(thread, threads_);
+      lock.lock();
+      if (--running_ == 0) end_.notify_one();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable begin_, end_;
+  std::vector<std::thread> all_;
+  const std::function<void(int, int)>* body_ = nullptr;  // null: the threads end
+  int threads_ = 0, running_ = 0;
+  uint64_t round_ = 0;
+};
+
+template <typename F>
+void on_threads(int threads, const F& body) {
+  thread_local Crew crew;
+  crew.run(threads, body);
+}
+#endif
+
 }  // namespace
 
 void with_team(int threads, void (*body)(const void*), const void* context) noexcept {
   if (threads <= 1 || team || in_loop) return body(context);
   Team own(threads);
-#pragma omp parallel num_threads(threads)
-  {
-    const int thread = omp_get_thread_num();
+  on_threads(threads, [&](int thread, int count) {
     if (thread == 0) {
       team = &own;
       body(context);
       team = nullptr;
-      own.close(omp_get_num_threads() - 1);
+      own.close(count - 1);
     } else {
       own.help(thread);
     }
-  }
+  });
 }
 
 bool team_is_open() noexcept { return team != nullptr; }
@@ -225,17 +286,5 @@ void team_for(int64_t n, int threads, void (*body)(const void*, int64_t, int64_t
         &loop);
   }
 }
-
-#else
-
-void with_team(int, void (*body)(const void*), const void* context) noexcept { body(context); }
-
-bool team_is_open() noexcept { return false; }
-
-void team_for(int64_t n, int, void (*body)(const void*, int64_t, int64_t), const void* context) noexcept {
-  body(context, 0, n);
-}
-
-#endif
 
 }  // namespace dflash

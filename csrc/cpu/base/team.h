@@ -1,4 +1,5 @@
-// Loops over OpenMP threads. torch loads libgomp before this module, so both share one pool.
+// Loops over OpenMP threads. torch loads libgomp before this module, so both share one pool. On macOS, where compilers
+// have no OpenMP and a process must not have a second libomp next to torch's, over threads of our own.
 //
 // The barrier of an OpenMP loop waits for every thread, even one that the system has put aside without work: on a busy
 // machine that costs a time slice for each of a step's many short loops. Here a loop ends when its iterations have. A

@@ -13,7 +13,9 @@
 
 // GCC 12 warns about uninitialised vectors in its own intrinsics, and about the sums of rows without columns, which
 // nobody asks for.
+#ifndef __clang__  // which does not know the first name
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #if defined(__SSE2__)
 #include <immintrin.h>

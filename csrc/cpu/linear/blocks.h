@@ -21,18 +21,21 @@ constexpr int kHalves = 2 * kQuantTile;  // bytes: a half-precision number, or t
 template <Format F>
 struct Layout {
   static constexpr BlockFormat kCode = blocks_of(F);
-  static constexpr bool kIsSuper = kCode.scales == Scales::kSuper, kHasZeros = kCode.scales == Scales::kFloat;
+  static constexpr bool kIsSuper = kCode.scales == Scales::kSuper, kIsFloat = kCode.scales == Scales::kFloat;
+  static constexpr bool kHasZeros = kIsFloat && !kCode.has_minima;
   static constexpr int kGroups = kCode.columns / kBlockGroup, kBytes = kCode.bytes * kQuantTile;
   static constexpr int kParts = most(1, kBlockGroup / kCode.scale_columns);  // of a group, each with a scale
   static constexpr int kScales = kIsSuper ? 2 * kHalves : 0;                 // after those of 256 columns
   static constexpr int kScaleBytes = kIsSuper                            ? kGroups / 2 * kParts * kHalves
-                                     : kHasZeros                         ? kCode.columns / kCode.scale_columns * kLine
+                                     : kIsFloat                          ? kCode.columns / kCode.scale_columns * kLine
                                      : kCode.scales == Scales::kExponent ? kGroups / 4 * kLine
                                                                          : kGroups * kHalves;
   static constexpr int kMinima = kScales + kScaleBytes, kZeros = kMinima;
   static constexpr int kCodes = kMinima + (kHasZeros ? kGroups / 4 * kLine : kCode.has_minima ? kScaleBytes : 0);
   static constexpr int kShorts = kIsSuper || kCode.scales == Scales::kHalf ? kCodes : 0;  // bytes of lines of two
   static constexpr int kGroupBytes = kLine * kCode.bits;
+  // Where the float of group g lies among scales or minima.
+  static constexpr int float_line(int g) { return g * kBlockGroup / kCode.scale_columns * kLine; }
   // Of a code as it is multiplied: 4 bits may stand for more.
   static constexpr int kCodeBits = !kCode.table ? kCode.bits : kCode.offset == 16 ? 5 : 8;
   static_assert(kCodes + kGroups * kGroupBytes == kBytes && kBytes % kLine == 0);

@@ -32,7 +32,7 @@ struct BlockRows {
 
   struct Block {
     int64_t rows, groups;
-    uint32_t* words;  // [groups, rows, kBlockGroupWords]
+    uint32_t* words;  // [groups, rows, kBlockGroupWords], with smmla in pairs of rows, see join_pair
 
     float* scales() const { return reinterpret_cast<float*>(words + rows * groups * kBlockGroupWords); }
     float* wide() const { return scales() + rows * groups; }  // scales * sums
@@ -61,6 +61,16 @@ struct BlockRows {
 
   void place(uint32_t* memory) { words = memory; }
 
+  // The words of a row's group and the next row's: two of the one, then two of the other.
+  static void join_pair(uint32_t* words) {
+    uint32_t apart[2][kBlockGroupWords];
+    std::memcpy(apart, words, sizeof(apart));
+    for (int w = 0; w < kBlockGroupWords; w += 2, words += 4) {
+      std::memcpy(words, apart[0] + w, 8);
+      std::memcpy(words + 2, apart[1] + w, 8);
+    }
+  }
+
   // That of this row, which is its first.
   Block block(int64_t row) const {
     return {padded_rows(least(kBlockRows, rows - row)), groups, words + row * groups * kWords};
@@ -82,8 +92,9 @@ struct BlockRows {
           }
           const int64_t at = g * to.rows + r;
           int32_t sums[2];
-          round_to_bytes<kBlockGroup>(from, reinterpret_cast<int8_t*>(to.words + at * kBlockGroupWords),
-                                      to.scales()[at], sums);
+          uint32_t* words = to.words + at * kBlockGroupWords;
+          round_to_bytes<kBlockGroup>(from, reinterpret_cast<int8_t*>(words), to.scales()[at], sums);
+          if (kInPairs && r % 2) join_pair(words - kBlockGroupWords);
           const int32_t sum = sums[0] + sums[1];
           to.wide()[at] = to.scales()[at] * float(sum);
           for (int i = 0; i < 4; ++i) to.starts(i)[at] = -kOffsets[i] * sum;
@@ -143,7 +154,7 @@ static inline IVec load_codes(const uint8_t* group, int v) {
   const uint8_t* at = group + v * 4 * kWidth;
   if constexpr (BITS == 8) return load_ints(at + W * kLine);
   const UVec line = (UVec)load_ints(at + W % 4 * kLine);
-  UVec codes = (W < 4 ? line : line >> 4) & 0x0f0f0f0f;
+  UVec codes = W < 4 ? line & 0x0f0f0f0f : kOnArm ? (UVec)((ByteLine)line >> 4) : line >> 4 & 0x0f0f0f0f;
   if constexpr (BITS == 5) {
     const UVec high = (UVec)load_ints(at + 4 * kLine);
     codes |= (W < 4 ? high << (W < 4 ? 4 - W : 0) : high >> (W < 4 ? 0 : W - 4)) & 0x10101010;
@@ -161,8 +172,7 @@ template <Format F>
 static inline Vec scale_of(const uint8_t* chunk, int g, int part, int v) {
   using L = Layout<F>;
   const int at = v * 2 * kWidth;
-  if constexpr (L::kHasZeros)
-    return load(reinterpret_cast<const float*>(chunk + g * kBlockGroup / L::kCode.scale_columns * kLine) + v * kWidth);
+  if constexpr (L::kIsFloat) return load(reinterpret_cast<const float*>(chunk + L::float_line(g)) + v * kWidth);
   if constexpr (L::kCode.scales == Scales::kExponent) {
     const UVec byte = (UVec)load_bytes(chunk, g, v), is_small = (UVec)(byte < 2);
     return (Vec)(((byte + 1) << 21 & is_small) | ((byte - 1) << 23 & ~is_small));  // exponent_to_float
@@ -180,6 +190,8 @@ template <Format F>
 static inline Vec minimum_of(const uint8_t* chunk, int g, int v) {
   using L = Layout<F>;
   const int at = v * 2 * kWidth;
+  if constexpr (L::kIsFloat)
+    return load(reinterpret_cast<const float*>(chunk + L::kMinima + L::float_line(g)) + v * kWidth);
   if constexpr (!L::kIsSuper) return load_halves(chunk + L::kMinima + g * kHalves + at);
   const UVec pair =
       __builtin_convertvector(*reinterpret_cast<const HVec*>(chunk + L::kMinima + g / 2 * kHalves + at), UVec);
@@ -217,8 +229,8 @@ struct Dots {
 
 #if DFLASH_DOTS
   template <int W>
-  void add(IVec codes, uint32_t row) {
-    whole = add_bytes<BITS == 8>(whole, codes, IVec{} + int32_t(row));
+  void add(IVec codes, const uint32_t* row) {
+    whole = add_word<BITS == 8, W>(whole, codes, row);
   }
 #elif defined(__AVX2__)
   // Products of bytes are added in pairs, and as many words as fit in 16 bits. Those of 8 bits are two codes of 4.
@@ -238,18 +250,18 @@ struct Dots {
 #endif
 
   template <int W>
-  void add(IVec codes, uint32_t row) {
+  void add(IVec codes, const uint32_t* row) {
 #pragma GCC unroll 2
     for (int p = 0; p < kPieces; ++p) {
       const IVec piece = BITS < 8 ? codes : (p ? codes >> 4 : codes) & 0x0f0f0f0f;
-      pairs[p] += multiply(piece, row);
+      pairs[p] += multiply(piece, row[W]);
       if ((W + 1) % kWordsAtOnce == 0) whole += widen(pairs[p], p ? 16 : 1), pairs[p] = PairVec{};
     }
   }
 #else
   template <int W>
-  void add(IVec codes, uint32_t row) {
-    const PairVec both = (PairVec)(IVec{} + int32_t(row)), even = (both << 8) >> 8, odd = both >> 8;
+  void add(IVec codes, const uint32_t* row) {
+    const PairVec both = (PairVec)(IVec{} + int32_t(row[W])), even = (both << 8) >> 8, odd = both >> 8;
     const IVec rows[2] = {(IVec)even, (IVec)odd};
     whole = add_words(codes, rows, whole);
   }
@@ -287,7 +299,8 @@ __attribute__((noinline)) static void multiply_blocks(const BlockRows::Block& ro
           Dots<L::kCodeBits> sum[ROWS];
 #pragma GCC unroll 8
           for (int r = 0; r < ROWS; ++r) {
-            const int32_t start = L::kCode.offset && L::kCode.offset != kTaken ? starts[r * L::kParts + part] : 0;
+            constexpr int kTimes = L::kCode.offset == kTaken ? 0 : L::kCode.offset ? 1 : -kTaken;
+            const int32_t start = kTimes ? kTimes * starts[r * L::kParts + part] : 0;
             sum[r].whole = L::kHasZeros ? add_zeros(IVec{}, zeros, start) : IVec{} + start;
           }
           if constexpr (ROWS == 1 || !kInPairs)
@@ -295,7 +308,7 @@ __attribute__((noinline)) static void multiply_blocks(const BlockRows::Block& ro
               constexpr int kWord = part * kPartWords + word;
               const IVec some = load_codes<F, kWord>(codes, v);
 #pragma GCC unroll 8
-              for (int r = 0; r < ROWS; ++r) sum[r].template add<kWord>(some, words[r * kBlockGroupWords + kWord]);
+              for (int r = 0; r < ROWS; ++r) sum[r].template add<kWord>(some, words + r * kBlockGroupWords);
             });
 #if DFLASH_MATMUL
           else {
@@ -304,10 +317,8 @@ __attribute__((noinline)) static void multiply_blocks(const BlockRows::Block& ro
               constexpr int kWord = part * kPartWords + 2 * two;
               const TwoWords some(load_codes<F, kWord>(codes, v), load_codes<F, kWord + 1>(codes, v));
 #pragma GCC unroll 4
-              for (int r = 0; r < ROWS; r += 2) {
-                const uint32_t* row = words + r * kBlockGroupWords + kWord;
-                both[r / 2].add(some, row, row + kBlockGroupWords);
-              }
+              for (int r = 0; r < ROWS; r += 2)
+                both[r / 2].add(some, vld1q_u32(words + r * kBlockGroupWords + 2 * kWord));
             });
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r += 2) {

@@ -60,6 +60,22 @@ static inline IVec add_bytes(IVec sum, IVec codes, IVec row) {
   return (IVec)vdotq_s32((int32x4_t)sum, (int8x16_t)signed_codes, (int8x16_t)row);
 #endif
 }
+
+// The same with word W of a row's group.
+template <bool MAY_BE_LARGE, int W>
+static inline IVec add_word(IVec sum, IVec codes, const uint32_t* row) {
+#if defined(__aarch64__)
+  const int8x16_t four = (int8x16_t)vld1q_u32(row + W / 4 * 4);  // one load for four words
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  return (IVec)vusdotq_laneq_s32((int32x4_t)sum, (uint8x16_t)codes, four, W % 4);
+#else
+  const IVec signed_codes = MAY_BE_LARGE ? codes ^ int32_t(0x80808080) : codes;
+  return (IVec)vdotq_laneq_s32((int32x4_t)sum, (int8x16_t)signed_codes, four, W % 4);
+#endif
+#else
+  return add_bytes<MAY_BE_LARGE>(sum, codes, IVec{} + int32_t(row[W]));
+#endif
+}
 #endif
 
 // smmla: two rows at once
@@ -80,8 +96,9 @@ struct TwoWords {
 struct PairDots {
   int32x4_t low{}, high{};  // [two features, two rows]
 
-  void add(const TwoWords& codes, const uint32_t* row, const uint32_t* other) {
-    const int8x16_t both = (int8x16_t)vcombine_u32(vld1_u32(row), vld1_u32(other));
+  // `both`: two words of the one row, then of the other.
+  void add(const TwoWords& codes, uint32x4_t words) {
+    const int8x16_t both = (int8x16_t)words;
     low = vusmmlaq_s32(low, codes.low, both);
     high = vusmmlaq_s32(high, codes.high, both);
   }
@@ -294,7 +311,10 @@ __attribute__((noinline)) static void multiply_int8_rows(const QuantizedRows::Bl
         for (int v = 0; v < kInt8Vecs; ++v) {
           const TwoWords some(load_ints(tile + v * 4 * kWidth), load_ints(tile + 4 * kQuantTile + v * 4 * kWidth));
 #pragma GCC unroll 4
-          for (int r = 0; r < ROWS; r += 2) both[r / 2][v].add(some, words + r * kRow, words + (r + 1) * kRow);
+          for (int r = 0; r < ROWS; r += 2) {
+            const uint32x4_t two = vcombine_u32(vld1_u32(words + r * kRow), vld1_u32(words + (r + 1) * kRow));
+            both[r / 2][v].add(some, two);
+          }
         }
       }
 #pragma GCC unroll 4

@@ -16,6 +16,11 @@ static void unpack_row(const UnpackBlocksParams& p, int64_t row) {
     std::memcpy(&bits, at(offset), 2);
     return half_to_float(bits);
   };
+  const auto whole = [&](int64_t offset) {
+    float out;
+    std::memcpy(&out, at(offset), 4);
+    return out;
+  };
   const auto byte = [&](int64_t part, int i) { return at(part + i / 2 * kHalves)[i % 2]; };
   float* out = p.out + row * p.columns;
   for (int64_t k = 0, chunk = 0; k < p.columns; k += blocks_of(F).columns, chunk += L::kBytes)
@@ -25,8 +30,9 @@ static void unpack_row(const UnpackBlocksParams& p, int64_t row) {
         std::memcpy(lines + i, at(chunk + L::kCodes + g * L::kGroupBytes + i * kLine), 4);
       float minimum = 0.0f;
       if (L::kCode.has_minima)
-        minimum = L::kIsSuper ? -half(chunk + kHalves) * float(byte(chunk + L::kMinima, g))
-                              : half(chunk + L::kMinima + g * kHalves);
+        minimum = L::kIsSuper   ? -half(chunk + kHalves) * float(byte(chunk + L::kMinima, g))
+                  : L::kIsFloat ? whole(chunk + L::kMinima + L::float_line(g))
+                                : half(chunk + L::kMinima + g * kHalves);
       const int offset = L::kHasZeros ? at(chunk + L::kZeros)[g] : L::kCode.offset;
       const int64_t live = least(kBlockGroup, p.columns - k - g * kBlockGroup);
       for (int i = 0; i < live; ++i) {
@@ -35,8 +41,8 @@ static void unpack_row(const UnpackBlocksParams& p, int64_t row) {
         if constexpr (L::kIsSuper) {
           const uint8_t bits = byte(chunk + L::kScales, g * L::kParts + part);
           scale = half(chunk) * float(L::kCode.has_minima ? bits : int8_t(bits));
-        } else if constexpr (L::kHasZeros) {
-          std::memcpy(&scale, at(chunk + g * kBlockGroup / L::kCode.scale_columns * kLine), 4);
+        } else if constexpr (L::kIsFloat) {
+          scale = whole(chunk + L::float_line(g));
         } else if constexpr (L::kCode.scales == Scales::kExponent) {
           scale = exponent_to_float(at(chunk)[g]);
         } else {

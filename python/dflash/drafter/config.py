@@ -197,7 +197,7 @@ KEYS: dict[str, Key] = {
     **dict.fromkeys(("attention_mode", "confidence_head_alpha", "confidence_head_with_markov"), Key(BOTH)),
     **dict.fromkeys(("enable_confidence_head", "use_confidence_head", "lm_head_chunk_size"), Key(BOTH)),
     # how tensors are stored, which the loader reads by itself
-    **dict.fromkeys(("quantization_config", "compression_config"), Key(TOP)),
+    **dict.fromkeys(("quantization_config", "compression_config", "quantization"), Key(TOP)),
     # what is not implemented
     "speculators_config": Key(TOP, unsupported(_HALF_A_LAYOUT)),
     "partial_rotary_factor": Key(TOP, unsupported("RoPE over part of the head is not implemented", 1.0)),

@@ -62,6 +62,7 @@ class Header(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
+    index: int | None = None  # if it is one along the first dimension of the file's tensor
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"

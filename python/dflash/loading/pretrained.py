@@ -112,6 +112,8 @@ class Pretrained:
                 return read_config(self.gguf)
         model = self._base() or self
         config = model._load(AutoConfig)
+        if getattr(config, "quantization_config", None) is None and hasattr(config, "quantization"):
+            config.quantization_config = config.quantization  # the older of MLX's two keys
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
             if isinstance(kernel, str) and "/" in kernel:
@@ -346,8 +348,9 @@ def load_target(
     """Load a target for `dflash.generate`, in eval mode.
 
     On a CPU the weights of a GGUF file stay in its blocks (``docs/files.md`` has the types): the file is mapped and
-    packed tensor by tensor. Folders in AWQ, GPTQ, compressed-tensors' integers and MXFP4 stay packed too; those in FP8
-    and NVFP4 become dense, with a warning (``docs/quantized.md``). In float16, and on other devices, all become dense.
+    packed tensor by tensor. Folders in AWQ, GPTQ, MLX, compressed-tensors' integers and MXFP4 stay packed too; those in
+    FP8 and NVFP4 become dense, with a warning (``docs/quantized.md``). In float16, and on other devices, all become
+    dense.
     Targets to train for must be dense: load these with transformers.
 
     Args:

@@ -24,6 +24,7 @@ from .gguf_target import tie_head
 # ---------------------------------------------------------------------------------------------- what a config says
 
 _METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4", "fp8", "mxfp8")
+_OURS = {"modelopt": "Model-Optimizer", "mlx": "MLX"}  # of which transformers leaves tensors out, or knows nothing
 _FORMATS = {  # of compressed-tensors, as a whole or per group
     *("dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
@@ -34,7 +35,7 @@ class Scheme(NamedTuple):
     """What cannot be told from a checkpoint's tensors.
 
     Attributes:
-        method: the library, of `_METHODS`, or modelopt.
+        method: the library, of `_METHODS` or `_OURS`.
         stores_less: zero points of GPTQ are stored less one (``checkpoint_format`` gptq, not gptq_v2).
         block: rows and columns that share a scale of FP8, if several of both do.
     """
@@ -49,7 +50,8 @@ def read_scheme(
 ) -> Scheme | None:
     """Return how this package reads a quantized folder; None if it is not quantized, or transformers reads it.
 
-    On GPUs transformers does, by the kernels of the library, except for Model-Optimizer, whose scales it leaves out.
+    On GPUs transformers does, by the kernels of the library, except for Model-Optimizer, whose scales it leaves out,
+    and MLX.
 
     Args:
         config: of the model.
@@ -68,13 +70,13 @@ def read_scheme(
         return None
     # 2. Who reads it
     method = _method_of(given)
-    if method == "modelopt" and is_adapted:
-        raise ValueError(f"{where}: an adapter cannot be put on weights of Model-Optimizer: use the plain model")
+    if method in _OURS and is_adapted:
+        raise ValueError(f"{where}: an adapter cannot be put on weights of {_OURS[method]}: use the plain model")
     algorithm = str(given.get("quant_algo") or "FP8")
     if method == "modelopt" and ("AWQ" in algorithm or not re.search("FP8|FP4|^MIXED", algorithm, re.I)):
         known = "one of FP8 or FP4, without AWQ"
         raise ValueError(f"{where}: Model-Optimizer's quant_algo must be {known}, got {named(algorithm)}")
-    if method != "modelopt" and (method not in _METHODS or not is_cpu or is_adapted):
+    if method not in _OURS and (method not in _METHODS or not is_cpu or is_adapted):
         from transformers.quantizers.auto import AutoHfQuantizer
 
         if AutoHfQuantizer.supports_quant_method(given):
@@ -87,12 +89,12 @@ def read_scheme(
 def read_draft_scheme(config: Mapping[str, Any], folder: Path) -> Scheme | None:
     """Return how this package reads a quantized drafter; None if it is not quantized. Raises as `read_scheme` does."""
     where = printable(folder)
-    given = config.get("quantization_config") or config.get("compression_config")
+    given = config.get("quantization_config") or config.get("compression_config") or config.get("quantization")
     if (given := _find_settings(given, folder / "hf_quant_config.json", where)) is None:
         return None
     method = _method_of(given)
-    if method not in (*_METHODS, "modelopt"):
-        raise ValueError(f"{where}: quant_method must be one of {listed([*_METHODS, 'modelopt'])}, got {named(method)}")
+    if method not in (known := [*_METHODS, *_OURS]):
+        raise ValueError(f"{where}: quant_method must be one of {listed(known)}, got {named(method)}")
     return _read_layout(given, method, where)
 
 
@@ -109,7 +111,7 @@ def _find_settings(given: Any, said: Path | None, where: str) -> dict[str, Any] 
 
 
 def _method_of(given: Mapping[str, Any]) -> str:
-    method = str(given.get("quant_method", ""))
+    method = str(given.get("quant_method", "mlx" if "group_size" in given and "bits" in given else ""))
     return "modelopt" if method.startswith("modelopt") else method
 
 
@@ -147,13 +149,14 @@ def _check_compressed(given: Mapping[str, Any], formats: set[str], where: str) -
 
 
 class Integers(NamedTuple):
-    """A weight ``(codes - zeros) * scales``, with a scale and a zero point per group of columns."""
+    """A weight ``(codes - zeros) * scales``, or ``codes * scales + minima``, with numbers per group of columns."""
 
     codes: Tensor  # [..., out, in] uint8
     scales: Tensor  # [..., out, groups]
     zeros: Tensor | None  # [..., out, groups] uint8; None: half of what codes can be
     bits: int
     groups: Tensor | None = None  # [in], the group of each column; None: as many columns in turn
+    minima: Tensor | None = None  # [..., out, groups]
 
     @property
     def shape(self) -> torch.Size:
@@ -166,14 +169,16 @@ class Integers(NamedTuple):
 
     @property
     def has_scales_for_all(self) -> bool:
-        """True if scales and zero points are of the shape that goes with the codes."""
+        """True if scales, zero points and minima are of the shape that goes with the codes."""
         is_whole = self.codes.shape[:-1] == self.scales.shape[:-1] and self.codes.shape[-1] % self.scales.shape[-1] == 0
-        return is_whole and (self.zeros is None or self.zeros.shape == self.scales.shape)
+        return is_whole and all(x is None or x.shape == self.scales.shape for x in (self.zeros, self.minima))
 
     @property
     def obstacle(self) -> str:
         """Why it cannot stay packed; empty if it can."""
         columns, count = self.codes.shape[-1], self.scales.shape[-1]
+        if self.bits not in (4, 8):
+            return f"{self.bits} bits"
         if columns % 32 or (count > 1 and self.size % 32):
             return "groups that are not multiples of 32"
         uneven = self.groups is not None and (torch.bincount(self.groups, minlength=count) != self.size).any()
@@ -182,6 +187,8 @@ class Integers(NamedTuple):
     def dense(self) -> Tensor:
         """Return the values in float32."""
         groups = torch.arange(self.codes.shape[-1]) // self.size if self.groups is None else self.groups
+        if self.minima is not None:
+            return self.codes.float() * self.scales[..., groups].float() + self.minima[..., groups].float()
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[..., groups].float()
         return (self.codes.float() - zeros) * self.scales[..., groups].float()
 
@@ -189,7 +196,8 @@ class Integers(NamedTuple):
         """Return the weight with the columns of a group side by side, and which columns these are."""
         order = None if self.groups is None else torch.argsort(self.groups, stable=True)
         codes = self.codes if order is None else self.codes[..., order]
-        return PackedWeight.of_integers(codes, self.scales, self.zeros, group=self.size, bits=self.bits), order
+        numbers = self.scales, self.zeros, self.minima
+        return PackedWeight.of_integers(codes, *numbers, group=self.size, bits=self.bits), order
 
 
 class Floats(NamedTuple):
@@ -248,15 +256,21 @@ def _nibbles(packed: Tensor) -> Tensor:
 def _codes(words: Tensor, bits: int) -> Tensor:
     """Return the codes uint8 that lie along the last dimension of int32 words, the lowest bits first."""
     packed = words.contiguous().view(torch.uint8)
-    return _nibbles(packed) if bits == 4 else packed
+    if bits in (4, 8):
+        return _nibbles(packed) if bits == 4 else packed
+    first = torch.arange(0, packed.shape[-1] * 8, bits, device=packed.device)  # the lowest bit of each
+    wide = torch.nn.functional.pad(packed, (0, 1)).short()
+    both = wide[..., first // 8] | wide[..., first // 8 + 1] << 8
+    return (both >> (first % 8).short() & 2**bits - 1).to(torch.uint8)
 
 
-def _bits(words: int, columns: int) -> int:
+def _bits(words: int, columns: int, known: Sequence[int] = (4, 8)) -> int:
     """Return the bits per value of a row that takes so many words."""
-    for bits in (4, 8):
+    for bits in known:
         if -(-columns * bits // 32) == words:
             return bits
-    raise ValueError(f"values must have 4 or 8 bits, got {words} words of 32 bits for {columns} values")
+    some = f"{listed(known[:-1])} or {known[-1]}"
+    raise ValueError(f"values must have {some} bits, got {words} words of 32 bits for {columns} values")
 
 
 def _groups(index: Tensor | None, scales: Tensor) -> Tensor | None:
@@ -326,6 +340,18 @@ def _read_blocks(parts: Parts, _shape: Sequence[int], _scheme: Scheme) -> Quanti
     return Floats(_nibbles(parts["blocks"]).flatten(-2), parts["scales"])
 
 
+def _read_mlx(parts: Parts, shape: Sequence[int], _scheme: Scheme) -> Quantized:
+    """Read MLX: ``weight`` uint32, ``scales`` and ``biases`` per group. Without biases numbers are FP4 or FP8."""
+    words, scales, minima = parts["weight"].view(torch.int32), parts["scales"], parts.get("biases")
+    bits = _bits(words.shape[-1], shape[-1], (2, 3, 4, 5, 6, 8) if minima is not None else (4, 8))
+    if minima is not None:
+        return Integers(_codes(words, bits), scales, None, bits, minima=minima)
+    numbers, is_mx = words.contiguous().view(torch.uint8), scales.shape[-1] * 32 == shape[-1]
+    if bits == 4:
+        return _read_fp4(numbers, scales if is_mx else scales.view(torch.float8_e4m3fn))
+    return Values(numbers.view(torch.float8_e4m3fn).float() * _powers(scales).repeat_interleave(32, -1), "FP8")
+
+
 class Layout(NamedTuple):
     """The tensors that a library makes of a weight, all that it needs and what else there may be, and their reader."""
 
@@ -342,6 +368,7 @@ _LAYOUTS = (
     Layout({"weight", "weight_scale"}, {"weight_zero_point", "weight_scale_2"}, _read_scaled),
     Layout({"weight", "weight_scale_inv"}, set(), _read_scaled),
     Layout({"blocks", "scales"}, set(), _read_blocks),
+    Layout({"weight", "scales"}, {"biases"}, _read_mlx),
 )
 # What a model's own shapes say, and scales of its inputs: here rows are rounded by scales of their own, or not at all.
 _UNREAD = {"weight_shape", "input_scale", "input_zero_point", "input_global_scale", "activation_scale"}
@@ -351,9 +378,9 @@ _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
-    "BOOL": torch.bool,
+    **{"U32": torch.uint32, "BOOL": torch.bool},
 }
-FEW_BITS = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+FEW_BITS = (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -466,7 +493,7 @@ class QuantizedFolder:
         self._where, self._scheme, self._model = printable(folder), scheme, model
         self._dtype, self._packs = dtype, packs
         self._made_dense: dict[str, list[int]] = {}  # by reason: the bytes of each
-        self._headers, self._state = read_headers(files), model.state_dict()
+        self._headers, self._state = _split_experts(read_headers(files)), model.state_dict()
         mapping = get_model_conversion_mapping(model)
         converters = [x for x in mapping if isinstance(x, WeightConverter)]
         renamings = [x for x in mapping if not isinstance(x, WeightConverter)]
@@ -560,7 +587,13 @@ class QuantizedFolder:
         """Yield what reads tensors. The files are closed after it, so that their memory is given back."""
         with contextlib.ExitStack() as stack:
             opened = functools.cache(lambda path: stack.enter_context(open_tensors(path)))
-            yield lambda header: opened(header.file).get_tensor(header.name)
+
+            def get(header: Header) -> Tensor:
+                file = opened(header.file)
+                whole = header.index is None
+                return file.get_tensor(header.name) if whole else file.get_slice(header.name)[header.index]
+
+            yield get
 
     # ------------------------------------------------------------------------------------------ making modules
 
@@ -661,6 +694,19 @@ class QuantizedFolder:
 
 
 _Get = Callable[[Header], Tensor]
+
+
+def _split_experts(headers: Mapping[str, Header]) -> dict[str, Header]:
+    """Return the headers, a tensor ``switch_mlp`` of all experts as MLX has it as one per expert."""
+    found: dict[str, Header] = {}
+    for name, header in headers.items():
+        stem, stacked, rest = name.partition(".switch_mlp.")
+        if not stacked or not header.shape or 0 in header.shape:  # an empty tensor may claim any number
+            found[name] = header
+            continue
+        for index in range(header.shape[0]):
+            found[f"{stem}.experts.{index}.{rest}"] = header._replace(shape=header.shape[1:], index=index)
+    return found
 
 
 def _without_memory(header: Header) -> Tensor:

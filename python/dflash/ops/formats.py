@@ -148,6 +148,7 @@ FORMATS = {
         *(_blocks(name, name.upper()) for name in ("iq4_nl", "iq4_xs", "mxfp4")),
         # Integers with a float scale per 32 or 128 columns, and a zero point (`PackedWeight.of_integers`)
         *map(_blocks, ("w4g32", "w4g128", "w8g32", "w8g128")),
+        *map(_blocks, ("w4g32m", "w4g64m", "w8g32m", "w8g64m")),  # with a float minimum instead of the zero point
     )
 }
 """The formats by name. Which is used where is decided by `format_of` alone."""
@@ -201,8 +202,10 @@ def unpack(packed: Tensor, format: str) -> Blocks:
         byte = head.int()
         scales = torch.where(byte < 2, byte + 1 << 21, byte - 1 << 23).view(torch.float32)
     else:
-        scales = head[..., :-4].contiguous().view(torch.float32).repeat_interleave(size // 32, -1)
-        codes -= head[..., -4:, None, None].int()
+        floats = head[..., : 4 * columns // size * (1 + has_minima)].contiguous().view(torch.float32)
+        floats = floats.repeat_interleave(size // 32, -1)
+        scales, minima = floats[..., :groups], floats[..., groups:]
+        codes -= 0 if has_minima else head[..., -4:, None, None].int()
     scales = scales.unflatten(-1, (groups, parts))
     return Blocks(codes.flatten(1, 2), scales.flatten(1, 2), minima.flatten(1, 2) if has_minima else None)
 
@@ -277,18 +280,23 @@ class PackedWeight(NamedTuple):
 
     @classmethod
     def of_integers(
-        cls, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, *, group: int, bits: int
-    ) -> PackedWeight:
+        cls, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, minima: Tensor | None = None, *, group: int,
+        bits: int,
+    ) -> PackedWeight:  # fmt: skip
         """Return the weight ``(codes - zeros) * scales``, as AWQ, GPTQ and compressed-tensors store it. Rounds nothing.
+
+        With ``minima`` it is ``codes * scales + minima``, as MLX stores it.
 
         With ``zeros`` in the middle and scales that half precision holds, the format is that of Q4_0 or Q8_0: 4.5 or
         8.5 bits per weight. Else it has scales in float32: 4.5 or 8.5 bits if groups are multiples of 128 or a whole
-        channel, 5.25 or 9.25 if not.
+        channel, 5.25 or 9.25 if not. With ``minima`` it is 5 or 9 bits if groups are multiples of 64 or a whole
+        channel, else 6 or 10.
 
         Args:
             codes: ``[..., out, in]`` uint8, less than ``2 ** bits``.
             scales: ``[..., out, ceil(in / group)]`` float16, bfloat16 or float32.
-            zeros: the same shape, uint8; None if all are ``2 ** (bits - 1)``.
+            zeros: the same shape, uint8; None if all are ``2 ** (bits - 1)``, or with ``minima``.
+            minima: the same shape, float16, bfloat16 or float32.
             group: columns that share a scale and a zero point: a multiple of 32, or at least ``in`` (one per channel).
             bits: 4 or 8.
 
@@ -301,15 +309,21 @@ class PackedWeight(NamedTuple):
             raise ValueError(f"bits must be 4 or 8, got {bits}: keep the weight dense")
         if group < 1 or (group % 32 and group < columns):
             raise ValueError(f"group must be a multiple of 32 or at least in = {columns}, got {group}: keep it dense")
-        _check_groups("scales", scales, codes, group)
-        if not scales.is_floating_point() or scales.dtype == torch.float64:
-            raise ValueError(f"scales must be float16, bfloat16 or float32, got {scales.dtype}: convert them")
+        for name, values in (("scales", scales), ("minima", scales if minima is None else minima)):
+            _check_groups(name, values, codes, group)
+            if not values.is_floating_point() or values.dtype == torch.float64:
+                raise ValueError(f"{name} must be float16, bfloat16 or float32, got {values.dtype}: convert them")
+        if zeros is not None and minima is not None:
+            raise ValueError("a weight has zeros or minima, got both: subtract zeros * scales from minima")
         if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != torch.uint8):
             raise ValueError(f"zeros must be uint8 {list(scales.shape)}, got {zeros.dtype} {list(zeros.shape)}")
         if codes.numel() and bits == 4 and int(codes.amax()) > 15:
             raise ValueError(f"codes of 4 bits must be less than 16, got {int(codes.amax())}: unpack the bytes first")
         # 2. Choose the format
         wide, halves = scales.float(), scales.half()
+        if minima is not None:
+            shared = 64 if group % 64 == 0 or group >= columns else 32
+            return cls._of_codes(f"w{bits}g{shared}m", codes, (wide, shared, group), (minima.float(), shared, group))
         if (zeros is None or bool((zeros == middle).all())) and torch.equal(halves.float(), wide):
             return cls._of_codes(f"q{bits}_0", codes, (halves, 32, group))
         shared = 128 if group % 128 == 0 or group >= columns else 32

@@ -45,17 +45,38 @@ def _clash(name: str) -> Check:
     return Check(name, f"dflash {version} is installed too and owns the same import name", "error", advice)
 
 
+# Instruction sets of each architecture, from the plainest on: Linux's name for what a processor must have, and what the
+# set brings.
+_SETS = (
+    {
+        "scalar": ("", "no vectors"),
+        "avx2": ("avx2", "8 floats at a time"),
+        "avx_vnni": ("avx_vnni", "8 floats at a time, dot products in 8 bits"),
+        "avx512": ("avx512vl", "16 floats at a time"),
+        "avx512_bf16": ("avx512_bf16", "16 floats at a time, dot products in bf16 and 8 bits"),
+        "amx": ("amx_bf16", "16 floats at a time, products of tiles in bf16 and 8 bits"),
+    },
+    {
+        "neon": ("asimd", "4 floats at a time"),
+        "dotprod": ("asimddp", "4 floats at a time, dot products in 8 bits"),
+        "i8mm": ("i8mm", "4 floats at a time, dot products and products of pairs of rows in 8 bits"),
+    },
+)
+
+
 def _instruction_set(name: str) -> Check:
     chosen, forced = ops.isa(), os.environ.get("DFLASH_ISA")
+    known = next(row for row in _SETS if chosen in row)
+    text = f"{chosen}: {known[chosen][1]}"
     if forced:
-        return Check(name, f"{chosen}, because DFLASH_ISA is set", "warning", "unset DFLASH_ISA")
-    flags = "scalar avx2 avx_vnni avx512vl avx512_bf16 amx_bf16"  # begin as the sets' names do
-    if better := processor_flags().intersection(flags[flags.index(chosen) :].split()[1:]):
+        return Check(name, f"{text}; because DFLASH_ISA is set", "warning", "unset DFLASH_ISA")
+    better = [*known][[*known].index(chosen) + 1 :]
+    if better := [each for each in better if known[each][0] in processor_flags()]:
         advice = "install on this machine, or with -C cmake.define.DFLASH_ALL_ISAS=ON"
-        return Check(name, f"{chosen}, and this processor has {', '.join(sorted(better))} too", "warning", advice)
+        return Check(name, f"{text}; this processor has {', '.join(better)} too", "warning", advice)
     if chosen == "scalar" and platform.machine() in ("x86_64", "AMD64"):
-        return Check(name, "scalar", "warning", "this processor has no AVX2: expect low speed")
-    return Check(name, chosen)
+        return Check(name, text, "warning", "this processor has no AVX2: expect low speed")
+    return Check(name, text)
 
 
 def processor_flags() -> set[str]:
