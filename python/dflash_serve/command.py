@@ -131,7 +131,7 @@ class ServeOptions:
 
 
 @options.command(variables=PREFIX, models=("tree",))
-def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
+def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOptions) -> None:
     """Serve MODEL, with a drafter or without, to clients of OpenAI's, Anthropic's and Ollama's APIs.
 
     The same request with the same seed gets the same answer, whatever else is running. Without a model, the packaged
@@ -144,6 +144,8 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
     if any(importlib.util.find_spec(package) is None for package in ("fastapi", "uvicorn", "prometheus_client")):
         raise ValueError("dflash serve needs FastAPI, uvicorn and prometheus-client: pip install '.[serve]'")
     asked.check()
+    if asked.target is not None and context.get_parameter_source("model").name != "COMMANDLINE":
+        models = dataclasses.replace(models, model=None)  # that of a variable or of the file
     models = models.named(asked.target)
     shown = models.model
     template = None if asked.chat_template is None else options.read_text(asked.chat_template, "--chat-template")

@@ -271,14 +271,19 @@ def test_options_may_stand_in_a_file_and_in_variables(shell, tmp_path, monkeypat
     monkeypatch.setattr("dflash_serve.command.ServeOptions.check", lambda asked: kept.append(asked))
     monkeypatch.setattr("dflash_serve.command.port_for", lambda *_: 1 / 0)
     keys.write_text("\ufeff# of the team\none\n  #note\n\ntwo\n", encoding="utf-8")
-    config.write_text(f"name: mine\nmax-length: 99\nrows: 3\nstrict: true\nqueue: null\napi-key-file: {keys}\n")
+    config.write_text(
+        f"model: of-the-file\nname: mine\nmax-length: 99\nrows: 3\nstrict: true\nqueue: null\napi-key-file: {keys}\n"
+    )
     monkeypatch.setenv("DFLASH_ROWS", "5")
     monkeypatch.setenv("DFLASH_API_KEY", "zero")
     monkeypatch.setenv("DFLASH_ALLOW_ORIGIN", "http://a http://b")
     monkeypatch.setenv("DFLASH_LOG_JSON", "1")
     with pytest.raises(ZeroDivisionError):
         shell("serve", "--config", str(config), "--max-length", "77")
-    (asked,) = kept
+    monkeypatch.setenv("DFLASH_MODEL", "of-the-variable")
+    with pytest.raises(ZeroDivisionError):
+        shell("serve", "positional", "--config", str(config))
+    asked, _ = kept
     assert (asked.name, asked.max_length, asked.rows, asked.queue, asked.strict) == (["mine"], 77, 5, 64, True)
     assert (asked.keys, asked.allow_origin, asked.log_json) == (["zero", "one", "two"], ["http://a", "http://b"], True)
 
