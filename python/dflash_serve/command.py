@@ -16,9 +16,8 @@ import typer
 
 from dflash.light import options, terminal
 
-from .config import PREFIX, apply_config, check_keys, read_keys
+from .config import HOST, PORT, PREFIX, apply_config, check_keys, read_keys
 from .log import start_log
-from .port import HOST, PORT, port_for
 
 if TYPE_CHECKING:  # slow imports, and the help needs none of them
     from dflash import Generator
@@ -155,6 +154,7 @@ def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOpti
     from .adopt import Adopter
     from .app import Server
     from .pictures import PictureReader
+    from .port import port_for
     from .prompts import PromptReader
     from .receipts import ReceiptFolder
     from .record import AnswerRecorder

@@ -269,7 +269,7 @@ def test_a_port_in_use_is_refused_before_torch_is_imported():
 def test_options_may_stand_in_a_file_and_in_variables(shell, tmp_path, monkeypatch):
     kept, config, keys = [], tmp_path / "serve.yaml", tmp_path / "keys"
     monkeypatch.setattr("dflash_serve.command.ServeOptions.check", lambda asked: kept.append(asked))
-    monkeypatch.setattr("dflash_serve.command.port_for", lambda *_: 1 / 0)
+    monkeypatch.setattr("dflash_serve.port.port_for", lambda *_: 1 / 0)
     keys.write_text("\ufeff# of the team\none\n  #note\n\ntwo\n", encoding="utf-8")
     config.write_text(
         f"model: of-the-file\nname: mine\nmax-length: 99\nrows: 3\nstrict: true\nqueue: null\napi-key-file: {keys}\n"

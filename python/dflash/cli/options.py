@@ -270,7 +270,7 @@ def command(variables: str = "", **without: tuple[str, ...]) -> Callable[[Callab
         for name, parameter in signature.parameters.items():
             kind = parameter.annotation
             if not dataclasses.is_dataclass(kind):
-                options.append(_option(name, kind, parameter.default, variables))
+                options.append(_option(name, kind, parameter.default, variables=variables))
                 continue
             hints = typing.get_type_hints(kind, include_extras=True)
             fields = [field for field in dataclasses.fields(kind) if field.name not in without.get(name, ())]
