@@ -53,6 +53,7 @@ class _Refusal(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(_LOADING)))
         self.send_header("Retry-After", "1")
+        self.send_header("Refresh", "1")  # of a browser that asks for the page
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else _LOADING)
 

@@ -235,7 +235,7 @@ def test_a_port_refuses_until_it_is_handed_over():
     address = f"http://127.0.0.1:{port.socket.getsockname()[1]}"
     for call in ({"method": "GET", "url": "/health"}, {"method": "POST", "url": "/v1/completions", "json": {"a": 1}}):
         found = httpx.request(**{**call, "url": address + call["url"]})
-        assert (found.status_code, found.headers["Retry-After"]) == (503, "1")
+        assert (found.status_code, found.headers["Retry-After"], found.headers["Refresh"]) == (503, "1", "1")
         assert found.json()["status"] == found.json()["error"]["code"] == "loading"
     assert httpx.head(address).status_code == 503
     for origin, allowed in (("http://a", "http://a"), ("http://b", None)):  # a page may read that too
