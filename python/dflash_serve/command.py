@@ -57,6 +57,7 @@ class ServeOptions:
     grace: Annotated[
         float, typer.Option(min=0, max=86400, help="Seconds that answers may still take after SIGTERM.")
     ] = 30.0
+    log_json: Annotated[bool, "Log records of JSON, with the ids of requests."] = False
     rows: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 4
     queue: Annotated[int, typer.Option(min=0, help="Answers that may wait for a row; more get status 429.")] = 64
     max_length: Annotated[
@@ -85,7 +86,6 @@ class ServeOptions:
         Path | None, "Folder for answers that dflash learn makes the drafter better with; default: none are kept."
     ] = None
     learn_gb: Annotated[float, typer.Option(min=0.001, help="GB of answers in that folder; the oldest go.")] = 1.0
-    log_json: Annotated[bool, "Log records of JSON, with the ids of requests."] = False
 
     @functools.cached_property
     def keys(self) -> Sequence[str]:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 # Options that several commands have; a text is the help, see `command`.
 Model = Annotated[str, "The target: a folder, a hub id or a GGUF file (FILE.gguf, owner/name:FILE.gguf)."]
-Positional = Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)]
+_TARGET = "The target, as --model: a folder, a hub id or a GGUF file."
+Positional = Annotated[str | None, typer.Argument(metavar="MODEL", help=_TARGET, show_default=False)]
 Draft = Annotated[str, "Its DFlash drafter: a folder, a GGUF file or a hub id."]
 KnownDraft = Annotated[
     str | None,
