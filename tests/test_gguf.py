@@ -189,6 +189,17 @@ def test_a_file_is_sampled_as_by_llama_cpp_unless_options_say_otherwise(shell, t
     assert "sampling" not in shell("doctor", tmp_path / "target.gguf").err
 
 
+def test_a_files_penalty_of_repeated_tokens_is_applied(shell, tmp_path):
+    answers = []
+    for penalty in (1.0, 1.5):
+        write_llama(
+            tmp_path / "target.gguf", keys={"general.sampling.temp": 0.0, "general.sampling.penalty_repeat": penalty}
+        )
+        answers.append(shell("generate", tmp_path / "target.gguf", "abc", "--max-new-tokens", "12"))
+    assert "repetition_penalty 1.5, as llama.cpp by the keys of the file" in answers[1].err
+    assert answers[0].out != answers[1].out
+
+
 def test_a_drafter_next_to_a_file_is_found(pair, shell):
     (pair[0] / "broken.gguf").write_bytes(b"GGUF")  # of a download that was stopped
     done = shell(

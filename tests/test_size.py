@@ -49,8 +49,9 @@ BUDGETS = {
     # answers that are continued 70, a suffix 25, options by file and variables 75, JSON logs 30, pings 20, metrics 30.
     # Variables and types of options come from typer; a file of options cannot, because the port is taken before that.
     # Clients that close their half while they read, and PNG files that Pillow refuses and browsers show, took 30; keys
-    # that a file of options does not change or show, 10.
-    "server": 3_970,
+    # that a file of options does not change or show, 10. Documents of text, whose models state the API, took 25, and
+    # items of responses that are continued and kept as one message 10.
+    "server": 4_000,
     # The demo (170) measures, so it is not in the engine, and JSON lines (20) are read here only. What is left is
     # tables, fields of reports and checks; imports are 430. What becomes of a file's weights (120) must be told without
     # loading them. A run that is stopped, its end and free ids of mask tokens take 75; imports inside of functions 50.
@@ -66,7 +67,7 @@ BUDGETS = {
     # llama.cpp, 350, and llama.cpp as a second witness 60; learners and servers that are killed on one folder 160; how
     # commands start 165; what agents send and operators set 400, over every API at once where that goes; drafters of
     # other trainers 225; kernels for Arm under an emulator 180.
-    "tests": 38_840,
+    "tests": 38_870,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

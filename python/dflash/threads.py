@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -45,6 +46,7 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@functools.cache  # once per process: a number that somebody sets later stays too
 def fit_threads(root: Path = Path("/")) -> None:
     """Lower torch's own number of threads to the container's quota; one that somebody has chosen stays.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -59,6 +60,36 @@ class PictureBlock(CachedPart):
     source: PictureSource
 
 
+class DocumentSource(Fields):
+    type: str
+    media_type: str = ""
+    data: str = ""
+
+    @model_validator(mode="after")
+    def _read(self) -> DocumentSource:
+        """Keep the text of a document in ``data``."""
+        is_text = self.type in ("text", "base64") and self.media_type in ("", "text/plain")
+        rule = "a document must be text/plain, as a source of the type text or base64: send the text of other files"
+        expect(is_text, rule)
+        if self.type == "base64":
+            try:
+                self.data = base64.b64decode(self.data, validate=True).decode()
+            except ValueError:
+                expect(False, "data must be base64 of text in UTF-8")
+        return self
+
+
+class DocumentBlock(CachedPart):
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.context, self.source.data)))
+
+
 class ThinkingBlock(CachedPart):
     type: Literal["thinking"]
     thinking: str
@@ -75,7 +106,7 @@ class ToolUseBlock(CachedPart):
 Texts = Annotated[list[TextBlock], BeforeValidator(parts_of, str | list[TextBlock])]
 
 
-Shown = Annotated[TextBlock | PictureBlock, Field(discriminator="type")]
+Shown = Annotated[TextBlock | PictureBlock | DocumentBlock, Field(discriminator="type")]
 
 
 class ToolResultBlock(CachedPart):
@@ -86,7 +117,8 @@ class ToolResultBlock(CachedPart):
 
 
 ContentBlock = Annotated[
-    TextBlock | PictureBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | PictureBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -180,10 +212,10 @@ class MessagesRequest(CountRequest, SamplingFields):
 
 
 def _parts(blocks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return texts and pictures as parts of a chat's message; texts that follow each other are lines of one."""
+    """Return what is shown as parts of a chat's message; texts that follow each other are lines of one."""
     parts = []
     for block in blocks:
-        if isinstance(block, TextBlock):
+        if isinstance(block, TextBlock | DocumentBlock):
             parts.append({"type": "text", "text": block.text})
         elif isinstance(block, PictureBlock):
             source = block.source

@@ -16,9 +16,8 @@ import typer
 
 from dflash.light import options, terminal
 
-from .config import PREFIX, apply_config, check_keys, read_keys
+from .config import HOST, PORT, PREFIX, apply_config, check_keys, read_keys
 from .log import start_log
-from .port import HOST, PORT, port_for
 
 if TYPE_CHECKING:  # slow imports, and the help needs none of them
     from dflash import Generator
@@ -58,6 +57,7 @@ class ServeOptions:
     grace: Annotated[
         float, typer.Option(min=0, max=86400, help="Seconds that answers may still take after SIGTERM.")
     ] = 30.0
+    log_json: Annotated[bool, "Log records of JSON, with the ids of requests."] = False
     rows: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 4
     queue: Annotated[int, typer.Option(min=0, help="Answers that may wait for a row; more get status 429.")] = 64
     max_length: Annotated[
@@ -86,7 +86,6 @@ class ServeOptions:
         Path | None, "Folder for answers that dflash learn makes the drafter better with; default: none are kept."
     ] = None
     learn_gb: Annotated[float, typer.Option(min=0.001, help="GB of answers in that folder; the oldest go.")] = 1.0
-    log_json: Annotated[bool, "Log records of JSON, with the ids of requests."] = False
 
     @functools.cached_property
     def keys(self) -> Sequence[str]:
@@ -131,7 +130,7 @@ class ServeOptions:
 
 
 @options.command(variables=PREFIX, models=("tree",))
-def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
+def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOptions) -> None:
     """Serve MODEL, with a drafter or without, to clients of OpenAI's, Anthropic's and Ollama's APIs.
 
     The same request with the same seed gets the same answer, whatever else is running. Without a model, the packaged
@@ -144,6 +143,8 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
     if any(importlib.util.find_spec(package) is None for package in ("fastapi", "uvicorn", "prometheus_client")):
         raise ValueError("dflash serve needs FastAPI, uvicorn and prometheus-client: pip install '.[serve]'")
     asked.check()
+    if asked.target is not None and context.get_parameter_source("model").name != "COMMANDLINE":
+        models = dataclasses.replace(models, model=None)  # that of a variable or of the file
     models = models.named(asked.target)
     shown = models.model
     template = None if asked.chat_template is None else options.read_text(asked.chat_template, "--chat-template")
@@ -153,6 +154,7 @@ def serve(models: options.ModelOptions, asked: ServeOptions) -> None:
     from .adopt import Adopter
     from .app import Server
     from .pictures import PictureReader
+    from .port import port_for
     from .prompts import PromptReader
     from .receipts import ReceiptFolder
     from .record import AnswerRecorder

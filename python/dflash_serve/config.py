@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 PREFIX = "DFLASH"  # of the variables
+HOST, PORT = "127.0.0.1", 8000  # if nothing else is asked for
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -193,6 +193,12 @@ class ResponsesRequest(
         kinds = dict.fromkeys(tool.type for tool in tools if isinstance(tool, HostedTool))
         return [f"tools[]: {kind[:100]} is not served here, left out" for kind in kinds]
 
+    @property
+    def continues(self) -> bool:
+        """True if the answer continues the last item: a message of the assistant that is not completed."""
+        last = self.input[-1]
+        return isinstance(last, MessageItem) and last.role == "assistant" and last.status != "completed"
+
     def messages_after(self, before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages of a chat: those of the response ``before``, then the input."""
         messages = [*before]
@@ -211,6 +217,7 @@ class ResponsesRequest(
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         fields |= {"messages": messages, "max_tokens": self.max_output_tokens, **self.sampling()}
+        fields["continue_final_message"] = self.continues
         fields["tools"] = [requests.function(**_given(tool, "type")) for tool, _ in self.functions()]
         choice = self.tool_choice
         if isinstance(choice, FunctionChoice):
@@ -368,7 +375,12 @@ class ResponsesFormat(api.AnswerFormat):
             broken = [call for call in calls if arguments_of(call["arguments"]) is None]
             whole = [item for item in items if item not in broken]
             answered = ResponsesRequest.model_construct(input=_ITEMS.validate_python(whole))
-            self._kept.keep(self.id, answered.messages_after(self._conversation))
+            messages, said = answered.messages_after(self._conversation), len(self._conversation)
+            if self.request.continues and messages[said:]:
+                content = [*messages[said - 1]["content"], *messages[said].get("content", ())]
+                joined = {**messages[said], "content": requests.join_texts(content, "")}
+                messages[said - 1 : said + 1] = [joined]
+            self._kept.keep(self.id, messages)
         return self._response(_status(choice), items, choice)
 
     def _response(self, status: str, items: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:

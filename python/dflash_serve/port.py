@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from .config import PREFIX, read_config
+from .config import HOST, PORT, PREFIX, read_config
 
-HOST, PORT = "127.0.0.1", 8000
 _UNREAD_SECONDS = 60.0  # a client may read nothing, then its connection is closed
 _MAX_BODY = 4 * 2**20  # bytes that are read before the answer: a client that still writes would not see it
 _LOADING = (
@@ -55,6 +54,7 @@ class _Refusal(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(_LOADING)))
         self.send_header("Retry-After", "1")
+        self.send_header("Refresh", "1")  # of a browser that asks for the page
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else _LOADING)
 

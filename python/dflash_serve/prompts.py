@@ -394,13 +394,13 @@ def _write(
 def _foldings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation as it is, then in forms that more templates take and that say the same.
 
-    If there are system messages: first those at its beginning are one and later ones the user's, then all are the
-    user's, each time with adjacent messages of the user as one.
+    First the system messages at its beginning are one and later ones the user's, then all are the user's, each time
+    with adjacent messages of the user as one.
     """
     yield messages
     roles = [message["role"] for message in messages]
     first = next((number for number, role in enumerate(roles) if role != "system"), len(roles))
-    for count in (first, 0) if "system" in roles else ():
+    for count in dict.fromkeys((first, 0)):
         folded: list[dict[str, Any]] = []
         for number, message in enumerate(messages):
             role = "user" if roles[number] == "system" and number >= count else roles[number]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -171,3 +172,16 @@ class BenchmarkConfig(Decoding):
         prompt: dict[str, Any] = {"messages": [*history, *said]} if is_chat else {"prompt": messages[-1]}
         template = {} if self.thinking is None else {"enable_thinking": self.thinking}
         return prompt_ids(tokenizer, prompt, raw=self.raw, bos=self.bos, template=template)
+
+
+def is_first_process() -> bool:
+    """True in the first of the processes that ``accelerate launch`` starts."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def numbers(option: str, text: str, kind: type) -> tuple:
+    """Return the numbers in an option's text; raises ValueError."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} must be numbers with commas between them, got {text!r}") from None

@@ -19,7 +19,8 @@ ASK = 'Please call weather {"city": "Oslo"} now.'
 TEXT = "Streams come in pieces: ünïcödé, 🙂, and the end."
 SAY = f"Please write [[{TEXT}]]"
 PLACE = {"city": "Oslo", "country": "Norway"}
-PYTHON = dict.fromkeys(("openai", "anthropic", "ollama", "litellm", "langchain", "pydantic_ai"), "python")
+PYTHON = ("openai", "anthropic", "ollama", "litellm", "langchain", "pydantic_ai", "smolagents")
+PYTHON = dict.fromkeys(PYTHON, "python")
 PYTHON["instructor"] = "instructor"
 
 

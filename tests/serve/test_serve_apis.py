@@ -20,6 +20,8 @@ BODIES = {
 
 ANSWER = {"role": "assistant", "content": "The sum "}
 URL = {"type": "url", "data": "aGk="}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+WRONG = {"type": "document", "source": {"type": "base64", "media_type": "text/plain", "data": "/w=="}}
 USED = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
 USABLE = {"name": "weather", "input_schema": SCHEMA}
 
@@ -33,6 +35,8 @@ USABLE = {"name": "weather", "input_schema": SCHEMA}
     (MESSAGES, {"messages": [*QUESTION, ANSWER], "tools": [USABLE], "tool_choice": {"type": "any"}}, 400, "tool_ch"),
     (CHAT, {"messages": [*QUESTION, ANSWER], "format": "json"}, 400, "format cannot be combined with a last message"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": URL}]}]}, 400, "needs its url"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [PDF]}]}, 400, "a document must be text/plain, as a source"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [WRONG]}]}, 400, "data must be base64 of text in UTF-8"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "tools"),
     (MESSAGES, {"tool_choice": {"type": "any"}}, 400, "tool"),
     (MESSAGES, {"mcp_servers": [{"url": "x"}]}, 400, "mcp_servers"),
@@ -124,11 +128,14 @@ PLACES = {
     "lost": ROLES.replace("[{{", f"{{% if {LATE} %}}{{% continue %}}{{% endif %}}[{{{{"),
     "nowhere": ROLES.replace("[{{", f"{{% if m.role == 'system' %}}{REFUSED}{{% endif %}}[{{{{"),
 }
+TWICE = "m.role == 'user' and loop.previtem is defined and loop.previtem.role == 'user'"  # as Mistral's and Gemma's
+PLACES["alternating"] = PLACES["first"].replace("[{{", f"{{% if {TWICE} %}}{REFUSED}{{% endif %}}[{{{{")
 ORDERS = {  # roles of a conversation, and how a template shows them that takes system messages at the beginning only
     "system user assistant system user": "[system]say0[user]say1[assistant]say2[user]say3\n\nsay4",
     "system system user": "[system]say0\n\nsay1[user]say2",
     "system user assistant developer user": "[system]say0[user]say1[assistant]say2[user]say3\n\nsay4",
     "user system": "[user]say0\n\nsay1",
+    "user user assistant user": "[user]say0\n\nsay1[assistant]say2[user]say3",
 }
 
 
@@ -159,7 +166,7 @@ def prompt_tokens(response) -> int:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_system_messages_are_shown_where_the_template_takes_them(place):
+def test_messages_are_shown_as_the_template_takes_them(place):
     with serving(template=PLACES[place]) as service:
         for roles, first in ORDERS.items():
             said = [{"role": role, "content": f"say{number}"} for number, role in enumerate(roles.split())]
@@ -168,10 +175,13 @@ def test_system_messages_are_shown_where_the_template_takes_them(place):
             as_given = "".join(f"[{each['role']}]{each['content']}" for each in said).replace("developer", "system")
             as_users = re.sub(r"(\[user\][^\[]*)\[user\]", r"\1\n\n", first.replace("system", "user"))
             expected = {"anywhere": as_given, "nowhere": as_users}
-            assert text == expected.get(place, first)
+            is_taken = "system" not in as_given and place != "alternating"  # the user's neighbors are
+            assert text == (as_given if is_taken else expected.get(place, first))
             for path, field in ((OPENAI, "messages"), (RESPONSES, "input"), (CHAT, "messages")):
                 assert prompt_tokens(ask(service, path, ALL[path] | {field: said})) == len(ids)
             said = [{**each, "role": each["role"].replace("developer", "system")} for each in said]
+            if "user user" in roles:  # this API joins them itself
+                continue
             assert prompt_tokens(ask(service, MESSAGES, ALL[MESSAGES] | {"messages": said})) == len(ids)
 
 
@@ -183,14 +193,16 @@ def content(response) -> str:
         return choice["text"] if "text" in choice else choice["message"]["content"]
     if "response" in found:
         return found["response"]
-    return found["message"]["content"] if "message" in found else found["content"][0]["text"]
+    if "message" in found:
+        return found["message"]["content"]
+    return (found["output"][0] if "output" in found else found)["content"][0]["text"]
 
 
 @pytest.mark.parametrize("place", ["anywhere", "first"])
 def test_a_last_message_of_the_assistant_is_continued(place):
     messages = [{"role": "system", "content": "a"}, *QUESTION, {"role": "system", "content": "b"}, ANSWER]
     continues = {"add_generation_prompt": False, "continue_final_message": True}
-    with serving(template=PLACES[place]) as service:
+    with serving(template=PLACES[place] + "{% if add_generation_prompt %}[assistant]{% endif %}") as service:
         ids = ask(service, "/tokenize", {"messages": messages, **continues}).json()["tokens"]
         text = ask(service, "/detokenize", {"tokens": ids}).json()["prompt"]
         assert text.endswith("b[assistant]The sum ")
@@ -199,6 +211,10 @@ def test_a_last_message_of_the_assistant_is_continued(place):
         options = {"options": {"temperature": 0, "num_predict": 9}}
         for path, fields in ((OPENAI, continues), (MESSAGES, {}), (CHAT, options)):
             assert content(ask(service, path, body | fields)) == expected
+        asked = {"input": messages, "temperature": 0, "max_output_tokens": 9}
+        assert content(ask(service, RESPONSES, asked)) == expected
+        completed = [*messages[:-1], {**ANSWER, "type": "message", "status": "completed"}]
+        assert content(ask(service, RESPONSES, asked | {"input": completed})) != expected
         refused(ask(service, OPENAI, body | continues | {"messages": QUESTION}), "only a last message of the assistant")
         refused(ask(service, OPENAI, body | {"continue_final_message": True, "add_generation_prompt": True}), "false")
 

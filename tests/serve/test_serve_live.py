@@ -235,7 +235,7 @@ def test_a_port_refuses_until_it_is_handed_over():
     address = f"http://127.0.0.1:{port.socket.getsockname()[1]}"
     for call in ({"method": "GET", "url": "/health"}, {"method": "POST", "url": "/v1/completions", "json": {"a": 1}}):
         found = httpx.request(**{**call, "url": address + call["url"]})
-        assert (found.status_code, found.headers["Retry-After"]) == (503, "1")
+        assert (found.status_code, found.headers["Retry-After"], found.headers["Refresh"]) == (503, "1", "1")
         assert found.json()["status"] == found.json()["error"]["code"] == "loading"
     assert httpx.head(address).status_code == 503
     for origin, allowed in (("http://a", "http://a"), ("http://b", None)):  # a page may read that too
@@ -269,16 +269,21 @@ def test_a_port_in_use_is_refused_before_torch_is_imported():
 def test_options_may_stand_in_a_file_and_in_variables(shell, tmp_path, monkeypatch):
     kept, config, keys = [], tmp_path / "serve.yaml", tmp_path / "keys"
     monkeypatch.setattr("dflash_serve.command.ServeOptions.check", lambda asked: kept.append(asked))
-    monkeypatch.setattr("dflash_serve.command.port_for", lambda *_: 1 / 0)
+    monkeypatch.setattr("dflash_serve.port.port_for", lambda *_: 1 / 0)
     keys.write_text("\ufeff# of the team\none\n  #note\n\ntwo\n", encoding="utf-8")
-    config.write_text(f"name: mine\nmax-length: 99\nrows: 3\nstrict: true\nqueue: null\napi-key-file: {keys}\n")
+    config.write_text(
+        f"model: of-the-file\nname: mine\nmax-length: 99\nrows: 3\nstrict: true\nqueue: null\napi-key-file: {keys}\n"
+    )
     monkeypatch.setenv("DFLASH_ROWS", "5")
     monkeypatch.setenv("DFLASH_API_KEY", "zero")
     monkeypatch.setenv("DFLASH_ALLOW_ORIGIN", "http://a http://b")
     monkeypatch.setenv("DFLASH_LOG_JSON", "1")
     with pytest.raises(ZeroDivisionError):
         shell("serve", "--config", str(config), "--max-length", "77")
-    (asked,) = kept
+    monkeypatch.setenv("DFLASH_MODEL", "of-the-variable")
+    with pytest.raises(ZeroDivisionError):
+        shell("serve", "positional", "--config", str(config))
+    asked, _ = kept
     assert (asked.name, asked.max_length, asked.rows, asked.queue, asked.strict) == (["mine"], 77, 5, 64, True)
     assert (asked.keys, asked.allow_origin, asked.log_json) == (["zero", "one", "two"], ["http://a", "http://b"], True)
 

@@ -1,8 +1,10 @@
 """Anthropic's Messages API, through the package of that name where it can say what was meant."""
 
+import base64
 import json
 
 import anthropic
+import pytest
 from served import (
     QUESTION,
     ROLES,
@@ -108,6 +110,22 @@ def test_turns_of_the_user_are_one():
     asked = {"model": "pair", "messages": [{"role": "user", "content": text} for text in ("One.", "Two.")]}
     same = [{"role": "user", "content": "One.\nTwo."}]
     with serving(template=ROLES) as service:
+        assert ask(service, f"{PATH}/count_tokens", asked).json() == {"input_tokens": count(service, same)}
+
+
+@pytest.mark.parametrize("source", [
+    {"type": "text", "media_type": "text/plain", "data": "Größe: 7"},
+    {"type": "base64", "media_type": "text/plain", "data": base64.b64encode("Größe: 7".encode()).decode()},
+])  # fmt: skip
+def test_documents_of_text_are_text(source):
+    document = {"type": "document", "source": source, "title": "Notes", "citations": {"enabled": True}}
+    asked = {"model": "pair", "messages": [{"role": "user", "content": [document, {"type": "text", "text": "Why?"}]}]}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [document]}
+    with serving(template=ROLES) as service:
+        same = [{"role": "user", "content": "Notes\nGröße: 7\nWhy?"}]
+        assert ask(service, f"{PATH}/count_tokens", asked).json() == {"input_tokens": count(service, same)}
+        asked["messages"] = [{"role": "user", "content": [result]}]
+        same = [{"role": "tool", "tool_call_id": "c", "content": "Notes\nGröße: 7"}]
         assert ask(service, f"{PATH}/count_tokens", asked).json() == {"input_tokens": count(service, same)}
 
 

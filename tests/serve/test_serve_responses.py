@@ -119,6 +119,12 @@ def test_items_become_the_messages_of_a_chat_and_a_response_goes_on():
                 {"role": "tool", "tool_call_id": "d", "content": "rain"},
             ]
             assert branch.usage.input_tokens == count(service, told)
+        # One that was continued is one message
+        begun = [{"role": "user", "content": SUM}, {"role": "assistant", "content": "The sum "}]
+        whole = create(model="pair", input=begun, max_output_tokens=5, temperature=0.0)
+        later = create(model="pair", input="And?", previous_response_id=whole.id, max_output_tokens=2)
+        told = [{**begun[1], "content": "The sum " + whole.output_text}, {"role": "user", "content": "And?"}]
+        assert later.usage.input_tokens == count(service, [begun[0], *told])
         hidden = create(model="pair", input="Hi.", store=False, max_output_tokens=2)
         with pytest.raises(openai.BadRequestError, match="there is no response"):
             create(model="pair", input="And?", previous_response_id=hidden.id)

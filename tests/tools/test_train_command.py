@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -201,6 +203,22 @@ def test_two_processes_train_what_one_does_on_the_same_global_batch(run, argumen
         assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
     assert json.loads(outputs[0][0])["step"] == 4
     assert outputs[1] == ("", ""), "only the first process prints"
+
+
+def test_processes_of_which_one_is_stopped_save_the_same_step(arguments, tmp_path):
+    both = processes(2, arguments(steps=100_000, save_every=0))
+    try:
+        while not (tmp_path / "out/metrics.jsonl").exists():
+            assert both[0].poll() is None, both[0].communicate()
+            time.sleep(0.1)
+        both[1].send_signal(signal.SIGINT)
+        outputs = [process.communicate(timeout=120) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [130, 130], outputs
+    assert "to go on from there, run the same command with --resume" in outputs[0][1]
+    assert len([*(tmp_path / "out/checkpoints").iterdir()]) == 1
 
 
 # ---------------------------------------------------------------------------------------------- mistakes

@@ -6,6 +6,7 @@ Entry points name the subcommands, here and in other packages.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import sys
 from typing import Annotated
@@ -26,24 +27,32 @@ def main() -> None:
 
 
 def _main() -> None:
-    named = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    first = next((word for word in sys.argv[1:] if word != "--debug"), "")
+    named = "" if first.startswith("-") else first
     with contextlib.ExitStack() as stack:
         # What a command holds while it runs, such as a server's port: importing the commands takes seconds.
-        for entry in importlib.metadata.entry_points(group="dflash.before", name=named):
+        for entry in _installed().select(group="dflash.before", name=named):
             stack.enter_context(entry.load()(sys.argv[1:]))
         application(named)()
 
 
+@functools.cache  # reads a file of every installed package
+def _installed() -> importlib.metadata.EntryPoints:
+    return importlib.metadata.entry_points()
+
+
 def application(named: str = "") -> typer.Typer:
     """Return the command with the subcommand ``named``, or with all that are installed."""
-    found = {entry.name: entry for entry in importlib.metadata.entry_points(group="dflash.commands")}
+    found = {entry.name: entry for entry in _installed().select(group="dflash.commands")}
     if named in COMMANDS and named not in found:
         extra = f"[{EXTRAS[named]}]" if named in EXTRAS else ""
         raise ValueError(
             f"dflash {named} is not installed: pip install 'dflash-engine{extra}', or '.{extra}' in a clone"
         )
     asks = {"help_option_names": ["-h", "--help"]}
-    app = typer.Typer(context_settings=asks, no_args_is_help=True, pretty_exceptions_enable=False)
+    # typer imports pydantic, which is slow, to learn that none of its own options stands before a command.
+    own = dict.fromkeys(("add_completion", "add_help_option"), named not in found)
+    app = typer.Typer(context_settings=asks, no_args_is_help=True, pretty_exceptions_enable=False, **own)
     app.callback()(_options)
     for name in [named] if named in found else [name for name in COMMANDS if name in found]:
         app.command(name, context_settings=asks)(found[name].load())

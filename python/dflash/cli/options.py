@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 # Options that several commands have; a text is the help, see `command`.
 Model = Annotated[str, "The target: a folder, a hub id or a GGUF file (FILE.gguf, owner/name:FILE.gguf)."]
-Positional = Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model.", show_default=False)]
+_TARGET = "The target, as --model: a folder, a hub id or a GGUF file."
+Positional = Annotated[str | None, typer.Argument(metavar="MODEL", help=_TARGET, show_default=False)]
 Draft = Annotated[str, "Its DFlash drafter: a folder, a GGUF file or a hub id."]
 KnownDraft = Annotated[
     str | None,
@@ -270,7 +271,7 @@ def command(variables: str = "", **without: tuple[str, ...]) -> Callable[[Callab
         for name, parameter in signature.parameters.items():
             kind = parameter.annotation
             if not dataclasses.is_dataclass(kind):
-                options.append(_option(name, kind, parameter.default, variables))
+                options.append(_option(name, kind, parameter.default, variables=variables))
                 continue
             hints = typing.get_type_hints(kind, include_extras=True)
             fields = [field for field in dataclasses.fields(kind) if field.name not in without.get(name, ())]

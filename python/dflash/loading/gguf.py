@@ -21,7 +21,10 @@ from ..terminal import listed, named, printable
 DRAFT_ARCHITECTURES = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # of values
 _STRING, _ARRAY = 8, 9
-_SAMPLING = {"temperature": ("temp", 0.8), "top_k": ("top_k", 40), "top_p": ("top_p", 0.95), "min_p": ("min_p", 0.05)}
+_SAMPLING = {  # our names, those of keys and llama.cpp's defaults
+    "temperature": ("temp", 0.8), "top_k": ("top_k", 40), "top_p": ("top_p", 0.95), "min_p": ("min_p", 0.05),
+    "repetition_penalty": ("penalty_repeat", 1.0),
+}  # fmt: skip
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 
 

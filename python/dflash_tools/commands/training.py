@@ -15,7 +15,7 @@ import typer
 
 from dflash.light import options, running, terminal
 
-from ..config import RegenerateConfig, TrainConfig
+from ..config import RegenerateConfig, TrainConfig, is_first_process, numbers
 
 if TYPE_CHECKING:
     from ..train.regenerate import Summary, Writer
@@ -115,10 +115,6 @@ def train(
     run_training(run, given, parts, config, device)
 
 
-def is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _check(run: _TrainOptions) -> str:
     if run.type not in (None, "dflash", "dflash2"):
         raise ValueError(f"--type must be dflash or dflash2, got {run.type!r}")
@@ -145,13 +141,6 @@ def _check(run: _TrainOptions) -> str:
     if run.threads is not None:
         torch.set_num_threads(run.threads)
     return device
-
-
-def numbers(option: str, text: str, kind: type) -> tuple:
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"{option} must be numbers with commas between them, got {text!r}") from None
 
 
 @dataclass(frozen=True)

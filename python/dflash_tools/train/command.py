@@ -17,8 +17,7 @@ from dflash import Drafter, load_draft
 from dflash.internals import check_config, drafter_config, sources, targets
 from dflash.light import options, terminal
 
-from ..commands.training import is_first_process, numbers
-from ..config import TrainConfig
+from ..config import TrainConfig, is_first_process, numbers
 from ..measure.progress import bars
 from . import model as models
 from .data import load_rows

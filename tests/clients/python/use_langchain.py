@@ -1,10 +1,11 @@
-"""LangChain's ChatOpenAI, by chat completions and by responses."""
+"""LangChain's ChatOpenAI, by chat completions and by responses, and its ChatOllama."""
 
 import json
 import sys
 
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
+from langchain_ollama import ChatOllama
 from langchain_openai import ChatOpenAI
 
 url, ask, say = sys.argv[1:]
@@ -16,9 +17,11 @@ def weather(city: str) -> str:
     return f"12 degrees in {city}"
 
 
+given = {"model": "scripted", "base_url": url, "api_key": "none", "max_retries": 0}
+models = [ChatOpenAI(**given), ChatOpenAI(**given, use_responses_api=True)]
+models.append(ChatOllama(model="scripted", base_url=url.removesuffix("/v1")))
 answers, streams = [], []
-for by_responses in (False, True):
-    model = ChatOpenAI(model="scripted", base_url=url, api_key="none", max_retries=0, use_responses_api=by_responses)
+for model in models:
     calling, messages = model.bind_tools([weather]), [HumanMessage(ask)]
     messages.append(calling.invoke(messages))
     messages.append(weather.invoke(messages[-1].tool_calls[0]))
