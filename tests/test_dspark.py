@@ -155,11 +155,15 @@ def test_transformers_loop_training_and_saving_are_refused(tmp_path, rank):
         published_config(draft.config)
 
 
-@pytest.mark.parametrize("changes", [{}, {"sample_from_anchor": False}, {"markov_rank": 0}], ids=str)
+SPECFORGE = {"architectures": ["DSparkDraftModel"], "markov_rank": None}
+SPECFORGE["dflash_config"] = {"markov_rank": 8, "projector_type": "dspark"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"sample_from_anchor": False}, {"markov_rank": 0}, SPECFORGE], ids=str)
 def test_a_dspark_drafter_is_exported_and_read_back(tmp_path, changes):
     folder = save(tmp_path / "draft", short=True, **changes)
     export(folder, tmp_path / "speculators", "speculators", target="owner/target")
-    export(tmp_path / "speculators", tmp_path / "published", "published")
+    export(folder if changes is SPECFORGE else tmp_path / "speculators", tmp_path / "published", "published")
     draft = dflash.load_draft(folder)
     written = json.loads((tmp_path / "speculators" / "config.json").read_text())
     assert written["speculators_model_type"] == "dspark"
@@ -167,6 +171,10 @@ def test_a_dspark_drafter_is_exported_and_read_back(tmp_path, changes):
     method = written["speculators_config"]["proposal_methods"][0]
     assert method["speculative_tokens"] == (6 if "sample_from_anchor" in changes else 7)
     assert '"method": "dspark"' in vllm_command("owner/target", "owner/draft", draft.config)
+    published = json.loads((tmp_path / "published" / "config.json").read_text())
+    assert published["architectures"] == ["Qwen3DSparkModel"], "the class that engines know"
+    assert (published["markov_rank"], published["target_layer_ids"]) == (draft.config.markov_rank, [1, 3])
+    assert published["sample_from_anchor"] == draft.config.predicts_from_anchor
     for other in ("speculators", "published"):
         again = dflash.load_draft(tmp_path / other)
         assert dataclasses.replace(again.config, num_target_layers=4) == draft.config
