@@ -5,7 +5,8 @@
 The pair is the package's, or another in a folder with `target/`, `draft/` and `prompts.jsonl`. All prompts are answered
 in float32, prompt i with the seed 7 + i, up to --new tokens or the stop token. With --noise X the drafter is made
 worse: each parameter p gets X * p.std() * normal noise, from a generator with the seed 0, in order of the parameters.
-Such a drafter accepts about as much as published ones do; the package's own accepts nearly all.
+Such a drafter accepts about as much as published ones do; the package's own accepts nearly all. The drafter is of the
+first generation if the pair has one, with --selector it is the pair's DFlash 2 drafter.
 
 Columns:
     steps       of all answers
@@ -129,6 +130,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     package_pair.add_answer_options(parser)
     package_pair.add_sizes(parser, "--rows", [16, 32, 64, 128], "rows of the trees, root included, or auto")
+    parser.add_argument("--selector", action="store_true", help="the pair's drafter of DFlash 2")
     parser.add_argument("--chain-steps", type=int, metavar="N", help="warn if the chain takes other than N steps")
     return parser.parse_args()
 
@@ -137,7 +139,7 @@ def main() -> None:
     """Run what the command line asks for."""
     arguments = parse()
     # 1. The pair, and a generator per size
-    target, draft, tokenizer = dflash.demo_pair(arguments.pair, generation=1)
+    target, draft, tokenizer = dflash.demo_pair(arguments.pair, generation=None if arguments.selector else 1)
     package_pair.perturb(draft, arguments.noise)
     prompts = [encode(tokenizer, prompt.text) for prompt in demo_prompts(arguments.pair)[: arguments.prompts]]
     longest = max(ids.shape[1] for ids in prompts) + arguments.new

@@ -12,39 +12,44 @@ pytestmark = pytest.mark.op
 INFINITY = math.inf
 
 
-def draw_case(seed, batch=4, depths=6, count=9, kind="apart"):
-    """An anchor, and candidates with distinct ids per depth and descending scores."""
+def draw_case(seed, batch=4, depths=6, count=9, kind="apart", linked=False):
+    """An anchor, and candidates with distinct ids per depth and descending scores; if linked in a list per parent."""
     g = torch.Generator().manual_seed(seed)
-    vocab = 3 * count
+    vocab, shape = 3 * count, (batch, depths, *[count] * (1 + linked))
     ids = torch.rand(batch, depths, vocab, generator=g).argsort(-1)[..., :count].contiguous()
-    scores = -torch.rand(batch, depths, count, generator=g) * 5
+    scores = -torch.rand(shape, generator=g) * 5
     if kind == "ties":
         scores = scores.round()
     if kind == "tiny":  # absorbed by the parent's score
-        scores = torch.where(torch.rand(batch, depths, count, generator=g) < 0.5, scores * 1e-8, scores)
+        scores = torch.where(torch.rand(shape, generator=g) < 0.5, scores * 1e-8, scores)
     if kind == "few":
-        scores = scores.masked_fill(torch.rand(batch, depths, count, generator=g) < 0.7, -INFINITY)
-    scores = scores.sort(-1, descending=True).values
-    ids = torch.where(scores == -INFINITY, -1, ids)
-    return torch.randint(vocab, (batch,), generator=g), ids, scores
+        scores = scores.masked_fill(torch.rand(shape, generator=g) < 0.7, -INFINITY)
+    scores, anchor = scores.sort(-1, descending=True).values, torch.randint(vocab, (batch,), generator=g)
+    if linked:
+        return anchor, ids, scores, torch.rand(shape, generator=g).argsort(-1).to(torch.uint8)
+    return anchor, torch.where(scores == -INFINITY, -1, ids), scores
 
 
-def slow_tree(anchor, ids, scores, rows):
+def slow_tree(anchor, ids, scores, rows, order=None):
     """Take the first of all children of the rows so far, sorted by the whole key; for one sequence."""
-    nodes, children = [(0.0, 0, anchor, -1)], []  # score, depth, id, parent
+    nodes, children, count = [(0.0, 0, anchor, -1, 0)], [], len(ids[0])  # score, depth, id, parent, place
     while len(nodes) < rows:
-        parent, (score, depth, _, _) = len(nodes) - 1, nodes[-1]
-        for token, own in zip(ids[depth], scores[depth], strict=True) if depth < len(ids) else ():
-            if token < 0 or not own > -INFINITY:
+        parent, (score, depth, _, _, place) = len(nodes) - 1, nodes[-1]
+        own_scores, places = (), range(count)
+        if depth < len(ids):
+            own_scores = scores[depth] if order is None else scores[depth][place]
+            places = places if order is None else order[depth][place]
+        for own, place in zip(own_scores, places, strict=False):
+            if ids[depth][place] < 0 or not own > -INFINITY:
                 break
             total = float(np.float32(score) + np.float32(own))
-            children.append((-total, depth + 1, token, parent))
+            children.append((-total, depth + 1, ids[depth][place], parent, place))
         if not children:
             break
         first = min(children)
         children.remove(first)
         nodes.append((-first[0], *first[1:]))
-    return nodes + [(-INFINITY, 0, -1, -1)] * (rows - len(nodes))
+    return [node[:4] for node in nodes] + [(-INFINITY, 0, -1, -1)] * (rows - len(nodes))
 
 
 def nodes_of(tree, b):
@@ -53,9 +58,10 @@ def nodes_of(tree, b):
 
 
 def check(build, case, rows):
-    tree = build(*case, rows)
+    tree = build(*case[:3], rows, *case[3:])
     for b in range(len(case[0])):
-        assert nodes_of(tree, b) == slow_tree(*(x[b].tolist() for x in case), rows)
+        candidates = [x[b].tolist() for x in case]
+        assert nodes_of(tree, b) == slow_tree(*candidates[:3], rows, *candidates[3:])
     assert_consistent(*tree)
 
 
@@ -78,9 +84,17 @@ def ancestors_of(words):
 
 
 @pytest.mark.parametrize("kind", ["apart", "ties", "tiny", "few"])
-def test_a_tree_is_what_sorting_all_prefixes_gives(kind, implementation):
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_tree_is_what_sorting_all_prefixes_gives(kind, linked, implementation):
     for seed, (rows, depths, count) in enumerate([(2, 1, 1), (16, 15, 16), (13, 3, 2), (32, 4, 9), (40, 7, 5)]):
-        check(implementation.build_tree, draw_case(seed, 2, depths, count, kind), rows)
+        check(implementation.build_tree, draw_case(seed, 2, depths, count, kind, linked), rows)
+
+
+def test_places_past_the_candidates_are_the_last_one(kernels):
+    anchor, ids, scores, order = draw_case(3, 2, 4, 5, linked=True)
+    want = kernels.build_tree(anchor, ids, scores, 20, order)
+    beyond = torch.where(order == 4, 200, order)
+    assert same(kernels.build_tree(anchor, ids, scores, 20, beyond), want)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +106,10 @@ def test_large_trees_and_trees_of_one_depth(shape, rows, kernels):
 
 
 def test_more_candidates_than_shared_memory_holds(kernels):
-    case = draw_case(7, 2, 40, 80, "ties")
-    assert same(kernels.build_tree(*case, 128), ops.build_tree(*case, 128))
+    for shape, linked in (((40, 80), False), ((15, 32), True)):
+        anchor, ids, scores, *order = draw_case(7, 2, *shape, "ties", linked)
+        want = ops.build_tree(anchor, ids, scores, 128, *order)
+        assert same(kernels.build_tree(anchor, ids, scores, 128, *order), want)
 
 
 def test_equal_scores_go_by_depth_then_id_then_parent(implementation):

@@ -168,7 +168,14 @@ def test_the_kernels_of_a_trees_candidates_may_start_early(emulation, seed):
         walked = on.walk_candidates(hidden, *codebooks, anchor, ids, values, *settings)
         return logits, ids, values, *walked, hidden
 
+    def link():
+        logits, hidden = on.silu_mul(x), on.silu_mul(y)
+        ids, scores = on.tree_candidates(logits, positions, row, temperature, 8)
+        links, order = on.link_candidates(hidden, *codebooks, anchor, ids, scores)
+        return logits, ids, scores, *on.build_tree(anchor, ids, links, 20, order), links, order, hidden
+
     assert on.check_overlapping(build, seed)[3].unique().numel() > 10
+    assert on.check_overlapping(link, seed)[3].unique().numel() > 10
     assert on.check_overlapping(walk, seed)[3].unique().numel() > 4
 
 

@@ -160,9 +160,23 @@ def test_several_passes_and_rejection_run_and_keep_the_text(target):
     assert torch.equal(first, again)
 
 
-def test_trees_are_refused_with_the_reason(target):
-    draft = make_draft(target, "DFlash2")
-    with pytest.raises(ValueError, match="tree=16 needs a drafter of the first generation, got a DFlash 2 or DSpark"):
-        dflash.Generator(target, draft, max_length=60, tree=16)
-    with pytest.raises(ValueError, match="tree='auto' needs a drafter of the first generation"):
-        dflash.generate(target, draft, prompt(4)[None], max_new_tokens=4, tree="auto")
+def test_a_tree_holds_the_best_prefixes_by_the_selectors_probabilities(target):
+    """A token's probability is that of a softmax in which pairs move candidates. All prefixes are spelled out."""
+    generator = dflash.Generator(target, make_draft(target, "DFlash2"), max_length=60, tree=20, block_size=4)
+    seen, predict, propose = [], generator.engine.tree.predict, generator.engine.tree.propose
+    generator.engine.tree.predict = lambda *a: seen.append(predict(*a)) or seen[-1]
+    generator.engine.tree.propose = lambda state: seen.append(propose(state)) or seen[-1]
+    generator.generate(prompt(21)[None], max_new_tokens=8)
+    for predictions, block in zip(seen[::2], seen[1::2], strict=True):
+        weights, prefixes = predictions.pairs, {(int(block.ids[0, 0]),): 0.0}
+        for j, logits in enumerate(predictions.logits[0]):
+            ids = logits.topk(5).indices
+            for path in [path for path in prefixes if len(path) == j + 1]:
+                moved, query = logits.clone(), weights.predecessors[path[-1]] * weights.queries[0, j]
+                moved[ids] += weights.successors[ids] @ query
+                for token, score in zip(ids.tolist(), moved.log_softmax(-1)[ids].tolist(), strict=True):
+                    prefixes[(*path, token)] = prefixes[path] + score
+        parents, drafted = block.tree.parents[0].tolist(), []
+        for token, parent in zip(block.ids[0].tolist(), parents, strict=True):
+            drafted.append((*(drafted[parent] if parent >= 0 else ()), token))
+        assert drafted == sorted(prefixes, key=lambda path: (-prefixes[path], len(path)))[:20]

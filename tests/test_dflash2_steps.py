@@ -19,6 +19,8 @@ CALLS = {
     "the drafter's best": {"temperature": 0.8, "top_k": 20, "seed": 4, "draft_sharpness": float("inf")},
     "rejection": {"temperature": 1.0, "seed": 5, "acceptance": "rejection"},
     "rules": {"temperature": 1.0, "seed": 6, "repetition_penalty": 1.3, "suppress_tokens": [11]},
+    "tree": {"tree": 24},
+    "drawn along a tree": {"temperature": 1.0, "seed": 6, "repetition_penalty": 1.3, "tree": 24},
 }
 
 
@@ -56,9 +58,9 @@ def same(ours: dflash.GenerateOutput, theirs: dflash.GenerateOutput) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_every_kind_of_step_is_captured_and_writes_the_same(target, draft, batch, name):
     ids, mask, texts = batch
-    eager, late = hinted(target, draft, texts), record(hinted(target, draft, texts))
+    eager, late = hinted(target, draft, texts, tree=24), record(hinted(target, draft, texts, tree=24))
     for limit in (NEW, 7):  # the first captures, the second only replays
-        call = {"attention_mask": mask, "max_new_tokens": limit, **CALLS[name]}
+        call = {"attention_mask": mask, "max_new_tokens": limit, "tree": None, **CALLS[name]}
         expected = eager.generate(ids, return_dict_in_generate=True, **call)
         same(late.generate(ids, return_dict_in_generate=True, **call), expected)
         eager.reset(), late.reset()
@@ -77,13 +79,13 @@ def test_steps_compile_into_one_graph_of_each_kind(target, draft, batch, monkeyp
         guards = {"guard_filter_fn": options["guard_filter_fn"]}
         return compile(function, backend="aot_eager", options=guards, **more)
 
-    expected = hinted(target, draft, texts)
+    expected = hinted(target, draft, texts, tree=24)
     monkeypatch.setattr(torch, "compile", traced)
-    compiled = hinted(target, draft, texts, compile=True)
-    for name in ("the drafter's best", "rejection"):
-        call = {"attention_mask": mask, "max_new_tokens": 8, "return_dict_in_generate": True, **CALLS[name]}
-        same(compiled.generate(ids, **call), expected.generate(ids, **call))
-    assert len(graphs) == 2
+    compiled = hinted(target, draft, texts, compile=True, tree=24)
+    for name in ("the drafter's best", "rejection", "tree"):
+        call = {"attention_mask": mask, "max_new_tokens": 8, "tree": None, "return_dict_in_generate": True}
+        same(compiled.generate(ids, **call | CALLS[name]), expected.generate(ids, **call | CALLS[name]))
+    assert len(graphs) == 3
 
 
 SAMPLED = {"temperature": 0.9, "top_p": 0.95}
@@ -93,10 +95,13 @@ RECURRENT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_a
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "variant"),
-    [("qwen3", {}, "DFlash2-causal"), ("qwen3", {}, "DFlash2-scaled"), ("qwen3_5", RECURRENT, "DFlash2-causal")],
+    ("family", "changes", "variant", "tree"),
+    [
+        *(("qwen3", {}, f"DFlash2-{kind}", tree) for kind in ("causal", "scaled") for tree in (None, 40)),
+        ("qwen3_5", RECURRENT, "DFlash2-causal", None),
+    ],
 )
-def test_the_text_is_that_of_one_token_decoding_for_every_block_size(family, changes, variant):
+def test_the_text_is_that_of_one_token_decoding_for_every_block_size(family, changes, variant, tree):
     """Of four prompts of different lengths."""
     target, prompts = make_target(family, **changes), [prompt(length, seed=2) for length in LENGTHS]
     (ids, mask), draft = left_padded(prompts), make_draft(target, variant)
@@ -105,7 +110,7 @@ def test_the_text_is_that_of_one_token_decoding_for_every_block_size(family, cha
     for block_size in (2, 5, 16):
         for expected, call in ((answers, {}), (drawn, SAMPLED | {"seed": 3})):
             texts = [torch.cat(pair) for pair in zip(prompts, expected, strict=True)]
-            generator = hinted(target, draft, texts, spoil=7, block_size=block_size)
+            generator = hinted(target, draft, texts, spoil=7, block_size=block_size, tree=tree)
             output = generator.generate(
                 ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True, **call
             )

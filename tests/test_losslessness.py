@@ -47,14 +47,17 @@ def test_no_drafter_changes_the_text(variant):
     target = make_target("qwen3")
     prompts = [prompt(3, seed=2), prompt(30, seed=2)]
     generate = functools.partial(dflash.generate, target, make_draft(target, variant), max_new_tokens=NEW)
-    check_batch(generate, prompts, [greedy(target, p, NEW) for p in prompts])
-    expected = [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)]
-    check_batch(generate, prompts, expected, temperature=1.0, seed=3)
+    answers = [greedy(target, p, NEW) for p in prompts]
+    drawn = [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)]
+    for tree in (None, 20):
+        check_batch(generate, prompts, answers, tree=tree)
+        check_batch(generate, prompts, drawn, temperature=1.0, seed=3, tree=tree)
 
 
 @pytest.mark.parametrize(("variant", "options"), [
     *itertools.product(["Qwen3-4B", "Qwen3.6-27B"], [{}, {"tree": 16}, {"temperature": 1.0, "seed": 3}]),
-    ("Qwen3-4B", {"draft_weights": "int8"}), ("Qwen3-4B", {"denoise_steps": 2}), ("DFlash2-causal", {}),
+    ("Qwen3-4B", {"draft_weights": "int8"}), ("Qwen3-4B", {"denoise_steps": 2}),
+    ("DFlash2-causal", {}), ("DFlash2-causal", {"tree": 16}),
 ], ids=str)  # fmt: skip
 def test_a_window_of_the_drafter_changes_no_text(variant, options):
     target, ids = make_target("qwen3"), prompt(60, seed=2)[None]

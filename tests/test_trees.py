@@ -248,8 +248,9 @@ def test_rules_write_what_they_write_with_chains(target, draft, prompts, plain, 
     assert output.statistics.acceptance_length > 3
 
 
-def test_stop_strings_and_reused_prefixes(target, draft, prompts):
-    tokenizer, p = byte_level(), prompts[2]
+@pytest.mark.parametrize("variant", ["Qwen3-4B", "DFlash2"])
+def test_stop_strings_and_reused_prefixes(target, prompts, variant):
+    tokenizer, p, draft = byte_level(), prompts[2], make_draft(target, variant)
     answer = greedy(target, p, 40)
     stops = [tokenizer.decode(answer[9:12].tolist()), tokenizer.decode(answer[20:22].tolist())]
     expected = dflash.Generator(target, None, max_length=160)
@@ -347,9 +348,10 @@ class TestBudget:
         assert budget.choose() > 1
 
 
-def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):
+@pytest.mark.parametrize("variant", ["Qwen3-4B", "DFlash2"])
+def test_auto_writes_the_same_text_at_changing_sizes(target, prompts, plain, variant):
     ids, mask = left_padded(prompts)
-    generator = grown(TreeProposer, target, draft, batch_size=3, tree="auto")
+    generator = grown(TreeProposer, target, make_draft(target, variant), batch_size=3, tree="auto")
     for temperature in (0.0, 1.0):
         call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": temperature, "seed": 3}
         expected = plain

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from op_checks import same
 from test_select_tokens import draw_case as draw_rows
 from test_select_tokens import parameters
 from test_top_candidates import assert_equal
@@ -47,6 +48,55 @@ def test_kernel_equals_twin(slots, count, rank, dtype, kernels):
         want = reference.walk_candidates(*case, seed % 2)
         assert_equal(kernels.walk_candidates(*case, seed % 2), want)
         assert (want[0] >= 0).any()
+
+
+def draw_links(seed, slots=4, count=5, codes=40, rank=8, batch=6):
+    """The arguments of links, whose pairs are exact in float32; the scores leave something to other tokens."""
+    case = draw_case(seed, slots, count, codes, rank, batch)
+    return [*case[:5], case[5] / 4 - 4 - math.log(count)]
+
+
+@pytest.mark.parametrize(("slots", "count", "rank"), [(1, 1, 1), (4, 5, 8), (3, 33, 20), (2, 128, 40), (15, 16, 7)])
+def test_links_equal_the_twin_s(slots, count, rank, dtype, kernels):
+    for seed in range(2):
+        case = in_dtype(draw_links(seed, slots, count, 150, rank), dtype)
+        links, order = kernels.link_candidates(*case)
+        wanted, places = reference.link_candidates(*case)
+        torch.testing.assert_close(links, wanted, rtol=1e-5, atol=1e-5)
+        assert same(order[wanted > -INFINITY], places[wanted > -INFINITY])
+        assert torch.equal(order.sort(-1).values, torch.arange(count, dtype=torch.uint8).expand_as(order))
+
+
+def test_links_are_log_probabilities_over_the_vocabulary_in_which_candidates_are_moved(implementation):
+    """As spelled out over all tokens, from the drafter's logits on."""
+    g, batch, slots, vocab, count = torch.Generator().manual_seed(0), 2, 3, 30, 6
+    hidden, (first, second) = torch.randn(batch, slots, 4, generator=g), torch.randn(2, vocab, 4, generator=g)
+    logits, anchor, zeros = torch.randn(batch, slots, vocab, generator=g) * 2, torch.tensor([3, 9]), torch.zeros(2)
+    positions = torch.arange(slots).repeat(batch, 1)
+    ids, scores = implementation.tree_candidates(logits, positions, zeros.long(), zeros, count)
+    links, order = implementation.link_candidates(hidden, first, second, anchor, ids, scores)
+    for b, slot, before in itertools.product(range(batch), range(slots), range(count)):
+        own, previous = ids[b, slot], int(ids[b, slot - 1, before] if slot else anchor[b])
+        moved = logits[b, slot].clone()
+        moved[own] += (first[previous] * hidden[b, slot] * second[own]).sum(-1)
+        wanted = moved.log_softmax(-1)[own].sort(descending=True, stable=True)
+        torch.testing.assert_close(links[b, slot, before], wanted.values)
+        assert order[b, slot, before].tolist() == wanted.indices.tolist()
+
+
+def test_a_list_with_nan_or_without_a_token_before_has_no_links(implementation):
+    case = draw_links(4, 3, 5)
+    clean, order = implementation.link_candidates(*case)
+    hidden, ids, scores = case[0].clone(), case[4].clone(), case[5].clone()
+    hidden[0, 1, 3], ids[1, 1, 2], scores[2, 0] = math.nan, 40, -INFINITY
+    links, again = implementation.link_candidates(hidden, *case[1:4], ids, scores)
+    assert (links[0, 1] == -INFINITY).all()
+    assert (links[1, 2, 2] == -INFINITY).all()
+    assert (links[1, 1] > -INFINITY).sum(-1).le(4).all()
+    assert (links[2, 0] == -INFINITY).all()
+    for b, slots in ((0, [0, 2]), (1, [0]), (2, [1, 2]), (3, [0, 1, 2])):
+        assert torch.equal(links[b, slots], clean[b, slots])
+        assert torch.equal(again[b, slots], order[b, slots])
 
 
 def test_scores_are_as_exact_as_float32(dtype, implementation):

@@ -330,12 +330,33 @@ struct WalkCandidatesParams {
                 min_p, sharpness, path, scores, batch, slots, count, codes, rank, stream, dtype)
 };
 
+// The candidates of each slot after each candidate of the slot before (slot 0: after the anchor), best first:
+//   links = score(c) + sum over r of predecessors[a, r] hidden[j, r] successors[c, r] - ln(rest + sum over c of exp),
+// where rest is the probability that the scores leave to other tokens.
+struct LinkCandidatesParams {
+  const void* hidden;                     // [batch, slots, rank]
+  const void *predecessors, *successors;  // [codes, rank]
+  const int64_t* anchor;                  // [batch]; outside the codebook it adds nothing
+  const int64_t* ids;                     // [batch, slots, count]; outside [0, codes): no candidate
+  const float* scores;                    // [batch, slots, count]: log probabilities; -inf or NaN: no candidate
+  float* links;                           // [batch, slots, count, count], descending; -inf: not after this token
+  uint8_t* order;                         // [batch, slots, count, count]: the candidates' places in `ids`
+  int64_t batch, slots;
+  int64_t count;  // 1 .. kMaxCandidates
+  int64_t codes, rank;
+  DType dtype;  // of hidden and both codebooks
+  DFLASH_PARAMS(hidden, predecessors, successors, anchor, ids, scores, links, order, batch, slots, count, codes, rank,
+                dtype)
+};
+
 // The tree of the best prefixes, best first: by score (the sum of its tokens' scores), then the shallower,
 // then the lower token id, then the lower parent row. Missing rows are pads.
 struct BuildTreeParams {
   const int64_t* anchor;  // [batch]
   const int64_t* ids;     // [batch, depths, count]; a depth ends at its first negative id
   const float* scores;    // [batch, depths, count], descending; or at a score of -inf or NaN
+  const uint8_t* order;   // null, or places in `ids` like scores, which are [batch, depths, count, count] then: those
+                          // of depth j after each candidate of depth j - 1, of depth 0 in the first list
   int64_t* tree_ids;      // [batch, rows]; pads: -1
   int64_t* parents;       // [batch, rows]; the root and pads: -1
   int64_t* depth;         // [batch, rows]; the root and pads: 0
@@ -343,7 +364,8 @@ struct BuildTreeParams {
   float* tree_scores;     // [batch, rows]; the root: 0; pads: -inf
   int64_t batch, depths, count;
   int64_t rows;  // 1 .. kMaxTreeRows
-  DFLASH_PARAMS(anchor, ids, scores, tree_ids, parents, depth, ancestors, tree_scores, batch, depths, count, rows)
+  DFLASH_PARAMS(anchor, ids, scores, order, tree_ids, parents, depth, ancestors, tree_scores, batch, depths, count,
+                rows)
 };
 
 enum RowState : int64_t { kRunning = 0, kStop = 1, kLimit = 2, kInvalid = 3 };  // the values of done
@@ -789,6 +811,7 @@ struct DecoderLayersParams {
   KERNEL(build_tree, BuildTreeParams)                      \
   KERNEL(top_candidates, TopCandidatesParams)              \
   KERNEL(walk_candidates, WalkCandidatesParams)            \
+  KERNEL(link_candidates, LinkCandidatesParams)            \
   KERNEL(gated_recurrence, GatedRecurrenceParams)          \
   KERNEL(causal_conv, CausalConvParams)                    \
   CPU_KERNEL(log_sum_exp, LogSumExpParams)                 \

@@ -152,11 +152,6 @@ def check_tree(target: nn.Module, tree: TreeSize, draft: object) -> None:
     """
     if draft is None:
         raise ValueError(f"tree={tree!r} needs a drafter to grow from, got draft=None or block_size=1: pass tree=None")
-    if getattr(draft, "selector", None) is not None:
-        raise ValueError(
-            f"tree={tree!r} needs a drafter of the first generation, got a DFlash 2 or DSpark drafter: a tree joins "
-            "tokens that are predicted independently, and this one scores each token by the one before. Pass tree=None"
-        )
     if has_recurrent_layers(target):
         raise ValueError(
             f"tree={tree!r} needs a target whose layers are all attention, {type(target).__name__} has recurrent "

@@ -93,6 +93,7 @@ RANGES: dict[str, tuple[int | str, int | str] | list[float] | str] = {
     "qkv_norm_rope_append_.num_heads": (0, 5),
     "block_attention.num_kv_heads": (1, 3), "block_attention.capacity": (1, 80), "block_attention.rows": [4, 1, 7, 0],
     "block_attention.head_dim": [16, 1, 7, 8, 24], "v_head_dim": [8, 1, 16],
+    "lists": "batch * depths",
     # numbers
     "eps": [1e-6], "scale": [0.3, 0.0, -1.0], "window": [0, 1, 5, 80, 2**62, 2**63 - 1], "softcap": [0.0, 5.0],
     "draft_rows.rows": (0, "num_drafts + 1"), "mask_id": (0, "vocab - 1"), "count": (1, 6), "stream": (0, 1),
@@ -108,24 +109,26 @@ RANGES: dict[str, tuple[int | str, int | str] | list[float] | str] = {
 }  # fmt: skip
 # Integers that differ within a row: how many there are from -2 on.
 DISTINCT = {
-    "walk_candidates.ids": "codes + 3", "build_tree.ids": "9", "append_kv_.positions": "capacity + 4",
-    "append_context_kv_.positions": "capacity + 4",
+    **dict.fromkeys(("walk_candidates.ids", "link_candidates.ids"), "codes + 3"), "build_tree.ids": "9",
+    "append_kv_.positions": "capacity + 4", "append_context_kv_.positions": "capacity + 4",
 }  # fmt: skip
 # Numbers of which only some mean anything. Sums of eighths are exact: a choice does not hang on rounding.
+_PAIRS = ("hidden", "predecessors", "successors", "logits", "scores")
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "gated_recurrence_.log_decay": lambda x: -x.abs(),
     "gated_recurrence_.saved_a": torch.sigmoid,
     "build_tree.scores": lambda x: (-x.abs() * 4).round().div(4).sort(-1, descending=True).values,
     **dict.fromkeys(
-        (f"walk_candidates.{name}" for name in ("hidden", "predecessors", "successors", "logits")),
+        (f"{op}_candidates.{name}" for op in ("walk", "link") for name in _PAIRS),
         lambda x: x.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1).mul(8).round().div(8),
     ),
 }
-LEFT_OUT = {"ancestors", "scales", "format", "prefetch", "fresh", "gated", "front_rows"}  # these keep their defaults
+LEFT_OUT = {"ancestors", "scales", "format", "prefetch", "fresh", "gated", "front_rows", "order"}  # the defaults
 OPS = [
     *("rms_norm", "add_rms_norm", "dynamic_conv", "conv_add_rms_norm", "silu_mul", "fuse_features", "linear", "swiglu"),
     *("draft_rows", "block_attention", "append_kv_", "qkv_norm_rope_append_", "append_context_kv_", "select_tokens"),
-    *("tree_candidates", "top_candidates", "walk_candidates", "build_tree", "accept_prefix_", "accept_path_"),
+    *("tree_candidates", "top_candidates", "walk_candidates", "link_candidates", "build_tree"),
+    *("accept_prefix_", "accept_path_"),
     *("compact_kv_", "gather_rows_", "gated_recurrence_", "causal_conv_"),
 ]
 

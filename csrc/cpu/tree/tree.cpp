@@ -35,7 +35,8 @@ static inline int64_t emit(const Emission& p, int64_t b, const int64_t* choices,
 }
 
 static void build_one(const BuildTreeParams& p, int64_t b) {
-  const int64_t words = (p.rows + 63) / 64;
+  const int64_t words = (p.rows + 63) / 64, lists = p.order == nullptr ? 1 : p.count;
+  int32_t list[kMaxTreeRows];  // of each row's children, at their depth
   int64_t* ids = p.tree_ids + b * p.rows;
   int64_t* parents = p.parents + b * p.rows;
   int64_t* depth = p.depth + b * p.rows;
@@ -43,6 +44,7 @@ static void build_one(const BuildTreeParams& p, int64_t b) {
   float* scores = p.tree_scores + b * p.rows;
   const auto set_row = [&](int64_t row, const Node& node) {
     ids[row] = node.id, parents[row] = node.parent, depth[row] = node.depth, scores[row] = node.score;
+    list[row] = node.place;
     for (int64_t w = 0; w < words; ++w)
       ancestors[row * words + w] = node.parent < 0 ? 0 : ancestors[node.parent * words + w];
     ancestors[row * words + row / 64] |= int64_t(uint64_t(1) << row % 64);
@@ -53,15 +55,16 @@ static void build_one(const BuildTreeParams& p, int64_t b) {
   int64_t size = 0;
   const auto push = [&](int64_t parent, int64_t level, int64_t run, int64_t id) {
     if (level >= p.depths) return;
-    const int64_t first = (b * p.depths + level) * p.count;
-    const Siblings siblings{p.ids + first, p.scores + first, p.count, scores[parent]};
-    Node node{0.0f, int32_t(level + 1), 0, int32_t(parent), 0};
+    const int64_t first = (b * p.depths + level) * p.count, own = first * lists + list[parent] * p.count;
+    const uint8_t* order = p.order == nullptr ? nullptr : p.order + own;
+    const Siblings siblings{p.ids + first, p.scores + own, order, p.count, scores[parent]};
+    Node node{0.0f, int32_t(level + 1), 0, int32_t(parent), 0, 0};
     if (!siblings.next(run, id, node)) return;
     heap[size++] = node;
     std::push_heap(heap, heap + size, comes_after);
   };
 
-  set_row(0, {0.0f, 0, p.anchor[b], -1, 0});
+  set_row(0, {0.0f, 0, p.anchor[b], -1, 0, 0});
   push(0, 0, 0, -1);
   int64_t row = 1;
   for (; row < p.rows && size > 0; ++row) {
@@ -71,7 +74,7 @@ static void build_one(const BuildTreeParams& p, int64_t b) {
     push(node.parent, node.depth - 1, node.run, node.id);
     push(row, node.depth, 0, -1);
   }
-  for (; row < p.rows; ++row) set_row(row, {kNoScore, 0, -1, -1, 0});
+  for (; row < p.rows; ++row) set_row(row, {kNoScore, 0, -1, -1, 0, 0});
 }
 
 DFLASH_NAMESPACE_END

@@ -1,5 +1,6 @@
-// A path through the candidates of each slot (params.h has the formula). Each thread takes one sequence; the rows of
-// the next slot are on their way meanwhile. Choices have the bits of select_tokens given equal scores.
+// A path through the candidates of each slot, or all links between them (params.h has the formulas). A path is walked
+// by one thread; the rows of the next slot are on their way meanwhile. Choices have the bits of select_tokens given
+// equal scores.
 #include <algorithm>
 #include <cmath>
 
@@ -109,7 +110,76 @@ static void walk(const WalkCandidatesParams& p, int64_t b) {
   }
 }
 
+struct Link {
+  float score;
+  int64_t id;
+  uint8_t place;
+};
+
+// The lists of one slot of all sequences.
+template <typename T>
+static void link(const LinkCandidatesParams& p, int64_t row) {
+  constexpr int64_t kPadded = (kMaxCandidates + 15) / 16 * 16;
+  const int64_t *ids = p.ids + row * p.count, lists = row * p.count * p.count, slot = row % p.slots;
+  const T *predecessors = static_cast<const T*>(p.predecessors), *successors = static_cast<const T*>(p.successors);
+  const T* hidden = static_cast<const T*>(p.hidden) + row * p.rank;
+  const auto known = [&](int64_t id) { return id >= 0 && id < p.codes; };
+  // The sum of exp(x[k] - top) over candidates; past the last, x is -inf.
+  const auto sum_exp = [&](const float* x, float top) {
+    Sum16 lanes;
+    for (int64_t i = 0; i < p.count; i += kWidth) lanes.of(i) += exp_vec(load(x + i) - splat(top));
+    return lanes.total();
+  };
+
+  // 1. Which are candidates, and the probability of other tokens
+  float own[kPadded], score[kPadded];
+  for (int64_t k = 0; k < kPadded; ++k) own[k] = score[k] = -kInf;
+  for (int64_t k = 0; k < p.count; ++k)
+    if (known(ids[k]) && p.scores[row * p.count + k] > -kInf) own[k] = p.scores[row * p.count + k];
+  const float rest = std::max(1.0f - sum_exp(own, 0.0f), 0.0f);
+
+  static thread_local Buffer<float> memory;
+  float* product = memory.reserve(p.rank);
+  for (int64_t a = 0; a < p.count; ++a) {
+    // 2. The scores after one token
+    const int64_t previous = slot > 0 ? ids[a - p.count] : p.anchor[row / p.slots];
+    const bool paired = known(previous);
+    for (int64_t i = 0; i < p.rank && paired; ++i)
+      product[i] = to_float(predecessors[previous * p.rank + i]) * to_float(hidden[i]);
+    float top = rest > 0.0f ? 0.0f : -kInf;
+    bool valid = paired || slot == 0;
+    for (int64_t k = 0; k < p.count; ++k) {
+      score[k] = own[k];
+      if (paired && own[k] > -kInf) score[k] += dot(product, successors + ids[k] * p.rank, p.rank);
+      valid &= score[k] < kInf;  // NaN is not
+      top = std::max(top, score[k]);
+    }
+    valid &= top > -kInf;
+
+    // 3. Their order, with the sum of probabilities at one
+    const float shift = valid ? top + float(std::log(double(rest) * exp_one(-top) + sum_exp(score, top))) : 0.0f;
+    Link found[kMaxCandidates];
+    for (int64_t k = 0; k < p.count; ++k) {
+      const bool live = valid && score[k] > -kInf;
+      found[k] = {live ? std::min(score[k] - shift, 0.0f) : -kInf, ids[k], uint8_t(k)};
+    }
+    std::sort(found, found + p.count, [](const Link& x, const Link& y) {
+      if (x.score != y.score) return x.score > y.score;
+      return x.id != y.id ? x.id < y.id : x.place < y.place;
+    });
+    for (int64_t k = 0; k < p.count; ++k) {
+      p.links[lists + a * p.count + k] = found[k].score;
+      p.order[lists + a * p.count + k] = found[k].place;
+    }
+  }
+}
+
 DFLASH_NAMESPACE_END
+
+void dflash::DFLASH_ISA::link_candidates(const LinkCandidatesParams& p) {
+  parallel_rows(p, p.batch * p.slots, p.batch * p.slots * p.count * p.count * p.rank,
+                [&](auto type, int64_t row) { link<decltype(type)>(p, row); });
+}
 
 void dflash::DFLASH_ISA::walk_candidates(const WalkCandidatesParams& p) {
   parallel_rows(p, p.batch, p.batch * p.slots * p.count * p.rank,

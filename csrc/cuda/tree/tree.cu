@@ -9,7 +9,7 @@ namespace dflash {
 // slot to its next sibling, and its first child gets a new one. Each lane looks at its slots, then reductions over the
 // warp compare the parts of the key.
 
-constexpr int64_t kSharedCandidates = 3072;  // 36 KB; more are read from global memory
+constexpr int64_t kSharedBytes = 36 << 10;  // of candidates; more are read from global memory
 constexpr unsigned kLast = 0xffffffffu;
 
 // The slot of the best node of a warp's frontier, -1 if it is empty.
@@ -39,19 +39,27 @@ static __device__ int best_slot(const Node* frontier, int slots) {
 static __global__ void __launch_bounds__(32, 1) build_tree_kernel(const BuildTreeParams p, bool in_shared) {
   __shared__ Node frontier[kMaxTreeRows];  // a free slot has parent -1
   __shared__ float row_scores[kMaxTreeRows];
+  __shared__ int row_list[kMaxTreeRows];  // of its children, at their depth
   __shared__ uint64_t row_ancestors[kMaxTreeRows][kMaxTreeRows / 64];
   const int lane = threadIdx.x, words = int(ceil_div(p.rows, 64));
-  const int64_t b = blockIdx.x, candidates = p.depths * p.count;
+  const bool linked = p.order != nullptr;
+  const int64_t b = blockIdx.x, candidates = p.depths * p.count, scored = candidates * (linked ? p.count : 1);
   grid_begin();
 
   // 1. The candidates
   const int64_t* ids = p.ids + b * candidates;
-  const float* scores = p.scores + b * candidates;
+  const float* scores = p.scores + b * scored;
+  const uint8_t* order = linked ? p.order + b * scored : nullptr;
   if (in_shared) {
     int64_t* near_ids = shared<int64_t>();
     float* near_scores = reinterpret_cast<float*>(near_ids + candidates);
-    for (int64_t i = lane; i < candidates; i += 32) near_ids[i] = ids[i], near_scores[i] = scores[i];
-    ids = near_ids, scores = near_scores;
+    uint8_t* near_order = reinterpret_cast<uint8_t*>(near_scores + scored);
+    for (int64_t i = lane; i < candidates; i += 32) near_ids[i] = ids[i];
+    for (int64_t i = lane; i < scored; i += 32) {
+      near_scores[i] = scores[i];
+      if (linked) near_order[i] = order[i];
+    }
+    ids = near_ids, scores = near_scores, order = linked ? near_order : nullptr;
   }
 
   // 2. The root
@@ -60,6 +68,7 @@ static __global__ void __launch_bounds__(32, 1) build_tree_kernel(const BuildTre
     if (lane == 0) {
       p.tree_ids[at] = node.id, p.parents[at] = node.parent, p.depth[at] = node.depth;
       p.tree_scores[at] = row_scores[row] = node.score;
+      row_list[row] = node.place;
     }
     if (lane < words) {
       uint64_t bits = node.parent < 0 ? 0 : row_ancestors[node.parent][lane];
@@ -71,13 +80,13 @@ static __global__ void __launch_bounds__(32, 1) build_tree_kernel(const BuildTre
   };
   // Puts the best sibling after (run, id) at `level` into a slot; leaves the slot free if there is none.
   const auto put = [&](int slot, int parent, int level, int run, int64_t id) {
-    Node node{0.0f, level + 1, 0, parent, 0};
-    const int64_t first = level * p.count;
-    const Siblings siblings{ids + first, scores + first, p.count, row_scores[parent]};
+    Node node{0.0f, level + 1, 0, parent, 0, 0};
+    const int64_t first = level * p.count, own = linked ? (first + row_list[parent]) * p.count : first;
+    const Siblings siblings{ids + first, scores + own, linked ? order + own : nullptr, p.count, row_scores[parent]};
     if (level >= p.depths || !siblings.next(run, id, node)) node.parent = -1;
     frontier[slot] = node;
   };
-  set_row(0, {0.0f, 0, p.anchor[b], -1, 0});
+  set_row(0, {0.0f, 0, p.anchor[b], -1, 0, 0});
   if (lane == 0) put(0, 0, 0, 0, -1);
   __syncwarp();
 
@@ -94,15 +103,16 @@ static __global__ void __launch_bounds__(32, 1) build_tree_kernel(const BuildTre
   }
 
   // 4. Pads
-  for (; row < p.rows; ++row) set_row(row, {kNoScore, 0, -1, -1, 0});
+  for (; row < p.rows; ++row) set_row(row, {kNoScore, 0, -1, -1, 0, 0});
 }
 
 cudaError_t launch_build_tree(const BuildTreeParams& p, cudaStream_t stream) {
   const int64_t candidates = p.depths * p.count;
-  const bool in_shared = candidates <= kSharedCandidates;
-  const size_t bytes = in_shared ? candidates * (sizeof(int64_t) + sizeof(float)) : 0;
+  const int64_t bytes = candidates * (p.order == nullptr ? 12 : 8 + p.count * 5);
+  const bool in_shared = bytes <= kSharedBytes;
   return run_on_device(p, p.batch, [&] {
-    return launch_overlapping(build_tree_kernel, dim3(unsigned(p.batch)), dim3(32), bytes, stream, p, in_shared);
+    return launch_overlapping(build_tree_kernel, dim3(unsigned(p.batch)), dim3(32), in_shared ? bytes : 0, stream, p,
+                              in_shared);
   });
 }
 

@@ -1,6 +1,7 @@
-// A path through the candidates of each slot (params.h has the formula). One block per sequence; a warp per candidate
-// multiplies three rows of the rank, then the first warp chooses. Only the predecessor's row is known late: every row
-// that may be needed is fetched into L2 first, and the noise is drawn ahead. Bits are those of select_tokens.
+// A path through the candidates of each slot, or all links between them (params.h has the formulas). For a path, one
+// block per sequence; a warp per candidate multiplies three rows of the rank, then the first warp chooses. Only the
+// predecessor's row is known late: every row that may be needed is fetched into L2 first, and the noise is drawn ahead.
+// Bits are those of select_tokens. For links, one block per slot; a warp per token before makes its whole list.
 #include "cuda/vocab/logits.cuh"
 
 namespace dflash {
@@ -82,6 +83,21 @@ static __device__ int64_t choose(Scratch& s, const Choice& c, const int64_t* ids
   return best_id;
 }
 
+// The sum over r of predecessor[r] * hidden[r] * successor[r], [rank] each; to all lanes of the warp that calls it.
+template <typename T, int kWidth>
+static __device__ float pair_score(const T* predecessor, const T* hidden, const T* successor, int64_t rank) {
+  float sum = 0.0f;
+  for (int64_t i = threadIdx.x % 32 * kWidth; i < rank; i += 32 * kWidth) {
+    float a[kWidth], h[kWidth], c[kWidth];
+    load<T, kWidth>(predecessor + i, a);
+    load<T, kWidth>(hidden + i, h);
+    load<T, kWidth>(successor + i, c);
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) sum = fmaf(a[e] * h[e], c[e], sum);
+  }
+  return warp_sum(sum);
+}
+
 template <typename T, int kWidth>
 static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandidatesParams p) {
   __shared__ Scratch s;
@@ -121,17 +137,8 @@ static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandi
     for (int64_t k = warp; k < p.count; k += warps) {
       const int64_t id = ids[slot * p.count + k];
       float sum = 0.0f;
-      if (known(id) && known(previous)) {
-        for (int64_t i = lane * kWidth; i < p.rank; i += 32 * kWidth) {
-          float a[kWidth], h[kWidth], c[kWidth];
-          load<T, kWidth>(predecessors + previous * p.rank + i, a);
-          load<T, kWidth>(hidden + i, h);
-          load<T, kWidth>(successors + id * p.rank + i, c);
-#pragma unroll
-          for (int e = 0; e < kWidth; ++e) sum = fmaf(a[e] * h[e], c[e], sum);
-        }
-      }
-      sum = warp_sum(sum);
+      if (known(id) && known(previous))
+        sum = pair_score<T, kWidth>(predecessors + previous * p.rank, hidden, successors + id * p.rank, p.rank);
       if (lane == 0) s.score[k] = known(id) ? p.logits[first + slot * p.count + k] + sum : -infinity();
     }
     __syncthreads();
@@ -156,6 +163,72 @@ static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandi
 cudaError_t launch_walk_candidates(const WalkCandidatesParams& p, cudaStream_t stream) {
   const auto launch = [&](auto type, auto width) {
     return launch_flat(walk<decltype(type), width>, p.batch, 32 * min(p.count, int64_t(kMaxWarps)), stream, p);
+  };
+  return run_packed(p, p.batch * p.slots, {p.hidden, p.predecessors, p.successors}, {p.rank}, launch);
+}
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(32 * kMaxWarps, 1) link(const LinkCandidatesParams p) {
+  __shared__ float own[kMaxCandidates], all_scores[kMaxWarps][kMaxCandidates];
+  const int64_t row = blockIdx.x, slot = row % p.slots;
+  const int64_t* ids = p.ids + row * p.count;
+  const T *predecessors = static_cast<const T*>(p.predecessors), *successors = static_cast<const T*>(p.successors);
+  const T* hidden = static_cast<const T*>(p.hidden) + row * p.rank;
+  const auto known = [&](int64_t id) { return id >= 0 && id < p.codes; };
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, count = int(p.count);
+  float* score = all_scores[warp];
+  grid_begin();
+
+  // 1. Which are candidates, and the probability of other tokens
+  for (int k = threadIdx.x; k < count; k += blockDim.x) {
+    const float z = p.scores[row * count + k];
+    own[k] = known(ids[k]) && z > -infinity() ? z : -infinity();
+  }
+  __syncthreads();
+  float rest = 0.0f;
+  for (int k = lane; k < count; k += 32) rest += expf(own[k]);
+  rest = fmaxf(1.0f - warp_sum(rest), 0.0f);
+
+  for (int before = warp; before < count; before += warps) {
+    // 2. The scores after one token
+    const int64_t previous = slot > 0 ? ids[before - count] : p.anchor[row / p.slots];
+    const bool paired = known(previous);
+    for (int k = 0; k < count; ++k) {
+      float sum = own[k];
+      if (paired && sum > -infinity())
+        sum += pair_score<T, kWidth>(predecessors + previous * p.rank, hidden, successors + ids[k] * p.rank, p.rank);
+      if (lane == 0) score[k] = sum;
+    }
+    __syncwarp();
+    float top = rest > 0.0f ? 0.0f : -infinity(), sum = 0.0f;
+    bool valid = paired || slot == 0;
+    for (int k = lane; k < count; k += 32) valid &= score[k] < infinity(), top = fmaxf(top, score[k]);
+    top = warp_max(top);
+    valid = __ballot_sync(kAllLanes, !valid) == 0 && top > -infinity();
+
+    // 3. Their order, with the sum of probabilities at one
+    for (int k = lane; k < count && valid; k += 32) sum += expf(score[k] - top);
+    const float shift = top + logf((rest > 0.0f ? rest * expf(-top) : 0.0f) + warp_sum(sum));
+    __syncwarp();
+    for (int k = lane; k < count; k += 32) score[k] = valid ? fminf(score[k] - shift, 0.0f) : -infinity();
+    __syncwarp();
+    for (int k = lane; k < count; k += 32) {
+      int place = 0;
+      for (int other = 0; other < count; ++other) {
+        const bool tied = score[other] == score[k] && (ids[other] < ids[k] || (ids[other] == ids[k] && other < k));
+        place += score[other] > score[k] || tied;
+      }
+      const int64_t at = (row * count + before) * count + place;
+      p.links[at] = score[k], p.order[at] = uint8_t(k);
+    }
+    __syncwarp();
+  }
+}
+
+cudaError_t launch_link_candidates(const LinkCandidatesParams& p, cudaStream_t stream) {
+  const auto launch = [&](auto type, auto width) {
+    return launch_flat(link<decltype(type), width>, p.batch * p.slots, 32 * min(p.count, int64_t(kMaxWarps)), stream,
+                       p);
   };
   return run_packed(p, p.batch * p.slots, {p.hidden, p.predecessors, p.successors}, {p.rank}, launch);
 }

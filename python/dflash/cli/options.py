@@ -131,10 +131,9 @@ class _Models:
             "no --model: the pair inside the package answers; it knows sums, letters and records (docs/demo-pair.md)",
             err=True,
         )
-        from ..loading import PAIR, draft_folder
+        from ..loading import PAIR
 
-        draft = draft_folder(PAIR, None if tree is None else 1)  # trees need its drafter of the first generation
-        return dataclasses.replace(resolved, model=str(PAIR / "target"), draft=str(draft))
+        return dataclasses.replace(resolved, model=str(PAIR / "target"), draft=str(PAIR / "draft"))
 
     def check_storage(self) -> None:
         """Raise ValueError if the target's weights are to be stored in 8 bits on another device than the CPU."""

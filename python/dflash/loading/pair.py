@@ -35,8 +35,8 @@ def demo_pair(
     Args:
         folder: another pair in the same layout.
         dtype: of both models.
-        generation: 1 for a drafter of the first generation, which draft trees and `dflash.as_assistant` need; None for
-            the better one, of DFlash 2.
+        generation: 1 for a drafter of the first generation, which `dflash.as_assistant` needs; None for the better
+            one, of DFlash 2.
 
     Raises:
         FileNotFoundError: ``folder`` holds no pair.

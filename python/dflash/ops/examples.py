@@ -187,9 +187,13 @@ def calls(sizes: Sizes, generator: torch.Generator | None = None) -> dict[str, C
             "hidden": normal(batch, rows, dim), "predecessors": normal(vocab, dim), "successors": normal(vocab, dim),
             "anchor": 3 + alternating, "ids": candidates(), "logits": normal(batch, rows, 5), **settings(),
             "stream": 0},
+        "link_candidates": lambda: {
+            "hidden": normal(batch, rows, dim), "predecessors": normal(vocab, dim), "successors": normal(vocab, dim),
+            "anchor": 3 + alternating, "ids": candidates(), "scores": -2 - uniform(batch, rows, 5)},
         "build_tree": lambda: {
             "anchor": 3 + alternating, "ids": candidates(),
-            "scores": -uniform(batch, rows, 5).sort().values, "rows": 3 * rows},
+            "scores": -uniform(batch, rows, 5, 5).sort().values, "rows": 3 * rows,
+            "order": uniform(batch, rows, 5, 5).argsort(-1).to(torch.uint8)},
         "accept_prefix_": lambda: {"block_ids": ids(rows, 2), "posterior": ids(rows, 2), **ends()},
         "accept_path_": lambda: {
             "ids": ids(rows, 2), "parents": tree(), "choices": ids(rows, 2), **ends(),

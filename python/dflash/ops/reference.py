@@ -491,6 +491,31 @@ def walk_candidates(
     return path, scores
 
 
+def link_candidates(
+    hidden: Tensor, predecessors: Tensor, successors: Tensor, anchor: Tensor, ids: Tensor, scores: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The scores of all pairs of neighbors, each list normalized with what its candidates leave to other tokens."""
+    codes, (_, slots, count), dtype = len(predecessors), ids.shape, _compute_dtype(hidden)
+    # 1. Which are candidates, and the probability of other tokens
+    live = (ids >= 0) & (ids < codes) & (scores > -torch.inf)
+    own = torch.where(live, scores, -torch.inf).to(dtype)
+    rest = (1 - own.exp().sum(-1)).clamp(min=0)[..., None]
+    # 2. The scores after each token
+    before = torch.cat([anchor[:, None, None].expand(-1, 1, count), ids], 1)[:, :slots]
+    paired = (before >= 0) & (before < codes)
+    product = predecessors[before.clamp(0, codes - 1)].to(dtype) * hidden[:, :, None].to(dtype)
+    pairs = product @ successors[ids.clamp(0, codes - 1)].to(dtype).transpose(-1, -2)
+    score = own[:, :, None] + torch.where(paired[..., None] & live[:, :, None], pairs, 0.0)
+    is_first = torch.arange(slots, device=ids.device)[:, None] == 0
+    valid = (paired | is_first) & (score < torch.inf).all(-1)
+    # 3. Their order
+    links = (score - torch.logaddexp(score.logsumexp(-1), rest.log())[..., None]).to(torch.float32).clamp(max=0.0)
+    links = torch.where(valid[..., None] & (score > -torch.inf), links, -torch.inf)
+    by_id = ids.argsort(stable=True, dim=-1)[:, :, None].expand_as(links)
+    links, order = links.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    return links, by_id.gather(-1, order).to(torch.uint8)
+
+
 def _first_of(scores: Tensor, *keys: Tensor) -> Tensor:
     """The place of the highest of ``scores [batch, n]``, ties to the lowest of each of ``keys`` in turn."""
     best = scores == scores.amax(-1, keepdim=True)
@@ -499,15 +524,23 @@ def _first_of(scores: Tensor, *keys: Tensor) -> Tensor:
     return best.int().argmax(-1)
 
 
-def build_tree(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def build_tree(
+    anchor: Tensor, ids: Tensor, scores: Tensor, rows: int, order: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The tree of the best prefixes: each row is the best by the whole key of all children of the rows before it."""
     batch, depths, count = ids.shape
+    lists = 1 if order is None else count  # per depth; a node's children are those of the list at its place
+    scores, ids = scores.reshape(batch, depths, lists, count), ids[:, :, None].expand(-1, -1, lists, -1)
+    places = torch.zeros_like(ids)
+    if order is not None:
+        places = order.view_as(ids).long().clamp(max=count - 1)
+        ids = ids.gather(-1, places)
     live = ((ids >= 0) & (scores > -torch.inf)).long().cumprod(-1).bool()
     none = torch.full_like(scores[:, :1], -torch.inf)
     scores = torch.cat([torch.where(live, scores, -torch.inf), none], 1)  # nothing follows the last depth
-    ids = torch.cat([ids, torch.zeros_like(ids[:, :1])], 1)
-    per_row = [x.new_zeros(batch, rows) for x in (anchor, anchor, anchor, scores)]
-    tree_ids, parents, depth, tree_scores = per_row
+    ids, places = (torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in (ids, places))
+    per_row = [x.new_zeros(batch, rows) for x in (anchor, anchor, anchor, anchor, scores)]
+    tree_ids, parents, depth, place_of, tree_scores = per_row
     bits = torch.zeros(batch, rows, -(-rows // 64) * 64, dtype=torch.bool, device=ids.device)
     children = torch.full((batch, rows, count), -torch.inf, dtype=scores.dtype, device=ids.device)
     child_ids = torch.zeros_like(children, dtype=torch.int64)
@@ -527,13 +560,14 @@ def build_tree(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> tuple[
             parents[:, row] = torch.where(exists, parent, -1)
             depth[:, row] = torch.where(exists, depth[everyone, parent] + 1, 0)
             tree_scores[:, row] = flat[everyone, place]
+            place_of[:, row] = places[everyone, depth[everyone, parent], place_of[everyone, parent], place % count]
             bits[:, row] = bits[everyone, parent] & exists[:, None]
             flat[everyone, place] = -torch.inf
         bits[:, row, row] = True
         # 3. Its children
         level = torch.where(tree_scores[:, row] > -torch.inf, depth[:, row], depths)
-        children[:, row] = tree_scores[:, row, None] + scores[everyone, level]
-        child_ids[:, row] = ids[everyone, level]
+        children[:, row] = tree_scores[:, row, None] + scores[everyone, level, place_of[:, row]]
+        child_ids[:, row] = ids[everyone, level, place_of[:, row]]
 
     powers = torch.ones(64, dtype=torch.int64, device=ids.device) << torch.arange(64, device=ids.device)
     ancestors = torch.where(bits.unflatten(-1, (-1, 64)), powers, 0).sum(-1)

@@ -53,12 +53,15 @@ def tree_candidates(
 
 
 @op(
-    "anchor[batch]:i64 ids[batch, depths, count]:i64 scores[batch, depths, count]:f32",
+    "anchor[batch]:i64 ids[batch, depths, count]:i64 scores[lists.., count]:f32 order[lists.., count]:u8",
     "tree_ids[batch, rows]:i64 parents[batch, rows]:i64 depth[batch, rows]:i64 "
     "ancestors[batch, rows, (rows + 63) // 64]:i64 tree_scores[batch, rows]:f32",
-    where=f"depths >= 1 and count >= 1; 1 <= rows <= {MAX_TREE_ROWS}",
+    where=f"depths >= 1 and count >= 1; 1 <= rows <= {MAX_TREE_ROWS}; lists == batch * depths * max(1, has(order) * "
+    "count): scores must be [batch, depths, count], and with order they must both be [batch, depths, count, count]",
 )
-def build_tree(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def build_tree(
+    anchor: Tensor, ids: Tensor, scores: Tensor, rows: int, order: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Build the tree of the best prefixes of a draft's candidates, best first.
 
     Row 0 is the anchor, with score 0. A node's score is its parent's plus its candidate's, in float32. Rows 1, 2, ...
@@ -69,8 +72,11 @@ def build_tree(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> tuple[
         anchor: ``[batch]``.
         ids: ``[batch, depths, count]``: the candidates at depth 1, 2, ..., no token twice. A depth ends at the first
             negative id, and at the first score of -inf or NaN.
-        scores: like ``ids``, descending and at most 0, as `tree_candidates` returns them.
+        scores: like ``ids``, descending and at most 0, as `tree_candidates` returns them. With ``order`` they are
+            ``[batch, depths, count, count]``: a list after each candidate of the depth before, at depth 1 the first.
         rows: rows of the tree, from 1 to `MAX_TREE_ROWS`.
+        order: uint8 like the lists, the places of their tokens among the ``ids`` of the depth, as `link_candidates`
+            returns them; None where the scores do not depend on the token before.
 
     Returns:
         ``(ids, parents, depth, ancestors, scores)``, all ``[batch, rows]`` but ancestors, which are as

@@ -131,3 +131,29 @@ def walk_candidates(
         [batch, slots, count]``: ``S / temperature`` of what the filters keep (S itself for argmax), else -inf,
         and -inf where the path is -1.
     """
+
+
+@op(
+    "hidden[batch, slots, rank] predecessors[codes, rank] successors[codes, rank] anchor[batch]:i64 "
+    "ids[batch, slots, count]:i64 scores[batch, slots, count]:f32",
+    "links[batch, slots, count, count]:f32 order[batch, slots, count, count]:u8",
+    where=f"rank >= 1; codes >= 1; 1 <= count <= {MAX_CANDIDATES}",
+)
+def link_candidates(
+    hidden: Tensor, predecessors: Tensor, successors: Tensor, anchor: Tensor, ids: Tensor, scores: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return log probabilities of each slot's candidates after each candidate of the slot before, best first.
+
+    With the pairs' scores of `walk_candidates`, ``links = score(c) + pair(a, c) - log(rest + sum of exp(score + pair)
+    over c)`` in float32. ``rest`` is the probability that the scores leave to other tokens, which have no pairs.
+
+    Args:
+        hidden, predecessors, successors, anchor, ids: as in `walk_candidates`.
+        scores: ``[batch, slots, count]``: log probabilities, as `tree_candidates` returns them. One of -inf or NaN is
+            no candidate.
+
+    Returns:
+        ``(links, order)``, both ``[batch, slots, count, count]``: for each candidate of the slot before (in slot 0 all
+        are the anchor) descending scores, ties to the lower id, and their tokens' places among the slot's. Where a
+        score of a list is NaN or +inf, or a candidate before is outside ``[0, codes)``: all -inf.
+    """

@@ -39,6 +39,10 @@ class Predictions:
         """Draw from the drafter's own distribution, which ``acceptance`` remembers."""
         return acceptance.draft(self.logits, positions, sampling)
 
+    def link(self, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor | None]:  # noqa: ARG002
+        """Return `dflash.ops.build_tree`'s ``scores`` and ``order`` for what `dflash.ops.tree_candidates` found."""
+        return scores, None
+
 
 @dataclass
 class LinkedPredictions(Predictions):
@@ -69,6 +73,11 @@ class LinkedPredictions(Predictions):
         path, ids, scores = self._walk(positions, sampling, math.inf * ones, ones, stream=acceptance.STREAM)
         acceptance.remember_(path, ids, scores)
         return path
+
+    def link(self, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return scores of each candidate after each of the position before, and their order."""
+        pairs = self.pairs
+        return ops.link_candidates(pairs.queries, pairs.predecessors, pairs.successors, self.anchor, ids, scores)
 
     def _walk(
         self, positions: Tensor, s: Sampling, candidate_sharpness: Tensor, sharpness: Tensor, stream: int

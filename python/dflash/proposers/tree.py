@@ -57,7 +57,9 @@ class TreeProposer(DraftPass):
             forecasts: True to fill ``expected``, by which a step's rows are chosen.
         """
         self.rules, self.rows, self.built_rows, self.forecasts = rules, rows, rows, forecasts
-        self.siblings = min(_SAMPLED_SIBLINGS if samples else _GREEDY_SIBLINGS, rows - 1)
+        most = _SAMPLED_SIBLINGS if samples else _GREEDY_SIBLINGS
+        # What a token before makes of candidates is not known yet, so a small tree looks at as many.
+        self.siblings = min(most, rows - 1) if self.draft.selector is None else min(most, self.draft.selector.top_k)
 
     @property
     def kind(self) -> Hashable:
@@ -71,10 +73,11 @@ class TreeProposer(DraftPass):
         # 1. One pass of the drafter over masks.
         block = self.rows_for(state, self.num_drafts)
         features = self.draft.fuse(state.waiting_features(), state.num_context)
-        logits = self.predict(block, features, state).logits
+        predictions = self.predict(block, features, state)
         # 2. The tree of its best tokens at each depth.
-        candidates = self.candidates(logits, block.positions, state.sampling)
-        ids, *tree, scores = ops.build_tree(block.anchor, *candidates, self.built_rows)
+        ids, scores = self.candidates(predictions.logits, block.positions, state.sampling)
+        links, order = predictions.link(ids, scores)
+        ids, *tree, scores = ops.build_tree(block.anchor, ids, links, self.built_rows, order)
         if self.forecasts:
             total = scores.exp().cumsum(1)  # the anchor's score is 0: it stands for the token that the target adds
             torch.index_select(total, 1, self._sizes.clamp(max=self.built_rows) - 1, out=self.expected)

@@ -81,9 +81,9 @@ def demo(
     if prompt is not None and not prompt.endswith(demos.ARROW) and all(one.text.endswith(demos.ARROW) for one in known):
         prompt += demos.ARROW
     asked = known[:prompts] if prompt is None else [demos.Prompt(prompt)]
-    # 3. Load the pair. Trees take no DFlash 2 drafter.
+    # 3. Load the pair.
     if model is None:
-        target, drafter, tokenizer = demo_pair(folder, generation=None if tree is None else 1)
+        target, drafter, tokenizer = demo_pair(folder)
     else:
         models = options.ModelOptions(model, draft, dtype or "float32", tree=tree).resolve()
         source = models.source(quiet=as_json)

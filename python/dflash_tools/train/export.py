@@ -62,6 +62,7 @@ def _section(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: values[key] for key in _SECTION if key in values and values[key] != NEUTRAL.get(key)}
 
 
+_AT_THE_TOP = ("mask_token_id", "target_layer_ids", "markov_rank", "sample_from_anchor")
 _AS_LOADED = {"is_neox_style": True, "rope_is_neox_style": True, "use_gemma_norm": False}
 
 
@@ -86,7 +87,16 @@ def _to_published(raw: Mapping[str, Any], read: DraftConfig) -> dict[str, Any]:
     for name in ("quantization_config", "compression_config"):
         config.pop(name, None)
     config.pop("torch_dtype", None)
+    # 5. Of DSpark vLLM and SGLang know this class, and look for the head at the top only
+    if _is_dspark(read):
+        config |= {"architectures": [drafter_config.DSPARK_ARCHITECTURE], "markov_head_type": "vanilla"}
+        config |= {key: values[key] for key in _AT_THE_TOP}
     return config
+
+
+def _is_dspark(config: DraftConfig) -> bool:
+    """Return True for a drafter without DFlash 2's parts that has a Markov head, or drafts from the anchor's row."""
+    return config.dflash2 is None and bool(config.predicts_from_anchor or config.markov_rank)
 
 
 # ---------------------------------------------------------------------------------------------- speculators
@@ -107,7 +117,7 @@ def _to_speculators(
     if config.dflash2 is not None:
         kind, architecture = "dflash2", "DFlash2DraftModel"
         settings = {key: values[key] for key in (*drafter_config.DFLASH2_KEYS, "sample_from_anchor")}
-    elif config.markov_rank or config.predicts_from_anchor:
+    elif _is_dspark(config):
         kind, architecture = "dspark", "DSparkSpeculator"
         settings = {key: values[key] for key in ("markov_rank", "sample_from_anchor")} | {"markov_head_type": "vanilla"}
         settings |= {"enable_confidence_head": False, "confidence_head_with_markov": False}  # that head is not read
@@ -223,8 +233,7 @@ def _speculators_warnings(raw: Mapping[str, Any], config: DraftConfig) -> list[s
 def vllm_command(target: str, draft: str | os.PathLike, config: DraftConfig) -> str:
     """Return the command that serves a pair with vLLM. Both are named, so they may be folders or repositories."""
     # A method that is named keeps vLLM from looking at the checkpoint's type.
-    is_dspark = config.dflash2 is None and (config.predicts_from_anchor or config.markov_rank)
-    method = "dspark" if is_dspark else "dflash"
+    method = "dspark" if _is_dspark(config) else "dflash"
     drafts = {"method": method, "model": os.fspath(draft), "num_speculative_tokens": max(config.block_size - 1, 1)}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(drafts))}"
 
