@@ -92,7 +92,8 @@ def _config_of(model: nn.Module, num_target_layers: int) -> DraftConfig:
     config = text_config(model)
     heads, hidden = config.num_attention_heads, config.hidden_size
     return DraftConfig(
-        hidden_size=hidden, intermediate_size=config.intermediate_size, num_hidden_layers=1, num_attention_heads=heads,
+        hidden_size=hidden, intermediate_size=max(config_values(config, "intermediate_size"), default=hidden),
+        num_hidden_layers=1, num_attention_heads=heads,
         num_kv_heads=max(config_values(config, "num_key_value_heads"), default=heads),
         head_dim=max(config_values(config, "head_dim"), default=hidden // heads), block_size=MTP_ROWS, mask_token_id=0,
         target_layer_ids=(num_target_layers - 1,), causal=(True,), window=(0,),
