@@ -1,17 +1,18 @@
 """Tiny random models of every tested target family, and random drafters that fit them."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from draft_variants import DFLASH2_VARIANTS, VARIANTS, random_drafter
 from recorded import record
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dflash
-from dflash.proposers import ChainProposer
 from dflash.state import Block, State
 from dflash.targets import transformers_version
 
@@ -188,7 +189,50 @@ def make_draft(target, variant: str = "Qwen3-4B", seed: int = 0) -> dflash.Draft
     return random_drafter(draft_config(target, variant), seed, target.dtype)
 
 
-class ScriptedProposer(ChainProposer):
+# Families whose files may hold a head for drafts (multi-token prediction).
+WITH_HEADS = [
+    "qwen3_5", "qwen3_5 (multimodal)", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm4_moe",
+    "glm4_moe_lite", "glm_moe_dsa",
+]  # fmt: skip
+_ONE_LAYER = {
+    "num_hidden_layers": 1, "first_k_dense_replace": 0, "layer_types": ["full_attention"],
+    "mlp_layer_types": ["sparse"], "indexer_types": ["full"],
+}  # fmt: skip
+
+
+def save_with_head(folder: Path, family: str, **changes) -> Path:
+    """Save a tiny target whose file also holds a random head, under the names of published ones. Returns the folder."""
+    target = make_target(family, **changes)
+    if "qwen" not in family:
+        target.config.num_nextn_predict_layers = 1
+    target.save_pretrained(folder)
+    # 1. A layer, as it is saved
+    config = make_config(family.partition(" ")[0], **changes)
+    one = {key: value for key, value in _ONE_LAYER.items() if hasattr(config, key)}
+    if "indexed_attention" in (getattr(config, "layer_types", None) or ()):
+        one["layer_types"] = ["indexed_attention"]
+    make_target(family.partition(" ")[0], seed=1, **changes, **one).save_pretrained(folder / "layer")
+    layer = load_file(folder / "layer" / "model.safetensors")
+    # 2. Its names, and what joins pairs
+    hidden, generator = config.hidden_size, torch.Generator().manual_seed(2)
+    shapes = {"fc": (hidden, 2 * hidden), "embedding": (hidden,), "hidden": (hidden,), "norm": (hidden,)}
+    parts = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+    if "qwen" in family:
+        start, names = "mtp.layers.0.", ["fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"]
+        names = [f"mtp.{name}.weight" for name in names]
+    else:
+        start = f"model.layers.{config.num_hidden_layers}."
+        names = [f"{start}{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")]
+        parts |= {name: 1 + parts[name] for name in ("embedding", "hidden", "norm")}
+        parts["copy"], names = torch.zeros(1), [*names, f"{start}shared_head.head.weight"]
+    head = dict(zip(names, parts.values(), strict=True))
+    head |= {name.replace("model.layers.0.", start): x for name, x in layer.items() if "layers.0." in name}
+    whole = load_file(folder / "model.safetensors") | head
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+class Scripted:
     """Proposes what a script says, with every n-th token spoiled; the real drafter runs too."""
 
     script: torch.Tensor
@@ -217,7 +261,8 @@ class Cheat(dflash.Generator):
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
         if self.draft is not None:
-            chain = ScriptedProposer(self.draft, self.engine.target, self.block_size)
+            kind = type("ScriptedProposer", (Scripted, type(self.engine.chain)), {})
+            chain = kind(self.draft, self.engine.target, self.block_size)
             self.engine.chain = self.engine.proposer = chain
 
     @property

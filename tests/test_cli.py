@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import make_target
+from families import make_target, save_with_head
 from tiny_pair import save_pair, word_tokenizer
 from tiny_tokenizers import byte_level
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -173,6 +173,24 @@ def test_a_model_needs_no_drafter_and_no_option(shell, folders, monkeypatch):
     shell("generate", model, "w5", "--tree", "8").assert_refused("--tree needs a drafter: name one with --draft")
     shell("chat", model, "--drafter-window", "8").assert_refused("--drafter-window needs a drafter: name one")
     shell("benchmark", model, "--dataset", "gsm8k").assert_refused("name a drafter with --draft")
+
+
+def test_a_head_in_the_targets_files_drafts_unless_something_else_is_asked_for(shell, folders, tmp_path):
+    model = save_with_head(tmp_path / "target", "qwen3_5")
+    for file in Path(folders[0]).glob("tokenizer*"):
+        shutil.copy(file, model)
+    expected, sizes = answer(model, [5, 6, 7], 5), []
+    for options in ([], ["--draft", "auto"], ["--draft", "mtp"], ["--draft", "none"], ["--prompt-lookup", "2"]):
+        done = shell("generate", model, "w5 w6 w7", "-n", "5", "--json", *options).assert_done()
+        report = json.loads(done.out)
+        assert report["text"] == expected
+        assert ("the target brings a head for drafts" in done.err) == (not options)
+        sizes.append(report["block_size"])
+    assert sizes == [4, 4, 4, 1, 8]
+    shell("generate", model, "w5", "--draft", "mtp", "--tree", "8").assert_refused("tree=8 needs a DFlash drafter")
+    shell("serve", model, "--draft", "mtp", "--port", "0", "--learn", tmp_path).assert_refused(
+        "--learn needs a drafter with blocks of at least 2 rows, beside the target"
+    )
 
 
 @pytest.mark.parametrize(("name", "published"), [

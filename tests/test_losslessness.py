@@ -8,7 +8,7 @@ import pytest
 import torch
 from baseline import check_answers, check_batch, greedy, left_padded, prompt, sampled
 from draft_variants import DFLASH2_VARIANTS, VARIANTS
-from families import FAMILIES, RECURRENT, cheat, make_draft, make_target
+from families import FAMILIES, RECURRENT, cheat, make_draft, make_target, save_with_head
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import dflash
@@ -52,6 +52,20 @@ def test_no_drafter_changes_the_text(variant):
     for tree in (None, 20):
         check_batch(generate, prompts, answers, tree=tree)
         check_batch(generate, prompts, drawn, temperature=1.0, seed=3, tree=tree)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "deepseek_v32", "glm4_moe"])
+def test_no_head_of_the_target_changes_the_text(family, tmp_path):
+    target = dflash.load_target(save_with_head(tmp_path, family))
+    prompts = [prompt(3, seed=2), prompt(30, seed=2)]
+    expected = [greedy(target, p, NEW) for p in prompts]
+    check_batch(functools.partial(dflash.generate, target, "mtp"), prompts, expected, max_new_tokens=NEW)
+    for block_size in (2, 4, 8):
+        generator = cheat(target, "mtp", prompts, expected, spoil=5, block_size=block_size)
+        output = check_batch(generator.generate, prompts, expected, max_new_tokens=NEW)
+        assert output.statistics.acceptance_length > 1.4, "correct drafts should have been accepted"
+    expected = [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)]
+    check_batch(generator.generate, prompts, expected, max_new_tokens=NEW, temperature=1.0, seed=3)
 
 
 @pytest.mark.parametrize(("variant", "options"), [

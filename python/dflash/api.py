@@ -7,13 +7,13 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_stream_arguments
-from .drafter import Drafter
+from .drafter import MTP, Drafter
 from .fit import check_pair
 from .generator import CallLock, Generator, locks_held_here
 from .options import OPTIONS, OneShotOptions, tree_rows
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 _CAPACITY_STEP = 256
+Draft: TypeAlias = nn.Module | Literal["mtp"] | None
+"""What drafts: a drafter, a head in the target's files, or nothing."""
 
 
 class OneShotArguments(GenerateArguments, OneShotOptions, total=False):
@@ -33,27 +35,27 @@ class OneShotArguments(GenerateArguments, OneShotOptions, total=False):
 
 @overload
 def generate(
-    target: nn.Module, draft: nn.Module | None, ids: Tensor, *, return_dict_in_generate: Literal[False] = False,
+    target: nn.Module, draft: Draft, ids: Tensor, *, return_dict_in_generate: Literal[False] = False,
     **arguments: Unpack[OneShotArguments],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def generate(
-    target: nn.Module, draft: nn.Module | None, ids: Tensor, *, return_dict_in_generate: Literal[True],
+    target: nn.Module, draft: Draft, ids: Tensor, *, return_dict_in_generate: Literal[True],
     **arguments: Unpack[OneShotArguments],
 ) -> GenerateOutput: ...  # fmt: skip
 
 
 @overload
 def generate(
-    target: nn.Module, draft: nn.Module | None, ids: Tensor, *, return_dict_in_generate: bool,
+    target: nn.Module, draft: Draft, ids: Tensor, *, return_dict_in_generate: bool,
     **arguments: Unpack[OneShotArguments],
 ) -> Tensor | GenerateOutput: ...  # fmt: skip
 
 
 def generate(
-    target: nn.Module, draft: nn.Module | None, ids: Tensor, *, return_dict_in_generate: bool = False,
+    target: nn.Module, draft: Draft, ids: Tensor, *, return_dict_in_generate: bool = False,
     **arguments: Unpack[OneShotArguments],
 ) -> Tensor | GenerateOutput:  # fmt: skip
     """Generate exactly what ``target`` would write on its own, drafting blocks with ``draft``.
@@ -71,7 +73,8 @@ def generate(
 
     Args:
         target: a causal language model of transformers; never modified.
-        draft: a drafter from `load_draft`, or a module it takes. None decodes one token per step.
+        draft: a drafter from `load_draft`, or a module it takes. ``"mtp"`` drafts with the head for multi-token
+            prediction in the target's own files (docs/drafters.md). None decodes one token per step.
         ids: ``[batch, length]`` int64 or int32 prompts, on the target's device.
         return_dict_in_generate: return a `GenerateOutput` with statistics.
         arguments: see `OneShotArguments` and `dflash.call.GenerateArguments`.
@@ -90,7 +93,7 @@ def generate(
 
 
 def stream(
-    target: nn.Module, draft: nn.Module | None, ids: Tensor, *, skip_special_tokens: bool = False,
+    target: nn.Module, draft: Draft, ids: Tensor, *, skip_special_tokens: bool = False,
     **arguments: Unpack[OneShotArguments],
 ) -> Iterator[StreamEvent]:  # fmt: skip
     """Do what `generate` does, as an iterator over one event per step.
@@ -157,19 +160,18 @@ def generate_call(one_shot: OneShot, prompt_was_put: bool = False) -> GenerateOu
 class _CachedGenerator:
     """The generator of the last pair. It holds neither of the user's modules, and is freed with either of them."""
 
-    def __init__(
-        self, target: nn.Module, draft: nn.Module | None, options: OneShotOptions, generator: Generator
-    ) -> None:
-        self.generator, self.options = generator, options
-        modules = [module for module in (target, draft) if module is not None]
+    def __init__(self, target: nn.Module, draft: Draft, options: OneShotOptions, generator: Generator) -> None:
+        self.generator, self.options, self.is_mtp = generator, options, draft == MTP
+        modules = [module for module in (target, draft) if isinstance(module, nn.Module)]
         self.fingerprints = [Fingerprint(module) for module in modules]
         self.finalizers = [weakref.finalize(module, _free) for module in modules]
 
-    def serves(self, target: nn.Module, draft: nn.Module | None, options: OneShotOptions, call: Call) -> bool:
+    def serves(self, target: nn.Module, draft: Draft, options: OneShotOptions, call: Call) -> bool:
         """Return True if the generator was made for this pair and has room for the call."""
-        modules = (target,) if draft is None else (target, draft)
+        modules = [module for module in (target, draft) if isinstance(module, nn.Module)]
         return (
-            self.generator.batch_size == len(call.prompts)
+            self.is_mtp == (draft == MTP)
+            and self.generator.batch_size == len(call.prompts)
             and self.generator.max_length >= call.longest + call.max_new_tokens
             and self.options == options
             and tree_rows(self.generator.tree) >= tree_rows(call.tree)
@@ -204,13 +206,13 @@ class OneShot(NamedTuple):
     """
 
     target: nn.Module
-    draft: nn.Module | None
+    draft: Draft
     call: Call
     options: OneShotOptions
     is_checked: bool
 
 
-def _resolve(target: nn.Module, draft: nn.Module | None, ids: Tensor, arguments: OneShotArguments) -> OneShot:
+def _resolve(target: nn.Module, draft: Draft, ids: Tensor, arguments: OneShotArguments) -> OneShot:
     """Split the arguments of a one-shot call, and check those of the call."""
     given = cast(dict[str, object], arguments)
     options = cast(
@@ -230,9 +232,10 @@ def _generator_for(one_shot: OneShot) -> Generator:
     """
     global _cached
     target, draft, call, options, is_checked = one_shot
-    if draft is not None and not isinstance(draft, nn.Module):
+    if draft is not None and draft != MTP and not isinstance(draft, nn.Module):
         came = type(draft).__name__
-        raise TypeError(f"draft must be a module or None, got {came}: load it once, draft = dflash.load_draft(...)")
+        what = f"draft must be a module, {MTP!r} or None, got {came}"
+        raise TypeError(f"{what}: load it once, draft = dflash.load_draft(...)")
     # 1. Take the kept generator if it serves the call.
     cached, is_inside = _cached, _is_inside_a_call()  # another thread may release it meanwhile
     if cached is not None and not is_inside and cached.serves(target, draft, options, call):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fit import check_tree
+from .drafter import MtpHead
+from .fit import check_is_unset, check_tree
 from .options import check_combination, tree_rows
 from .sampling import HostRules, SamplingArguments
 from .settings import (
@@ -333,5 +334,7 @@ def check_drafts(call: Call, target: nn.Module, draft: object, block_size: Block
     if call.acceptance == "rejection" and draft is None:
         raise ValueError('acceptance="rejection" needs drafts to reject, got draft=None or block_size=1')
     check_combination(call.tree, block_size, acceptance=call.acceptance)
+    if isinstance(draft, MtpHead):
+        check_is_unset("denoise_steps", call.denoise_steps, 1)
     if call.tree is not None:
         check_tree(target, call.tree, draft)

@@ -2,12 +2,12 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from .drafter import DraftConfig, Drafter, check_draft_weights
+from .drafter import MAX_MTP_ROWS, MTP, DraftConfig, Drafter, MtpHead, check_draft_weights
 from .options import GeneratorArguments, resolve_options
 from .settings import TreeSize
 from .targets import (
@@ -29,19 +29,19 @@ class CheckedPair(NamedTuple):
 
     Attributes:
         target: the user's model, without wrappers.
-        draft: the loaded drafter; None if nothing drafts.
+        draft: the loaded drafter, or the target's own head; None if nothing drafts.
         block_size: rows of a block, the most if they are chosen as a call proceeds.
         options: every option, checked.
     """
 
     target: nn.Module
-    draft: Drafter | None
+    draft: Drafter | MtpHead | None
     block_size: int
     options: GeneratorArguments
 
 
 @torch.inference_mode(False)  # a drafter that is loaded here is also written outside of inference mode
-def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, object]) -> CheckedPair:
+def check_pair(target: nn.Module, draft: nn.Module | Literal["mtp"] | None, given: Mapping[str, object]) -> CheckedPair:
     """Check all that a generator needs before anything is made; ``target`` has passed `check_target`."""
     if given.get("max_length") is None:
         raise TypeError("Generator needs max_length: the most tokens of a prompt and its answer together")
@@ -57,16 +57,21 @@ def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, o
     if options["graph"] is True and device.type != "cuda":
         raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
     # 2. The drafter
-    from .loading import load_draft  # the core's one door to the readers of files; it takes modules too
+    from .loading import load_draft, load_mtp  # the core's one door to the readers of files; it takes modules too
 
-    loaded, lookup = None if draft is None else load_draft(draft), options["prompt_lookup"]
+    lookup, loaded = options["prompt_lookup"], load_mtp(target) if draft == MTP else draft
+    if loaded is not None and not isinstance(loaded, MtpHead):
+        loaded = load_draft(loaded)
     if loaded is not None:
         check_fit(target, loaded)
     block_size = _block_size_of(loaded, options)
     if lookup is not None and block_size == 1:
         raise ValueError(f"prompt_lookup={lookup} needs blocks of at least 2 rows, this drafter's have 1")
     loaded = loaded if block_size > 1 else None
-    check_draft_weights(options["draft_weights"], loaded)
+    if isinstance(loaded, MtpHead):
+        _check_head_options(options)
+    else:
+        check_draft_weights(options["draft_weights"], loaded)
     if (window := options["drafter_window"]) is not None and loaded is None:
         raise ValueError(f"drafter_window={window} needs a drafter, got draft=None or block_size=1: leave it out")
     if options["tree"] is not None:
@@ -78,7 +83,20 @@ def check_pair(target: nn.Module, draft: nn.Module | None, given: Mapping[str, o
     return CheckedPair(target, loaded, block_size, options)
 
 
-def check_fit(target: nn.Module, draft: Drafter) -> None:
+def _check_head_options(options: GeneratorArguments) -> None:
+    """Raise ValueError for options that a target's own head does not have."""
+    for name in ("draft_weights", "drafter_window", "on_answer"):
+        check_is_unset(name, options[name], None)
+    check_is_unset("denoise_steps", options["denoise_steps"], 1)
+
+
+def check_is_unset(name: str, value: object, unset: object) -> None:
+    """Raise ValueError for an option or setting that a target's own head does not have, if it is set."""
+    if value != unset:
+        raise ValueError(f"{name}={value!r} needs a DFlash drafter, got draft={MTP!r}: leave it out")
+
+
+def check_fit(target: nn.Module, draft: Drafter | MtpHead) -> None:
     """Raise ValueError unless ``draft`` was made for a target like ``target``; the message names both sides."""
     check_config(target, draft.config)
     embedding = embedding_table(target)
@@ -129,7 +147,7 @@ def _expect(fits: bool, what: str) -> None:
         raise ValueError(f"the drafter does not fit the target: {what}")
 
 
-def _block_size_of(draft: Drafter | None, options: GeneratorArguments) -> int:
+def _block_size_of(draft: Drafter | MtpHead | None, options: GeneratorArguments) -> int:
     """Return the block size of a generator with this drafter, the largest if it is chosen."""
     trained, size = None if draft is None else draft.config.block_size, options["block_size"]
     own = trained or (1 if options["prompt_lookup"] is None else _LOOKUP_ROWS)
@@ -140,8 +158,9 @@ def _block_size_of(draft: Drafter | None, options: GeneratorArguments) -> int:
         )
     if size is None or size == "auto":
         return own
-    if trained is not None and size > trained:
-        raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {size}")
+    most = MAX_MTP_ROWS if isinstance(draft, MtpHead) else trained
+    if most is not None and size > most:
+        raise ValueError(f"block_size must be at most the drafter's own, {most}, got {size}")
     return size
 
 
@@ -152,6 +171,8 @@ def check_tree(target: nn.Module, tree: TreeSize, draft: object) -> None:
     """
     if draft is None:
         raise ValueError(f"tree={tree!r} needs a drafter to grow from, got draft=None or block_size=1: pass tree=None")
+    if draft == MTP or isinstance(draft, MtpHead):
+        check_is_unset("tree", tree, None)
     if has_recurrent_layers(target):
         raise ValueError(
             f"tree={tree!r} needs a target whose layers are all attention, {type(target).__name__} has recurrent "

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_room, check_stream_arguments
-from .drafter import quantized_draft, windowed_draft
+from .drafter import Drafter, quantized_draft, windowed_draft
 from .engine import Direct, Engine, Replay, step
 from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
@@ -128,9 +128,9 @@ class Generator:
     Args:
         target: the Hugging Face causal language model; it is never modified (see `dflash.targets`). It runs
             a trial once, when the first generator is made (docs/targets.md): what differs is refused by name.
-        draft: a `Drafter`, or any module that `load_draft` takes. None decodes one token per step through
-            the same code, or what ``prompt_lookup`` finds; with ``block_size`` in the same padded shapes, which bf16
-            output equals bit for bit.
+        draft: a `Drafter`, any module that `load_draft` takes, or ``"mtp"`` for the head in the target's own files.
+            None decodes one token per step through the same code, or what ``prompt_lookup`` finds; with ``block_size``
+            in the same padded shapes, which bf16 output equals bit for bit.
         options: see `GeneratorArguments`; ``max_length`` must be given.
 
     Attributes:
@@ -144,7 +144,7 @@ class Generator:
     """
 
     def __init__(
-        self, target: nn.Module, draft: nn.Module | None = None, **options: Unpack[GeneratorArguments]
+        self, target: nn.Module, draft: nn.Module | Literal["mtp"] | None = None, **options: Unpack[GeneratorArguments]
     ) -> None:
         self._make(check_pair(check_target(target), draft, options))
 
@@ -182,7 +182,7 @@ class Generator:
         self._weights, self.fused_reason, self._hook = Fingerprint(target), prepared.fused_reason, first_hook(target)
         self._modules = [module for module in (prepared.model, self._loaded) if module is not None]
         self.draft = self._loaded
-        if self._loaded is not None:
+        if isinstance(self._loaded, Drafter):
             self.draft = quantized_draft(
                 options["draft_weights"], windowed_draft(options["drafter_window"], self._loaded)
             )

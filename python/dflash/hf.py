@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .api import OneShot, generate_call
+from .api import Draft, OneShot, generate_call
 from .cache import KVCache
 from .call import Call, TargetDefaults
 from .drafter import Drafter, check_draft_weights, quantized_draft
@@ -165,7 +165,7 @@ def _not_handed_on() -> dict[str, Any]:
 def custom_generate(
     model: nn.Module, input_ids: Tensor, logits_processor: Sequence[LogitsProcessor] | None = None,
     stopping_criteria: Sequence[StoppingCriterion] | None = None, generation_config: GenerationConfig | None = None,
-    synced_gpus: bool = False, streamer: Streamer | None = None, draft: nn.Module | None = None, **arguments: object,
+    synced_gpus: bool = False, streamer: Streamer | None = None, draft: Draft = None, **arguments: object,
 ) -> Tensor | GenerateOutput:  # fmt: skip
     """Run our loop from transformers' own ``generate``.
 

@@ -23,7 +23,7 @@ from .outputs import TokenLogprobs
 from .sampling import Sampling
 
 if TYPE_CHECKING:
-    from .drafter import Drafter
+    from .drafter import Drafter, MtpHead
     from .history import FeatureHistory
     from .targets import Target
 
@@ -152,7 +152,13 @@ class State:
     """
 
     def __init__(
-        self, target: Target, draft: Drafter | None, batch: int, max_length: int, block_size: int, tree_rows: int = 0
+        self,
+        target: Target,
+        draft: Drafter | MtpHead | None,
+        batch: int,
+        max_length: int,
+        block_size: int,
+        tree_rows: int = 0,
     ) -> None:
         device, capacity = target.device, max_length + max(block_size, tree_rows)  # a block may look past the end
 

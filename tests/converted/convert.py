@@ -1,6 +1,7 @@
 """Convert model folders to GGUF by llama.cpp's own converter, in one process: ``convert.py SOURCE OUTTYPE FOLDER...``.
 
-Each folder gets ``model.OUTTYPE.gguf``, or ``error.txt``. Vocabularies are tiny, and not of a kind that it knows.
+Each folder gets ``model.OUTTYPE.gguf``, or ``error.txt``. Vocabularies are tiny, and not of a kind that it knows. A
+last argument ``mtp`` keeps heads for drafts.
 """
 
 import json
@@ -9,6 +10,7 @@ import sys
 import traceback
 
 source, kind, *folders = sys.argv[1:]
+keeps_heads = folders[-1] == "mtp"
 sys.path[:0] = [source, f"{source}/gguf-py"]
 
 import conversion.base as base  # noqa: E402
@@ -24,13 +26,13 @@ def read_vocabulary(model):
 
 def find(*names, own=convert_hf_to_gguf.get_model_class, **options):
     made = own(*names, **options)
-    made.set_vocab, made.no_mtp = base.TextModel._set_vocab_gpt2, True
+    made.set_vocab, made.no_mtp = base.TextModel._set_vocab_gpt2, not keeps_heads
     return made
 
 
 base.TextModel.get_vocab_base = read_vocabulary
 convert_hf_to_gguf.get_model_class = find
-for folder in map(pathlib.Path, folders):
+for folder in map(pathlib.Path, folders[:-1] if keeps_heads else folders):
     sys.argv = ["convert", str(folder), "--outfile", str(folder / f"model.{kind}.gguf"), "--outtype", kind]
     sys.argv += ["--model-name", "tiny"]  # llama.cpp looks for words of Phi-3's vocabulary in a model of that name
     try:

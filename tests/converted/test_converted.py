@@ -5,6 +5,7 @@ of its programs (``bench/llama_server.py`` builds them): then their texts are co
 """
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import httpx
 import pytest
 import torch
 from cases import CASES, COMMON, OTHERWISE
+from families import save_with_head
 from tiny_tokenizers import byte_level
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dflash.loading import Pretrained
+import dflash
+from dflash.loading import Pretrained, has_mtp
 from dflash.loading.gguf import read_gguf
 from dflash.loading.gguf_tokenizer import load_tokenizer
 
@@ -114,6 +117,26 @@ def test_weights_of_a_quantized_file_stay_packed(folder, kind):
         logits = dense(IDS).logits
         error = (packed(IDS).logits - logits).abs()
     assert error.median() < 0.03 * logits.abs().max()  # a rounded row may choose another expert
+
+
+@pytest.mark.parametrize(("family", "sizes"), [
+    ("qwen3_5", {"linear_value_head_dim": 16, "shared_expert_intermediate_size": None}),
+    ("qwen3_5_moe", {"linear_value_head_dim": 16, "n_group": None, "topk_group": None}), ("glm4_moe", {}),
+])  # fmt: skip
+def test_the_head_of_a_converted_model_drafts_what_the_originals_does(tmp_path, family, sizes):
+    save_with_head(tmp_path, family, **sizes)
+    byte_level().save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "mtp_num_hidden_layers": 1}))
+    worker = [sys.executable, Path(__file__).with_name("convert.py"), SOURCE, "f32", tmp_path, "mtp"]
+    subprocess.run(worker, check=True, capture_output=True)
+    seen = []
+    for path in (tmp_path, tmp_path / "model.f32.gguf"):
+        assert has_mtp(path)
+        generator = dflash.Generator(dflash.load_target(path, dtype=torch.float32), "mtp", max_length=64)
+        text = generator.generate(IDS[:, :7], max_new_tokens=9, temperature=0.0)
+        seen.append((text.tolist(), generator.state.block.tolist()))
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("path", VOCABULARIES, ids=lambda path: path.name.split(".")[0].removeprefix("ggml-vocab-"))

@@ -20,7 +20,7 @@ import typer
 
 from ..files import check_writable, read_json
 from ..options import OPTIONS, GeneratorArguments, OneShotOptions, check_combination, resolve_options
-from ..settings import SETTINGS, GenerateArguments, WeightStorage, checked
+from ..settings import SETTINGS, BlockSize, GenerateArguments, WeightStorage, checked
 from ..terminal import printable
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ Positional = Annotated[str | None, typer.Argument(metavar="MODEL", help=_TARGET,
 Draft = Annotated[str, "Its DFlash drafter: a folder, a GGUF file or a hub id."]
 KnownDraft = Annotated[
     str | None,
-    "Its DFlash drafter: a folder, a GGUF file or a hub id; auto: one next to its files, or a published one that "
-    "lies in the hub's cache. Without one, a step writes one token.",
+    "Its DFlash drafter: a folder, a GGUF file or a hub id; mtp: the head for drafts in the target's own files, which "
+    "is the default where there is one; auto: that, a drafter next to its files, or a published one that lies in the "
+    "hub's cache; none: a step writes one token.",
 ]
 PairModel = Annotated[str | None, "The target: a folder, a hub id or a GGUF file; default: the package's pair."]
 MaxNewTokens = Annotated[int, SETTINGS["max_new_tokens"].help]
@@ -110,18 +111,21 @@ class _Models:
         if self.drafter_window is not None and block_size == 1:
             raise ValueError("--drafter-window needs a drafter, and --block-size 1 has none: leave one of them out")
         # 3. The models.
-        resolved = dataclasses.replace(self, tree=tree, block_size=block_size)
+        draft = self._own_head(block_size) or (None if self.draft == "none" else self.draft)
+        if draft == "mtp" and self.draft is None and block_size is None:
+            block_size = "auto"
+        resolved = dataclasses.replace(self, draft=draft, tree=tree, block_size=block_size)
         if needs_draft or self.model is None:
-            check_pair(self.model, self.draft, "without both, the pair inside the package answers")
-        elif self.draft_weights is not None and self.draft is None:
+            check_pair(self.model, draft, "without both, the pair inside the package answers")
+        elif self.draft_weights is not None and draft is None:
             raise ValueError("--draft-weights needs a drafter: name one with --draft")
-        elif self.drafter_window is not None and self.draft is None:
+        elif self.drafter_window is not None and draft is None:
             raise ValueError("--drafter-window needs a drafter: name one with --draft")
-        elif tree is not None and self.draft is None:
+        elif tree is not None and draft is None:
             raise ValueError("--tree needs a drafter: name one with --draft")
-        elif self.draft is None and self.prompt_lookup is None and block_size not in (None, 1):
+        elif draft is None and self.prompt_lookup is None and block_size not in (None, 1):
             raise ValueError(f"--block-size {block_size} needs drafts: name a drafter with --draft, or --prompt-lookup")
-        if self.model is not None and self.draft == "auto":
+        if self.model is not None and draft == "auto":
             from ..loading import require_known_draft
 
             return dataclasses.replace(resolved, draft=require_known_draft(self.model))
@@ -134,6 +138,18 @@ class _Models:
         from ..loading import PAIR
 
         return dataclasses.replace(resolved, model=str(PAIR / "target"), draft=str(PAIR / "draft"))
+
+    def _own_head(self, block_size: BlockSize) -> str | None:
+        """Return "mtp" if the target's own head is to draft, because nothing else is asked for, and say so."""
+        others = (self.draft, self.tree, self.draft_weights, self.drafter_window, self.prompt_lookup)
+        if self.model is None or block_size == 1 or any(other is not None for other in others):
+            return None
+        from ..loading import has_mtp
+
+        if not has_mtp(self.model, local_files_only=False):
+            return None
+        typer.echo("the target brings a head for drafts, which is used (mtp); --draft none turns it off", err=True)
+        return "mtp"
 
     def check_storage(self) -> None:
         """Raise ValueError if the target's weights are to be stored in 8 bits on another device than the CPU."""

@@ -15,8 +15,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..drafter import MTP
 from ..fit import check_tree
-from ..loading import Pretrained, find_known_draft, load_draft
+from ..loading import Pretrained, find_known_draft, load_draft, load_mtp
 from ..targets import (
     check_target,
     is_packed,
@@ -142,13 +143,15 @@ def load_models(models: Any, source: Source) -> tuple[Any, Any, str]:
     dtype, draft, drafter, device = models.dtype, models.draft, None, check_device(models.dtype, models.device)
     if models.tree is not None:
         check_tree(source.load_empty_target(), models.tree, None if models.block_size == 1 else draft)
-    if draft is not None:  # first, because it is small and fails quickly
+    if draft is not None and draft != MTP:  # first, because it is small and fails quickly
         with waiting("drafter", draft, source):
             asked = None if dtype == "auto" else getattr(torch, dtype)
             drafter = load_draft(draft, dtype=asked, device=device, keeps_blocks=source.keeps_blocks)
-    elif source.is_logged and (found := find_known_draft(models.model)) is not None:
+    elif draft is None and source.is_logged and (found := find_known_draft(models.model)) is not None:
         _LOG.info("%s drafts for this model: --draft %s", found.name, "auto" if found.is_local else found.name)
     target = load_target(source, dtype, device)
+    if draft == MTP:
+        return target, load_mtp(target), device
     if drafter is not None and dtype == "auto":
         drafter = load_draft(drafter, dtype=target.dtype, keeps_blocks=source.keeps_blocks)
     return target, drafter, device

@@ -11,3 +11,4 @@ from .drafter import (
     scale_logits,
     windowed_draft,
 )
+from .mtp import MAX_MTP_ROWS, MTP, MtpHead

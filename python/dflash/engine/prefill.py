@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..cache import KVCache
 from ..call import Call
+from ..proposers import ChainProposer
 from ..state import FULL, INVALID, RUNNING, STOPPED, Block
 from ..terminal import first_line
 from .prefix import PrefixCache
@@ -96,7 +97,7 @@ class Prefill:
     @torch.no_grad()
     def run_chunk(self) -> None:
         """Take what ``prefix`` has by now of the chunks before the last, and run the next one of every prompt."""
-        engine, state, draft = self.engine, self.engine.state, self.engine.draft
+        engine, state, chain = self.engine, self.engine.state, self.engine.chain
         while self._load():
             pass
         start, stop, keep, keep_on_device = self.chunks.popleft()
@@ -125,13 +126,11 @@ class Prefill:
             if n - 1 - start in keep:
                 self._logits[row] = logits[row, keep.index(n - 1 - start)]
         # 2. The drafter's K/V of the same positions, from the tapped features.
-        if draft is not None:
+        if isinstance(chain, ChainProposer):
             features = torch.cat(taps, -1)
             if state.history is not None:
                 state.history.write_(self.rows, past, features)
-            positions = past[:, None] + torch.arange(ids.shape[1], device=ids.device)
-            positions = torch.where(positions < self._lengths[:, None], positions, -1)
-            draft.inject_(draft.fuse(features, live), positions, state.draft_cache.rows(self.rows))
+            chain.follow_prompt_(features, past, live, state, self.rows)
         state.length[self.rows] = past + live
         if self._prefix is not None:
             keys = self._keys[: stop // self.chunk]
@@ -200,7 +199,7 @@ def cached_prefix(engine: Engine, prompts: Sequence[Tensor]) -> list[int]:
 
     At least a prompt's last token is run: its logits choose the first new one.
     """
-    state, draft, rows = engine.state, engine.draft, slice(0, len(prompts))
+    state, rows = engine.state, slice(0, len(prompts))
     ids, lengths = pad_sequence(list(prompts), batch_first=True), list(map(len, prompts))
     length, num_context = state.length[rows], state.num_context[rows]
     shared = ids.eq(state.tokens[rows, : ids.shape[1]])
@@ -208,9 +207,10 @@ def cached_prefix(engine: Engine, prompts: Sequence[Tensor]) -> list[int]:
     shared, drafted = torch.stack([shared.long().cumprod(1).sum(1), length - num_context]).tolist()
     cached = [min(have, n - 1) for have, n in zip(shared, lengths, strict=True)]
     cached = _fitting(state.target_cache, cached, lengths, state.tokens.shape[1])
-    if draft is not None and any(have > held for have, held in zip(cached, drafted, strict=True)):
+    is_behind = any(have > held for have, held in zip(cached, drafted, strict=True))
+    if is_behind and isinstance(engine.chain, ChainProposer):
         # The features of the last tokens wait in `context` for a step that will not come.
-        draft.follow_(state.context[rows], num_context, length, state.draft_cache.rows(rows))
+        engine.chain.follow_(state.context[rows], state, rows)
     return cached
 
 

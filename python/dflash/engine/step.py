@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .. import ops
 from ..call import Call, tree_rows
-from ..drafter import Drafter
+from ..drafter import Drafter, MtpHead
 from ..history import FeatureHistory
 from ..outputs import FinishedAnswer
-from ..proposers import ChainProposer, LookupProposer, TreeProposer, chain_widths
+from ..proposers import ChainProposer, LookupProposer, MtpProposer, TreeProposer, chain_widths
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance
 from ..settings import MAX_LOGPROBS, BlockSize
 from ..state import FULL, RUNNING, STOPPED, Block, Logprobs, State
@@ -169,7 +169,7 @@ class Engine:
     """
 
     def __init__(
-        self, target: Target, draft: Drafter | None, *, batch_size: int, max_length: int, block_size: int,
+        self, target: Target, draft: Drafter | MtpHead | None, *, batch_size: int, max_length: int, block_size: int,
         tree_rows: int = 0, widths: BlockSize = None, prompt_lookup: int = 0,
     ) -> None:  # fmt: skip
         self.target, self.draft = target, draft
@@ -180,6 +180,8 @@ class Engine:
         self.tree: TreeProposer | None = None
         if draft is None:
             self.chain = LookupProposer(prompt_lookup, block_size)
+        elif isinstance(draft, MtpHead):
+            self.chain = MtpProposer(draft, target, block_size, prompt_lookup)
         else:
             self.chain = ChainProposer(draft, target, block_size, prompt_lookup)
             self.tree = TreeProposer(draft, target, batch_size, block_size) if tree_rows else None
@@ -209,13 +211,13 @@ class Engine:
     def refresh(self) -> None:
         """Notice weights whose storage was replaced; called once per call, outside of the step."""
         self.target.refresh(self.state.target_cache)
-        if self.draft is not None:
+        if isinstance(self.draft, Drafter):
             self.draft.refresh()
 
     def forget_values(self) -> None:
         """Read all weights again at the next `refresh`, whether they are known to have changed or not."""
         self.target.forget_values()
-        if self.draft is not None:
+        if isinstance(self.draft, Drafter):
             self.draft.forget_values()
 
     # ------------------------------------------------------------------------------------------ rows and calls
@@ -393,8 +395,9 @@ class Engine:
 
     def _measure_costs(self, time_step: Callable[[], float], warm_ups: int) -> dict[int, float]:
         """Time steps of each size. Changes nothing else."""
-        # Rows that are done stay as they are, but for `num_context`, which is 0 after a prompt anyway.
-        done = self.state.done.clone()
+        # Rows that are done stay as they are, but for the features that wait.
+        kept = [self.state.done, self.state.num_context, self.state.context]
+        values = [tensor.clone() for tensor in kept]
         self.state.done.fill_(FULL)
 
         def time_step_of(rows: int) -> float:
@@ -403,7 +406,8 @@ class Engine:
 
         sizes = () if isinstance(self.budget, TreeBudget) else (chain_widths(self.block_size), math.inf)
         costs = measured_costs(time_step_of, warm_ups, *sizes)
-        self.state.done.copy_(done)
+        for tensor, value in zip(kept, values, strict=True):
+            tensor.copy_(value)
         return costs
 
     def _shared(self, number: float) -> float:

@@ -337,7 +337,8 @@ _GATED = {
     },
     "values": {
         **dict.fromkeys(
-            [f"{name}_norm.weight" for name in ("attn", "attention", "_q", "_k", "output")], _PLUS_ONE["norm.weight"]
+            [f"{name}norm.weight" for name in ("attn_", "attention_", "_q_", "_k_", "output_", "n.e", "n.h", "head_")],
+            _PLUS_ONE["norm.weight"],
         ),
         "ssm_a": lambda decay, _: (-decay).log(),
     },

@@ -33,6 +33,10 @@ _NAMES = [
         r"dt_bias": [("ssm_dt.bias",)],
         r"in_proj_qkvz\.weight": [("attn_qkv.weight", "attn_gate.weight")],
         r"kv_b_proj\.weight": [("attn_kv_b.weight",), ("attn_k_b.weight", "attn_v_b.weight")],
+        r"eh_proj\.weight": [("nextn.eh_proj.weight",)],
+        r"enorm\.weight": [("nextn.enorm.weight",)],
+        r"hnorm\.weight": [("nextn.hnorm.weight",)],
+        r"shared_head\.norm\.weight": [("nextn.shared_head_norm.weight",)],
         r"input_linear\.weight": [("ffn_up_shexp.weight",)],
         r"output_linear\.weight": [("ffn_down_shexp.weight",)],
     }.items()
@@ -140,7 +144,9 @@ def _tensor_of(rows: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(rows))
 
 
-def load_weights(model: nn.Module, file: GgufFile, dtype: torch.dtype, *, keeps_blocks: bool) -> None:
+def load_weights(
+    model: nn.Module, file: GgufFile, dtype: torch.dtype, *, keeps_blocks: bool, draft_block: int | None = None
+) -> None:
     """Give an empty model the tensors of a file.
 
     The file is mapped, and each tensor packed as it is read, so that memory holds the packed weights and one tensor.
@@ -150,12 +156,13 @@ def load_weights(model: nn.Module, file: GgufFile, dtype: torch.dtype, *, keeps_
         file: what it is loaded from; its config is from `read_config`.
         dtype: of everything that is not packed.
         keeps_blocks: leave the weights of linear layers, embeddings and experts in blocks.
+        draft_block: the block of the file that a model of one layer is, a head for drafts; None for all of the file.
 
     Raises:
         ValueError: a tensor of the file has no place in the model, or a parameter of the model none in the file.
     """
     # 1. The tensors of each parameter. Nothing is loaded unless all have a place, and fit
-    parts = _parts_of(model, file)
+    parts = _parts_of(model, file, draft_block)
     # 2. Modules whose weights stay packed
     kept, changed = set[str](), set[str]()
     if keeps_blocks:
@@ -192,32 +199,34 @@ def tie_head(model: Any) -> None:
             head.weight = embeddings.weight
 
 
-def _parts_of(model: nn.Module, file: GgufFile) -> dict[str, _Part]:
+def _parts_of(model: nn.Module, file: GgufFile, draft_block: int | None) -> dict[str, _Part]:
     """Return the tensors of each parameter, and of each buffer that is saved."""
     gguf, row, config = require_gguf(), find_architecture(file), model.config.get_text_config()
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(kinds[file.architecture], config.num_hidden_layers)
+    num_blocks = config.num_hidden_layers if draft_block is None else draft_block + 1
+    table = gguf.get_tensor_name_map(kinds[file.architecture], num_blocks)
     where, parts, missing = printable(file.path), {}, []
     tied = "lm_head.weight" if config.tie_word_embeddings else None
     for name, like in model.state_dict().items():
-        if name == tied:
+        stored = name if draft_block is None else _name_in_block(name, draft_block)
+        if name == tied or not stored:
             continue
-        base, _, end = name.rpartition(".")
-        whole = table.get_name(name)
+        base, _, end = stored.rpartition(".")
+        whole = table.get_name(stored)
         choices = [(f"{table.get_name(base)}.{end}",), (f"{whole}.weight",), (f"{whole}",)]
         for pattern, names in _NAMES:
-            if match := pattern.fullmatch(name):
+            if match := pattern.fullmatch(stored):
                 choices = [tuple(f"blk.{match[1]}.{each}" for each in group) for group in names]
         names = next((group for group in choices if all(each in file.shapes for each in group)), None)
         if names is None:
             missing.append(name)
             continue
         part = parts[name] = _Part(names, file, row, config)
-        _check_shape(part, like, model.get_submodule(base))
+        _check_shape(part, like, model.get_submodule(name.rpartition(".")[0]))
     # What is left over would be lost without a word
     used = {each for part in parts.values() for each in (*part.names, *part.scales)}
     blocks = re.compile(r"blk\.(\d+)\.")
-    for name in file.shapes.keys() - used:
+    for name in file.shapes.keys() - used if draft_block is None else ():
         block = blocks.match(name)
         first_unused = config.num_hidden_layers  # blocks for drafting follow; some layers have others' keys and values
         if re.search(r"attn_(k|v|k_norm)\.weight", name):
@@ -227,6 +236,15 @@ def _parts_of(model: nn.Module, file: GgufFile) -> dict[str, _Part]:
     if missing:
         raise ValueError(f"{where} has no tensors for {listed(sorted(missing))}: it is incomplete")
     return parts
+
+
+def _name_in_block(name: str, block: int) -> str:
+    """Return what a tensor of a head for drafts is called in a model with all layers; empty for the target's own."""
+    layer = f"model.layers.{block}."
+    starts = {"model.layers.0.": layer, "model.norm.": f"{layer}shared_head.norm."}
+    starts |= {f"{join}.": f"{layer}{join}." for join in ("eh_proj", "enorm", "hnorm")}
+    start = next((start for start in starts if name.startswith(start)), None)
+    return "" if start is None else starts[start] + name.removeprefix(start)
 
 
 def _check_shape(part: _Part, like: Tensor, module: nn.Module) -> None:

@@ -149,7 +149,7 @@ class Pretrained:
                 load_weights(empty, file, dtype, keeps_blocks=packs)
                 file.__dict__.pop("_bytes", None)  # the mapped file: copies of the target must not hold it
             else:
-                QuantizedFolder(self.name, files, scheme, empty, dtype, packs).load()
+                QuantizedFolder(self.name, read_headers(files), scheme, empty, dtype, packs).load()
 
         if self.gguf is not None or (scheme is not None and files and all(x.suffix == ".safetensors" for x in files)):
             with self._readable_errors():  # the device may be full
@@ -200,6 +200,8 @@ class Pretrained:
                 target.generation_config = GenerationConfig.from_pretrained(
                     where, local_files_only=self.local_files_only
                 )
+        if self.gguf is not None:
+            target.name_or_path = str(self.gguf.path)
         if is_packed(target):
             path = self.name if self.gguf is None else self.gguf.path
             target.save_pretrained = functools.partial(_refuse_to_save, printable(path))

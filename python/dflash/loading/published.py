@@ -1,4 +1,4 @@
-"""The drafter of a target that a command finds by itself: next to the target's files, or published for its model."""
+"""What a command finds by itself to draft: in the target's files, next to them, or published for its model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from ..drafter import MTP
 from ..files import read_json
 from ..terminal import printable
 from .gguf import find_gguf, read_gguf
+from .mtp import has_mtp
 
 _QWEN = ("3.5-4B", "3.5-9B", "3.5-27B", "3.5-35B-A3B", "3.5-397B-A17B", "3.6-27B", "3.6-35B-A3B")
 # By the model's name in lower case; docs/drafters.md says which of their targets run.
@@ -38,13 +40,17 @@ class FoundDraft(NamedTuple):
 
 
 def find_known_draft(target: str | os.PathLike) -> FoundDraft | None:
-    """Return the drafter of a target: one next to its files, else the published one. Downloads nothing.
+    """Return the drafter of a target: the head in its files, one next to them, else the published one.
+
+    Downloads nothing.
 
     Args:
         target: a folder, a GGUF file or a hub id, as `dflash.load_target` takes it.
     """
     path = Path(target).expanduser()
-    # 1. In the folder of the target, or next to it.
+    # 1. In the files of the target, in its folder, or next to it.
+    if has_mtp(target):
+        return FoundDraft(MTP, True)
     if path.exists():
         folder = path if path.is_dir() else path.parent
         files = [file for file in sorted(folder.glob("*.gguf")) if file != path and "mmproj" not in file.name]

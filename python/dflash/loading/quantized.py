@@ -18,7 +18,7 @@ from ..files import open_tensors, read_json
 from ..ops import PackedWeight
 from ..targets import PackedEmbedding, PackedExperts, PackedLinear, experts_layout
 from ..terminal import listed, named, printable, shortened
-from .folder import Header, check_all_used, read_headers
+from .folder import Header, check_all_used
 from .gguf_target import tie_head
 
 # ---------------------------------------------------------------------------------------------- what a config says
@@ -474,8 +474,8 @@ class QuantizedFolder:
 
     Args:
         folder: for errors.
-        files: safetensors.
-        scheme: from `read_scheme`.
+        headers: of the safetensors, by their names in the model before transformers' conversions.
+        scheme: from `read_scheme`; None if no weight is quantized.
         model: its parameters on the meta device, its buffers real.
         dtype: of all that will not be packed, except for what the family keeps in float32.
         packs: leave weights packed where kernels read them.
@@ -485,7 +485,8 @@ class QuantizedFolder:
     """
 
     def __init__(
-        self, folder: object, files: Sequence[Path], scheme: Scheme, model: Any, dtype: torch.dtype, packs: bool
+        self, folder: object, headers: Mapping[str, Header], scheme: Scheme | None, model: Any, dtype: torch.dtype,
+        packs: bool,
     ) -> None:  # fmt: skip
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -493,7 +494,7 @@ class QuantizedFolder:
         self._where, self._scheme, self._model = printable(folder), scheme, model
         self._dtype, self._packs = dtype, packs
         self._made_dense: dict[str, list[int]] = {}  # by reason: the bytes of each
-        self._headers, self._state = _split_experts(read_headers(files)), model.state_dict()
+        self._headers, self._state = _split_experts(headers), model.state_dict()
         mapping = get_model_conversion_mapping(model)
         converters = [x for x in mapping if isinstance(x, WeightConverter)]
         renamings = [x for x in mapping if not isinstance(x, WeightConverter)]

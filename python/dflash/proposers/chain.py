@@ -122,13 +122,32 @@ class DraftPass:
     def __init__(self, draft: Drafter, target: Target, block_size: int) -> None:
         self.draft, self.target, self.num_drafts = draft, target, block_size - 1
         self.rules: LogitRules | None = None
-        draft.share_(target.embedding_weight, target.head)
+        if isinstance(draft, Drafter):
+            draft.share_(target.embedding_weight, target.head)
         self._multiplier, self._softcap = _scales(target.config) if draft.config.scales_like_target else (1.0, 0.0)
 
     def advance(self, state: State) -> Block:
         """Return a block of one row, which drafts nothing; the drafter's cache takes up what was emitted."""
-        self.draft.follow_(state.waiting_features(), state.num_context, state.length, state.draft_cache)
+        self.follow_(state.waiting_features(), state, slice(0, len(state.length)))
         return Block(state.anchor)
+
+    def follow_(self, context: Tensor, state: State, rows: slice) -> None:
+        """Let the drafter's cache take up ``context``, the waiting features of ``rows`` of the batch."""
+        self.draft.follow_(context, state.num_context[rows], state.length[rows], state.draft_cache.rows(rows))
+
+    def follow_prompt_(self, features: Tensor, past: Tensor, live: Tensor, state: State, rows: slice) -> None:
+        """Let the drafter's cache take up a chunk of the prompts of ``rows``.
+
+        Args:
+            features: ``[prompts, tokens, taps * hidden]``, the target's.
+            past: ``[prompts]`` int64, positions before the chunk.
+            live: ``[prompts]`` int64, how many of the tokens belong to each prompt.
+            state: whose drafter's cache is written.
+            rows: of the batch.
+        """
+        offsets = torch.arange(features.shape[1], device=features.device)
+        positions = torch.where(offsets < live[:, None], past[:, None] + offsets, -1)
+        self.draft.inject_(self.draft.fuse(features, live), positions, state.draft_cache.rows(rows))
 
     def wait_or_advance(self, state: State) -> Block:
         """Return a block of one row, which drafts nothing. If its features may wait, many are taken up at once."""

@@ -47,10 +47,13 @@ class RejectionAcceptance:
     def __init__(self, batch: int, drafts: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.draft_probabilities = torch.zeros(batch, drafts, vocab_size, dtype=torch.float32, device=device)
 
-    def draft(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-        """Draw proposals ``[batch, drafts]`` from the drafter's ``logits [batch, drafts, vocab]``."""
-        self.draft_probabilities.copy_(probabilities(logits, sampling))
-        return propose(self.draft_probabilities, positions, sampling.seeds)
+    def draft(self, logits: Tensor, positions: Tensor, sampling: Sampling, first: int = 0) -> Tensor:
+        """Draw proposals ``[batch, drafts]`` from the drafter's ``logits [batch, drafts, vocab]``.
+
+        They are those of a block from ``first`` on.
+        """
+        part = self.draft_probabilities[:, first : first + logits.shape[1]]
+        return propose(part.copy_(probabilities(logits, sampling)), positions, sampling.seeds)
 
     def remember_(self, drafts: Tensor, ids: Tensor, scores: Tensor) -> None:
         """Keep the distribution of `ops.walk_candidates`' proposals, drawn with the noise of `STREAM`."""

@@ -214,8 +214,10 @@ class LogitRules:
             logits = rule.apply(logits, rows)
         return logits
 
-    def apply_to_drafts(self, logits: Tensor, state: State) -> Tensor:
+    def apply_to_drafts(self, logits: Tensor, state: State, first: int = 0) -> Tensor:
         """Apply to the drafter's ``logits [batch, rows, vocab]`` the rules that certainly change the target's choice.
+
+        The rows are those of a block's drafts from ``first`` on.
 
         These are bans, forced tokens, and biases of at least 10 in size. Penalties and small biases are left out: the
         target's logits are further apart than a drafter's, so they change few of its choices. Drafts change the speed,
@@ -223,7 +225,7 @@ class LogitRules:
         """
         if not self.rules:
             return logits
-        rows = _rows(state, torch.arange(1, logits.shape[1] + 1, device=logits.device))
+        rows = _rows(state, torch.arange(first + 1, first + logits.shape[1] + 1, device=logits.device))
         for rule in self.rules:
             if rule.for_drafts:
                 logits = rule.apply_to_drafts(logits, rows)

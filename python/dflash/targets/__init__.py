@@ -28,6 +28,7 @@ from .model import (
     text_config,
     transformers_version,
     unwrap,
+    weight_of,
 )
 from .packed import (
     CHOSEN_EXPERTS,

@@ -226,12 +226,38 @@ class Target:
         cache.end_pass_(lengths)
         return logits, taps
 
+    def decode(self, embeds: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
+        """Run the decoder on embeddings ``[batch, rows, hidden]``, at positions ``lengths[b] + i``, without its head.
+
+        Returns ``[batch, rows, hidden]`` after the final norm. Not for recurrent targets.
+        """
+        if self._fused is not None and self._fused.handles(embeds.shape[0] * embeds.shape[1]):
+            return self._fused.stack(embeds, lengths, cache)[0]
+        decoder, rows = self.model.get_decoder(), embeds.shape[1]
+        return self._call(decoder, {"inputs_embeds": embeds}, rows, lengths, cache).last_hidden_state
+
     def _run_modules(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, is_prompt: bool,
         tree: Tree | None, ends: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run the copy's own modules as `forward` does."""
-        slots = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        inputs = {"input_ids": ids.clamp(min=0), "logits_to_keep": logits_to_keep}
+        output = self._call(self.model, inputs, ids.shape[1], lengths, cache, is_prompt, tree, ends)
+        taps = list(self._taps)
+        self._taps[:] = [None] * len(taps)
+        # The model may ignore `logits_to_keep`.
+        is_tensor, logits = isinstance(logits_to_keep, Tensor), output.logits
+        asked = logits_to_keep.numel() if is_tensor else logits_to_keep or ids.shape[1]
+        if logits.shape[1] != asked:
+            logits = logits[:, logits_to_keep if is_tensor else slice(-asked, None)]
+        return logits, taps
+
+    def _call(
+        self, module: nn.Module, inputs: dict[str, Any], rows: int, lengths: Tensor, cache: KVCache,
+        is_prompt: bool = False, tree: Tree | None = None, ends: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """Call the copy, or its decoder, with ``inputs`` of so many rows, positions and our cache."""
+        slots = lengths[:, None] + torch.arange(rows, device=lengths.device)
         positions = slots if tree is None else lengths[:, None] + tree.depth
         # Rows past the end of a request are computed and dropped. They must not index past a learned table.
         if (limit := max_positions(self.model)) is not None:
@@ -241,27 +267,16 @@ class Target:
         if sparse is not None and sparse.mask_type is not None:
             if self._window and tree is not None:
                 raise UnsupportedTargetError(f"{type(self.model).__name__} pools rows of one path: verify chains")
-            mask = visible(lengths, ids.shape[1], cache.capacity, tree, self._window)
+            mask = visible(lengths, rows, cache.capacity, tree, self._window)
             options["attention_mask"] = {sparse.mask_type: mask}
         elif tree is not None:
             options["block_ancestors"] = tree.ancestors
         running = self._pass
         running.cache, running.lengths, running.is_prompt, running.ends = cache, lengths, is_prompt, ends
         try:
-            output = self.model(
-                input_ids=ids.clamp(min=0), position_ids=positions, use_cache=True, logits_to_keep=logits_to_keep,
-                **options,
-            )  # fmt: skip
+            return module(**inputs, position_ids=positions, use_cache=True, **options)
         finally:  # the modules' classes are cycles, which would keep the cache until Python collects them
             running.cache = running.lengths = running.ends = None
-        taps = list(self._taps)
-        self._taps[:] = [None] * len(taps)
-        # The model may ignore `logits_to_keep`.
-        is_tensor, logits = isinstance(logits_to_keep, Tensor), output.logits
-        asked = logits_to_keep.numel() if is_tensor else logits_to_keep or ids.shape[1]
-        if logits.shape[1] != asked:
-            logits = logits[:, logits_to_keep if is_tensor else slice(-asked, None)]
-        return logits, taps
 
     def run_pictures(
         self, ids: Tensor, lengths: Tensor, pictures: Mapping[str, Tensor], cache: KVCache
@@ -311,10 +326,15 @@ class Target:
 
     def _can_leave_out(self, block: Block, live: Tensor) -> bool:
         """Return True if a pass over a block can leave out sequences. The others' bits do not depend on it."""
+        is_packed = self._fused is not None and self._fused.is_packed
+        sequences = live if is_packed else block.ids  # with more rows other products are torch's
+        return self.can_leave_out(len(sequences) * block.ids.shape[1])
+
+    def can_leave_out(self, rows: int) -> bool:
+        """Return True if a pass of so many rows can be one of some sequences of its cache."""
         if self._fused is None or self.is_recurrent:
             return False
-        sequences = live if self._fused.is_packed else block.ids  # with more rows other products are torch's
-        return self._fused.stack.is_one_op(len(sequences) * block.ids.shape[1], self.embedding_weight)
+        return self._fused.stack.is_one_op(rows, self.embedding_weight)
 
     def _verify_live(self, block: Block, state: State) -> Tensor:
         """Run `verify` for the sequences in ``state.live``."""

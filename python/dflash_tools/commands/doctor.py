@@ -31,7 +31,7 @@ def doctor(
         str | None, typer.Argument(metavar="FILE", help="Examine the weights of a GGUF file or a folder.")
     ] = None,
     model: Annotated[str | None, "Examine a pair: its target, a folder or a hub id."] = None,
-    draft: Annotated[str | None, "Its DFlash drafter: a folder, a GGUF file or a hub id."] = None,
+    draft: Annotated[str | None, "Its DFlash drafter: a folder, a GGUF file or a hub id; mtp: its own head."] = None,
     prompts: Annotated[
         str | None, "JSON lines to answer, 32 at most; default: a few of the pair's or of our own."
     ] = None,
@@ -90,17 +90,18 @@ def doctor(
     rows, origin = find_prompts(prompts, str(source.name))
     tokenizer = sources.load_tokenizer(source)
     check_encoding(tokenizer, False, bos)
-    path = find_draft(draft)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # loading the drafter warns of unknown keys
-        keys, file = read_draft_config(path), gguf.read_gguf(path) if path.is_file() else None
-        config = DraftConfig.from_config(keys, str(path / "config.json" if file is None else path))
-    empty = targets.check_target(source.load_empty_target(), loaded=False)
-    check_config(empty, config)
+    empty, keys, file = targets.check_target(source.load_empty_target(), loaded=False), {}, None
+    if draft != "mtp":  # the target's own head has no config of its own
+        draft = str(path := find_draft(draft))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # loading the drafter warns of unknown keys
+            keys, file = read_draft_config(path), gguf.read_gguf(path) if path.is_file() else None
+            config = DraftConfig.from_config(keys, str(path / "config.json" if file is None else path))
+        check_config(empty, config)
     asked = Prompts(rows, tokenizer, {"enable_thinking": False} if no_thinking else {}, bos=bos, origin=origin)
     asked.check_room(empty)
     # 2. Load the weights, and run.
-    target, drafter, _ = options.ModelOptions(model, str(path), dtype, device).load(source)
+    target, drafter, _ = options.ModelOptions(model, draft, dtype, device).load(source)
     with bars(["answers", "wirings"], shown=not as_json) as show:
         found = diagnose(Pair(target, drafter, keys, file), asked, max_new_tokens, show=show)
     if as_json:

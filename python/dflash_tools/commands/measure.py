@@ -142,12 +142,12 @@ def benchmark(
     """
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
     models = models.named(target)
-    if models.model is not None and models.draft is None and models.prompt_lookup is None:
+    models = models.resolve()
+    if models.draft is None and models.prompt_lookup is None:
         raise ValueError(
             "a benchmark compares drafts with one-token decoding: name a drafter with --draft (auto: a known one), or "
             "pass --prompt-lookup 3"
         )
-    models = models.resolve()
     config = dataclasses.replace(
         config,
         draft_sharpness=draft_sharpness,  # with --tree, that of the chains next to them

@@ -43,7 +43,10 @@ _OWN = (
 
 
 class Pair(NamedTuple):
-    """A causal language model, its drafter, the drafter's parsed ``config.json``, and its GGUF file if it has one."""
+    """A causal language model, its drafter, the drafter's parsed ``config.json``, and its GGUF file if it has one.
+
+    The head in a target's own files has no config: ``keys`` are empty.
+    """
 
     target: Any
     drafter: Drafter
@@ -408,9 +411,14 @@ def diagnose(
     block_size, shares = answers.generator.block_size, answers.total.acceptance_per_position
     counts = len(answers.sequences), sum(answers.total.num_new_tokens)
     out = Diagnosis(answers.acceptance_length, shares, block_size, *counts, prompts.origin)
-    wiring = Wiring.read(pair.keys)
     longest = max(len(one.ids) for one in answers.sequences)
-    dense = load_draft(pair.drafter, keeps_blocks=False)
+    if not pair.keys:
+        out.findings += check_finite_weights(pair.drafter)
+        _compare_encodings(out, pair, prompts, max_new_tokens, show)
+        out.notes.append("no other wiring was tried: a head in the target's own files has one")
+        out.seconds = time.perf_counter() - began
+        return out
+    wiring, dense = Wiring.read(pair.keys), load_draft(pair.drafter, keeps_blocks=False)
     out.notes += describe_packed(pair.drafter)
     out.findings += check_finite_weights(dense)
     out.findings += check_positions(pair.keys, max(one.prompt_length for one in answers.sequences), longest)
