@@ -2,15 +2,18 @@
 
 import functools
 import random
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from baseline import prompt
-from families import make_draft, make_target
+from families import make_draft, make_target, save_with_head
 from tiny_tokenizers import byte_level
 
 import dflash
+from dflash.loading import load_mtp
 from dflash.session import Session
 
 ROWS, NEW = 4, 20
@@ -81,9 +84,16 @@ PAIRS: dict[str, Callable] = {
     "tiny bf16": lambda: tiny("qwen3", torch.bfloat16),
     "tiny bf16, own modules": lambda: tiny("qwen3", torch.bfloat16),
     "recurrent bf16": lambda: tiny("qwen3_5", torch.bfloat16),
+    "head fp32": lambda: with_head(),
     "trained fp32": lambda: dflash.demo_pair(),
     "trained bf16": lambda: dflash.demo_pair(dtype=torch.bfloat16),
 }
+
+
+def with_head() -> tuple:
+    with tempfile.TemporaryDirectory() as folder:
+        target = dflash.load_target(save_with_head(Path(folder), "qwen3_5", vocab_size=104))
+        return target, load_mtp(target), byte_level()
 
 
 def options(pair: str) -> dict:
