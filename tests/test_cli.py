@@ -191,6 +191,16 @@ def test_a_head_in_the_targets_files_drafts_unless_something_else_is_asked_for(s
     shell("serve", model, "--draft", "mtp", "--port", "0", "--learn", tmp_path).assert_refused(
         "--learn needs a drafter with blocks of at least 2 rows, beside the target"
     )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "w5 w6"}))
+    done = shell("benchmark", model, "--dataset", rows, "-n", "4", "--raw", "--json").assert_done()
+    header = json.loads(done.out)["header"]
+    assert 0 < header["draft_parameters"] < header["target_parameters"]
+    shell("doctor", "--model", model, "--draft", "none").assert_refused("a pair is examined, and --draft none has no")
+    shell("learn", tmp_path, "--model", model, "--draft", "mtp", "--base", rows).assert_refused("cannot learn")
+    for take in (dflash.load_draft, dflash.as_assistant):
+        with pytest.raises(ValueError, match=r"draft='mtp', the head .*: this needs a DFlash drafter"):
+            take("mtp")
 
 
 @pytest.mark.parametrize(("name", "published"), [

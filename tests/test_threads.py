@@ -2,10 +2,11 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from families import make_target
+from families import make_draft, make_target
 
 import dflash
 from dflash.threads import NEIGHBORS, Neighbors, cpu_quota, describe_threads, fit_threads
@@ -115,6 +116,7 @@ def test_without_proc_nobody_is_seen(eight, tmp_path):
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_a_step_leaves_processors_and_its_text_is_the_same(weights, monkeypatch, set_threads):
     target, ids, seen = make_target("qwen3"), torch.arange(2, 12)[None], []
+    draft = make_draft(target)
     set_threads(2)
 
     class Watch:
@@ -124,7 +126,7 @@ def test_a_step_leaves_processors_and_its_text_is_the_same(weights, monkeypatch,
 
     def answer():
         return dflash.generate(
-            target, None, ids, max_new_tokens=8, temperature=0.0, weights=weights, logits_processor=[Watch()]
+            target, draft, ids, max_new_tokens=8, temperature=1.0, seed=3, weights=weights, logits_processor=[Watch()]
         )
 
     monkeypatch.setattr(NEIGHBORS, "fitting", lambda most: most)
@@ -134,5 +136,17 @@ def test_a_step_leaves_processors_and_its_text_is_the_same(weights, monkeypatch,
     monkeypatch.setattr(NEIGHBORS, "fitting", lambda most: most - 1)
     beside = answer()
     assert 1 in seen
-    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor() as others:
+        assert others.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
     torch.testing.assert_close(beside, alone, rtol=0, atol=0)
+
+
+def test_rejection_keeps_its_threads(monkeypatch):
+    """Its text depends on the drafter's probabilities, whose bits may depend on the number of threads."""
+    target, asked = make_target("qwen3"), []
+    monkeypatch.setattr(NEIGHBORS, "fitting", lambda most: asked.append(most) or most)
+    call = {"ids": torch.arange(2, 12)[None], "max_new_tokens": 8, "temperature": 1.0, "seed": 3}
+    dflash.generate(target, draft := make_draft(target), **call, acceptance="rejection")
+    assert not asked
+    dflash.generate(target, draft, **call)
+    assert asked

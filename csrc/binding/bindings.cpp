@@ -1,4 +1,8 @@
 // The module _C: addresses, sizes and (for CUDA) a stream in; a kernel call out.
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
 #include <map>
 #include <memory>
 #include <string>
@@ -165,6 +169,11 @@ PYBIND11_MODULE(_C, m) {
     store_record(*found.fields, given.ptr(), params, lists);
     found.run(params, threads, INT64_MAX);
   });
+#ifdef _OPENMP
+  m.def("set_threads", &omp_set_num_threads);  // of the calling thread's regions, torch's among them
+#else
+  m.def("set_threads", [](int) {});
+#endif
   m.def("isa", [] { return cpu_kernels().isa; });
   m.def("isas", &cpu_isas);
 #if DFLASH_WITH_CUDA

@@ -195,9 +195,9 @@ class Generator:
             self.engine.record_answers(options["on_answer"])
         # 2. What launches the steps. The step after the last may still be running when the generator is freed; the
         # memory that it writes must not be another's by then.
-        report, rows = self.state.report.tensor, self.state.block.numel()
+        report, engine = self.state.report.tensor, self.engine
         on_gpu = report.device.type == "cuda"
-        self.runner: Direct | Replay = Replay(report) if on_gpu else Direct(report, prepared.is_exact_for(rows))
+        self.runner: Direct | Replay = Replay(report) if on_gpu else Direct(report, lambda: engine.is_exact)
         weakref.finalize(self, self.runner.drain).atexit = False
         self.step: Callable[[], None] = functools.partial(step, self.engine)
         self.compiles_step = options["compile"] and not on_gpu

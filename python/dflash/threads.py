@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from . import _C
+
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return how many processors the cgroups of this process may use together; None without a limit.
@@ -85,11 +87,11 @@ class Neighbors:
 
     def fitting(self, most: int) -> int:
         """Return how many of ``most`` threads find a processor, at least one."""
-        now = time.monotonic()
-        if self._last is None or now - self._last[0] >= self._period:
+        now, last = time.monotonic(), self._last
+        if last is None or now - last[0] >= self._period:
             used = self._used()
-            if self._last is not None and used is not None:
-                self._taken = round((used - self._last[1]) / (now - self._last[0]))
+            if last is not None and used is not None:
+                self._taken = round((used - last[1]) / (now - last[0]))
             self._last = None if used is None else (now, used)
         return most if self._taken < 1 else min(most, max(1, _processors() - self._taken))
 
@@ -106,3 +108,8 @@ class Neighbors:
 
 
 NEIGHBORS = Neighbors()
+
+
+def use_threads(count: int) -> None:
+    """Let the calling thread compute in so many threads; torch's own setter changes other threads' number too."""
+    _C.set_threads(count)

@@ -62,16 +62,16 @@ class PictureBlock(CachedPart):
 
 class DocumentSource(Fields):
     type: str
-    media_type: str = ""
-    data: str = ""
+    media_type: str | None = None
+    data: str | None = None
 
     @model_validator(mode="after")
     def _read(self) -> DocumentSource:
         """Keep the text of a document in ``data``."""
-        is_text = self.type in ("text", "base64") and self.media_type in ("", "text/plain")
-        rule = "a document must be text/plain, as a source of the type text or base64: send the text of other files"
+        is_text = self.type in ("text", "base64") and self.media_type == "text/plain" and self.data is not None
+        rule = "a document must be text/plain, as data of the type text or base64: send the text of other files"
         expect(is_text, rule)
-        if self.type == "base64":
+        if self.type == "base64" and self.data is not None:
             try:
                 self.data = base64.b64decode(self.data, validate=True).decode()
             except ValueError:

@@ -21,15 +21,21 @@ def bytes_per_token(target: Any, drafter: Any) -> int:
 
     Runs the target on one token. States of recurrent layers, which do not grow, are not counted.
     """
-    ours, nothing = targets.Target(target), torch.zeros(1, dtype=torch.int64, device=target.device)
-    cache = ours.new_cache(1, _SLOTS, 1)
-    with torch.no_grad():
-        ours.forward(nothing[None], nothing, cache, keep=nothing + 1)
-    size = sum(tensor.nbytes for kept in (cache.keys, cache.values) for tensor in kept.values()) // _SLOTS
+    size = _OTHERS + _slot_bytes(targets.Target(target))
+    if (head := getattr(drafter, "target", None)) is not None:  # one in the target's own files, a layer of its family
+        return size + _slot_bytes(head)
     if drafter is not None:
         config = drafter.config
         size += 2 * config.num_hidden_layers * config.num_kv_heads * config.head_dim * drafter.dtype.itemsize
-    return size + _OTHERS
+    return size
+
+
+def _slot_bytes(target: Any) -> int:
+    """Return the bytes of a position in a target's cache. Runs it on one token."""
+    nothing, cache = torch.zeros(1, dtype=torch.int64, device=target.device), target.new_cache(1, _SLOTS, 1)
+    with torch.no_grad():
+        target.forward(nothing[None], nothing, cache, keep=nothing + 1)
+    return sum(tensor.nbytes for kept in (cache.keys, cache.values) for tensor in kept.values()) // _SLOTS
 
 
 def free_memory(device: torch.device) -> int:

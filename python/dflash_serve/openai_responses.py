@@ -378,7 +378,7 @@ class ResponsesFormat(api.AnswerFormat):
             messages, said = answered.messages_after(self._conversation), len(self._conversation)
             if self.request.continues and messages[said:]:
                 content = [*messages[said - 1]["content"], *messages[said].get("content", ())]
-                joined = {**messages[said], "content": requests.join_texts(content, "")}
+                joined = {**messages[said - 1], **messages[said], "content": requests.join_texts(content, "")}
                 messages[said - 1 : said + 1] = [joined]
             self._kept.keep(self.id, messages)
         return self._response(_status(choice), items, choice)

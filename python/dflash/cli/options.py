@@ -64,6 +64,15 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def known_draft(model: str, draft: str | None) -> str | None:
+    """Return the drafter that ``--draft`` names; "auto" stands for the one that is known for the model."""
+    if draft != "auto":
+        return draft
+    from ..loading import require_known_draft
+
+    return require_known_draft(model)
+
+
 def check_pair(model: str | None, draft: str | None, otherwise: str) -> None:
     """Raise ValueError if one of a pair's options is given without the other; ``otherwise`` says what neither means."""
     if (model is None) != (draft is None):
@@ -111,7 +120,8 @@ class _Models:
         if self.drafter_window is not None and block_size == 1:
             raise ValueError("--drafter-window needs a drafter, and --block-size 1 has none: leave one of them out")
         # 3. The models.
-        draft = self._own_head(block_size) or (None if self.draft == "none" else self.draft)
+        own = None if needs_draft else self._own_head(block_size)
+        draft = own or (None if self.draft == "none" else self.draft)
         if draft == "mtp" and self.draft is None and block_size is None:
             block_size = "auto"
         resolved = dataclasses.replace(self, draft=draft, tree=tree, block_size=block_size)
@@ -125,12 +135,8 @@ class _Models:
             raise ValueError("--tree needs a drafter: name one with --draft")
         elif draft is None and self.prompt_lookup is None and block_size not in (None, 1):
             raise ValueError(f"--block-size {block_size} needs drafts: name a drafter with --draft, or --prompt-lookup")
-        if self.model is not None and draft == "auto":
-            from ..loading import require_known_draft
-
-            return dataclasses.replace(resolved, draft=require_known_draft(self.model))
         if self.model is not None:
-            return resolved
+            return dataclasses.replace(resolved, draft=known_draft(self.model, draft))
         typer.echo(
             "no --model: the pair inside the package answers; it knows sums, letters and records (docs/demo-pair.md)",
             err=True,

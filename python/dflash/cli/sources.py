@@ -151,7 +151,10 @@ def load_models(models: Any, source: Source) -> tuple[Any, Any, str]:
         _LOG.info("%s drafts for this model: --draft %s", found.name, "auto" if found.is_local else found.name)
     target = load_target(source, dtype, device)
     if draft == MTP:
-        return target, load_mtp(target), device
+        try:
+            return target, load_mtp(target), device
+        except ValueError as error:
+            raise ValueError(f"{error} (--draft none answers without the target's own head)") from error
     if drafter is not None and dtype == "auto":
         drafter = load_draft(drafter, dtype=target.dtype, keeps_blocks=source.keeps_blocks)
     return target, drafter, device

@@ -59,6 +59,11 @@ class MtpHead(nn.Module):
             self._target = Target(self.model)
         return self._target
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return its own parameters by name: those of the target's embeddings and head are not among them."""
+        shared = {id(part.weight) for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings())}
+        return {name: tensor for name, tensor in self.model.named_parameters() if id(tensor) not in shared}
+
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Return an empty cache for ``batch_size`` sequences of ``capacity`` pairs, lookahead included."""
         return self.target.new_cache(batch_size, capacity, 1)

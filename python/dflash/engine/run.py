@@ -16,7 +16,7 @@ from ..call import Call
 from ..outputs import FinishedAnswer, GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from ..state import FULL, INVALID, RUNNING, STOPPED, Logprobs, RowReport, State
 from ..streaming import BatchDecoder, StopFinder
-from ..threads import NEIGHBORS
+from ..threads import NEIGHBORS, use_threads
 from .graphs import Replay
 from .prefill import PicturesError, Prefill
 from .prefix import PrefixCache
@@ -110,13 +110,14 @@ class Direct:
 
     Args:
         report: ``[batch, n]`` int64, which every step writes for the host.
-        shares: True if the bits of a step do not depend on the number of threads: it may leave processors to others.
+        shares: returns True if no bit that a step decides depends on the number of threads. It leaves processors to
+            other programs then.
     """
 
     ahead = 0  # steps that may be launched before the oldest is read
     warm_ups = 1  # steps of a kind that take longer than the others
 
-    def __init__(self, report: Tensor, shares: bool = False) -> None:
+    def __init__(self, report: Tensor, shares: Callable[[], bool] = bool) -> None:
         self.report, self._shares = report, shares
         self.reason = f"the target is on {report.device}"
 
@@ -133,15 +134,15 @@ class Direct:
     def launch(self, step: Callable[[], None], kind: Callable[[], Hashable], obstacle: str = "") -> None:
         """Run ``step``; see `Replay.launch`."""
         most = torch.get_num_threads()
-        fitting = NEIGHBORS.fitting(most) if self._shares else most
+        fitting = NEIGHBORS.fitting(most) if self._shares() else most
         if fitting == most:
             step()
             return
-        torch.set_num_threads(fitting)
+        use_threads(fitting)
         try:
             step()
         finally:
-            torch.set_num_threads(most)
+            use_threads(most)
 
     def read(self) -> list:
         """Return the report of the last step."""

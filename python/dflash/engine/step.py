@@ -319,6 +319,11 @@ class Engine:
         """Tokens that the grammars of calls allow; None if no row has one."""
         return self._masks if self._masks is not None and self._masks.are_used else None
 
+    @property
+    def is_exact(self) -> bool:
+        """True if no bit that a step decides depends on the number of threads."""
+        return self.acceptance is self.keyed and self.target.is_exact_for(self.state.block.numel())
+
     def _apply_settings(self) -> None:
         """Use the logit rules of all rows from now on, and keep log probabilities if a row asks for them."""
         # 1. Rules of one layout share tensors that never move; the least recently used layouts go.

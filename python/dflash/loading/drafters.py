@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..drafter.config import DFLASH2_KEYS, DraftConfig
 from ..drafter.drafter import Drafter, target_ids
+from ..drafter.mtp import MTP, MtpHead
 from ..files import find_shards, open_tensors, read_json, read_torch_file
 from ..ops import PackedWeight
 from ..terminal import listed, named, printable, shortened
@@ -80,6 +81,9 @@ def load_draft(
     """
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating torch.dtype or None, got {dtype!r}")
+    if draft == MTP or isinstance(draft, MtpHead):
+        what = f"draft={MTP!r}, the head in a target's own files, is for dflash.generate and dflash.Generator"
+        raise ValueError(f"{what}: this needs a DFlash drafter")
     if isinstance(draft, nn.Module):
         return _from_module(getattr(draft, "_orig_mod", draft), dtype, device, keeps_blocks)
     if not isinstance(draft, (str, os.PathLike)):

@@ -62,12 +62,13 @@ def has_mtp(name: str | os.PathLike, *, local_files_only: bool = True) -> bool:
         return False
     config = read_json(folder / "config.json")
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    if text.get("model_type") not in _FAMILIES:
+    if text.get("model_type") not in _FAMILIES or not isinstance(text.get("num_hidden_layers"), int):
         return False
     index, single = source.find("model.safetensors.index.json"), folder / "model.safetensors"
     names = read_json(index).get("weight_map", {}) if index is not None else {}
     names = names or (read_headers([single]) if single.is_file() else {})
-    return any(_place(name, text.get("num_hidden_layers", 0)).startswith(_JOINS) for name in names)
+    is_known = isinstance(names, dict)  # a broken index is refused when the target is loaded
+    return is_known and any(_place(name, text["num_hidden_layers"]).startswith(_JOINS) for name in names)
 
 
 def load_mtp(target: nn.Module) -> MtpHead:

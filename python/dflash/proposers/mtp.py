@@ -8,7 +8,6 @@ from torch import Tensor
 from ..cache import KVCache
 from ..drafter import MtpHead, scale_logits
 from ..state import State, scatter_rows
-from ..targets import Target
 from .chain import ChainProposer
 
 
@@ -27,9 +26,6 @@ class MtpProposer(ChainProposer):
     """
 
     draft: MtpHead
-
-    def __init__(self, draft: MtpHead, target: Target, block_size: int, ngram: int = 0) -> None:
-        super().__init__(draft, target, block_size, ngram)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the target's head's logits ``[batch, rows, vocab]`` of what the draft head gave."""

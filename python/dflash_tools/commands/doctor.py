@@ -75,6 +75,9 @@ def doctor(
             raise ValueError(f"{names} --model and --draft: without a pair, the installation is checked")
         _examine_installation(as_json)
         return
+    if draft == "none":
+        raise ValueError("a pair is examined, and --draft none has no drafter: name one")
+    draft = options.known_draft(model, draft)
     if max_new_tokens < 4:
         raise ValueError(f"--max-new-tokens must be at least 4, got {max_new_tokens}")
     from rich.console import Console
