@@ -197,7 +197,6 @@ def test_a_head_in_the_targets_files_drafts_unless_something_else_is_asked_for(s
     header = json.loads(done.out)["header"]
     assert 0 < header["draft_parameters"] < header["target_parameters"]
     shell("doctor", "--model", model, "--draft", "none").assert_refused("a pair is examined, and --draft none has no")
-    shell("learn", tmp_path, "--model", model, "--draft", "mtp", "--base", rows).assert_refused("cannot learn")
     for take in (dflash.load_draft, dflash.as_assistant):
         with pytest.raises(ValueError, match=r"draft='mtp', the head .*: this needs a DFlash drafter"):
             take("mtp")

@@ -41,7 +41,7 @@ BUDGETS = {
     # The twins of trees over pairs 30, their op 10. Heads that targets bring 290: layers, caches,
     # kernels and readers of files are those of targets, and what is left are pairs, passes in a row, names, and what a
     # command says.
-    "engine": 15_430,
+    "engine": 15_440,
     # Of packed experts with biases and other gates, scaled embeddings and weights with another order of columns: 25.
     # Names of drafters' classes and keys, and why some are refused: 60; a window of the drafter: 20; threads 85; tables
     # of settings that are read without torch 16; Gemma 3's layers 45; packed weights of drafters 40;
@@ -55,18 +55,18 @@ BUDGETS = {
     # Clients that close their half while they read, and PNG files that Pillow refuses and browsers show, took 30; keys
     # that a file of options does not change or show, 10. Documents of text, whose models state the API, took 25, and
     # items of responses that are continued and kept as one message 10.
-    "server": 4_010,
+    "server": 4_020,
     # The demo (170) measures, so it is not in the engine, and JSON lines (20) are read here only. What is left is
     # tables, fields of reports and checks; imports are 430. What becomes of a file's weights (120) must be told without
     # loading them. A run that is stopped, its end and free ids of mask tokens take 75; imports inside of functions 50.
     # What each instruction set has 15: doctor ended in an error on Arm.
-    "workshop": 5_400,
+    "workshop": 5_410,
     # All lines. Eight formats of blocks took 780: rows, kernels and packing. Their kernels are one template, to which
     # tables, exponents and zero points of seven more formats added 170, AVX-VNNI 35, and Arm 140, half of it
     # pairs of rows by smmla. Threads without OpenMP 60, which macOS needs; minima in float 20. Trees over pairs 190,
     # for both kinds of device: the pairs need a block per slot and the tree a warp per sequence, so one kernel for both
     # would save few lines and take longer.
-    "csrc": 13_240,
+    "csrc": 13_250,
     # All lines of Python. What differed in one value is one test with a table by now; less would take the only test of
     # a behavior. Texts that are cut at every place, and values and limits asked of every API, took 300; folders of
     # other libraries, whose layouts are written in torch here, 500; a tiny model of each architecture, converted by
@@ -74,7 +74,7 @@ BUDGETS = {
     # commands start 165; what agents send and operators set 400, over every API at once where that goes; drafters of
     # other trainers 225; kernels for Arm under an emulator 180; heads of targets, against transformers' and
     # llama.cpp's, 210; packed drafters, trees over pairs, MLX's folders and neighbors 250.
-    "tests": 39_400,
+    "tests": 39_430,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

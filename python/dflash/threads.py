@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-from . import _C
-
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return how many processors the cgroups of this process may use together; None without a limit.
@@ -108,8 +106,3 @@ class Neighbors:
 
 
 NEIGHBORS = Neighbors()
-
-
-def use_threads(count: int) -> None:
-    """Let the calling thread compute in so many threads; torch's own setter changes other threads' number too."""
-    _C.set_threads(count)

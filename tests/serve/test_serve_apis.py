@@ -35,7 +35,7 @@ USABLE = {"name": "weather", "input_schema": SCHEMA}
     (MESSAGES, {"messages": [*QUESTION, ANSWER], "tools": [USABLE], "tool_choice": {"type": "any"}}, 400, "tool_ch"),
     (CHAT, {"messages": [*QUESTION, ANSWER], "format": "json"}, 400, "format cannot be combined with a last message"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": URL}]}]}, 400, "needs its url"),
-    (MESSAGES, {"messages": [{"role": "user", "content": [PDF]}]}, 400, "a document must be text/plain, as a source"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [PDF]}]}, 400, "a document must be text/plain, as data"),
     (MESSAGES, {"messages": [{"role": "user", "content": [WRONG]}]}, 400, "data must be base64 of text in UTF-8"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "tools"),
     (MESSAGES, {"tool_choice": {"type": "any"}}, 400, "tool"),

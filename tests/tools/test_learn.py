@@ -575,6 +575,8 @@ def test_the_command_shows_and_deletes(shell, tmp_path, pair):
     done = shell("learn", "status", store.folder)
     assert (done.code, done.out.split(",")[0]) == (0, "3 answers")
     assert done.out.strip().endswith("a server serves the drafter that it was started with")
+    head = shell("learn", store.folder, "--model", "m", "--draft", "mtp", "--base", "b.jsonl")
+    assert "a head in the target's own files cannot learn" in head.err
     assert shell("learn", "forget", store.folder).out.startswith("3 answers")
     assert not store.folder.exists()
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..call import Call
 from ..outputs import FinishedAnswer, GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from ..state import FULL, INVALID, RUNNING, STOPPED, Logprobs, RowReport, State
 from ..streaming import BatchDecoder, StopFinder
-from ..threads import NEIGHBORS, use_threads
+from ..threads import NEIGHBORS
 from .graphs import Replay
 from .prefill import PicturesError, Prefill
 from .prefix import PrefixCache
@@ -138,11 +139,11 @@ class Direct:
         if fitting == most:
             step()
             return
-        use_threads(fitting)
+        ops.use_threads(fitting)
         try:
             step()
         finally:
-            use_threads(most)
+            ops.use_threads(most)
 
     def read(self) -> list:
         """Return the report of the last step."""

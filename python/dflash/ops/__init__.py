@@ -18,7 +18,7 @@ from .contract import bytes_reached
 from .formats import BLOCKS, FORMATS, NotFiniteError, PackedWeight, Weight, format_of
 from .layers import PackedLayers
 from .recurrent import L2_EPS
-from .registry import OPS, cuda_status, kernels_off, skinny, turn_off
+from .registry import OPS, cuda_status, kernels_off, skinny, turn_off, use_threads
 from .switches import OVERLAP, PREFETCH
 from .tree import MAX_TREE_ROWS, ROW_STATES
 from .vocab import MAX_CANDIDATES

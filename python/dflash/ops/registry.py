@@ -34,6 +34,11 @@ def skinny(rows: int, dtype: torch.dtype) -> bool:
     return rows <= _SKINNY.get(dtype, 0)
 
 
+def use_threads(count: int) -> None:
+    """Let the calling thread compute in so many threads; torch's own setter changes other threads' number too."""
+    _C.set_threads(count)
+
+
 _STATUS: dict[int, str] = {}
 _OFF: dict[str, str] = {}
 
