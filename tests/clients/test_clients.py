@@ -72,28 +72,40 @@ def test_node(name, run, server):
     assert use(run, server.url, "node", CLIENTS / f"node/use_{name}.mjs")["answers"]
 
 
-def test_replicas_behind_a_router_write_the_same_texts(tmp_path):
-    """docs/scale.md: any server may answer, and the router keeps what begins alike together."""
+def sglang_router(urls, port, _folder):
+    launch = ["launch", "--worker-urls", *urls, "--policy", "round_robin", "--prometheus-port", str(port + 1)]
+    return [CLIENTS / "router/bin/sglang-router", *launch], "/readiness"
+
+
+def litellm(urls, _port, folder):
+    each = [{"model": "openai/pair", "api_base": f"{url}/v1", "api_key": "none"} for url in urls]
+    config = {"model_list": [{"model_name": "pair", "litellm_params": params} for params in each]}
+    (folder / "litellm.yaml").write_text(json.dumps(config))  # JSON is YAML
+    return [CLIENTS / "proxy/bin/litellm", "--config", folder / "litellm.yaml"], "/health/readiness"
+
+
+@pytest.mark.parametrize("start", [sglang_router, litellm])
+def test_replicas_behind_a_router_write_the_same_texts(start, tmp_path):
+    """docs/scale.md: any server may answer."""
     with live() as first, live() as second, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port, servers = free.getsockname()[1], (first, second)
         free.close()
-        urls = [server.url.removesuffix("/v1") for server in servers]
-        command = [CLIENTS / "router/bin/sglang-router", "launch", "--worker-urls", *urls, "--policy", "round_robin"]
-        options = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(port + 1)]
-        with (tmp_path / "log").open("w") as log, subprocess.Popen([*command, *options], stdout=log) as router:
+        command, ready = start([server.url.removesuffix("/v1") for server in servers], port, tmp_path)
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # without it, it asks the network
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as router:
             try:
-                wait_until(lambda: "Activated" in (tmp_path / "log").read_text())
-                wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"))
-                bodies = [chat(TRIP, seed=5, temperature=1, max_tokens=60, stream=number > 3) for number in range(8)]
+                wait_until(lambda: answers(f"http://127.0.0.1:{port}{ready}"))
+                # LiteLLM draws a server: that it is one for all of them has a probability of 2e-6.
+                bodies = [chat(TRIP, seed=5, temperature=1, max_tokens=60, stream=number > 9) for number in range(20)]
                 url = f"http://127.0.0.1:{port}{CHAT}"
                 found = [httpx.post(url, json=body, timeout=120) for body in bodies]
             finally:
                 router.terminate()
-        whole = {answer.json()["choices"][0]["message"]["content"] for answer in found[:4]}
-        streamed = {
-            "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks(answer)) for answer in found[4:]
-        }
+        whole = {answer.json()["choices"][0]["message"]["content"] for answer in found[:10]}
+        deltas = [[chunk["choices"][0]["delta"] for chunk in chunks(answer)] for answer in found[10:]]
+        streamed = {"".join(delta.get("content") or "" for delta in each) for each in deltas}
         assert len(whole) == 1
         assert streamed == whole
         pages = [server.service.metrics.page().decode() for server in servers]
