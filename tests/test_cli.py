@@ -76,6 +76,7 @@ def test_help_and_wrong_options_import_nothing_slow(tmp_path):
     done = subprocess.run([sys.executable, "-c", QUICK, arguments], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [[code, []] for code, *_ in cases], done.stderr
     assert "pip install '.[serve]'" in done.stderr
+    assert "there is no command generat: did you mean generate?" in done.stderr
     assert "<bool>" not in re.sub(r".*--(help|install-completion|show-completion).*", "", done.stdout)
 
 

@@ -6,6 +6,7 @@ Entry points name the subcommands, here and in other packages.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib.metadata
 import sys
@@ -14,6 +15,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..terminal import printable
 from .running import run, set_debug
 
 _TRAINING = ("train", "learn", "regenerate", "export")
@@ -49,6 +51,10 @@ def application(named: str = "") -> typer.Typer:
         raise ValueError(
             f"dflash {named} is not installed: pip install 'dflash-engine{extra}', or '.{extra}' in a clone"
         )
+    if named and named not in found:
+        close = difflib.get_close_matches(named, found, 1)
+        meant = f": did you mean {close[0]}?" if close else ""
+        raise ValueError(f"there is no command {printable(named)}{meant} (dflash --help lists all)")
     asks = {"help_option_names": ["-h", "--help"]}
     # typer imports pydantic, which is slow, to learn that none of its own options stands before a command.
     own = dict.fromkeys(("add_completion", "add_help_option"), named not in found)
