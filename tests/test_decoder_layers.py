@@ -99,7 +99,7 @@ class Cache:
 
     def __init__(self, call: Call) -> None:
         self.keys, self.values = call.k_caches, call.v_caches
-        self.rotary, self.capacity = (call.cos, call.sin), call.k_caches[0].shape[2]
+        self.rotary, self.local_rotary, self.capacity = (call.cos, call.sin), None, call.k_caches[0].shape[2]
         self.sequences = call.sequences
 
 
