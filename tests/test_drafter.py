@@ -381,7 +381,7 @@ def test_quantized_weights_become_dense_if_asked_for_or_stay_packed(checkpoint, 
     (MODELOPT, "weight_scale", "weights in few bits need scales, and these have none: .* fc.weight torch.uint8"),
     (MODELOPT, "weight", "fc.weight is stored in a way that cannot be read: fc.input_scale .* fc.weight_scale"),
     (None, None, "config.json has no quantization_config, which must say how to read .* fc.weight torch.uint8"),
-    ({"quant_method": "bitsandbytes"}, None, "quant_method must be one of awq, .* modelopt, got bitsandbytes"),
+    ({"quant_method": "bitsandbytes"}, None, "quant_method must be one of awq, .* mlx, got bitsandbytes"),
 ])  # fmt: skip
 def test_quantized_weights_that_are_not_whole_are_refused(checkpoint, settings, lost, message):
     parts, _ = nvfp4(*checkpoint.tensors.pop("fc.weight").shape)

@@ -135,7 +135,7 @@ UNFIT = {
     "its mask_token_id is 97, the target embeds": lambda target: untied(
         target, "vocab_size", mask_token_id=97, target_layer_ids=[0, 2]
     ),
-    "draft must be a module or None, got str: load it once": lambda _: "a folder",
+    "draft must be a module, 'mtp' or None, got str: load it once": lambda _: "a folder",
     "draft must be": lambda _: torch.nn.Linear(2, 2),
 }
 

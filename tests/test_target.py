@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCa
 import dflash
 from dflash.targets import Target, UnsupportedTargetError, structural_copy
 
-FUSED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+FUSED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma3"}
 
 
 def ids(length: int = 60) -> torch.Tensor:
