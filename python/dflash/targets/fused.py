@@ -175,12 +175,13 @@ class Family(NamedTuple):
 _LINEARS = (nn.Linear, PackedLinear)
 _PLAIN = (*_LINEARS, nn.Conv1d, nn.SiLU, SiLUActivation)
 _PARTS = ("DecoderLayer", "GatedDeltaNet", "MLP", "RMSNorm", "RMSNormGated")  # classes of a layer, next to Attention
-_BEFORE = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
-_AROUND = {
-    "input_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm",
-    "post_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
+_NORMS = {  # of a layer, by `Family.sandwiched`
+    False: {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
+    True: {
+        "input_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm",
+        "post_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
+    },
 }  # fmt: skip
-_NORMS = {False: _BEFORE, True: _AROUND}  # of a layer, by `Family.sandwiched`
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")  # that no family has on
 _ROPES = ("", "full_attention_", "sliding_attention_")  # before the names of a rotary embedding's tables
 _DELTA_NET = ("qkv", "z", "b", "a")  # the input projections of a Gated DeltaNet
