@@ -28,8 +28,8 @@ KERNEL_FLAGS = ["-fno-math-errno", "-fno-exceptions", "-ffp-contract=off"]
 def instruction_sets() -> dict[str, list[str]]:
     """Return the sets that CMakeLists.txt has for Arm, with their own flags, from the plainest to the best."""
     text = (ROOT / "CMakeLists.txt").read_text()
-    found = re.findall(r'add_cpu_kernels\((neon|\w+) "\$\{(?:CPU|PRODUCT)_KERNELS\}" ?(.*)\)', text)
-    return {isa: flags.split() for isa, flags in found if isa == "neon" or "DFLASH_BASE=neon" in flags}
+    found = re.findall(r"instruction_set\((\w+) neon ?(.*)\)", text)
+    return {isa: flags.split() + ["-DDFLASH_BASE=neon"] * (isa != "neon") for isa, flags in found}
 
 
 def build() -> Path:
@@ -40,7 +40,7 @@ def build() -> Path:
     sets = instruction_sets()
     kernels = [path for path in sorted((csrc / "cpu").rglob("*.cpp")) if path.stem not in ("dispatch", "team")]
     names = re.findall(r"(?:PRODUCT|CPU)_KERNEL\((\w+)", (csrc / "binding" / "params.h").read_text())
-    found = [f"-DDFLASH_WITH_{isa.upper()}=1" for isa in sets]
+    found = ["-DDFLASH_SETS=" + "".join(f"SET({isa})" for isa in sets)]
     jobs = [(path, [*found, "-fwrapv"]) for path in (csrc / "cpu/base/dispatch.cpp", csrc / "cpu/base/team.cpp")]
     jobs.append((HERE / "harness.cpp", []))
     for isa, flags in sets.items():

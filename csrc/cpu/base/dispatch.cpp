@@ -2,16 +2,16 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
-#if DFLASH_WITH_AVX_VNNI || (DFLASH_WITH_AMX && !DFLASH_EMULATE_TILES)
+#if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#if DFLASH_WITH_AMX && !DFLASH_EMULATE_TILES
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#if DFLASH_WITH_NEON && defined(__APPLE__)
+#if defined(__APPLE__)
 #include <sys/sysctl.h>
-#elif DFLASH_WITH_NEON
+#elif defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
 
@@ -19,142 +19,102 @@
 
 namespace dflash {
 
-#define TABLE(isa)                 \
+// DFLASH_SETS is SET(isa) for each set of this build, from the plainest to the best.
+#define SET(isa)                   \
   namespace isa {                  \
   extern const CpuKernels kernels; \
   }
+DFLASH_SETS
+#undef SET
 
 namespace {
 
 struct InstructionSet {
   const CpuKernels* kernels;
   bool (*runs_here)();
-  bool only_by_name = false;
 };
 
-}  // namespace
+[[maybe_unused]] bool has_scalar() { return true; }
 
-#if DFLASH_WITH_SCALAR
-TABLE(scalar)
-#endif
-#if DFLASH_WITH_AVX2
-TABLE(avx2)
-#endif
-#if DFLASH_WITH_AVX2 || DFLASH_WITH_AVX512
-static bool has_avx2() {
+// ---- which of them the processor and the system run; a build may lack any of them
+
+#if defined(__x86_64__)
+[[maybe_unused]] bool has_avx2() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
-#endif
-#if DFLASH_WITH_AVX_VNNI
-TABLE(avx_vnni)
 
-static bool has_avx_vnni() {
+[[maybe_unused]] bool has_avx_vnni() {
   unsigned a, b, c, d;
   return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
 }
-#endif
-#if DFLASH_WITH_AVX512
-TABLE(avx512)
 
-static bool has_avx512() {
+[[maybe_unused]] bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-#endif
-#if DFLASH_WITH_AVX512_BF16
-TABLE(avx512_bf16)
 
-static bool has_avx512_bf16() {
+[[maybe_unused]] bool has_avx512_bf16() {
   return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
-#endif
-
-#if DFLASH_WITH_AMX
-TABLE(amx)
 
 #if DFLASH_EMULATE_TILES
 constexpr bool kEmulateTiles = true;
-static bool has_tiles() { return true; }
-static int tile_refusal() { return 0; }
+bool has_tiles() { return true; }
+int tile_refusal() { return 0; }
 #else
 constexpr bool kEmulateTiles = false;
-static bool has_tiles() {
+bool has_tiles() {
   unsigned a, b, c, d;
   const unsigned all = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
-  __builtin_cpu_init();
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all && __builtin_cpu_supports("avx512bf16") &&
-         __builtin_cpu_supports("avx512vnni");
+  return has_avx512_bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all;
 }
 
 // Linux lends tile registers to processes that ask. Returns 0 if this one has them, errno otherwise. Asking only
 // permits: a thread's memory for the registers is taken when it first uses them. But it cannot be undone, and new
 // alternate signal stacks must have room for the registers from then on. cpu_isas() asks too, whatever is chosen.
-static int tile_refusal() {
+int tile_refusal() {
+#if defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   static const int refusal = syscall(SYS_arch_prctl, kRequestPermission, kTileData) ? errno : 0;
   return refusal;
+#else
+  return ENOSYS;
+#endif
 }
 #endif
 
-static bool has_amx() { return has_avx512() && has_tiles() && tile_refusal() == 0; }
+[[maybe_unused]] bool has_amx() { return has_avx512() && has_tiles() && tile_refusal() == 0; }
+#else
+constexpr bool kEmulateTiles = false;
+bool has_tiles() { return false; }
+int tile_refusal() { return 0; }
 #endif
 
-#if DFLASH_WITH_NEON
-TABLE(neon)
+#if defined(__aarch64__)
+[[maybe_unused]] bool has_neon() { return true; }
 
 #if defined(__APPLE__)
-static bool has_feature(const char* name) {
+bool has_feature(const char* name) {
   int there = 0;
   size_t size = sizeof(there);
   return sysctlbyname(name, &there, &size, nullptr, 0) == 0 && there;
 }
-[[maybe_unused]] static bool has_dotprod() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
-[[maybe_unused]] static bool has_i8mm() { return has_dotprod() && has_feature("hw.optional.arm.FEAT_I8MM"); }
+[[maybe_unused]] bool has_dotprod() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+[[maybe_unused]] bool has_i8mm() { return has_dotprod() && has_feature("hw.optional.arm.FEAT_I8MM"); }
 #else
 // Bits of the two words in which Linux names the features of a processor.
 constexpr unsigned long kDotProd = 1ul << 20, kInt8MatMul = 1ul << 13;
-[[maybe_unused]] static bool has_dotprod() { return getauxval(AT_HWCAP) & kDotProd; }
-[[maybe_unused]] static bool has_i8mm() { return has_dotprod() && getauxval(AT_HWCAP2) & kInt8MatMul; }
+[[maybe_unused]] bool has_dotprod() { return getauxval(AT_HWCAP) & kDotProd; }
+[[maybe_unused]] bool has_i8mm() { return has_dotprod() && getauxval(AT_HWCAP2) & kInt8MatMul; }
 #endif
-#endif
-#if DFLASH_WITH_DOTPROD
-TABLE(dotprod)
-#endif
-#if DFLASH_WITH_I8MM
-TABLE(i8mm)
 #endif
 
-// From the plainest to the best.
-static const InstructionSet kSets[] = {
-#if DFLASH_WITH_SCALAR
-    {&scalar::kernels, [] { return true; }},
-#endif
-#if DFLASH_WITH_NEON
-    {&neon::kernels, [] { return true; }},
-#endif
-#if DFLASH_WITH_DOTPROD
-    {&dotprod::kernels, has_dotprod},
-#endif
-#if DFLASH_WITH_I8MM
-    {&i8mm::kernels, has_i8mm},
-#endif
-#if DFLASH_WITH_AVX2
-    {&avx2::kernels, has_avx2},
-#endif
-#if DFLASH_WITH_AVX_VNNI
-    {&avx_vnni::kernels, has_avx_vnni},
-#endif
-#if DFLASH_WITH_AVX512
-    {&avx512::kernels, has_avx512},
-#endif
-#if DFLASH_WITH_AVX512_BF16
-    {&avx512_bf16::kernels, has_avx512_bf16},
-#endif
-#if DFLASH_WITH_AMX
-    {&amx::kernels, has_amx, kEmulateTiles},
-#endif
-};
+#define SET(isa) {&isa::kernels, has_##isa},
+const InstructionSet kSets[] = {DFLASH_SETS};
+#undef SET
+
+}  // namespace
 
 std::vector<std::string> cpu_isas() {
   std::vector<std::string> names;
@@ -180,8 +140,11 @@ static const CpuKernels& choose() {
   const char* variable = std::getenv("DFLASH_ISA");
   const std::string wanted = variable ? variable : "";
   const CpuKernels* best = nullptr;
-  for (const InstructionSet& set : kSets)
-    if ((wanted.empty() ? !set.only_by_name : wanted == set.kernels->isa) && set.runs_here()) best = set.kernels;
+  for (const InstructionSet& set : kSets) {
+    const std::string name = set.kernels->isa;
+    const bool only_by_name = kEmulateTiles && name == "amx";
+    if ((wanted.empty() ? !only_by_name : wanted == name) && set.runs_here()) best = set.kernels;
+  }
   if (best) return *best;
   if (wanted.empty())
     throw std::runtime_error(
@@ -190,10 +153,8 @@ static const CpuKernels& choose() {
   std::string names;
   for (const std::string& name : cpu_isas()) names += (names.empty() ? "" : ", ") + name;
   std::string reason;
-#if DFLASH_WITH_AMX
   if (wanted == "amx" && has_tiles() && tile_refusal())
     reason = std::string("the system gives no tile registers (") + std::strerror(tile_refusal()) + "); ";
-#endif
   throw std::runtime_error("DFLASH_ISA=" + wanted + " cannot run here: " + reason + "this build and processor have " +
                            names);
 }
