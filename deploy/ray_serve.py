@@ -4,9 +4,9 @@ pip install 'ray[serve]' httpx
 DFLASH_MODEL=Qwen/Qwen3-8B serve run deploy.ray_serve:replicas
 """
 
-import asyncio
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator
 
 import httpx
@@ -36,10 +36,21 @@ class Replica:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
         self._process = subprocess.Popen(["dflash", "serve", "--host", "127.0.0.1", "--port", str(port)])
-        self._client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None)
+        self._client = httpx.AsyncClient(base_url=url, timeout=None)
+        while not self._is_loaded(url):  # until then, Ray asks the others
+            self.check_health()
+            time.sleep(0.5)
 
-    async def check_health(self) -> None:
+    @staticmethod
+    def _is_loaded(url: str) -> bool:
+        try:
+            return httpx.get(f"{url}/health").status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    def check_health(self) -> None:
         """Ray calls it: a replica whose server has ended is replaced."""
         if self._process.poll() is not None:
             raise RuntimeError(f"dflash serve has ended with code {self._process.returncode}: see its log")
@@ -49,16 +60,10 @@ class Replica:
         """Pass a request on, and its answer back as it comes."""
         headers = {name: value for name, value in request.headers.items() if name not in _OF_CONNECTION}
         body = await request.body()
-        while True:
-            asked = self._client.build_request(request.method, f"/{path}", headers=headers, content=body)
-            try:
-                answer = await self._client.send(asked, stream=True)
-            except httpx.ConnectError:  # it takes its port at once, and answers 503 until its model is loaded
-                await self.check_health()
-                await asyncio.sleep(0.5)
-                continue
-            kept = {name: value for name, value in answer.headers.items() if name not in _OF_CONNECTION}
-            return StreamingResponse(_pieces(answer), answer.status_code, kept)
+        asked = self._client.build_request(request.method, f"/{path}", headers=headers, content=body)
+        answer = await self._client.send(asked, stream=True)
+        kept = {name: value for name, value in answer.headers.items() if name not in _OF_CONNECTION}
+        return StreamingResponse(_pieces(answer), answer.status_code, kept)
 
     def __del__(self) -> None:
         self._process.terminate()

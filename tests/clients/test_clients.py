@@ -3,17 +3,21 @@
 `.ci/run clients` installs them in the folder DFLASH_CLIENTS. A client that is missing fails its test.
 """
 
+import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
 import pytest
 from served import CHAT, TRIP, chat, chunks, live, wait_until
 
+ROOT = Path(__file__).parents[2]
 CLIENTS = Path(os.environ.get("DFLASH_CLIENTS", "clients"))
 ASK = 'Please call weather {"city": "Oslo"} now.'
 TEXT = "Streams come in pieces: ünïcödé, 🙂, and the end."
@@ -84,32 +88,62 @@ def litellm(urls, _port, folder):
     return [CLIENTS / "proxy/bin/litellm", "--config", folder / "litellm.yaml"], "/health/readiness"
 
 
+@contextlib.contextmanager
+def started(command, port, ready, **variables):
+    """Start a program and wait until its port answers at ``ready``; yield its address."""
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT, env={**os.environ, **variables}) as program:
+        try:
+            wait_until(lambda: answers(url + ready))
+            yield url
+        finally:
+            program.terminate()
+
+
+def assert_same_texts(url) -> None:
+    # A server is drawn for each: that it is one for all of them has a probability of 2e-6.
+    bodies = [chat(TRIP, seed=5, temperature=1, max_tokens=60, stream=number > 9) for number in range(20)]
+    found = [httpx.post(url + CHAT, json=body, timeout=120) for body in bodies]
+    whole = {answer.json()["choices"][0]["message"]["content"] for answer in found[:10]}
+    deltas = [[chunk["choices"][0]["delta"] for chunk in chunks(answer)] for answer in found[10:]]
+    streamed = {"".join(delta.get("content") or "" for delta in each) for each in deltas}
+    assert len(whole) == 1
+    assert streamed == whole
+
+
 @pytest.mark.parametrize("start", [sglang_router, litellm])
 def test_replicas_behind_a_router_write_the_same_texts(start, tmp_path):
     """docs/scale.md: any server may answer."""
-    with live() as first, live() as second, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port, servers = free.getsockname()[1], (first, second)
-        free.close()
+    with live() as first, live() as second:
+        port, servers = free_port(), (first, second)
         command, ready = start([server.url.removesuffix("/v1") for server in servers], port, tmp_path)
         command += ["--host", "127.0.0.1", "--port", str(port)]
-        environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # without it, it asks the network
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as router:
-            try:
-                wait_until(lambda: answers(f"http://127.0.0.1:{port}{ready}"))
-                # LiteLLM draws a server: that it is one for all of them has a probability of 2e-6.
-                bodies = [chat(TRIP, seed=5, temperature=1, max_tokens=60, stream=number > 9) for number in range(20)]
-                url = f"http://127.0.0.1:{port}{CHAT}"
-                found = [httpx.post(url, json=body, timeout=120) for body in bodies]
-            finally:
-                router.terminate()
-        whole = {answer.json()["choices"][0]["message"]["content"] for answer in found[:10]}
-        deltas = [[chunk["choices"][0]["delta"] for chunk in chunks(answer)] for answer in found[10:]]
-        streamed = {"".join(delta.get("content") or "" for delta in each) for each in deltas}
-        assert len(whole) == 1
-        assert streamed == whole
+        with started(command, port, ready, LITELLM_LOCAL_MODEL_COST_MAP="True") as url:  # or it asks the network
+            assert_same_texts(url)
         pages = [server.service.metrics.page().decode() for server in servers]
         assert all('dflash_requests_total{outcome="completed"} ' in page for page in pages)
+
+
+def test_replicas_of_ray_serve_write_the_same_texts(tmp_path):
+    port, config = free_port(), tmp_path / "serve.yaml"
+    replicas = {"import_path": "deploy.ray_serve:replicas", "route_prefix": "/"}
+    config.write_text(json.dumps({"http_options": {"port": port}, "applications": [replicas]}))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # of the command dflash
+    variables = {"DFLASH_NAME": "pair", "HOME": str(tmp_path), "PATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [CLIENTS / "ray/bin/serve", "run", config]
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,  # of sockets: their paths must be short
+        started(command, port, "/health", RAY_TMPDIR=folder, **variables) as url,
+    ):
+        assert_same_texts(url)
+        pages = [httpx.get(f"{url}/metrics").text for _ in range(20)]
+    assert len({re.search(r"^process_start_time_seconds (.+)", page, re.M)[1] for page in pages}) == 2
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def answers(url) -> bool:
