@@ -19,9 +19,10 @@ from ..drafter.mtp import MTP, MtpHead
 from ..files import find_shards, open_tensors, read_json, read_torch_file
 from ..ops import PackedWeight
 from ..terminal import listed, named, printable, shortened
-from .gguf import BlocksOfFile, find_gguf, read_gguf
+from .fill import StoredWeight
+from .gguf import find_gguf, read_gguf
 from .gguf_draft import gguf_config, gguf_tensors
-from .quantized import FEW_BITS, Quantized, Scheme, Values, read_draft_scheme, read_weights
+from .quantized import FEW_BITS, Quantized, Scheme, read_draft_scheme, read_weights
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -160,7 +161,7 @@ def _from_path(path: Path, dtype: torch.dtype | None, device: torch.device | str
     return _load(config, printable(path), weights, dtype, device, keeps_blocks)
 
 
-Stored = Tensor | Quantized | BlocksOfFile | PackedWeight
+Stored = Tensor | StoredWeight | PackedWeight
 
 
 def _read_quantized(
@@ -278,9 +279,9 @@ def _fill(
     return unpacked
 
 
-def _packed_parts(weight: Quantized | BlocksOfFile, sizes: Mapping[str, int]) -> dict[str, PackedWeight]:
+def _packed_parts(weight: StoredWeight, sizes: Mapping[str, int]) -> dict[str, PackedWeight]:
     """Return a weight packed, by parameters, each of so many of its rows; none if it cannot stay packed."""
-    if isinstance(weight, Values) or weight.obstacle or (made := weight.pack())[1] is not None:
+    if (made := weight.pack()) is None or made[1] is not None:
         return {}
     rows = torch.arange(made[0].shape[0]).split([*sizes.values()])
     return {part: made[0].select(ids) if len(sizes) > 1 else made[0] for part, ids in zip(sizes, rows, strict=True)}

@@ -160,23 +160,19 @@ class BlocksOfFile:
     def shape(self) -> torch.Size:
         return torch.Size(self.file.shapes[self.name])
 
-    @property
-    def obstacle(self) -> str:
-        """Why it cannot stay packed; empty if it can."""
-        kind = self.file.kind(self.name)
-        return "" if kind in BLOCKS else f"no kernel reads {kind}"
-
     def dense(self) -> Tensor:
         """Return the values in float32."""
         return self.file.tensor(self.name)
 
     @functools.cached_property
-    def _packed(self) -> PackedWeight:
+    def _packed(self) -> tuple[PackedWeight, None] | None:
+        if (kind := self.file.kind(self.name)) not in BLOCKS:
+            return None
         rows = torch.from_numpy(self.file.rows(self.name).copy())
-        return PackedWeight.of_blocks(rows, BLOCKS[self.file.kind(self.name)], self.shape[-1])
+        return PackedWeight.of_blocks(rows, BLOCKS[kind], self.shape[-1]), None
 
-    def pack(self) -> tuple[PackedWeight, None]:
-        return self._packed, None  # the same for all parameters that it is
+    def pack(self) -> tuple[PackedWeight, None] | None:
+        return self._packed  # the same for all parameters that it is
 
 
 def read_gguf(path: Path) -> GgufFile:

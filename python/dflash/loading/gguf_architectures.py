@@ -6,7 +6,7 @@ After llama.cpp's converter (conversion/*.py) and what its models read (src/mode
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -63,7 +63,6 @@ class Architecture(NamedTuple):
     Attributes:
         model_type: of its config.
         needs: a key, or the end of a tensor's name, that a file of this type has. The first row that fits counts.
-        unused: keys that change nothing, next to `_UNUSED`.
         fixed: values of the config that no file states.
         same: keys that must have one value, if they are there.
         rope: parameters of RoPE that no file states.
@@ -75,7 +74,6 @@ class Architecture(NamedTuple):
 
     model_type: str
     needs: str = ""
-    unused: Collection[str] = ()
     fixed: Mapping[str, Any] = {}
     same: Mapping[str, Any] = {}
     rope: Mapping[str, Any] = {}

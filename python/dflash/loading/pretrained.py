@@ -146,10 +146,10 @@ class Pretrained:
 
         def fill(empty: Any) -> None:
             if (file := self.gguf) is not None:
-                load_weights(empty, file, dtype, keeps_blocks=packs)
+                load_weights(empty, file, keeps_blocks=packs)
                 file.__dict__.pop("_bytes", None)  # the mapped file: copies of the target must not hold it
             else:
-                QuantizedFolder(self.name, read_headers(files), scheme, empty, dtype, packs).load()
+                QuantizedFolder(self.name, read_headers(files), scheme, empty, packs).load()
 
         if self.gguf is not None or (scheme is not None and files and all(x.suffix == ".safetensors" for x in files)):
             with self._readable_errors():  # the device may be full
