@@ -31,6 +31,7 @@ _MASK_EMBEDDING_BYTES = 2**24  # at most: 2**20 values of 8 bytes, and room for 
 _PREFIXES = {"model.": "", "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 _PREFIXES |= {"logit_head.": "", "markov_w1.": "markov_head.markov_w1.", "markov_w2.": "markov_head.markov_w2."}
 _PREFIXES[MASK_EMBEDDING_FILE] = "mask_embedding"
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # The reference package saves them under these names, files on the hub have them without the suffix.
 _CODEBOOKS = ("predecessor_codebook.weight", "successor_codebook.weight")
 _DFLASH2_PARTS = ("attention_conv", "mlp_conv", "candidate_selector")
@@ -171,10 +172,21 @@ def _read_quantized(
     if scheme is None and not any(tensor.dtype in FEW_BITS for tensor in stored.values()):
         return stored
     own = _with_own_parts(config, {_translate(name) for name in stored}, source)
-    skeleton = Drafter(own, device="meta")
-    shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
-    shapes |= {name: tensor.shape for name, tensor, _ in skeleton.packed_tensors()}
+    shapes, _ = _expected(own)
     return read_weights(stored, scheme, lambda name: shapes.get(_translate(name)), source)
+
+
+def _expected(config: DraftConfig) -> tuple[dict[str, torch.Size], dict[str, dict[str, int]]]:
+    """Return shapes by the names of tensors that a drafter may have, and the rows of the parameters that each holds."""
+    shapes = {name: tensor.shape for name, tensor in Drafter(config, device="meta").state_dict().items()}
+    parts = {name: {name: shape[0]} for name, shape in shapes.items()}
+    for name, shape in list(shapes.items()):
+        for fused, (first, *others) in _FUSED.items():
+            if f".{first}." in name:
+                rows = {each: shapes[each][0] for each in (name, *(name.replace(first, other) for other in others))}
+                parts[name.replace(first, fused)] = rows
+                shapes[name.replace(first, fused)] = torch.Size([sum(rows.values()), *shape[1:]])
+    return shapes, parts
 
 
 def _packs(dtype: torch.dtype, device: torch.device | str) -> bool:
@@ -206,11 +218,7 @@ def _load(
         config = dataclasses.replace(config, draft_vocab_size=config.vocab_size if d2t.any() else None)
     config = _with_own_parts(config, set(names.values()), source)
     # 2. Each stored tensor must be a parameter or a packed tensor, and each parameter must be stored exactly once
-    skeleton = Drafter(config, device="meta")
-    parameters = {parameter: name for name, parameter in skeleton.named_parameters()}
-    expected, parts = skeleton.state_dict(), {name: [name] for name in skeleton.state_dict()}
-    for name, tensor, views in skeleton.packed_tensors():
-        expected[name], parts[name] = tensor, [parameters[parameter] for parameter in views]
+    expected, parts = _expected(config)
     if unknown := [given for given, name in names.items() if name not in expected]:
         raise ValueError(f"{source}: unknown tensors: {listed(unknown)} ({_sizes(config)})")
     origins: dict[str, str] = {}
@@ -219,12 +227,12 @@ def _load(
             if part in origins:
                 raise ValueError(f"{source}: tensors {named(origins[part])} and {named(given)} both hold {part}")
             origins[part] = given
-    if missing := [name for name in skeleton.state_dict() if name not in origins]:
+    if missing := [name for name in expected if name in parts[name] and name not in origins]:
         raise ValueError(f"{source}: missing tensors: {listed(missing)} ({_sizes(config)})")
     # 3. Shapes must be those of the config, and the types those that drafters are stored in
     tensors = {name: stored[given] for given, name in names.items()}
     for given, name in names.items():
-        what, tensor, shape = f"tensor {named(given)}", stored[given], list(expected[name].shape)
+        what, tensor, shape = f"tensor {named(given)}", stored[given], list(expected[name])
         if list(tensor.shape) != shape:
             what = f"the config makes {what} {shape}, got {shortened(list(tensor.shape))}"
             raise ValueError(f"{source}: {what} ({_sizes(config)})")
@@ -241,8 +249,7 @@ def _load(
     # 4. Allocate. Memory that is not written to before packed weights take its place is not used
     first = next(x for x in map(tensors.get, ("fc.weight", "hidden_norm.weight")) if isinstance(x, Tensor))
     drafter = Drafter(config, dtype=dtype or first.dtype, device=first.device if device is None else device)
-    sizes = {name: {part: len(expected[part]) for part in parts[name]} for name in tensors}
-    if unpacked := _fill(drafter, tensors, sizes, packs=keeps_blocks and _packs(drafter.dtype, drafter.device)):
+    if unpacked := _fill(drafter, tensors, parts, packs=keeps_blocks and _packs(drafter.dtype, drafter.device)):
         what = f"{len(unpacked)} quantized weights become dense in {drafter.dtype}"
         warnings.warn(f"{source}: {what}: {listed(unpacked)}", stacklevel=4)
     drafter.refresh()
