@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..terminal import listed, named, printable
-from .gguf import GgufFile
+from .gguf import GgufFile, shortest
 
 _STOPS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -33,9 +32,7 @@ class Keys:
         name = f"{self.file.architecture}.{key}"
         self.read.add(name)
         value = self.file.metadata.get(name, default)
-        if isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]
-        return float(str(np.float32(value))) if isinstance(value, float) else value  # 1e-05, not 9.9999997e-06
+        return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
 
     def peek(self, key: str) -> Any:
         """Return a value as it is, which does not count as read."""
@@ -277,8 +274,7 @@ def _mscale(keys: Keys, row: Architecture) -> dict[str, float]:
     unit = 0.1 if row.is_latent else 1.0
     if not (found := keys.get("rope.scaling.yarn_log_multiplier")):
         return {}
-    scale = float(str(np.float32(found / unit)))
-    return {"mscale": scale, "mscale_all_dim": scale}
+    return dict.fromkeys(("mscale", "mscale_all_dim"), shortest(found / unit))
 
 
 def _as_llama3(file: GgufFile, row: Architecture, config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
