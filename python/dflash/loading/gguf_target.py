@@ -211,13 +211,17 @@ def _parts_of(model: nn.Module, file: GgufFile, draft_block: int | None, changed
     return parts
 
 
+def head_places(block: int) -> dict[str, str]:
+    """Return how names begin in a head for drafts, a model of one layer, by how they do in a model with all layers."""
+    layer = f"model.layers.{block}."
+    joins = {f"{layer}{join}.": f"{join}." for join in ("eh_proj", "enorm", "hnorm")}
+    return {**joins, f"{layer}shared_head.norm.": "model.norm.", layer: "model.layers.0."}
+
+
 def _name_in_block(name: str, block: int) -> str:
     """Return what a tensor of a head for drafts is called in a model with all layers; empty for the target's own."""
-    layer = f"model.layers.{block}."
-    starts = {"model.layers.0.": layer, "model.norm.": f"{layer}shared_head.norm."}
-    starts |= {f"{join}.": f"{layer}{join}." for join in ("eh_proj", "enorm", "hnorm")}
-    start = next((start for start in starts if name.startswith(start)), None)
-    return "" if start is None else starts[start] + name.removeprefix(start)
+    places = head_places(block).items()
+    return next((start + name.removeprefix(own) for start, own in places if name.startswith(own)), "")
 
 
 def _check_shape(part: _Part, like: Tensor, module: nn.Module) -> None:
