@@ -19,7 +19,7 @@ from ..drafter.mtp import MTP, MtpHead
 from ..files import find_shards, open_tensors, read_json, read_torch_file
 from ..ops import PackedWeight
 from ..terminal import listed, named, printable, shortened
-from .fill import StoredWeight
+from .fill import StoredWeight, can_pack
 from .gguf import find_gguf, read_gguf
 from .gguf_draft import gguf_config, gguf_tensors
 from .quantized import FEW_BITS, Quantized, Scheme, read_draft_scheme, read_weights
@@ -119,7 +119,7 @@ def _from_module(
 ) -> Drafter:
     if isinstance(module, Drafter):
         wanted = dtype or module.dtype, torch.empty(0, dtype=torch.uint8, device=device or module.device).device
-        if module.packed_weights() and not (keeps_blocks and _packs(*wanted)):
+        if module.packed_weights() and not (keeps_blocks and can_pack(*wanted)):
             return _load(module.config, "the drafter", module.weights(), *wanted, keeps_blocks=False)
         if wanted == (module.dtype, module.device):
             return module
@@ -189,11 +189,6 @@ def _expected(config: DraftConfig) -> tuple[dict[str, torch.Size], dict[str, dic
     return shapes, parts
 
 
-def _packs(dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Return True if kernels multiply rows of this dtype by packed weights there."""
-    return torch.device(device).type == "cpu" and dtype in (torch.float32, torch.bfloat16)
-
-
 def _load(
     config: DraftConfig, source: str, stored: Mapping[str, Stored], dtype: torch.dtype | None,
     device: torch.device | str | None, keeps_blocks: bool,
@@ -249,7 +244,7 @@ def _load(
     # 4. Allocate. Memory that is not written to before packed weights take its place is not used
     first = next(x for x in map(tensors.get, ("fc.weight", "hidden_norm.weight")) if isinstance(x, Tensor))
     drafter = Drafter(config, dtype=dtype or first.dtype, device=first.device if device is None else device)
-    if unpacked := _fill(drafter, tensors, parts, packs=keeps_blocks and _packs(drafter.dtype, drafter.device)):
+    if unpacked := _fill(drafter, tensors, parts, packs=keeps_blocks and can_pack(drafter.dtype, drafter.device)):
         what = f"{len(unpacked)} quantized weights become dense in {drafter.dtype}"
         warnings.warn(f"{source}: {what}: {listed(unpacked)}", stacklevel=4)
     drafter.refresh()
@@ -270,8 +265,12 @@ def _fill(
     """
     kept: dict[str, PackedWeight] = {}
     for name, weight in tensors.items():
-        if packs and not isinstance(weight, (Tensor, PackedWeight)) and all(map(drafter.can_pack, sizes[name])):
-            kept |= _packed_parts(weight, sizes[name])
+        takes = packs and not isinstance(weight, (Tensor, PackedWeight)) and all(map(drafter.can_pack, sizes[name]))
+        packed, order = (weight.pack() if takes else None) or (None, None)
+        if packed is not None and order is None:
+            rows = torch.arange(packed.shape[0]).split([*sizes[name].values()])
+            for part, ids in zip(sizes[name], rows, strict=True):
+                kept[part] = packed.select(ids) if len(rows) > 1 else packed
     drafter.pack_(kept)
     places, unpacked = drafter.state_dict(), []
     for name, weight in tensors.items():
@@ -284,14 +283,6 @@ def _fill(
             places[part].copy_(rows)
     _undo_storage(drafter)
     return unpacked
-
-
-def _packed_parts(weight: StoredWeight, sizes: Mapping[str, int]) -> dict[str, PackedWeight]:
-    """Return a weight packed, by parameters, each of so many of its rows; none if it cannot stay packed."""
-    if (made := weight.pack()) is None or made[1] is not None:
-        return {}
-    rows = torch.arange(made[0].shape[0]).split([*sizes.values()])
-    return {part: made[0].select(ids) if len(sizes) > 1 else made[0] for part, ids in zip(sizes, rows, strict=True)}
 
 
 def _undo_storage(drafter: Drafter) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..ops import PackedWeight
 from ..targets import PackedEmbedding, PackedExperts, PackedLinear, experts_layout
+from ..targets.model import KERNEL_DTYPES
 
 T = TypeVar("T")
 
@@ -29,6 +30,11 @@ class StoredWeight(Protocol):
 
         None if it cannot stay packed.
         """
+
+
+def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Return True if kernels multiply rows of this dtype by packed weights there."""
+    return torch.device(device).type == "cpu" and dtype in KERNEL_DTYPES["cpu"]
 
 
 def by_module(weights: Mapping[str, T]) -> dict[str, dict[str, T]]:
