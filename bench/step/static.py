@@ -1,5 +1,7 @@
 """The static peer: what torch.compile and StaticCache make of a step of the same pair."""
 
+from collections.abc import Sequence
+
 import harness
 import torch
 from internals import ForcedStep, cache_layers, find_layers, make_runner, structural_copy
@@ -39,6 +41,8 @@ class StaticStep:
         self.masks = self.tokens.new_full((batch, BLOCK - 1), MASK)
         self.slots = torch.arange(capacity, device=device)
         self.report = self.tokens.new_zeros(batch, 1 + 2 * BLOCK)
+        self.qkv = [_stacked(layer.self_attn, "qkv") for layer in self.drafter.layers]
+        self.gate_up = [_stacked(layer.mlp, ("gate", "up")) for layer in self.drafter.layers]
         # 3. Hooks for the taps, and what launches the step
         self.taps: dict[int, Tensor] = {}
         self._hook_taps()
@@ -113,7 +117,7 @@ class StaticStep:
         for i, layer in enumerate(draft.layers):
             # 2. q of the block, k and v of context and block
             attention, mlp = layer.self_attn, layer.mlp
-            qkv = F.linear(torch.cat([features, layer.input_layernorm(residual)], 1), draft.qkv_weight[i])
+            qkv = F.linear(torch.cat([features, layer.input_layernorm(residual)], 1), self.qkv[i])
             qkv = qkv.unflatten(2, (-1, config.head_dim)).transpose(1, 2)
             q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
             q = harness.rotate(attention.q_norm(q[:, :, BLOCK:]), cos[:, :, BLOCK:], sin[:, :, BLOCK:])
@@ -127,9 +131,13 @@ class StaticStep:
             out = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask)
             residual = residual + attention.o_proj(out.transpose(1, 2).flatten(2))
             # 4. MLP
-            gate, up = F.linear(layer.post_attention_layernorm(residual), draft.gate_up_weight[i]).chunk(2, -1)
+            gate, up = F.linear(layer.post_attention_layernorm(residual), self.gate_up[i]).chunk(2, -1)
             residual = residual + mlp.down_proj(F.silu(gate) * up)
         return draft.norm(residual)
+
+
+def _stacked(module: nn.Module, names: Sequence[str]) -> Tensor:
+    return torch.cat([module.get_submodule(f"{name}_proj").weight for name in names])
 
 
 def static(setting: Setting) -> Run:

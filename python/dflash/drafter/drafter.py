@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +25,6 @@ from .config import DFlash2Config, DraftConfig
 class Drafter(nn.Module):
     """The draft model, under the parameter names of published checkpoints. See `load_draft`; a new one has no values.
 
-    The q, k and v projections are views of ``qkv_weight [layers, (heads + 2 * kv_heads) * head_dim, hidden]`` and
-    ``qkv_bias``, gate and up of ``gate_up_weight [layers, 2 * intermediate, hidden]``: prefill computes the K/V of all
-    layers in one product. The stacks are buffers outside the state dict. Moves, copies and loads keep the
-    parameters views of them. After `pack_` there are none.
-
     Args:
         config: its shape and rules.
         dtype: dtype of every parameter.
@@ -41,20 +36,14 @@ class Drafter(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        layers, hidden, width = config.num_hidden_layers, config.hidden_size, config.intermediate_size
-        heads = config.num_attention_heads + 2 * config.num_kv_heads
+        hidden = config.hidden_size
         like = torch.empty(0, dtype=dtype, device=device)
         # 1. What fuses the target's features.
         self.fc = linear_of(like.new_empty(hidden, len(config.target_layer_ids) * hidden))
         self.hidden_norm = self._norm(like, hidden)
-        # 2. The layers, on packed projections.
-        qkv_weight = like.new_empty(layers, heads * config.head_dim, hidden)
-        qkv_bias = like.new_empty(layers, heads * config.head_dim) if config.attention_bias else None
-        self.register_buffer("qkv_weight", qkv_weight, persistent=False)
-        self.register_buffer("qkv_bias", qkv_bias, persistent=False)
-        self.register_buffer("gate_up_weight", like.new_empty(layers, 2 * width, hidden), persistent=False)
+        # 2. The layers.
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
-        self.layers = nn.ModuleList(self._make_layer(index, like) for index in range(layers))
+        self.layers = nn.ModuleList(self._make_layer(like) for _ in range(config.num_hidden_layers))
         self.norm = self._norm(like, hidden)
         # 3. What links the tokens of a block.
         self.candidate_selector: CandidateSelector | None = None
@@ -165,19 +154,15 @@ class Drafter(nn.Module):
             positions: ``[batch, rows]`` int64, absolute. A negative one skips its row.
             cache: written at ``positions``.
         """
-        query, rows = self.config.num_attention_heads * self.config.head_dim, features.flatten(0, 1)
-        if self.qkv_weight is None:
-            pairs = ((layer.self_attn.k_proj, layer.self_attn.v_proj) for layer in self.layers)
-            kv = torch.stack([products(rows, (key.weight, value.weight)) for key, value in pairs])
-        else:
-            rows, weight = reference.separate_rows(rows, self.qkv_weight[:, query:])
-            kv = torch.matmul(rows, weight.transpose(1, 2))
-        if self.qkv_bias is not None:
-            kv = kv + self.qkv_bias[:, None, query:]
+        rows, each = features.flatten(0, 1), []
+        for layer in self.layers:
+            key, value = layer.self_attn.k_proj, layer.self_attn.v_proj
+            biases = () if key.bias is None else (key.bias, value.bias)
+            each.append(products(rows, (key.weight, value.weight), biases))
         cos, sin = self.rotary(positions)
         norms = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])
         ops.append_context_kv_(
-            kv.unflatten(1, features.shape[:2]), positions, cos, sin, norms, self.config.rms_norm_eps,
+            torch.stack(each).unflatten(1, features.shape[:2]), positions, cos, sin, norms, self.config.rms_norm_eps,
             list(cache.keys.values()), list(cache.values.values()),
         )  # fmt: skip
 
@@ -275,18 +260,17 @@ class Drafter(nn.Module):
 
     # ------------------------------------------------------------------------------------------ construction
 
-    def _make_layer(self, index: int, like: Tensor) -> nn.Module:
-        """Return one layer's modules. Its packed projections are views, the others new tensors ``like`` this one."""
+    def _make_layer(self, like: Tensor) -> nn.Module:
+        """Return one layer's modules, of new tensors ``like`` this one."""
         config = self.config
         hidden, head_dim, heads = config.hidden_size, config.head_dim, config.num_attention_heads
+        query, kv, width = heads * head_dim, config.num_kv_heads * head_dim, config.intermediate_size
         layer, attention, mlp = nn.Module(), nn.Module(), nn.Module()
         layer.input_layernorm = self._norm(like, hidden)
         layer.self_attn = attention
-        weights = self._split_qkv(self.qkv_weight[index])
-        biases = (None,) * 3 if self.qkv_bias is None else self._split_qkv(self.qkv_bias[index])
-        attention.q_proj, attention.k_proj, attention.v_proj = map(linear_of, weights, biases)
-        o_bias = like.new_empty(hidden) if config.attention_bias else None
-        attention.o_proj = linear_of(like.new_empty(hidden, heads * head_dim), o_bias)
+        for name, rows, columns in (("q", query, hidden), ("k", kv, hidden), ("v", kv, hidden), ("o", hidden, query)):
+            bias = like.new_empty(rows) if config.attention_bias else None
+            attention.add_module(f"{name}_proj", linear_of(like.new_empty(rows, columns), bias))
         if config.attention_value_scale != 1.0:
             attention.scaled_o = DerivedWeight(torch.empty_like(attention.o_proj.weight))
         attention.q_norm = self._norm(like, head_dim)
@@ -295,8 +279,8 @@ class Drafter(nn.Module):
             attention.attention_sink_bias = empty_parameter(like, heads)
         layer.post_attention_layernorm = self._norm(like, hidden)
         layer.mlp = mlp
-        mlp.gate_proj, mlp.up_proj = map(linear_of, self.gate_up_weight[index].chunk(2))
-        mlp.down_proj = linear_of(like.new_empty(hidden, config.intermediate_size))
+        for name, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
+            mlp.add_module(f"{name}_proj", linear_of(like.new_empty(rows, columns)))
         if config.dflash2 is not None:
             layer.attention_conv = GroupedConv(config.dflash2, hidden, like)
             layer.mlp_conv = GroupedConv(config.dflash2, hidden, like)
@@ -321,6 +305,7 @@ class Drafter(nn.Module):
             full = torch.zeros_like(head.spread_w2.weight, dtype=self.dtype, device=self.device)
             head.spread_w2.set_(full.index_copy_(0, target_ids(self.d2t), head.markov_w2.weight))
         # 2. Put them and the others into the stack
+        self._stacked = []
         layers, norm = self._stack_layers(), self.norm.weight
         if self._stack is not None:
             self._stack.replace(layers, norm)
@@ -364,17 +349,11 @@ class Drafter(nn.Module):
     @torch.no_grad()
     def pack_(self, weights: Mapping[str, PackedWeight]) -> None:
         """Multiply by packed weights from now on, by the names of the parameters that they replace."""
-        if not weights:
-            return
         for name, weight in weights.items():
             path = name.removesuffix(".weight")
             bias = getattr(self.get_submodule(path), "bias", None)
             is_table = path == "embed_tokens"
             self.set_submodule(path, PackedEmbedding(weight, self.dtype) if is_table else PackedLinear(weight, bias))
-        for module in self.modules():
-            if isinstance(module, nn.Linear):  # it stays dense, and needs no stack
-                module.weight.data = module.weight.clone()
-        self.qkv_weight = self.gate_up_weight = None
         self._restack()
 
     def packed_weights(self) -> dict[str, PackedWeight]:
@@ -387,47 +366,7 @@ class Drafter(nn.Module):
         dense = {name: tensor for name, tensor in self.state_dict().items() if not name.endswith(".blocks")}
         return dense | self.packed_weights()
 
-    # ------------------------------------------------------------------------------------------ stacked parameters
-
-    def packed_tensors(self) -> Iterator[tuple[str, Tensor, dict[nn.Parameter, Tensor]]]:
-        """Yield the packed q, k and v (weights, biases) and the packed gate and up of every layer.
-
-        Each comes with the name that checkpoints with fused projections give it, and with its parameters, each mapped
-        to the view of the tensor that it must be.
-        """
-        for i, layer in enumerate(self.layers):
-            attention, mlp = layer.self_attn, layer.mlp
-            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-            for kind, packed in (("weight", self.qkv_weight), ("bias", self.qkv_bias)):
-                if packed is not None:
-                    parameters = (getattr(projection, kind) for projection in projections)
-                    views = dict(zip(parameters, self._split_qkv(packed[i]), strict=True))
-                    yield f"layers.{i}.self_attn.qkv_proj.{kind}", packed[i], views
-            if self.gate_up_weight is None:
-                continue
-            gate, up = self.gate_up_weight[i].chunk(2)
-            views = {mlp.gate_proj.weight: gate, mlp.up_proj.weight: up}
-            yield f"layers.{i}.mlp.gate_up_proj.weight", self.gate_up_weight[i], views
-
-    def _split_qkv(self, packed: Tensor) -> tuple[Tensor, ...]:
-        config = self.config
-        kv_rows = config.num_kv_heads * config.head_dim
-        return packed.split([config.num_attention_heads * config.head_dim, kv_rows, kv_rows])
-
-    @torch.no_grad()
-    def _pack(self) -> None:
-        """Make the parameters views of the packed tensors again, keeping their values, dtype and device."""
-        for name in ("qkv_weight", "qkv_bias", "gate_up_weight"):
-            packed = getattr(self, name)
-            if packed is not None and (packed.dtype, packed.device) != (self.dtype, self.device):
-                self._buffers[name] = torch.empty_like(packed, dtype=self.dtype, device=self.device)
-        for _, _, views in self.packed_tensors():
-            for parameter, view in views.items():
-                if parameter.data_ptr() != view.data_ptr() or parameter.is_meta:
-                    view.copy_(parameter)
-                    parameter.data = view
-        self._restack()
-        self._stacked = []
+    # ------------------------------------------------------------------------------------------ moves, copies, loads
 
     def _runs_copies(self) -> bool:
         """Return True if weights run as copies, which do not change with them."""
@@ -440,28 +379,28 @@ class Drafter(nn.Module):
         if frequencies.device != self.device:
             frequencies = self._frequencies(self.device)
         self._buffers["inv_freq"] = frequencies  # float32 whatever the parameters are
-        self._pack()
+        self._restack()
         return self
 
     def load_state_dict(
         self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
     ) -> tuple[list[str], list[str]]:
-        """Load parameters as `torch.nn.Module.load_state_dict` does, and keep them packed."""
+        """Load parameters as `torch.nn.Module.load_state_dict` does, and run them."""
         with torch.no_grad():  # parts that are the target's tensors get memory of their own again
             for part in self.shared_parts:
                 weight = getattr(self, part).weight
                 weight.data = weight.data.clone()
         self.shared_parts.clear()
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        self._pack()
+        self._restack()
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stack": None, "_stacked": []}  # the copy packs its own parameters
+        return self.__dict__ | {"_stack": None, "_stacked": []}  # the copy runs its own parameters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._pack()
+        self._restack()
 
 
 def scale_logits(logits: Tensor, multiplier: float, cap: float) -> Tensor:

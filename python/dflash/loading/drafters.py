@@ -19,9 +19,10 @@ from ..drafter.mtp import MTP, MtpHead
 from ..files import find_shards, open_tensors, read_json, read_torch_file
 from ..ops import PackedWeight
 from ..terminal import listed, named, printable, shortened
-from .gguf import BlocksOfFile, find_gguf, read_gguf
+from .fill import StoredWeight, can_pack
+from .gguf import find_gguf, read_gguf
 from .gguf_draft import gguf_config, gguf_tensors
-from .quantized import FEW_BITS, Quantized, Scheme, Values, read_draft_scheme, read_weights
+from .quantized import FEW_BITS, Quantized, Scheme, read_draft_scheme, read_weights
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -30,6 +31,7 @@ _MASK_EMBEDDING_BYTES = 2**24  # at most: 2**20 values of 8 bytes, and room for 
 _PREFIXES = {"model.": "", "midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 _PREFIXES |= {"logit_head.": "", "markov_w1.": "markov_head.markov_w1.", "markov_w2.": "markov_head.markov_w2."}
 _PREFIXES[MASK_EMBEDDING_FILE] = "mask_embedding"
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # The reference package saves them under these names, files on the hub have them without the suffix.
 _CODEBOOKS = ("predecessor_codebook.weight", "successor_codebook.weight")
 _DFLASH2_PARTS = ("attention_conv", "mlp_conv", "candidate_selector")
@@ -117,7 +119,7 @@ def _from_module(
 ) -> Drafter:
     if isinstance(module, Drafter):
         wanted = dtype or module.dtype, torch.empty(0, dtype=torch.uint8, device=device or module.device).device
-        if module.packed_weights() and not (keeps_blocks and _packs(*wanted)):
+        if module.packed_weights() and not (keeps_blocks and can_pack(*wanted)):
             return _load(module.config, "the drafter", module.weights(), *wanted, keeps_blocks=False)
         if wanted == (module.dtype, module.device):
             return module
@@ -160,7 +162,7 @@ def _from_path(path: Path, dtype: torch.dtype | None, device: torch.device | str
     return _load(config, printable(path), weights, dtype, device, keeps_blocks)
 
 
-Stored = Tensor | Quantized | BlocksOfFile | PackedWeight
+Stored = Tensor | StoredWeight | PackedWeight
 
 
 def _read_quantized(
@@ -170,15 +172,21 @@ def _read_quantized(
     if scheme is None and not any(tensor.dtype in FEW_BITS for tensor in stored.values()):
         return stored
     own = _with_own_parts(config, {_translate(name) for name in stored}, source)
-    skeleton = Drafter(own, device="meta")
-    shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
-    shapes |= {name: tensor.shape for name, tensor, _ in skeleton.packed_tensors()}
+    shapes, _ = _expected(own)
     return read_weights(stored, scheme, lambda name: shapes.get(_translate(name)), source)
 
 
-def _packs(dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Return True if kernels multiply rows of this dtype by packed weights there."""
-    return torch.device(device).type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+def _expected(config: DraftConfig) -> tuple[dict[str, torch.Size], dict[str, dict[str, int]]]:
+    """Return shapes by the names of tensors that a drafter may have, and the rows of the parameters that each holds."""
+    shapes = {name: tensor.shape for name, tensor in Drafter(config, device="meta").state_dict().items()}
+    parts = {name: {name: shape[0]} for name, shape in shapes.items()}
+    for name, shape in list(shapes.items()):
+        for fused, (first, *others) in _FUSED.items():
+            if f".{first}." in name:
+                rows = {each: shapes[each][0] for each in (name, *(name.replace(first, other) for other in others))}
+                parts[name.replace(first, fused)] = rows
+                shapes[name.replace(first, fused)] = torch.Size([sum(rows.values()), *shape[1:]])
+    return shapes, parts
 
 
 def _load(
@@ -205,11 +213,7 @@ def _load(
         config = dataclasses.replace(config, draft_vocab_size=config.vocab_size if d2t.any() else None)
     config = _with_own_parts(config, set(names.values()), source)
     # 2. Each stored tensor must be a parameter or a packed tensor, and each parameter must be stored exactly once
-    skeleton = Drafter(config, device="meta")
-    parameters = {parameter: name for name, parameter in skeleton.named_parameters()}
-    expected, parts = skeleton.state_dict(), {name: [name] for name in skeleton.state_dict()}
-    for name, tensor, views in skeleton.packed_tensors():
-        expected[name], parts[name] = tensor, [parameters[parameter] for parameter in views]
+    expected, parts = _expected(config)
     if unknown := [given for given, name in names.items() if name not in expected]:
         raise ValueError(f"{source}: unknown tensors: {listed(unknown)} ({_sizes(config)})")
     origins: dict[str, str] = {}
@@ -218,12 +222,12 @@ def _load(
             if part in origins:
                 raise ValueError(f"{source}: tensors {named(origins[part])} and {named(given)} both hold {part}")
             origins[part] = given
-    if missing := [name for name in skeleton.state_dict() if name not in origins]:
+    if missing := [name for name in expected if name in parts[name] and name not in origins]:
         raise ValueError(f"{source}: missing tensors: {listed(missing)} ({_sizes(config)})")
     # 3. Shapes must be those of the config, and the types those that drafters are stored in
     tensors = {name: stored[given] for given, name in names.items()}
     for given, name in names.items():
-        what, tensor, shape = f"tensor {named(given)}", stored[given], list(expected[name].shape)
+        what, tensor, shape = f"tensor {named(given)}", stored[given], list(expected[name])
         if list(tensor.shape) != shape:
             what = f"the config makes {what} {shape}, got {shortened(list(tensor.shape))}"
             raise ValueError(f"{source}: {what} ({_sizes(config)})")
@@ -240,8 +244,7 @@ def _load(
     # 4. Allocate. Memory that is not written to before packed weights take its place is not used
     first = next(x for x in map(tensors.get, ("fc.weight", "hidden_norm.weight")) if isinstance(x, Tensor))
     drafter = Drafter(config, dtype=dtype or first.dtype, device=first.device if device is None else device)
-    sizes = {name: {part: len(expected[part]) for part in parts[name]} for name in tensors}
-    if unpacked := _fill(drafter, tensors, sizes, packs=keeps_blocks and _packs(drafter.dtype, drafter.device)):
+    if unpacked := _fill(drafter, tensors, parts, packs=keeps_blocks and can_pack(drafter.dtype, drafter.device)):
         what = f"{len(unpacked)} quantized weights become dense in {drafter.dtype}"
         warnings.warn(f"{source}: {what}: {listed(unpacked)}", stacklevel=4)
     drafter.refresh()
@@ -262,8 +265,12 @@ def _fill(
     """
     kept: dict[str, PackedWeight] = {}
     for name, weight in tensors.items():
-        if packs and not isinstance(weight, (Tensor, PackedWeight)) and all(map(drafter.can_pack, sizes[name])):
-            kept |= _packed_parts(weight, sizes[name])
+        takes = packs and not isinstance(weight, (Tensor, PackedWeight)) and all(map(drafter.can_pack, sizes[name]))
+        packed, order = (weight.pack() if takes else None) or (None, None)
+        if packed is not None and order is None:
+            rows = torch.arange(packed.shape[0]).split([*sizes[name].values()])
+            for part, ids in zip(sizes[name], rows, strict=True):
+                kept[part] = packed.select(ids) if len(rows) > 1 else packed
     drafter.pack_(kept)
     places, unpacked = drafter.state_dict(), []
     for name, weight in tensors.items():
@@ -276,14 +283,6 @@ def _fill(
             places[part].copy_(rows)
     _undo_storage(drafter)
     return unpacked
-
-
-def _packed_parts(weight: Quantized | BlocksOfFile, sizes: Mapping[str, int]) -> dict[str, PackedWeight]:
-    """Return a weight packed, by parameters, each of so many of its rows; none if it cannot stay packed."""
-    if isinstance(weight, Values) or weight.obstacle or (made := weight.pack())[1] is not None:
-        return {}
-    rows = torch.arange(made[0].shape[0]).split([*sizes.values()])
-    return {part: made[0].select(ids) if len(sizes) > 1 else made[0] for part, ids in zip(sizes, rows, strict=True)}
 
 
 def _undo_storage(drafter: Drafter) -> None:

@@ -20,7 +20,7 @@ from ..terminal import listed, named, printable
 
 DRAFT_ARCHITECTURES = ("dflash", "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # of values
-_STRING, _ARRAY = 8, 9
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
 _SAMPLING = {  # our names, those of keys and llama.cpp's defaults
     "temperature": ("temp", 0.8), "top_k": ("top_k", 40), "top_p": ("top_p", 0.95), "min_p": ("min_p", 0.05),
     "repetition_penalty": ("penalty_repeat", 1.0),
@@ -66,6 +66,11 @@ def find_gguf(
         raise FileNotFoundError(f"{printable(name)} is not a reachable file of a hub repository: {reason}") from error
 
 
+def shortest(number: float) -> float:
+    """Return the decimal number that a float32 was written as, such as 1e-05 for 9.9999997e-06."""
+    return float(str(np.float32(number)))
+
+
 def require_gguf() -> Any:
     """Import the ``gguf`` package, or raise ``ValueError``."""
     try:
@@ -80,7 +85,7 @@ class GgufFile:
     """The header of a GGUF file.
 
     Attributes:
-        metadata: every key, such as ``general.architecture``.
+        metadata: every key, such as ``general.architecture``. Numbers are as `shortest` has them.
         shapes: of the tensors, in torch's order.
         types: of the metadata, as numbers of the format; of a list also that of its items.
     """
@@ -160,23 +165,19 @@ class BlocksOfFile:
     def shape(self) -> torch.Size:
         return torch.Size(self.file.shapes[self.name])
 
-    @property
-    def obstacle(self) -> str:
-        """Why it cannot stay packed; empty if it can."""
-        kind = self.file.kind(self.name)
-        return "" if kind in BLOCKS else f"no kernel reads {kind}"
-
     def dense(self) -> Tensor:
         """Return the values in float32."""
         return self.file.tensor(self.name)
 
     @functools.cached_property
-    def _packed(self) -> PackedWeight:
+    def _packed(self) -> tuple[PackedWeight, None] | None:
+        if (kind := self.file.kind(self.name)) not in BLOCKS:
+            return None
         rows = torch.from_numpy(self.file.rows(self.name).copy())
-        return PackedWeight.of_blocks(rows, BLOCKS[self.file.kind(self.name)], self.shape[-1])
+        return PackedWeight.of_blocks(rows, BLOCKS[kind], self.shape[-1]), None
 
-    def pack(self) -> tuple[PackedWeight, None]:
-        return self._packed, None  # the same for all parameters that it is
+    def pack(self) -> tuple[PackedWeight, None] | None:
+        return self._packed  # the same for all parameters that it is
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -210,7 +211,8 @@ def read_gguf(path: Path) -> GgufFile:
         if kind == _STRING:
             return string()
         if kind != _ARRAY or depth:
-            return take(_FORMATS[kind])[0]
+            number = take(_FORMATS[kind])[0]
+            return shortest(number) if kind == _FLOAT else number
         (kind, count) = (*take("I"), *take("Q"))
         return list(take(_FORMATS[kind], count)) if kind in _FORMATS else [value(kind, 1) for _ in range(count)]
 

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..terminal import listed, named, printable
-from .gguf import GgufFile
+from .gguf import GgufFile, shortest
 
 _STOPS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -33,9 +32,11 @@ class Keys:
         name = f"{self.file.architecture}.{key}"
         self.read.add(name)
         value = self.file.metadata.get(name, default)
-        if isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]
-        return float(str(np.float32(value))) if isinstance(value, float) else value  # 1e-05, not 9.9999997e-06
+        return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
+
+    def peek(self, key: str) -> Any:
+        """Return a value as it is, which does not count as read."""
+        return self.file.metadata.get(f"{self.file.architecture}.{key}")
 
     def need(self, key: str) -> Any:
         """Return a value that must be there."""
@@ -49,9 +50,8 @@ class Keys:
 
     def refuse(self, key: str, what: str) -> ValueError:
         """Return the error for a key whose value no model of transformers has."""
-        value = self.file.metadata.get(f"{self.file.architecture}.{key}")
         where = f"{printable(self.file.path)}: {self.file.architecture}.{key}"
-        return ValueError(f"{where} must be {what}, got {named(str(value))}")
+        return ValueError(f"{where} must be {what}, got {named(str(self.peek(key)))}")
 
 
 class Architecture(NamedTuple):
@@ -60,9 +60,7 @@ class Architecture(NamedTuple):
     Attributes:
         model_type: of its config.
         needs: a key, or the end of a tensor's name, that a file of this type has. The first row that fits counts.
-        keys: names in the config by key, next to those in `_COMMON`; None for keys that change nothing.
         fixed: values of the config that no file states.
-        flags: names in the config that say whether the file has a tensor whose name ends so.
         same: keys that must have one value, if they are there.
         rope: parameters of RoPE that no file states.
         rest: what depends on several keys.
@@ -73,9 +71,7 @@ class Architecture(NamedTuple):
 
     model_type: str
     needs: str = ""
-    keys: Mapping[str, str | None] = {}
     fixed: Mapping[str, Any] = {}
-    flags: Mapping[str, str] = {}
     same: Mapping[str, Any] = {}
     rope: Mapping[str, Any] = {}
     rest: Callable[[Keys, dict[str, Any]], dict[str, Any]] | None = None
@@ -86,21 +82,42 @@ class Architecture(NamedTuple):
     @property
     def is_latent(self) -> bool:
         """True for latent attention (MLA), whose heads have other sizes."""
-        return "attention.kv_lora_rank" in self.keys
+        return "attn_k_b.weight" in self.values
 
 
-_COMMON: dict[str, str | None] = {
-    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.layer_norm_epsilon": "layer_norm_eps", "attention.sliding_window": "sliding_window",
-    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
-    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "logit_scale": "logit_scale",
-    "vocab_size": None, "pooling_type": None, "rope.scaling.finetuned": None,
+# Names in the config by key: the first that the config of a model type has.
+_COMMON: dict[str, tuple[str, ...]] = {
+    "block_count": ("num_hidden_layers",), "context_length": ("max_position_embeddings",),
+    "embedding_length": ("hidden_size",), "feed_forward_length": ("intermediate_size", "ffn_hidden_size"),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps"),
+    "attention.clamp_kqv": ("clip_qkv",), "attention.sliding_window": ("sliding_window",),
+    "attention.shared_kv_layers": ("num_kv_shared_layers",), "attention.kv_lora_rank": ("kv_lora_rank",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",), "final_logit_softcapping": ("final_logit_softcapping",),
+    "attention.scale": ("attention_multiplier",), "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",), "logit_scale": ("logit_scale", "logits_scaling"),
+    "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
+    "use_parallel_residual": ("use_parallel_residual",), "shortconv.l_cache": ("conv_L_cache",),
+    "expert_count": ("n_routed_experts", "num_local_experts", "num_experts"),
+    "expert_used_count": ("num_experts_per_tok", "top_k_experts"),
+    "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "expert_shared_count": ("n_shared_experts",), "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",), "leading_dense_block_count": ("first_k_dense_replace",),
+    "expert_weights_scale": ("routed_scaling_factor",), "expert_weights_norm": ("norm_topk_prob",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim",), "ssm.state_size": ("linear_key_head_dim",),
+    "ssm.group_count": ("linear_num_key_heads",), "ssm.time_step_rank": ("linear_num_value_heads",),
 }  # fmt: skip
-_OPTIONAL = {"expert_count": 0, "expert_used_count": 0}  # values that mean that there is none
+_UNUSED = ("vocab_size", "pooling_type", "rope.scaling.finetuned")
+# Names in configs that say whether the file has a tensor whose name ends so.
+_FLAGS = {
+    **dict.fromkeys(("attention_bias", "qkv_bias", "use_bias", "use_qkv_bias"), "attn_q.bias"),
+    "attention_out_bias": "attn_output.bias", "mlp_bias": "ffn_up.bias", "use_qk_norm": "attn_q_norm.weight",
+    "conv_bias": "shortconv.in_proj.bias",
+}  # fmt: skip
+_COUNTS = ("expert_count", "expert_used_count")  # 0 if there are none
 
 
 def find_architecture(file: GgufFile) -> Architecture:
@@ -136,20 +153,21 @@ def read_config(file: GgufFile) -> Any:
     if "token_embd.weight" not in file.shapes:
         raise ValueError(f"{printable(file.path)} has no tensor token_embd.weight: it is incomplete")
     config: dict[str, Any] = {"vocab_size": file.shapes["token_embd.weight"][0], **row.fixed}
-    for key, name in (_COMMON | dict(row.keys)).items():
-        value = keys.get(key)
-        if name is None or value is None or value == _OPTIONAL.get(key):
-            continue
-        if key not in row.keys and name not in known:
-            raise keys.refuse(key, f"absent from a {row.model_type}")
-        config[name] = value
+    absent = [key for key in _COUNTS if keys.peek(key) == 0]
+    for key in (row.needs, *_UNUSED, *absent):
+        keys.get(key)
+    for key, names in _COMMON.items():
+        name = next((name for name in names if name in known), None)
+        if name is not None and key not in absent and (value := keys.get(key)) is not None:
+            config[name] = value
     for key, expected in row.same.items():
         if keys.get(key, expected) != expected:
             raise keys.refuse(key, str(expected))
     if not keys.get("attention.causal", True):
         raise keys.refuse("attention.causal", "true: a model that sees later tokens cannot be decoded")
     config["num_hidden_layers"] = layers
-    config |= {name: any(tensor.endswith(end) for tensor in file.shapes) for name, end in row.flags.items()}
+    flags = {name: end for name, end in _FLAGS.items() if name in known}
+    config |= {name: any(tensor.endswith(end) for tensor in file.shapes) for name, end in flags.items()}
     config["tie_word_embeddings"] = "output.weight" not in file.shapes
     # 2. Heads, RoPE and windows
     heads = keys.need("attention.head_count")
@@ -178,7 +196,7 @@ def read_config(file: GgufFile) -> Any:
 def _windows(keys: Keys, known: dict[str, Any], layers: int) -> dict[str, Any]:
     """Return the layers that have a window, where the file says which."""
     key = "attention.sliding_window_pattern"
-    pattern = keys.file.metadata.get(f"{keys.file.architecture}.{key}")
+    pattern = keys.peek(key)
     keys.get(key)
     if pattern is None or not keys.get("attention.sliding_window"):
         return {}
@@ -227,9 +245,7 @@ def _scaling(keys: Keys, row: Architecture, config: dict[str, Any], rope: dict[s
     """Return what scales RoPE, as transformers says it."""
     given = {key: value for key in [*_YARN, "type"] if (value := keys.get(f"rope.scaling.{key}")) is not None}
     kind = given.pop("type", "none")
-    tables = [
-        name for name in keys.file.shapes if name.startswith("rope_f")
-    ]  # rope_freqs, rope_factors_long, ..._short
+    tables = [name for name in keys.file.shapes if name.startswith("rope_f")]  # rope_freqs, rope_factors_long, short
     if (old := keys.get("rope.scale_linear")) is not None:
         kind, given["factor"] = "linear", old
     found = {_YARN[key]: value for key, value in given.items()}
@@ -258,8 +274,7 @@ def _mscale(keys: Keys, row: Architecture) -> dict[str, float]:
     unit = 0.1 if row.is_latent else 1.0
     if not (found := keys.get("rope.scaling.yarn_log_multiplier")):
         return {}
-    scale = float(str(np.float32(found / unit)))
-    return {"mscale": scale, "mscale_all_dim": scale}
+    return dict.fromkeys(("mscale", "mscale_all_dim"), shortest(found / unit))
 
 
 def _as_llama3(file: GgufFile, row: Architecture, config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
@@ -330,11 +345,7 @@ def _kv_b(keys: Tensor, values: Tensor | None, _: Any) -> Tensor:
     return keys if values is None else torch.cat([keys.mT, values], 1).flatten(0, 1)
 
 
-_GATED = {
-    "keys": {
-        "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
-        "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
-    },
+_GATED: dict[str, Any] = {
     "values": {
         **dict.fromkeys(
             [f"{name}norm.weight" for name in ("attn_", "attention_", "_q_", "_k_", "output_", "n.e", "n.h", "head_")],
@@ -348,6 +359,7 @@ _GATED = {
 def _recurrent(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Return the sizes and places of layers with Gated DeltaNets."""
     values, layers = config["linear_num_value_heads"], config["num_hidden_layers"]
+    keys.get("feed_forward_length")  # which mixtures do not have
     interval, recurrent = keys.get("full_attention_interval", 4), keys.get("attention.recurrent_layers")
     if not isinstance(recurrent, list):
         recurrent = [(layer + 1) % interval != 0 for layer in range(layers)]
@@ -390,9 +402,7 @@ def _gemma4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     head, vocab = keys.need("attention.key_length_swa"), keys.file.shapes.get("per_layer_token_embd.weight", (0,))[0]
     if {keys.get("attention.value_length_swa", head), keys.get("rope.dimension_count_swa", head)} != {head}:
         raise keys.refuse("rope.dimension_count_swa", f"{head}, all of a head")
-    own = keys.file.metadata["gemma4.attention.sliding_window_pattern"][
-        : -config.get("num_kv_shared_layers", 0) or None
-    ]
+    own = keys.peek("attention.sliding_window_pattern")[: -config.get("num_kv_shared_layers", 0) or None]
     full = [f"blk.{i}.attn_v.weight" for i, has_window in enumerate(own) if not has_window]
     found = {
         "head_dim": head,
@@ -406,13 +416,8 @@ def _gemma4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         found["intermediate_size"] = widths[0]
     if isinstance(counts, list):
         pattern = keys.get("attention.sliding_window_pattern")
-        found |= dict(
-            zip(
-                ("num_global_key_value_heads", "num_key_value_heads"),
-                (counts[pattern.index(has)] for has in (False, True)),
-                strict=True,
-            )
-        )
+        found["num_global_key_value_heads"] = counts[pattern.index(False)]
+        found["num_key_value_heads"] = counts[pattern.index(True)]
     return found
 
 
@@ -423,6 +428,7 @@ def _phi3(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 def _falcon(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     heads, groups = config["num_attention_heads"], config["num_kv_heads"]
+    keys.get("tensor_data_layout")
     if groups == heads > 1:
         raise keys.refuse("attention.head_count_kv", "less than attention.head_count")
     norms = {"num_ln_in_parallel_attn": 2 if any("attn_norm_2" in name for name in keys.file.shapes) else 1}
@@ -436,132 +442,66 @@ def _exaone4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2(keys: Keys, _: dict[str, Any]) -> dict[str, Any]:
-    counts = keys.file.metadata["lfm2.attention.head_count_kv"]
+    counts = keys.peek("attention.head_count_kv")
     types = ["full_attention" if count else "conv" for count in counts]
     return {"num_key_value_heads": max(counts), "layer_types": types}
 
 
-_EXPERTS = {
-    "expert_count": "n_routed_experts", "expert_shared_count": "n_shared_experts", "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group", "leading_dense_block_count": "first_k_dense_replace",
-    "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob",
-}  # fmt: skip
-_LATENT = {
-    "keys": {
-        **_EXPERTS, "attention.kv_lora_rank": "kv_lora_rank",
-        **dict.fromkeys(f"attention.{name}_length{end}" for name in ("key", "value") for end in ("", "_mla")),
-    },
-    "values": {"attn_k_b.weight": _kv_b},
-}  # fmt: skip
-_GRANITE = {
-    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
-}  # fmt: skip
-_BIASED = {"attention_bias": "attn_q.bias"}
-_MLP_BIASED = {**_BIASED, "mlp_bias": "ffn_up.bias"}
-_LOCAL = {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"}
-_BOTH: dict[str, Any] = {"rows": _PAIRED}
+_LATENT = {"attn_k_b.weight": _kv_b}
 _QWEN35: dict[str, Any] = {
     **_GATED, "rest": _recurrent, "rope": {"mrope_section": [11, 11, 10], "mrope_interleaved": True},
-    "rows": {f"{name}": _grouped for name in (
+    "rows": dict.fromkeys((
         "ssm_a", "ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight", "attn_qkv.weight", "attn_gate.weight",
         "ssm_conv1d.weight",
-    )}, "columns": {"ssm_out.weight": _grouped},
+    ), _grouped), "columns": {"ssm_out.weight": _grouped},
 }  # fmt: skip
 
+_PLAIN = {  # those with a row that says nothing else
+    **{name: name for name in ("olmoe", "qwen2", "qwen3", "glm4", "seed_oss", "starcoder2", "cohere2", "stablelm")},
+    "ernie4_5": "ernie4_5", "qwen2moe": "qwen2_moe", "phi2": "phi", "command-r": "cohere",
+    "hunyuan-dense": "hunyuan_v1_dense",
+}  # fmt: skip
 ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
-    "llama": (
-        Architecture("mixtral", "expert_count", _LOCAL, **_BOTH),
-        Architecture("llama", flags=_MLP_BIASED, **_BOTH),
-    ),
+    **{name: (Architecture(kind),) for name, kind in _PLAIN.items()},
+    **{name: (Architecture(name, rows=_PAIRED),) for name in ("arcee", "granite")},
+    "llama": (Architecture("mixtral", "expert_count", rows=_PAIRED), Architecture("llama", rows=_PAIRED)),
     "mistral3": (
-        Architecture(
-            "ministral3", "attention.temperature_scale", {"attention.temperature_scale": None}, **_BOTH
-        ),
-        Architecture("mistral", fixed={"sliding_window": None}, **_BOTH),
+        Architecture("ministral3", "attention.temperature_scale", rows=_PAIRED),
+        Architecture("mistral", fixed={"sliding_window": None}, rows=_PAIRED),
     ),
-    "arcee": (Architecture("arcee", flags=_MLP_BIASED, **_BOTH),),
-    "smollm3": (Architecture("smollm3", fixed={"use_sliding_window": False}, flags=_MLP_BIASED, **_BOTH),),
-    "granite": (Architecture("granite", "", _GRANITE, flags=_MLP_BIASED, **_BOTH),),
+    "smollm3": (Architecture("smollm3", fixed={"use_sliding_window": False}, rows=_PAIRED),),
     "granitemoe": (
-        Architecture(
-            "granitemoeshared", "expert_shared_feed_forward_length",
-            {**_GRANITE, **_LOCAL, "expert_shared_feed_forward_length": "shared_intermediate_size"}, flags=_BIASED,
-            **_BOTH,
-        ),
-        Architecture("granitemoe", "", {**_GRANITE, **_LOCAL}, flags=_BIASED, **_BOTH),
+        Architecture("granitemoeshared", "expert_shared_feed_forward_length", rows=_PAIRED),
+        Architecture("granitemoe", rows=_PAIRED),
     ),
-    "olmo": (Architecture(
-        "olmo", "", {"attention.clamp_kqv": "clip_qkv", "attention.layer_norm_epsilon": None},
-        same={"attention.layer_norm_epsilon": 1e-5}, **_BOTH,
-    ),),
-    "olmo2": (
-        Architecture("olmo3", "attention.sliding_window", flags=_BIASED), Architecture("olmo2", flags=_BIASED),
-    ),
-    "olmoe": (Architecture("olmoe", "", _LOCAL | {"expert_count": "num_experts"}),),
-    "qwen2": (Architecture("qwen2"),),
-    "qwen2moe": (Architecture("qwen2_moe", flags={"qkv_bias": "attn_q.bias"}),),
-    "qwen3": (Architecture("qwen3", flags=_BIASED),),
-    "qwen3moe": (Architecture("qwen3_moe", fixed={"norm_topk_prob": True}, flags=_BIASED),),
+    "olmo": (Architecture("olmo", same={"attention.layer_norm_epsilon": 1e-5}, rows=_PAIRED),),
+    "olmo2": (Architecture("olmo3", "attention.sliding_window"), Architecture("olmo2")),
+    "qwen3moe": (Architecture("qwen3_moe", fixed={"norm_topk_prob": True}),),
     "qwen3next": (Architecture(
         "qwen3_next", fixed={"norm_topk_prob": True}, **_GATED, rest=_recurrent,
         rows={"attn_qkv.weight": _interleaved},
     ),),
     "qwen35": (Architecture("qwen3_5_text", **_QWEN35),),
-    "qwen35moe": (Architecture(
-        "qwen3_5_moe_text", **{**_QWEN35, "keys": {**_GATED["keys"], "feed_forward_length": None}},
-    ),),
+    "qwen35moe": (Architecture("qwen3_5_moe_text", **_QWEN35),),
     "gemma": (Architecture("gemma", values=_PLUS_ONE),),
     "gemma2": (Architecture("gemma2", rest=_query_scale(46), values=_PLUS_ONE),),
     "gemma3": (Architecture("gemma3_text", rest=_query_scale(62), values=_PLUS_ONE),),
-    "gemma4": (Architecture(
-        "gemma4_text", "", {
-            "attention.shared_kv_layers": "num_kv_shared_layers", "expert_used_count": "top_k_experts",
-            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-        },
-        rest=_gemma4,
-    ),),
+    "gemma4": (Architecture("gemma4_text", rest=_gemma4),),
     "phi3": (Architecture("phi3", rest=_phi3),),
-    "phi2": (Architecture("phi"),),
-    "glm4": (Architecture("glm4", flags=_BIASED),),
-    "glm4moe": (Architecture(
-        "glm4_moe", "", _EXPERTS, flags={**_BIASED, "use_qk_norm": "attn_q_norm.weight"},
-        same={"expert_gating_func": 2},
-    ),),
-    "seed_oss": (Architecture("seed_oss", flags={**_MLP_BIASED, "attention_out_bias": "attn_output.bias"}),),
-    "starcoder2": (Architecture(
-        "starcoder2", "", {"attention.layer_norm_epsilon": "norm_epsilon"}, flags={"use_bias": "attn_q.bias"},
-    ),),
-    "command-r": (Architecture("cohere", flags={**_BIASED, "use_qk_norm": "attn_q_norm.weight"}),),
-    "cohere2": (Architecture("cohere2"),),
+    "glm4moe": (Architecture("glm4_moe", same={"expert_gating_func": 2}),),
     "deepseek2": (
         Architecture(
             "deepseek_v3", "exp_probs_b.bias", fixed={"norm_topk_prob": False}, same={"expert_gating_func": 2},
-            rest=_mla, **_LATENT,
+            rest=_mla, values=_LATENT,
         ),
-        Architecture("deepseek_v2", "expert_count", rest=_deepseek2, same={"expert_gating_func": 1}, **_LATENT),
+        Architecture("deepseek_v2", "expert_count", rest=_deepseek2, same={"expert_gating_func": 1}, values=_LATENT),
     ),
-    "gpt-oss": (Architecture("gpt_oss", "", _LOCAL, rope={"truncate": False}),),
+    "gpt-oss": (Architecture("gpt_oss", rope={"truncate": False}),),
     "falcon": (Architecture(
-        "falcon", "", {
-            "attention.head_count_kv": "num_kv_heads", "attention.layer_norm_epsilon": "layer_norm_epsilon",
-            "feed_forward_length": "ffn_hidden_size", "tensor_data_layout": None,
-        },
-        fixed={"alibi": False, "bias": False, "parallel_attn": True}, rest=_falcon,
+        "falcon", fixed={"alibi": False, "bias": False, "parallel_attn": True}, rest=_falcon,
         rows={"attn_qkv.weight": _falcon_rows},
     ),),
-    "stablelm": (Architecture(
-        "stablelm", "", {"use_parallel_residual": "use_parallel_residual"}, flags={"use_qkv_bias": "attn_q.bias"},
-    ),),
-    "nemotron": (Architecture(
-        "nemotron", "", {"attention.layer_norm_epsilon": "norm_eps", "attention.layer_norm_rms_epsilon": None},
-        values=_PLUS_ONE,
-    ),),
+    "nemotron": (Architecture("nemotron", values=_PLUS_ONE),),
     "exaone4": (Architecture("exaone4", rest=_exaone4),),
-    "ernie4_5": (Architecture("ernie4_5", flags={"use_bias": "attn_q.bias"}),),
-    "hunyuan-dense": (Architecture("hunyuan_v1_dense", flags=_BIASED),),
-    "lfm2": (Architecture(
-        "lfm2", "", {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
-        fixed={"block_auto_adjust_ff_dim": False}, flags={"conv_bias": "shortconv.in_proj.bias"}, rest=_lfm2,
-    ),),
+    "lfm2": (Architecture("lfm2", fixed={"block_auto_adjust_ff_dim": False}, rest=_lfm2),),
 }  # fmt: skip

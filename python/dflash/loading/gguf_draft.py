@@ -9,13 +9,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..drafter.config import DFLASH2_KEYS, DSPARK_ARCHITECTURE, FULL, KEYS, SLIDING, layers_from
 from ..terminal import listed, named, printable, shortened
-from .gguf import PLAIN, BlocksOfFile, GgufFile
+from .gguf import PLAIN, BlocksOfFile, GgufFile, shortest
 
 LLAMA_CPP = "dflash"
 MASK, TOKENS = "tokenizer.ggml.mask_token_id", "tokenizer.ggml.tokens"
@@ -90,7 +89,7 @@ def _read_config(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"a model of architecture {named(arch)}, not a DFlash drafter: give it as target")
     # 1. The keys that say the same in both layouts. Forks put some of them under dflash
     given = {
-        key.removeprefix(f"{arch}.").removeprefix("dflash."): _shortest(value)
+        key.removeprefix(f"{arch}.").removeprefix("dflash."): value
         for key, value in file.metadata.items() if key.startswith(f"{arch}.")
     }  # fmt: skip
     if "logit_softcap" in given:  # of forks
@@ -105,7 +104,7 @@ def _read_config(file: GgufFile) -> dict[str, Any]:
     # 2. What this package has one value for
     neutral = {
         "attention.value_length": head_dim, "rope.dimension_count": head_dim, "hyper_connection.count": 0,
-        "attention.scale": _shortest(float(np.float32(head_dim**-0.5))), "domino.enabled": 0,
+        "attention.scale": shortest(head_dim**-0.5), "domino.enabled": 0,
         "rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_log_multiplier": 0.0, "rope.scaling.yarn_ext_factor": 1.0,
     }  # fmt: skip
     for key, value in neutral.items():
@@ -141,11 +140,6 @@ def _read_config(file: GgufFile) -> dict[str, Any]:
         warnings.warn(f"{printable(file.path)}: unknown keys are ignored: {listed(unknown)}", stacklevel=2)
     out.setdefault("is_causal", False)
     return out | {"model_type": "qwen3", "dflash_config": {"mask_token_id": mask, "target_layer_ids": taps}}
-
-
-def _shortest(value: Any) -> Any:
-    """Return the decimal number that a stored float32 was, such as 1e-6."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _read_windows(arch: str, given: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -191,11 +185,10 @@ def gguf_tensors(file: GgufFile, layers: int) -> dict[str, Tensor | BlocksOfFile
     if unknown := file.shapes.keys() - names.keys():
         raise ValueError(f"{where}: unknown tensors: {listed(sorted(unknown))}")
     # 2. Read them, and undo what differs
-    is_quantized = {name: len(file.shapes[name]) > 1 and file.kind(name) not in PLAIN for name in file.shapes}
-    out: dict[str, Any] = {
-        ours: BlocksOfFile(file, theirs) if is_quantized[theirs] else file.tensor(theirs)
-        for ours, theirs in places.items()
-    }
+    out: dict[str, Any] = {}
+    for ours, theirs in places.items():
+        is_plain = file.kind(theirs) in PLAIN or len(file.shapes[theirs]) == 1
+        out[ours] = file.tensor(theirs) if is_plain else BlocksOfFile(file, theirs)
     if "d2t" in out and not is_fork:
         out["d2t"] = out["d2t"] - torch.arange(len(out["d2t"]))  # the target's ids there, differences here
     if "embed_tokens.weight" in out:  # llama.cpp predicts with it then

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import BLOCKS, PackedWeight
-from ..targets import PackedEmbedding, PackedExperts, PackedLinear, experts_layout
 from ..terminal import listed, named, printable
+from .fill import by_module, fill_module, tie_head
 from .gguf import PLAIN, GgufFile, require_gguf
 from .gguf_architectures import Architecture, find_architecture
 
@@ -46,12 +46,16 @@ _UNUSED = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\
 
 
 class _Part(NamedTuple):
-    """The tensors of a file that are a parameter, one above the other."""
+    """The tensors of a file that are a parameter, one above the other.
+
+    Types that become Q8_0 when it is packed are added to ``changed``.
+    """
 
     names: tuple[str, ...]
     file: GgufFile
     row: Architecture
     config: Any
+    changed: set[str]
 
     def change(self, table: Mapping[str, Any]) -> Any:
         return next((change for end, change in table.items() if self.names[0].endswith(end)), None)
@@ -66,10 +70,10 @@ class _Part(NamedTuple):
         return -1 if self.names[0].endswith(".bias") or len(self.file.shapes[self.names[0]]) < 2 else -2
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> torch.Size:
         shape = list(self.file.shapes[self.names[0]])
         shape[self.axis] = sum(self.file.shapes[name][self.axis] for name in self.names)
-        return tuple(shape)
+        return torch.Size(shape)
 
     @property
     def scales(self) -> list[str]:
@@ -83,7 +87,7 @@ class _Part(NamedTuple):
         order = None if change is None else change(self.config, size)
         return None if order is None or torch.equal(order, torch.arange(size)) else order
 
-    def values(self) -> Tensor:
+    def dense(self) -> Tensor:
         """Return the parameter in float32."""
         tensors = []
         for name in self.names:
@@ -100,10 +104,10 @@ class _Part(NamedTuple):
             made = made[..., order]
         return made
 
-    def packed(self, changed: set[str]) -> tuple[PackedWeight, Tensor | None] | None:
+    def pack(self) -> tuple[PackedWeight, Tensor | None] | None:
         """Return the weight in blocks, and the order of its inputs if it is not the model's; None if it is dense.
 
-        Tensors that no format holds, or that change on the way, become Q8_0; their types are added to ``changed``.
+        Tensors that no format holds, or that change on the way, become Q8_0.
         """
         if self.kinds <= PLAIN.keys():
             return None
@@ -120,10 +124,10 @@ class _Part(NamedTuple):
             for name in self.names:
                 self.file.give_back(name)
             return packed, None if order is None else order.argsort()
-        values = self.values()
-        changed |= self.kinds - PLAIN.keys()
+        values = self.dense()
         if values.shape[-1] % 32:
             return None
+        self.changed.update(self.kinds - PLAIN.keys())
         gguf = require_gguf()
         rows = gguf.quants.quantize(values.contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
         return PackedWeight.of_blocks(_tensor_of(rows), BLOCKS["Q8_0"], values.shape[-1]), None
@@ -144,9 +148,7 @@ def _tensor_of(rows: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(rows))
 
 
-def load_weights(
-    model: nn.Module, file: GgufFile, dtype: torch.dtype, *, keeps_blocks: bool, draft_block: int | None = None
-) -> None:
+def load_weights(model: nn.Module, file: GgufFile, *, keeps_blocks: bool, draft_block: int | None = None) -> None:
     """Give an empty model the tensors of a file.
 
     The file is mapped, and each tensor packed as it is read, so that memory holds the packed weights and one tensor.
@@ -154,52 +156,23 @@ def load_weights(
     Args:
         model: its parameters on the meta device, its buffers real.
         file: what it is loaded from; its config is from `read_config`.
-        dtype: of everything that is not packed.
         keeps_blocks: leave the weights of linear layers, embeddings and experts in blocks.
         draft_block: the block of the file that a model of one layer is, a head for drafts; None for all of the file.
 
     Raises:
         ValueError: a tensor of the file has no place in the model, or a parameter of the model none in the file.
     """
-    # 1. The tensors of each parameter. Nothing is loaded unless all have a place, and fit
-    parts = _parts_of(model, file, draft_block)
-    # 2. Modules whose weights stay packed
-    kept, changed = set[str](), set[str]()
-    if keeps_blocks:
-        for path, module in list(model.named_modules()):
-            if (made := _packed_module(module, path, parts, dtype, changed)) is not None:
-                model.set_submodule(path, made)
-                kept |= {name for name in parts if name.rpartition(".")[0] == path}
-    # 3. Everything else
-    wide = [re.compile(name) for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
-    for name in parts.keys() - kept:
-        path, _, key = name.rpartition(".")
-        module, values = model.get_submodule(path), parts[name].values()
-        if getattr(module, "is_transposed", False):
-            values = _transposed(values, key)
-        like = getattr(module, key)
-        values = values.reshape(like.shape).to(torch.float32 if any(each.search(name) for each in wide) else dtype)
-        if isinstance(like, nn.Parameter):
-            module.register_parameter(key, nn.Parameter(values, requires_grad=False))
-        else:
-            module.register_buffer(key, values)
+    # Nothing is loaded unless all tensors have a place, and fit
+    changed = set[str]()
+    for path, weights in by_module(_parts_of(model, file, draft_block, changed)).items():
+        fill_module(model, path, weights, keeps_blocks)
     tie_head(model)
     if changed:
         what = f"some weights of type {listed(sorted(changed))} take 8.5 bits each in memory, as Q8_0"
         warnings.warn(f"{printable(file.path)}: {what}", stacklevel=2)
 
 
-def tie_head(model: Any) -> None:
-    """Have a head without weights multiply by those of the embeddings, or by their tiles."""
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    if isinstance(head, nn.Linear) and head.weight.is_meta:
-        if isinstance(embeddings, PackedEmbedding):
-            model.set_output_embeddings(PackedLinear(embeddings.packed))
-        else:
-            head.weight = embeddings.weight
-
-
-def _parts_of(model: nn.Module, file: GgufFile, draft_block: int | None) -> dict[str, _Part]:
+def _parts_of(model: nn.Module, file: GgufFile, draft_block: int | None, changed: set[str]) -> dict[str, _Part]:
     """Return the tensors of each parameter, and of each buffer that is saved."""
     gguf, row, config = require_gguf(), find_architecture(file), model.config.get_text_config()
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -221,7 +194,7 @@ def _parts_of(model: nn.Module, file: GgufFile, draft_block: int | None) -> dict
         if names is None:
             missing.append(name)
             continue
-        part = parts[name] = _Part(names, file, row, config)
+        part = parts[name] = _Part(names, file, row, config, changed)
         _check_shape(part, like, model.get_submodule(name.rpartition(".")[0]))
     # What is left over would be lost without a word
     used = {each for part in parts.values() for each in (*part.names, *part.scales)}
@@ -238,13 +211,17 @@ def _parts_of(model: nn.Module, file: GgufFile, draft_block: int | None) -> dict
     return parts
 
 
+def head_places(block: int) -> dict[str, str]:
+    """Return how names begin in a head for drafts, a model of one layer, by how they do in a model with all layers."""
+    layer = f"model.layers.{block}."
+    joins = {f"{layer}{join}.": f"{join}." for join in ("eh_proj", "enorm", "hnorm")}
+    return {**joins, f"{layer}shared_head.norm.": "model.norm.", layer: "model.layers.0."}
+
+
 def _name_in_block(name: str, block: int) -> str:
     """Return what a tensor of a head for drafts is called in a model with all layers; empty for the target's own."""
-    layer = f"model.layers.{block}."
-    starts = {"model.layers.0.": layer, "model.norm.": f"{layer}shared_head.norm."}
-    starts |= {f"{join}.": f"{layer}{join}." for join in ("eh_proj", "enorm", "hnorm")}
-    start = next((start for start in starts if name.startswith(start)), None)
-    return "" if start is None else starts[start] + name.removeprefix(start)
+    places = head_places(block).items()
+    return next((start + name.removeprefix(own) for start, own in places if name.startswith(own)), "")
 
 
 def _check_shape(part: _Part, like: Tensor, module: nn.Module) -> None:
@@ -256,38 +233,3 @@ def _check_shape(part: _Part, like: Tensor, module: nn.Module) -> None:
             f"{printable(part.file.path)}: tensor {named(part.names[0])} must be {list(like.shape)} as the file's keys "
             f"say, got {list(part.shape)}"
         )
-
-
-def _packed_module(
-    module: nn.Module, path: str, parts: dict[str, _Part], dtype: torch.dtype, changed: set[str]
-) -> nn.Module | None:
-    """Return the module that keeps the weights of another packed; None if they are dense."""
-    if f"{path}.gate_up_proj" in parts:
-        if (form := experts_layout(module)) is None:
-            return None
-        packed = [parts[f"{path}.{name}"].packed(changed) for name in ("gate_up_proj", "down_proj")]
-        if None in packed or any(order is not None for _, order in packed):
-            return None
-        names = [f"{path}.{name}_proj_bias" for name in ("gate_up", "down")]
-        biases = [parts[name].values().to(dtype) if name in parts else None for name in names]
-        return PackedExperts(packed[0][0], packed[1][0], *biases, *form[:3])
-    is_scaled = isinstance(module, nn.Embedding) and "embed_scale" in dict(module.named_buffers())
-    is_plain = type(module) in (nn.Linear, nn.Embedding) or is_scaled or type(module).__name__ == "FalconLinear"
-    part = parts.get(f"{path}.weight")
-    if part is None or not is_plain or (packed := part.packed(changed)) is None:
-        return None
-    if isinstance(module, nn.Embedding):
-        if packed[1] is not None:
-            return None
-        return PackedEmbedding(packed[0], dtype, module.embed_scale if is_scaled else None)
-    bias = parts[f"{path}.bias"].values().to(dtype) if f"{path}.bias" in parts else None
-    return PackedLinear(packed[0], bias, packed[1])
-
-
-def _transposed(values: Tensor, key: str) -> Tensor:
-    """Return the experts of a file as gpt-oss has them: transposed, gate and up by turns."""
-    if key.startswith("gate_up"):
-        axis = 1
-        gate, up = values.chunk(2, axis)
-        values = torch.stack([gate, up], axis + 1).flatten(axis, axis + 1)
-    return values if key.endswith("bias") else values.mT

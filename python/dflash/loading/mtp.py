@@ -18,7 +18,7 @@ from ..terminal import printable
 from .folder import Header, read_headers
 from .gguf import GgufFile, find_gguf, read_gguf
 from .gguf_architectures import find_architecture
-from .gguf_target import load_weights
+from .gguf_target import head_places, load_weights
 from .pretrained import Pretrained
 from .quantized import QuantizedFolder, read_draft_scheme
 
@@ -36,10 +36,8 @@ def _place(name: str, num_layers: int) -> str:
     places = {
         "mtp.fc.": _JOINS, "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.",
         "mtp.norm.": "model.norm.", "mtp.layers.0.": "model.layers.0.",
-        f"{layer}eh_proj.": _JOINS, f"{layer}enorm.": "enorm.", f"{layer}hnorm.": "hnorm.",
-        f"{layer}shared_head.norm.": "model.norm.",
         **dict.fromkeys((f"{layer}shared_head.head.", f"{layer}embed_tokens."), ""),  # copies of the target's
-        layer: "model.layers.0.",
+        **head_places(num_layers),
     }  # fmt: skip
     start = next((start for start in places if name.startswith(start)), None)
     return places[start] + name.removeprefix(start) if start is not None and places[start] else ""
@@ -105,10 +103,10 @@ def load_mtp(target: nn.Module) -> MtpHead:
     # 2. A model of one layer, with the target's embeddings, head and rotary tables
     head, packs = _one_layer(model), source.packs(dtype, device)
     if file is not None:
-        load_weights(head, file, dtype, keeps_blocks=packs, draft_block=num_layers)
+        load_weights(head, file, keeps_blocks=packs, draft_block=num_layers)
     elif folder is not None:
         scheme = read_draft_scheme(read_json(folder / "config.json"), folder)
-        QuantizedFolder(folder, headers, scheme, head, dtype, packs).load()
+        QuantizedFolder(folder, headers, scheme, head, packs).load()
     return MtpHead(head.to(device).eval(), num_layers)
 
 

@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,12 +19,13 @@ import torch
 from ..files import read_json
 from ..targets import is_packed
 from ..terminal import listed, named, printable, shortened
+from .fill import can_pack
 from .folder import check_all_used, check_target_config, check_target_size, check_target_weights, read_headers
 from .gguf import GgufFile, find_gguf, read_gguf
 from .gguf_architectures import read_config
 from .gguf_target import load_weights
 from .gguf_tokenizer import load_tokenizer
-from .quantized import QuantizedFolder, read_scheme
+from .quantized import QuantizedFolder, Scheme, read_scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +70,7 @@ class Pretrained:
         if (file := read_gguf(path)).is_draft:
             what = f"is a DFlash drafter ({file.architecture}), not a target: give it as draft"
             raise ValueError(f"{printable(path)} {what}")
-        self._check_accelerate()
+        _require("accelerate", f"{printable(self.name)} needs the accelerate package: pip install '.[gguf]'")
         if self.pictures:
             raise ValueError(f"{printable(path)} has no vision tower that is read here: leave --pictures out")
         return file
@@ -90,8 +91,7 @@ class Pretrained:
         """Load what makes text and pictures to inputs of the model."""
         from transformers import AutoProcessor
 
-        if importlib.util.find_spec("PIL") is None:
-            raise ValueError("pictures need the pillow package: pip install '.[pictures]'")
+        _require("PIL", "pictures need the pillow package: pip install '.[pictures]'")
         processor = self._load(AutoProcessor)
         if not hasattr(processor, "image_processor"):
             raise ValueError(f"{printable(self.name)} has no processor of pictures: leave --pictures out")
@@ -135,25 +135,14 @@ class Pretrained:
             said = (base or self).find("hf_quant_config.json")
             scheme = read_scheme(config, said, folder, is_cpu=is_cpu, is_adapted=base is not None)
             if scheme is not None:
-                self._check_accelerate()
+                _require("accelerate", f"{printable(self.name)} needs the accelerate package: pip install '.[gguf]'")
                 folder = self._download()
             files = [] if folder is None else check_target_weights(folder)
             dtype = _stored_dtype(config, is_cpu) if scheme is not None and dtype == "auto" else dtype
         # 2. Read weights that stay packed, or that transformers would not read right, if all fit their places
-        packs = self.packs(dtype, device)
-        plain = copy.deepcopy(config)
-        plain.__dict__.pop("quantization_config", None)
-
-        def fill(empty: Any) -> None:
-            if (file := self.gguf) is not None:
-                load_weights(empty, file, dtype, keeps_blocks=packs)
-                file.__dict__.pop("_bytes", None)  # the mapped file: copies of the target must not hold it
-            else:
-                QuantizedFolder(self.name, read_headers(files), scheme, empty, dtype, packs).load()
-
         if self.gguf is not None or (scheme is not None and files and all(x.suffix == ".safetensors" for x in files)):
             with self._readable_errors():  # the device may be full
-                return self._filled(plain, dtype, fill).to(device)
+                return self._load_stored(config, scheme, files, dtype, self.packs(dtype, device)).to(device)
         # 3. All others
         if files:
             is_quantized = scheme is not None or hasattr(config, "quantization_config")
@@ -177,33 +166,32 @@ class Pretrained:
 
     def packs(self, dtype: Any, device: Any) -> bool:
         """Return True if weights in few bits stay so on a device, with activations of ``dtype``."""
-        is_cpu = torch.device(device).type == "cpu"
-        return self.keeps_blocks and is_cpu and dtype in (torch.float32, torch.bfloat16)
+        return self.keeps_blocks and can_pack(dtype, device)
 
-    def _check_accelerate(self) -> None:
-        if importlib.util.find_spec("accelerate") is None:
-            raise ValueError(f"{printable(self.name)} needs the accelerate package: pip install '.[gguf]'")
-
-    def _filled(self, config: Any, dtype: torch.dtype, fill: Callable[[Any], None]) -> Any:
-        """Build the target without memory for its weights, and have ``fill`` give it its tensors."""
+    def _load_stored(
+        self, config: Any, scheme: Scheme | None, files: Sequence[Path], dtype: torch.dtype, packs: bool
+    ) -> Any:
+        """Build the target without memory for its weights, and give it those of the files."""
         from accelerate import init_empty_weights
         from transformers import GenerationConfig
 
-        with self._readable_errors(), self._quiet():
-            options = {} if self.gguf is not None else {"trust_remote_code": self.trust_remote_code}
+        config, path, where = copy.deepcopy(config), self.name, self.name
+        config.__dict__.pop("quantization_config", None)
+        with self._quiet():
             with init_empty_weights(include_buffers=False):
-                target = self._model_class.from_config(copy.deepcopy(config), dtype=dtype, **options)
-            fill(target)
+                target = self._model_class.from_config(config, dtype=dtype, trust_remote_code=self.trust_remote_code)
+            if self.gguf is None:
+                QuantizedFolder(self.name, read_headers(files), scheme, target, packs).load()
+            else:
+                load_weights(target, self.gguf, keeps_blocks=packs)
+                self.gguf.__dict__.pop("_bytes", None)  # the mapped file: copies of the target must not hold it
+                path, where = self.gguf.path, self.gguf.path.parent
+                target.name_or_path = str(path)
             target.generation_config = GenerationConfig.from_model_config(target.config)
             with contextlib.suppress(OSError):  # of the folder, as transformers does
-                where = self.name if self.gguf is None else self.gguf.path.parent
-                target.generation_config = GenerationConfig.from_pretrained(
-                    where, local_files_only=self.local_files_only
-                )
-        if self.gguf is not None:
-            target.name_or_path = str(self.gguf.path)
+                found = GenerationConfig.from_pretrained(where, local_files_only=self.local_files_only)
+                target.generation_config = found
         if is_packed(target):
-            path = self.name if self.gguf is None else self.gguf.path
             target.save_pretrained = functools.partial(_refuse_to_save, printable(path))
         return target.eval()
 
@@ -267,8 +255,7 @@ class Pretrained:
         if not isinstance(name, str):
             where = printable(folder / _ADAPTER)
             raise ValueError(f"{where}: base_model_name_or_path must be a name, got {shortened(name)}")
-        if importlib.util.find_spec("peft") is None:
-            raise ValueError(f"{printable(self.name)} is an adapter of {named(name)}: pip install peft")
+        _require("peft", f"{printable(self.name)} is an adapter of {named(name)}: pip install peft")
         return dataclasses.replace(self, name=name)
 
     @contextlib.contextmanager
@@ -330,6 +317,11 @@ def _compare_tokenizers(tokenizer: Any, path: Path) -> None:
                 stacklevel=3,
             )
             return
+
+
+def _require(package: str, advice: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(advice)
 
 
 def _refuse_to_save(path: str, *_: object, **_options: object) -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..files import open_tensors, read_json
 from ..ops import PackedWeight
-from ..targets import PackedEmbedding, PackedExperts, PackedLinear, experts_layout
+from ..targets import experts_layout
 from ..terminal import listed, named, printable, shortened
+from .fill import by_module, fill_module, gate_above_up, set_values, tie_head
 from .folder import Header, check_all_used
-from .gguf_target import tie_head
 
 # ---------------------------------------------------------------------------------------------- what a config says
 
@@ -192,8 +192,10 @@ class Integers(NamedTuple):
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[..., groups].float()
         return (self.codes.float() - zeros) * self.scales[..., groups].float()
 
-    def pack(self) -> tuple[PackedWeight, Tensor | None]:
+    def pack(self) -> tuple[PackedWeight, Tensor | None] | None:
         """Return the weight with the columns of a group side by side, and which columns these are."""
+        if self.obstacle:
+            return None
         order = None if self.groups is None else torch.argsort(self.groups, stable=True)
         codes = self.codes if order is None else self.codes[..., order]
         numbers = self.scales, self.zeros, self.minima
@@ -205,7 +207,8 @@ class Floats(NamedTuple):
 
     codes: Tensor  # [..., out, in] uint8
     exponents: Tensor  # [..., out, in / 32] uint8, 127 for one
-    obstacle: str = ""
+
+    obstacle = ""
 
     @property
     def shape(self) -> torch.Size:
@@ -231,6 +234,9 @@ class Values(NamedTuple):
 
     def dense(self) -> Tensor:
         return self.values
+
+    def pack(self) -> None:
+        return None
 
 
 Quantized = Integers | Floats | Values
@@ -477,7 +483,6 @@ class QuantizedFolder:
         headers: of the safetensors, by their names in the model before transformers' conversions.
         scheme: from `read_scheme`; None if no weight is quantized.
         model: its parameters on the meta device, its buffers real.
-        dtype: of all that will not be packed, except for what the family keeps in float32.
         packs: leave weights packed where kernels read them.
 
     Raises:
@@ -485,14 +490,13 @@ class QuantizedFolder:
     """
 
     def __init__(
-        self, folder: object, headers: Mapping[str, Header], scheme: Scheme | None, model: Any, dtype: torch.dtype,
-        packs: bool,
-    ) -> None:  # fmt: skip
+        self, folder: object, headers: Mapping[str, Header], scheme: Scheme | None, model: Any, packs: bool
+    ) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, rename_source_key
 
         self._where, self._scheme, self._model = printable(folder), scheme, model
-        self._dtype, self._packs = dtype, packs
+        self._dtype, self._packs = model.dtype, packs
         self._made_dense: dict[str, list[int]] = {}  # by reason: the bytes of each
         self._headers, self._state = _split_experts(headers), model.state_dict()
         mapping = get_model_conversion_mapping(model)
@@ -568,16 +572,9 @@ class QuantizedFolder:
 
     def load(self) -> None:
         """Give the model its tensors, a module at a time. Warns of weights that become dense."""
-        modules: dict[str, dict[str, list[_Place]]] = {}
-        for target, places in self._places.items():
-            path, _, key = target.rpartition(".")
-            modules.setdefault(path, {})[key] = places
-        for path, keys in modules.items():
+        for path, keys in by_module(self._places).items():
             with self._opened() as get:
-                if self._load_experts(path, keys, get):
-                    continue
-                for key in sorted(keys):  # the bias before the weight
-                    self._load(path, key, keys[key], get)
+                self._load(path, keys, get)
         tie_head(self._model)
         for reason, sizes in self._made_dense.items():
             what = f"{len(sizes)} weights become dense, {sum(sizes) / 1e9:.2f} GB"
@@ -598,62 +595,48 @@ class QuantizedFolder:
 
     # ------------------------------------------------------------------------------------------ making modules
 
-    def _load(self, path: str, key: str, places: Sequence[_Place], get: _Get) -> None:
-        """Give a module one of its parameters or buffers, and the model a packed module in its place if it can be."""
-        module, target = self._model.get_submodule(path), f"{path}.{key}" if path else key
-        if places[0].pattern is None:
-            weight = self._read(target, places[0], get)
-            if isinstance(weight, Integers | Floats) and key == "weight" and self._stays(weight):
-                packed, order = weight.pack()
-                if type(module) is nn.Linear:
-                    self._model.set_submodule(path, PackedLinear(packed, module.bias, order))
-                    return
-                if type(module) is nn.Embedding and order is None:
-                    self._model.set_submodule(path, PackedEmbedding(packed, self._dtype))
-                    return
-            value = self._dense(weight)
-            values = {target: value.mT if "blocks" in places[0].parts else value}
-        else:
-            converter = copy.deepcopy(self._converters[places[0].pattern])
-            for place in places:
-                one = functools.partial(lambda place: self._dense(self._read(target, place, get)), place)
-                converter.add_tensor(target, target, place.pattern, one)
-            values = converter.convert(target, model=self._model, config=self._model.config)
-        for name, value in values.items():
-            self._set(name, value[0] if isinstance(value, list) else value)
+    def _load(self, path: str, keys: Mapping[str, Sequence[_Place]], get: _Get) -> None:
+        """Give the model the weights of one of its modules."""
+        names = {key: f"{path}.{key}" if path else key for key in keys}
+        merged = [key for key, places in keys.items() if places[0].pattern is not None]
+        # 1. Weights of experts that stay packed are joined; others are merged by transformers' converters
+        weights: dict[str, Quantized | Tensor] = {}
+        if self._packs and merged and experts_layout(self._model.get_submodule(path)) is not None:
+            joined = {key: self._joined(names[key], keys[key], get) for key in merged}
+            weights = {key: weight for key, weight in joined.items() if weight is not None}
+        if weights.keys() < set(merged):
+            weights = {}
+            for key in merged:
+                self._convert(names[key], keys[key], get)
+        # 2. All others
+        for key in keys.keys() - set(merged):
+            weight = self._read(names[key], keys[key][0], get)
+            if isinstance(weight, Floats) and "blocks" in keys[key][0].parts and key == "gate_up_proj":
+                weight = Floats(*map(gate_above_up, weight))
+            weights[key] = weight
+        for weight in fill_module(self._model, path, weights, self._packs):
+            self._count(cast(Quantized, weight))
 
-    def _load_experts(self, path: str, keys: Mapping[str, Sequence[_Place]], get: _Get) -> bool:
-        """Put packed experts in the place of a module. Returns False if they cannot stay packed."""
-        module = self._model.get_submodule(path)
-        if not {"gate_up_proj", "down_proj"} <= keys.keys() or (form := experts_layout(module)) is None:
-            return False
-        gate_up, down = (self._joined(f"{path}.{key}", keys[key], get) for key in ("gate_up_proj", "down_proj"))
-        if gate_up is None or down is None or not (self._stays(gate_up) and self._stays(down)):
-            return False
-        biases = {
-            key: cast(Tensor, self._read(f"{path}.{key}_proj_bias", keys[f"{key}_proj_bias"][0], get)).to(self._dtype)
-            for key in ("gate_up", "down")
-            if f"{key}_proj_bias" in keys
-        }
-        if form.transposed:  # of gpt-oss: rows of gate and up alternate
-            if not isinstance(gate_up, Floats):
-                return False
-            rows = torch.arange(gate_up.codes.shape[1]).view(-1, 2).T.flatten()
-            gate_up = Floats(gate_up.codes[:, rows], gate_up.exponents[:, rows])
-            biases["gate_up"] = biases["gate_up"][:, rows]
-        bias_of = {f"{key}_bias": x.clone() for key, x in biases.items()}
-        gates = {"gate": form.gate, "alpha": form.alpha, "limit": form.limit}
-        self._model.set_submodule(path, PackedExperts(gate_up.pack()[0], down.pack()[0], **bias_of, **gates))
-        return True
+    def _convert(self, target: str, places: Sequence[_Place], get: _Get) -> None:
+        """Make parameters of several weights as transformers does."""
+        converter = copy.deepcopy(self._converters[cast(str, places[0].pattern)])
+        for place in places:
+            one = functools.partial(lambda place: self._dense(self._read(target, place, get)), place)
+            converter.add_tensor(target, target, place.pattern, one)
+        for name, made in converter.convert(target, model=self._model, config=self._model.config).items():
+            value, like = made[0] if isinstance(made, list) else made, self._state[name]
+            if value.shape != like.shape:
+                what = f"{named(name)} must be {list(like.shape)} as config.json says"
+                raise ValueError(f"{self._where}: {what}, got {list(value.shape)}")
+            set_values(self._model, name, value)
 
     def _joined(self, target: str, places: Sequence[_Place], get: _Get) -> Integers | Floats | None:
         """Return the weights of all experts as one; None if they differ in kind."""
-        if not isinstance(self._read(target, places[0], _without_memory), Integers | Floats):
+        first = self._read(target, places[0], _without_memory)
+        if isinstance(first, Tensor) or first.obstacle:
             return None
         read = [cast(Integers | Floats, self._read(target, place, get)) for place in places]
-        if places[0].pattern is None:
-            return read[0]
-        patterns = self._converters[places[0].pattern].source_patterns
+        patterns = self._converters[cast(str, places[0].pattern)].source_patterns
         parts = [[one for one, place in zip(read, places, strict=True) if place.pattern == each] for each in patterns]
         experts = list(zip(*parts, strict=False))
         kinds = {(type(one), *(x.shape[1:] if isinstance(x, Tensor) else x for x in one)) for one in read}
@@ -665,33 +648,17 @@ class QuantizedFolder:
 
         return read[0]._replace(**{name: join(name) for name, x in read[0]._asdict().items() if isinstance(x, Tensor)})
 
-    def _stays(self, weight: Quantized) -> bool:
-        return self._packs and not weight.obstacle
-
     def _dense(self, weight: Quantized | Tensor) -> Tensor:
-        """Return the values of a weight, and count them for the warning."""
+        """Return the values of a weight, of experts before they are stacked."""
         if isinstance(weight, Tensor):
             return weight
-        values = weight.dense().to(self._dtype)  # before experts are stacked
-        reason = weight.obstacle or (
-            "experts that differ, or modules without a kernel" if self._packs else "as asked for"
-        )
-        self._made_dense.setdefault(reason, []).append(values.nbytes)
-        return values
+        self._count(weight)
+        return weight.dense().to(self._dtype)
 
-    def _set(self, target: str, value: Tensor) -> None:
-        path, _, key = target.rpartition(".")
-        module, like = self._model.get_submodule(path), self._state[target]
-        if value.shape != like.shape:
-            what = f"{named(target)} must be {list(like.shape)} as config.json says"
-            raise ValueError(f"{self._where}: {what}, got {list(value.shape)}")
-        strict = self._model._keep_in_fp32_modules_strict or () if self._dtype != torch.float32 else ()
-        wide = any(re.search(rf"(^|\.){name}(\.|$)", target) for name in strict)
-        value = value.to(torch.float32 if wide else like.dtype, copy=True)  # the memory of the file must not stay
-        if key in module._buffers:
-            module._buffers[key] = value
-        else:
-            module.register_parameter(key, nn.Parameter(value, requires_grad=False))
+    def _count(self, weight: Quantized) -> None:
+        """Count a weight that becomes dense for the warning."""
+        asked = "experts that differ, or modules without a kernel" if self._packs else "as asked for"
+        self._made_dense.setdefault(weight.obstacle or asked, []).append(weight.shape.numel() * self._dtype.itemsize)
 
 
 _Get = Callable[[Header], Tensor]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,9 @@ from .lookup import look_up
 
 if TYPE_CHECKING:
     from ..grammar import GrammarMasks
+
+
+Ban = tuple[int, int, Tensor]  # row, place among the drafts, and which tokens a grammar bans there
 
 
 @dataclass
@@ -286,17 +289,24 @@ class ChainProposer(DraftPass):
         return block.anchor[:, None], drafts, is_checked and known is None
 
     def _draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> tuple[Tensor, bool]:
-        """Return drafts, and True if no grammar bans one. Grammars wait for the device."""
+        """Return drafts, and True if no grammar bans one."""
         if self._rejection is not None:
             return predictions.draw_for(self._rejection, positions, sampling), False
-        drafts = predictions.draw(positions, sampling)
-        for _ in range(0 if self._masks is None else self.ROUNDS):
-            found = self._masks.banned_drafts(drafts, predictions.logits.shape[-1])
-            if not found:
-                return drafts, True
-            for row, place, banned in found:
+
+        def draw(bans: list[Ban]) -> Tensor:
+            for row, place, banned in bans:
                 predictions.logits[row, place].masked_fill_(banned, -torch.inf)
-            drafts = predictions.draw(positions, sampling)
+            return predictions.draw(positions, sampling)
+
+        return self._draw_allowed(draw, predictions.logits.shape[-1])
+
+    def _draw_allowed(self, draw: Callable[[list[Ban]], Tensor], vocab: int) -> tuple[Tensor, bool]:
+        """Return drafts, and True if no grammar bans one; where one does, ``draw`` them again. Waits for the device."""
+        drafts = draw([])
+        for _ in range(0 if self._masks is None else self.ROUNDS):
+            if not (found := self._masks.banned_drafts(drafts, vocab)):
+                return drafts, True
+            drafts = draw(found)
         return drafts, False
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..cache import KVCache
 from ..drafter import MtpHead, scale_logits
 from ..state import State, scatter_rows
-from .chain import ChainProposer
+from .chain import Ban, ChainProposer
 
 
 class MtpProposer(ChainProposer):
@@ -75,20 +75,15 @@ class MtpProposer(ChainProposer):
                 live = None
         hidden = self._take_up(context, *inputs, cache)
         # 2. A pass per draft. Where a grammar bans one, all are drawn again without it.
-        bans: list[tuple[int, int, Tensor]] = []
-        for _ in range(1 if self._masks is None else 1 + self.ROUNDS):
-            drafts = self._chain(hidden, state, cache, live, bans)
-            if self._masks is None:
-                break
-            found = self._masks.banned_drafts(drafts, self.target.embedding_weight.shape[0])
-            if not found:
-                return state.anchor, drafts, True
-            bans += found
-        return state.anchor, drafts, False
+        bans: list[Ban] = []
 
-    def _chain(
-        self, hidden: Tensor, state: State, cache: KVCache, live: Tensor | None, bans: list[tuple[int, int, Tensor]]
-    ) -> Tensor:
+        def draw(found: list[Ban]) -> Tensor:
+            bans.extend(found)
+            return self._chain(hidden, state, cache, live, bans)
+
+        return state.anchor, *self._draw_allowed(draw, self.target.embedding_weight.shape[0])
+
+    def _chain(self, hidden: Tensor, state: State, cache: KVCache, live: Tensor | None, bans: list[Ban]) -> Tensor:
         """Return drafts ``[batch, drafts]`` after the anchor, whose pair gave ``hidden [n, 1, hidden]``."""
         positions, sampling, drafts = state.positions(self.rows - 1), state.sampling, []
         for place in range(self.rows - 1):

@@ -1,0 +1,141 @@
+"""Give an empty model the weights of its files: packed where kernels read them, else dense."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import PackedWeight
+from ..targets import PackedEmbedding, PackedExperts, PackedLinear, experts_layout
+from ..targets.model import KERNEL_DTYPES
+
+T = TypeVar("T")
+
+
+class StoredWeight(Protocol):
+    """A weight of a file, ``[..., out, in]``, with rows of gate above those of up."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def dense(self) -> Tensor:
+        """Return the values in float32."""
+
+    def pack(self) -> tuple[PackedWeight, Tensor | None] | None:
+        """Return it packed, and the column that each of its columns is, None if they are in order.
+
+        None if it cannot stay packed.
+        """
+
+
+def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Return True if kernels multiply rows of this dtype by packed weights there."""
+    return torch.device(device).type == "cpu" and dtype in KERNEL_DTYPES["cpu"]
+
+
+def by_module(weights: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """Return what is given by name, by module and by name in the module."""
+    modules: dict[str, dict[str, T]] = {}
+    for name, weight in weights.items():
+        path, _, key = name.rpartition(".")
+        modules.setdefault(path, {})[key] = weight
+    return modules
+
+
+def fill_module(
+    model: nn.Module, path: str, weights: Mapping[str, Tensor | StoredWeight], packs: bool
+) -> list[StoredWeight]:
+    """Give a module its weights. Returns the stored ones that became dense.
+
+    Args:
+        model: with its parameters on the meta device.
+        path: of the module, in whose place a packed one may come.
+        weights: by name in the module; a tensor is as the module has it.
+        packs: leave weights packed where a module and kernels take them.
+    """
+    module = model.get_submodule(path)
+    if packs and (made := _packed_module(module, weights)) is not None:
+        model.set_submodule(path, made)
+        return []
+    for key, weight in weights.items():
+        values = weight if isinstance(weight, Tensor) else weight.dense()
+        if not isinstance(weight, Tensor) and getattr(module, "is_transposed", False):  # of gpt-oss
+            values = gate_by_turns(values) if key.startswith("gate_up") else values
+            values = values if key.endswith("bias") else values.mT
+        set_values(model, f"{path}.{key}" if path else key, values)
+    return [weight for weight in weights.values() if not isinstance(weight, Tensor)]
+
+
+def set_values(model: Any, name: str, values: Tensor) -> None:
+    """Give a model a parameter or a buffer, in the dtype that the model has it in."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    like = getattr(module, key)
+    is_wide = any(re.search(rf"(^|\.){each}(\.|$)", name) for each in model._keep_in_fp32_modules_strict or ())
+    # A copy: the memory of the file must not stay
+    values = values.reshape(like.shape).to(torch.float32 if is_wide else like.dtype, copy=True)
+    if key in module._buffers:
+        module._buffers[key] = values
+    else:
+        module.register_parameter(key, nn.Parameter(values, requires_grad=False))
+
+
+def tie_head(model: Any) -> None:
+    """Have a head without weights multiply by those of the embeddings, or by their tiles."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if isinstance(head, nn.Linear) and head.weight.is_meta:
+        if isinstance(embeddings, PackedEmbedding):
+            model.set_output_embeddings(PackedLinear(embeddings.packed))
+        else:
+            head.weight = embeddings.weight
+
+
+def gate_above_up(values: Tensor) -> Tensor:
+    """Return experts ``[experts, out, ...]`` whose rows of gate and up come by turns, with those of gate first."""
+    return values.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def gate_by_turns(values: Tensor) -> Tensor:
+    """Undo `gate_above_up`."""
+    return values.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def _packed_module(module: Any, weights: Mapping[str, Tensor | StoredWeight]) -> nn.Module | None:
+    """Return a module like another that keeps its weights packed; None if it cannot."""
+    if {"gate_up_proj", "down_proj"} <= weights.keys():
+        return _packed_experts(module, weights)
+    is_scaled = isinstance(module, nn.Embedding) and "embed_scale" in dict(module.named_buffers())
+    is_plain = type(module) in (nn.Linear, nn.Embedding) or is_scaled or type(module).__name__ == "FalconLinear"
+    packed = _packed(weights.get("weight")) if is_plain else None
+    if packed is None:
+        return None
+    if not isinstance(module, nn.Embedding):
+        return PackedLinear(packed[0], _bias(module, "bias", weights), packed[1])
+    scale = module.embed_scale if is_scaled else None
+    return None if packed[1] is not None else PackedEmbedding(packed[0], module.weight.dtype, scale)
+
+
+def _packed_experts(module: Any, weights: Mapping[str, Tensor | StoredWeight]) -> nn.Module | None:
+    if (form := experts_layout(module)) is None:
+        return None
+    both = [_packed(weights[name]) for name in ("gate_up_proj", "down_proj")]
+    if None in both or any(order is not None for _, order in both):
+        return None
+    gate_up, down = (_bias(module, f"{name}_proj_bias", weights) for name in ("gate_up", "down"))
+    if gate_up is not None and form.transposed and isinstance(weights["gate_up_proj_bias"], Tensor):
+        gate_up = gate_above_up(gate_up)
+    return PackedExperts(both[0][0], both[1][0], gate_up, down, *form[:3])
+
+
+def _packed(weight: Tensor | StoredWeight | None) -> Any:
+    return None if weight is None or isinstance(weight, Tensor) else weight.pack()
+
+
+def _bias(module: Any, name: str, weights: Mapping[str, Tensor | StoredWeight]) -> Tensor | None:
+    if (bias := weights.get(name)) is None:
+        return None
+    return (bias if isinstance(bias, Tensor) else bias.dense()).to(getattr(module, name).dtype, copy=True)
