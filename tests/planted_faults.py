@@ -50,7 +50,7 @@ RULES, CHOICE, ATTENTION = "sampling/rules.py", "sampling/sampling.py", "targets
 CHAIN, MODEL, GGUF = "proposers/chain.py", "drafter/drafter.py", "loading/gguf_draft.py"
 PACKED, FOLDER = "test_packed_targets.py", "loading/quantized.py"
 VALUES = "test_values_of_a_folder_are_those_that_were_written"
-SERVICE, WRITER = "../dflash_serve/service.py", "../dflash_tools/train/gguf.py"
+SERVICE, WRITER = "../dflash_serve/service.py", "../dflash_tools/train/export.py"
 
 FAULTS = [
     Fault("the first token ignores the logit rules", PREFILL, "logits = engine.rules.apply(logits, block, prompt)",
