@@ -16,12 +16,13 @@ import typer
 
 from dflash.light import options, terminal
 
-from .config import HOST, PORT, PREFIX, apply_config, check_keys, read_keys
+from .config import apply_config, check_keys, read_keys
 from .log import start_log
 
 if TYPE_CHECKING:  # slow imports, and the help needs none of them
     from dflash import Generator
 
+    from .port import Port
     from .record import AnswerRecorder
     from .scheduler import Scheduler
 
@@ -37,8 +38,8 @@ class ServeOptions:
     PANELS: ClassVar = {"host": "Network", "rows": "Capacity", "chat_template": "Chats", "receipts": "Kept answers"}
 
     target: options.Positional = None
-    host: Annotated[str, "Address to listen on; 0.0.0.0 for all."] = HOST
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = PORT
+    host: Annotated[str, "Address to listen on; 0.0.0.0 for all."] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000
     name: Annotated[
         list[str] | None, "A name of the model for clients, may be given several times; default: the target's."
     ] = None
@@ -131,7 +132,7 @@ class ServeOptions:
             Store(self.learn)  # raises for a folder of something else
 
 
-@options.command(variables=PREFIX, models=("tree",))
+@options.command(variables="DFLASH", models=("tree",))
 def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOptions) -> None:
     """Serve MODEL, with a drafter or without, to clients of OpenAI's, Anthropic's and Ollama's APIs.
 
@@ -141,9 +142,16 @@ def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOpti
 
     Example: dflash serve Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --rows 8
     """
-    # 1. Check everything that needs no model, and take the port.
     if any(importlib.util.find_spec(package) is None for package in ("fastapi", "uvicorn", "prometheus_client")):
         raise ValueError("dflash serve needs FastAPI, uvicorn and prometheus-client: pip install '.[serve]'")
+    from .port import Port
+
+    with Port(asked.host, asked.port, asked.allow_origin or ()) as listener:
+        _serve(context, models, asked, listener)
+
+
+def _serve(context: typer.Context, models: options.ModelOptions, asked: ServeOptions, listener: Port) -> None:
+    # 1. Check everything that needs no model.
     asked.check()
     if asked.target is not None and context.get_parameter_source("model").name != "COMMANDLINE":
         models = dataclasses.replace(models, model=None)  # that of a variable or of the file
@@ -156,7 +164,6 @@ def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOpti
     from .adopt import Adopter
     from .app import Server
     from .pictures import PictureReader
-    from .port import port_for
     from .prompts import PromptReader
     from .receipts import ReceiptFolder
     from .record import AnswerRecorder
@@ -165,7 +172,6 @@ def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOpti
     name, *aliases = asked.name or [_shown_name(shown)]
     is_packaged = shown is None
     asked.check_folders(models)
-    listener = port_for(asked.host, asked.port)
     start_log(asked.log_json)
     # 2. Load the models.
     # A target that is learned from must be dense, as where the drafter is trained; receipts have its fingerprint.

@@ -1,4 +1,4 @@
-"""Options of ``dflash serve`` from a file and from variables. Imports nothing that is slow to import."""
+"""Options of ``dflash serve`` from files. Imports nothing that is slow to import."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-
-PREFIX = "DFLASH"  # of the variables
-HOST, PORT = "127.0.0.1", 8000  # if nothing else is asked for
 
 
 def read_config(path: Path) -> dict[str, Any]:
