@@ -154,7 +154,8 @@ def test_a_stream_says_that_it_waits_until_its_first_token(path, monkeypatch):
         plain = ask(service, path, ALL[path] | {"stream": True}).text
     if ping := PINGS[path]:
         assert 2 <= text.count(ping) <= 10
-    assert (text.replace(ping, "") if ping else text).count("\n") == plain.count("\n")
+        text, plain = (each.replace(ping, "") for each in (text, plain))  # a busy machine has some in both
+    assert text.count("\n") == plain.count("\n")
 
 
 def prompt_tokens(response) -> int:
