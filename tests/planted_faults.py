@@ -50,7 +50,7 @@ RULES, CHOICE, ATTENTION = "sampling/rules.py", "sampling/sampling.py", "targets
 CHAIN, MODEL, GGUF = "proposers/chain.py", "drafter/drafter.py", "loading/gguf_draft.py"
 PACKED, FOLDER = "test_packed_targets.py", "loading/quantized.py"
 VALUES = "test_values_of_a_folder_are_those_that_were_written"
-SERVICE, WRITER = "../dflash_serve/service.py", "../dflash_tools/train/gguf.py"
+SERVICE, WRITER = "../dflash_serve/service.py", "../dflash_tools/train/export.py"
 
 FAULTS = [
     Fault("the first token ignores the logit rules", PREFILL, "logits = engine.rules.apply(logits, block, prompt)",
@@ -225,8 +225,8 @@ FAULTS = [
           "= text, True, True", [TEXT]),
     Fault("stop strings are shown", "../dflash_serve/answer_text.py", "return text[old : max(old, at)]", "return piece",
           [TEXT]),
-    Fault("brackets in strings end a call", "../dflash_serve/tool_calls.py", "                if is_quoted:\n",
-          "                if False:\n", [f"{CALLS}::test_calls_are_split_off_wherever_pieces_end"]),
+    Fault("brackets in strings end a call", "../dflash_serve/tool_calls.py", 'quote = "" if quote == sign',
+          '"" if quote == sign', [f"{CALLS}::test_calls_are_split_off_wherever_pieces_end"]),
     Fault("a call's finish reason is stop", SERVICE,
           'reason = "tool_calls" if reason == "stop" and self.calls.is_whole else reason', "pass", [CALLS]),
     Fault("cached tokens are not counted", SERVICE,

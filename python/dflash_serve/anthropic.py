@@ -177,7 +177,7 @@ class CountRequest(not_applied(CachedPart, mcp_servers=([],), container=())):
         messages = [] if self.system is None else [{"role": "system", "content": _parts(self.system)}]
         for said in itertools.chain.from_iterable(map(_chat_messages, self.messages)):
             if said["role"] == "user" and messages and messages[-1]["role"] == "user":  # as the API joins them
-                messages[-1]["content"] = requests.join_texts([*messages[-1]["content"], *said["content"]], "\n")
+                messages[-1] = requests.join_messages(messages[-1], said, "\n")
             else:
                 messages.append(said)
         continued = {"continue_final_message": messages[-1]["role"] == "assistant"}

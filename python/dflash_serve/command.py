@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib.util
 import logging
@@ -16,18 +17,88 @@ import typer
 
 from dflash.light import options, terminal
 
-from .config import HOST, PORT, PREFIX, apply_config, check_keys, read_keys
 from .log import start_log
 
 if TYPE_CHECKING:  # slow imports, and the help needs none of them
     from dflash import Generator
 
+    from .port import Port
     from .record import AnswerRecorder
     from .scheduler import Scheduler
 
 _LOG = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MOST_UNASKED = 32768  # tokens of a context whose target names no limit
+
+
+# ---------------------------------------------------------------------------------------------- options
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the options in a YAML file by their names, with underscores. null leaves one at its default.
+
+    Raises:
+        ValueError: it cannot be read, or is not a mapping.
+    """
+    import yaml  # only who has such a file needs it
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.MarkedYAMLError as error:  # its own text shows the line, which may hold a key
+        where = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise ValueError(f"--config {path} cannot be read as YAML{where}: {error.problem}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--config {path} must have a line OPTION: VALUE for each option, got {type(found).__name__}")
+    return {str(name).replace("-", "_"): value for name, value in found.items() if value is not None}
+
+
+def apply_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the options in a file the defaults of a command.
+
+    Raises:
+        ValueError: the file cannot be read, or the command has no such option.
+    """
+    if path is None:
+        return None
+    options = {option.name: option for option in context.command.params if option.name != "config"}
+    found = read_config(path)
+    for name, value in found.items():
+        if name not in options:
+            close = difflib.get_close_matches(name, filter(None, options), 1)
+            advice = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"--config {path} has {name}, which is no option of dflash serve{advice}")
+        if name == "api_key" and not isinstance(value, str):
+            raise ValueError(f"--config {path}: api-key must be a text: put quotes around it")
+        if getattr(options[name], "multiple", False) and not isinstance(value, list):
+            found[name] = [value]
+    context.default_map = found
+    return path
+
+
+def read_keys(path: Path) -> Sequence[str]:
+    """Return the keys in a file, one per line; empty lines and those with a # are left out.
+
+    Raises:
+        ValueError: it cannot be read, or has no key.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--api-key-file {path} cannot be read: {error}") from error
+    keys = [line for line in map(str.strip, lines) if line and not line.startswith("#")]
+    if not keys:
+        raise ValueError(f"--api-key-file {path} must have a key per line, and has none")
+    return keys
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Raise ValueError for a key that a header cannot hold."""
+    if not all(re.fullmatch("[!-~]+", key) for key in keys):
+        raise ValueError(
+            "a key (--api-key, --api-key-file) must be visible ASCII characters without spaces: a header holds no other"
+        )
 
 
 @dataclass(frozen=True)
@@ -37,8 +108,8 @@ class ServeOptions:
     PANELS: ClassVar = {"host": "Network", "rows": "Capacity", "chat_template": "Chats", "receipts": "Kept answers"}
 
     target: options.Positional = None
-    host: Annotated[str, "Address to listen on; 0.0.0.0 for all."] = HOST
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = PORT
+    host: Annotated[str, "Address to listen on; 0.0.0.0 for all."] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000
     name: Annotated[
         list[str] | None, "A name of the model for clients, may be given several times; default: the target's."
     ] = None
@@ -131,7 +202,10 @@ class ServeOptions:
             Store(self.learn)  # raises for a folder of something else
 
 
-@options.command(variables=PREFIX, models=("tree",))
+# ---------------------------------------------------------------------------------------------- the command
+
+
+@options.command(variables="DFLASH", models=("tree",))
 def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOptions) -> None:
     """Serve MODEL, with a drafter or without, to clients of OpenAI's, Anthropic's and Ollama's APIs.
 
@@ -141,9 +215,16 @@ def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOpti
 
     Example: dflash serve Qwen/Qwen3-4B --draft z-lab/Qwen3-4B-DFlash-b16 --rows 8
     """
-    # 1. Check everything that needs no model, and take the port.
     if any(importlib.util.find_spec(package) is None for package in ("fastapi", "uvicorn", "prometheus_client")):
         raise ValueError("dflash serve needs FastAPI, uvicorn and prometheus-client: pip install '.[serve]'")
+    from .port import Port
+
+    with Port(asked.host, asked.port, asked.allow_origin or ()) as listener:
+        _serve(context, models, asked, listener)
+
+
+def _serve(context: typer.Context, models: options.ModelOptions, asked: ServeOptions, listener: Port) -> None:
+    # 1. Check everything that needs no model.
     asked.check()
     if asked.target is not None and context.get_parameter_source("model").name != "COMMANDLINE":
         models = dataclasses.replace(models, model=None)  # that of a variable or of the file
@@ -156,7 +237,6 @@ def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOpti
     from .adopt import Adopter
     from .app import Server
     from .pictures import PictureReader
-    from .port import port_for
     from .prompts import PromptReader
     from .receipts import ReceiptFolder
     from .record import AnswerRecorder
@@ -165,7 +245,6 @@ def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOpti
     name, *aliases = asked.name or [_shown_name(shown)]
     is_packaged = shown is None
     asked.check_folders(models)
-    listener = port_for(asked.host, asked.port)
     start_log(asked.log_json)
     # 2. Load the models.
     # A target that is learned from must be dense, as where the drafter is trained; receipts have its fingerprint.

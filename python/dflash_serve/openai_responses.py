@@ -377,9 +377,7 @@ class ResponsesFormat(api.AnswerFormat):
             answered = ResponsesRequest.model_construct(input=_ITEMS.validate_python(whole))
             messages, said = answered.messages_after(self._conversation), len(self._conversation)
             if self.request.continues and messages[said:]:
-                content = [*messages[said - 1]["content"], *messages[said].get("content", ())]
-                joined = {**messages[said - 1], **messages[said], "content": requests.join_texts(content, "")}
-                messages[said - 1 : said + 1] = [joined]
+                messages[said - 1 : said + 1] = [requests.join_messages(messages[said - 1], messages[said], "")]
             self._kept.keep(self.id, messages)
         return self._response(_status(choice), items, choice)
 

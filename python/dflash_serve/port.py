@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-
-from .config import HOST, PORT, PREFIX, read_config
 
 _UNREAD_SECONDS = 60.0  # a client may read nothing, then its connection is closed
 _MAX_BODY = 4 * 2**20  # bytes that are read before the answer: a client that still writes would not see it
@@ -67,7 +61,7 @@ class _Refusal(BaseHTTPRequestHandler):
 class Port(ThreadingHTTPServer):
     """A port of this machine that answers every request with 503 until it is handed over.
 
-    Pages of ``origins`` can read that; ``"*"`` is any.
+    Pages of ``origins`` can read that; ``"*"`` is any. As a context manager, it closes the socket at the end.
 
     Raises:
         OSError: it cannot be bound.
@@ -90,43 +84,9 @@ class Port(ThreadingHTTPServer):
         self._thread.join()
         return self.socket
 
+    def server_close(self) -> None:
+        """Close the socket, whether it was handed over or not."""
+        self.hand_over().close()
+
     def handle_error(self, *_: object) -> None:
         """Say nothing: the client has gone, or has sent no request."""
-
-
-_claimed: list[Port] = []  # at most one
-
-
-@contextlib.contextmanager
-def claimed(arguments: Sequence[str]) -> Iterator[None]:
-    """Hold the port that these arguments of ``dflash`` ask for, if they are a server's and right.
-
-    Raises:
-        OSError: it cannot be bound.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for option in ("--host", "--port", "--config"):
-        parser.add_argument(option)
-    parser.add_argument("--allow-origin", action="append")
-    is_server = next((word for word in arguments if not word.startswith("-")), None) == "serve"
-    if is_server and not {"--help", "-h"} & {*arguments}:
-        with contextlib.suppress(argparse.ArgumentError, ValueError):  # the command itself tells what is wrong
-            given = vars(parser.parse_known_args(arguments)[0])
-            variables = {name: os.environ.get(f"{PREFIX}_{name.upper()}") for name in given}
-            asked = {name: given[name] or variables[name] for name in given if given[name] or variables[name]}
-            config = read_config(Path(asked["config"])) if "config" in asked else {}
-            asked = {"host": HOST, "port": PORT, "allow_origin": ()} | config | asked
-            port, origins = str(asked["port"]), asked["allow_origin"]
-            if port.isdigit() and int(port) < 2**16:
-                origins = origins.split() if isinstance(origins, str) else origins
-                _claimed.append(Port(str(asked["host"]), int(port), origins))
-    try:
-        yield
-    finally:
-        while _claimed:
-            _claimed.pop().hand_over().close()
-
-
-def port_for(host: str, port: int) -> Port:
-    """Return the port that is held, or a new one; raises OSError."""
-    return _claimed[0] if _claimed else Port(host, port)

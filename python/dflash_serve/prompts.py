@@ -395,7 +395,7 @@ def _foldings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation as it is, then in forms that more templates take and that say the same.
 
     First the system messages at its beginning are one and later ones the user's, then all are the user's, each time
-    with adjacent messages of the user as one.
+    with adjacent messages of the user or of the assistant as one.
     """
     yield messages
     roles = [message["role"] for message in messages]
@@ -404,9 +404,9 @@ def _foldings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         folded: list[dict[str, Any]] = []
         for number, message in enumerate(messages):
             role = "user" if roles[number] == "system" and number >= count else roles[number]
-            if folded and folded[-1]["role"] == role and role in ("system", "user"):
-                content = [*(folded[-1].get("content") or ()), *(message.get("content") or ())]
-                folded[-1] = {**folded[-1], "content": requests.join_texts(content, "\n\n")}
+            before = folded[-1] if folded and folded[-1]["role"] == role != "tool" else None
+            if before is not None and (message.get("tool_calls") or not before.get("tool_calls")):  # calls stand last
+                folded[-1] = requests.join_messages(before, message, "\n\n")
             else:
                 folded.append({**message, "role": role})
         yield folded
@@ -422,7 +422,7 @@ def _example(form: ToolForm) -> str:
 
 def _call_as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
     """Return a message with its tool calls as text, as the model writes them."""
-    if not (calls := message.pop("tool_calls", None)):
+    if not (calls := message.get("tool_calls")):
         return message
     form, texts = form if form.values == "json" else TOOL_FORMS["json"], []
     for number, call in enumerate(calls):
@@ -431,7 +431,8 @@ def _call_as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
         one = form.with_id(str(number))
         texts.append(f"{one.head}{name}{one.mid}{given.strip() or '{}'}{one.tail}")
     text = form.begin + form.between.join(texts) + form.end
-    return {**message, "content": [*(message.get("content") or []), {"type": "text", "text": text}]}
+    plain = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**plain, "content": [*(message.get("content") or []), {"type": "text", "text": text}]}
 
 
 def _thinking(request: requests.ChatRequest, template: str, warnings: list[str]) -> dict[str, Any]:

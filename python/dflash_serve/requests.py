@@ -105,6 +105,17 @@ def join_texts(parts: Sequence[dict[str, Any]], between: str) -> list[dict[str, 
     return joined
 
 
+def join_messages(first: dict[str, Any], second: dict[str, Any], between: str) -> dict[str, Any]:
+    """Return two neighboring messages of a role as one, with the thoughts and the calls of both."""
+    content = [*(first.get("content") or ()), *(second.get("content") or ())]
+    joined = {**second, **first, "content": join_texts(content, between)}
+    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    if thoughts := [said["reasoning_content"] for said in (first, second) if said.get("reasoning_content")]:
+        joined["reasoning_content"] = "\n".join(thoughts)
+    return joined
+
+
 def _limit(value: int) -> int:
     expect(value != 0, "it must be at least 1, or -1 for as many as fit")
     return value

@@ -67,8 +67,7 @@ class Scheduler:
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
         self._works: deque[tuple[Generator[None, None, object], Future[object]]] = deque()
-        self._alone: deque[tuple[Callable[[], None], Future[None]]] = deque()
-        self._was_busy = False
+        self._was_busy = self._is_draining = False  # draining: rows that end get no other request
         self._is_closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="dflash scheduler", daemon=True)
@@ -130,14 +129,20 @@ class Scheduler:
         Requests that run end first, and those that wait go on waiting.
 
         Raises:
-            RuntimeError: the scheduler is closed.
+            QueueFullError, RuntimeError: as `run_between_steps`, in whose order it is done.
         """
-        future: Future[None] = Future()
-        with self._changed:
-            self._expect_open()
-            self._alone.append((work, future))
-            self._changed.notify()
-        return future
+
+        def parts() -> Generator[None, None, None]:
+            self._is_draining = True
+            try:
+                while self._running:
+                    yield
+                work()
+                self.session = Session(self.generator, cache_bytes=self._cache_bytes)
+            finally:
+                self._is_draining = False
+
+        return self.run_between_steps(parts())
 
     def _expect_open(self) -> None:
         if self._is_closing:
@@ -162,8 +167,6 @@ class Scheduler:
             try:
                 if not self._fill_rows():
                     return
-                if self._alone and not self._running:
-                    self._work_alone(*self._alone.popleft())
                 if self._works:
                     self._work(*self._works[0])
                 if self._running:
@@ -185,7 +188,7 @@ class Scheduler:
             for ticket in [ticket for ticket in self._waiting if ticket.is_cancelled]:
                 self._waiting.remove(ticket)
                 ticket.emit(None)
-            while self._waiting and self.session.idle and not self._alone:
+            while self._waiting and self.session.idle and not self._is_draining:
                 self._say_busy(True)
                 ticket = self._waiting.popleft()
                 self.on_admit(time.monotonic() - ticket.submitted)
@@ -197,20 +200,12 @@ class Scheduler:
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._waiting or self._running or self._works or self._alone)
+        return not (self._waiting or self._running or self._works)
 
     def _say_busy(self, is_busy: bool) -> None:
         if is_busy != self._was_busy:
             self._was_busy = is_busy
             self.on_busy(is_busy)
-
-    def _work_alone(self, work: Callable[[], None], future: Future[None]) -> None:
-        try:
-            work()
-            self.session = Session(self.generator, cache_bytes=self._cache_bytes)
-            future.set_result(None)
-        except Exception as error:
-            future.set_exception(error)
 
     def _work(self, parts: Generator[None, None, object], future: Future[object]) -> None:
         try:

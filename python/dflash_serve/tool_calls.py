@@ -177,8 +177,9 @@ EMPTY = '""'
 ANY_ID = "\udfff"  # half of a character, which no request can hold
 QUOTES = {"python": "'", "gemma": '<|"|>'}  # before and after a text
 _CDATA = regex.compile(r"<!\[CDATA\[")
-# The signs in a literal, and one that pieces of a text may cut.
+# The signs in a value, and one that pieces of a text may cut.
 _SIGNS = {
+    "json": (regex.compile(r'\\.|["[\]{}]', regex.DOTALL), "\\."),
     "python": (regex.compile(r"\\.|['\"[\](){},]", regex.DOTALL), "\\."),
     "gemma": (regex.compile(r'<\|"\|>|[[\](){},]'), QUOTES["gemma"]),
 }
@@ -348,7 +349,7 @@ class CallText:
             self.calls.append(call)
             self._pieces.append({"index": len(self.calls) - 1, **call, "function": {**function}})
             if form.values == "json":
-                yield from self._take_object()
+                yield from self._take_value("json")
             else:
                 yield from self._take_parameters(form, parameter, self._functions[function["name"]])
             self.is_whole = True
@@ -365,28 +366,12 @@ class CallText:
                 self._pieces.append({"index": index, "function": {"arguments": ""}})
             self._pieces[-1]["function"]["arguments"] += text
 
-    def _take_object(self) -> Generator[None, None, None]:
-        """Take a JSON object, up to the bracket that closes it."""
-        end, depth, is_quoted, is_escaped = None, 0, False, False
-        while True:
-            for place, sign in enumerate(self._held, 1):
-                if is_quoted:
-                    is_quoted, is_escaped = is_escaped or sign != '"', not is_escaped and sign == "\\"
-                elif sign == '"':
-                    is_quoted = True
-                elif sign in "{[}]":
-                    depth += 1 if sign in "{[" else -1
-                    if depth == 0:
-                        end = place
-                        break
-            text, self._held = self._held[:end], "" if end is None else self._held[end:]
-            self._write(text)
-            if end is not None:
-                return
-            yield
+    def _take_value(self, values: str) -> Generator[None, None, str]:
+        """Take a JSON object and write it while it grows, or a literal up to the comma or bracket after it; return it.
 
-    def _take_literal(self, signs: Any, cut: str) -> Generator[None, None, str]:
-        """Take a literal, up to the comma or bracket after it, and return it. Quoted signs belong to it."""
+        Quoted signs belong to it.
+        """
+        (signs, cut), is_json = _SIGNS[values], values == "json"
         taken, quote, depth = "", "", 0
         while True:
             place, end = 0, None
@@ -394,13 +379,20 @@ class CallText:
                 sign, place = found.group(), found.end()
                 if quote or sign in ("'", '"', QUOTES["gemma"]):
                     quote = "" if quote == sign else quote or sign
-                elif not depth and sign in ",)]}":
+                    continue
+                if not depth and sign in ",)]}":
                     end = found.start()
                     break
-                else:
-                    depth += (sign in "[({") - (sign in "])}")
-            count = len(self._held) - open_suffix(self._held[place:], [cut]) if end is None else end
-            taken, self._held = taken + self._held[:count], self._held[count:]
+                depth += (sign in "[({") - (sign in "])}")
+                if is_json and not depth:
+                    end = place
+                    break
+            rest = 0 if self._is_last else open_suffix(self._held[place:], [cut])
+            count = len(self._held) - rest if end is None else end
+            text, self._held = self._held[:count], self._held[count:]
+            taken += text
+            if is_json:
+                self._write(text)
             if end is not None:
                 return taken
             yield
@@ -415,7 +407,7 @@ class CallText:
                 said = found["type"]
                 types = {"string"} if said == form.types else {"number", "boolean", "object", "array", "null"}
             if not form.key_tail:
-                literal = yield from self._take_literal(*_SIGNS[form.values])
+                literal = yield from self._take_value(form.values)
                 self._write(json.dumps(_read_value(literal, form.values, types), ensure_ascii=False))
                 continue
             # A text can be shown while it grows, anything else when it is complete.

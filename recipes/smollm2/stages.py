@@ -29,8 +29,7 @@ from dflash_tools.measure.datasets import parse_prompt, read_jsonl
 from dflash_tools.measure.progress import bars
 from dflash_tools.train.data import load_prompts
 from dflash_tools.train.features import FeatureCache
-from dflash_tools.train.regenerate import LocalWriter, Summary
-from dflash_tools.train.self_prompts import write_prompts
+from dflash_tools.train.regenerate import LocalWriter, Summary, write_prompts
 
 from .evaluate import WAYS, evaluate_file, table
 

@@ -22,7 +22,7 @@ from dflash.answers import Store
 from dflash_serve.adopt import Adopter
 from dflash_serve.record import AnswerRecorder
 from dflash_serve.scheduler import Scheduler
-from dflash_tools.learn import LearnOptions, gate, learn, learning
+from dflash_tools.learn import LearnOptions, learn, learning
 
 TARGET = make_target("qwen3")
 DRAFT = make_draft(TARGET)
@@ -151,7 +151,7 @@ def attempts(folder: Path, kills: int) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gate.LEAST_GAIN, gate.MOST_LOSS = -9.0, 9.0  # each candidate is adopted
+    learning.LEAST_GAIN, learning.MOST_LOSS = -9.0, 9.0  # each candidate is adopted
     learning.SAVE_EVERY, learning.LEAST_ANSWERS, learning._GENERAL = 0.0, 10, 8
     BASE = _general_answers()
     for number in range(int(sys.argv[2])):

@@ -10,8 +10,7 @@ import yaml
 from served import CHAT, ask, chat, serving
 
 from dflash.light import options
-from dflash_serve.command import ServeOptions
-from dflash_serve.config import read_config
+from dflash_serve.command import ServeOptions, read_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 NAMES = {field.name for kind in (ServeOptions, options.ModelOptions) for field in dataclasses.fields(kind)}

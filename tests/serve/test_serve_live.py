@@ -14,7 +14,7 @@ import pytest
 from served import TRIP, Gate, chat, direct, live, prompt_ids, serve, slow_down, wait_until
 
 from dflash_serve.app import Server
-from dflash_serve.port import Port, claimed, port_for
+from dflash_serve.port import Port
 
 QUESTION = [{"role": "user", "content": TRIP}]
 
@@ -269,11 +269,12 @@ def test_a_port_in_use_is_refused_before_torch_is_imported():
 def test_options_may_stand_in_a_file_and_in_variables(shell, tmp_path, monkeypatch):
     kept, config, keys = [], tmp_path / "serve.yaml", tmp_path / "keys"
     monkeypatch.setattr("dflash_serve.command.ServeOptions.check", lambda asked: kept.append(asked))
-    monkeypatch.setattr("dflash_serve.port.port_for", lambda *_: 1 / 0)
+    monkeypatch.setattr("dflash_serve.command.start_log", lambda *_: 1 / 0)
     keys.write_text("\ufeff# of the team\none\n  #note\n\ntwo\n", encoding="utf-8")
     config.write_text(
         f"model: of-the-file\nname: mine\nmax-length: 99\nrows: 3\nstrict: true\nqueue: null\napi-key-file: {keys}\n"
     )
+    monkeypatch.setenv("DFLASH_PORT", "0")
     monkeypatch.setenv("DFLASH_ROWS", "5")
     monkeypatch.setenv("DFLASH_API_KEY", "zero")
     monkeypatch.setenv("DFLASH_ALLOW_ORIGIN", "http://a http://b")
@@ -309,22 +310,22 @@ def test_a_key_in_a_file_that_cannot_be_read_is_not_shown(shell, tmp_path):
     assert "secret" not in done.err
 
 
-def test_the_port_is_taken_as_the_file_and_the_variables_say(tmp_path, monkeypatch):
+def test_the_port_is_taken_as_the_file_and_the_variables_say(shell, tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr("dflash_serve.port.Port", lambda *asked: taken.append(asked) or 1 / 0)
     (tmp_path / "serve.yaml").write_text("port: 0\nhost: localhost\nallow-origin: [http://a]\n")
     monkeypatch.setenv("DFLASH_CONFIG", str(tmp_path / "serve.yaml"))
-    with claimed(["serve"]):
-        found = port_for("unused", 1)
-        assert (found.socket.getsockname()[0], found.origins) == ("127.0.0.1", ["http://a"])
-        assert found.socket.getsockname()[1] != 8000
+    with pytest.raises(ZeroDivisionError):
+        shell("serve")
     monkeypatch.setenv("DFLASH_HOST", "127.0.0.2")
-    with claimed(["serve", "--allow-origin", "*"]):
-        found = port_for("unused", 1)
-        assert (found.socket.getsockname()[0], found.origins) == ("127.0.0.2", ["*"])
+    with pytest.raises(ZeroDivisionError):
+        shell("serve", "--allow-origin", "*")
+    assert taken == [("localhost", 0, ["http://a"]), ("127.0.0.2", 0, ["*"])]
 
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--port", "99999"], "--port"),
-    (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
+    (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 0: "),
     (["--draft", "somewhere"], "--draft needs --model too"),
     (["here", "--model", "there"], "name one model: MODEL is 'here', --model 'there'"),
     (["here", "--draft-weights", "int8"], "--draft-weights needs a drafter"),
@@ -335,7 +336,8 @@ def test_the_port_is_taken_as_the_file_and_the_variables_say(tmp_path, monkeypat
     (["--api-key-file", "missing"], "--api-key-file missing cannot be read"),
     (["--config", "missing.yaml"], "--config missing.yaml cannot be read as YAML"),
 ])  # fmt: skip
-def test_wrong_options_are_refused_before_anything_is_loaded(shell, options, message):
+def test_wrong_options_are_refused_before_anything_is_loaded(shell, monkeypatch, options, message):
+    monkeypatch.setenv("DFLASH_PORT", "0")
     done = shell("serve", *options)
     assert done.code == 2
     assert message in " ".join(done.err.split())

@@ -15,8 +15,7 @@ import dflash
 from dflash.loading import prompt_ids
 from dflash_tools.config import RegenerateConfig
 from dflash_tools.train.data import load_prompts, load_rows
-from dflash_tools.train.regenerate import LocalWriter, ServerWriter, jobs, regenerate
-from dflash_tools.train.self_prompts import user_turn, write_prompts
+from dflash_tools.train.regenerate import LocalWriter, ServerWriter, jobs, regenerate, user_turn, write_prompts
 
 PROMPTS = ["w7 w8", "w9 w10 w11 w12 w13 w14", "w15", "w16 w17 w18", "w19 w20 w21 w22"]
 

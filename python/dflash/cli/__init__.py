@@ -5,9 +5,7 @@ Entry points name the subcommands, here and in other packages.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import functools
 import importlib.metadata
 import sys
 from typing import Annotated
@@ -31,21 +29,12 @@ def main() -> None:
 def _main() -> None:
     first = next((word for word in sys.argv[1:] if word != "--debug"), "")
     named = "" if first.startswith("-") else first
-    with contextlib.ExitStack() as stack:
-        # What a command holds while it runs, such as a server's port: importing the commands takes seconds.
-        for entry in _installed().select(group="dflash.before", name=named):
-            stack.enter_context(entry.load()(sys.argv[1:]))
-        application(named)()
-
-
-@functools.cache  # reads a file of every installed package
-def _installed() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points()
+    application(named)()
 
 
 def application(named: str = "") -> typer.Typer:
     """Return the command with the subcommand ``named``, or with all that are installed."""
-    found = {entry.name: entry for entry in _installed().select(group="dflash.commands")}
+    found = {entry.name: entry for entry in importlib.metadata.entry_points(group="dflash.commands")}
     if named in COMMANDS and named not in found:
         extra = f"[{EXTRAS[named]}]" if named in EXTRAS else ""
         raise ValueError(

@@ -165,12 +165,18 @@ def benchmark(
 
     from ..measure import report as reports
     from ..measure.benchmark import run_benchmark
+    from ..measure.datasets import DATASETS, Conversation, load_conversations
 
     if plot is not None:
         reports.check_plot(plot)
     if out is not None and out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, {str(out)!r} is a file")
-    datasets = _load_datasets(dataset, data, limit)
+    datasets: dict[str, list[Conversation]] = {}
+    for given in dataset:
+        name = given if given in DATASETS else Path(given).name.split(".")[0]
+        if name in datasets:
+            raise ValueError(f"--dataset {given!r}: two datasets have the name {name}")
+        datasets[name] = load_conversations(given, data, limit)
     source = models.source(quiet=as_json)
     tokenizer = sources.load_tokenizer(source)
     config.check(tokenizer)
@@ -185,15 +191,3 @@ def benchmark(
         reports.print_benchmark(report, Console())
     if plot is not None:
         reports.plot(report, plot)
-
-
-def _load_datasets(given: list[str], data: Path | None, limit: int | None) -> dict[str, list]:
-    from ..measure.datasets import DATASETS, load_conversations
-
-    datasets = {}
-    for dataset in given:
-        name = dataset if dataset in DATASETS else Path(dataset).name.split(".")[0]
-        if name in datasets:
-            raise ValueError(f"--dataset {dataset!r}: two datasets have the name {name}")
-        datasets[name] = load_conversations(dataset, data, limit)
-    return datasets

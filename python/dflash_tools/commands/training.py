@@ -175,8 +175,7 @@ class _Asking:
         """Return what answers the prompts: a server, or the target loaded here."""
         from dflash.internals import check_encoding, sources
 
-        from ..train.regenerate import LocalWriter, ServerWriter
-        from ..train.self_prompts import user_turn
+        from ..train.regenerate import LocalWriter, ServerWriter, user_turn
 
         template = {"enable_thinking": False} if self.no_thinking else {}
         common: Any = {"raw": self.raw, "template": template, "skip_long": self.skip_long}
@@ -229,9 +228,8 @@ def regenerate(
         raise ValueError(f"{asking.beginnings} is empty: it must have a line per beginning, or an empty line for none")
     from ..measure.progress import bars
     from ..train.data import load_prompts
-    from ..train.regenerate import LocalWriter, check_out
+    from ..train.regenerate import LocalWriter, check_out, write_prompts
     from ..train.regenerate import regenerate as write_responses
-    from ..train.self_prompts import write_prompts
 
     check_out(asking.out)
     config = replace(config, temperatures=tuple(temperature or [0.0]))
@@ -261,7 +259,7 @@ def regenerate(
 
 
 def _summary_text(summary: Summary) -> str:
-    from ..train.self_prompts import tell
+    from ..train.regenerate import tell
 
     text = f"self prompts: {tell(summary.self_prompts)}\n" if summary.self_prompts else ""
     text += f"{summary.written} responses in {summary.seconds:.1f} s, {summary.tokens_per_second:.0f} tokens/s"

@@ -21,6 +21,7 @@ from dflash.light import terminal
 from ..config import Decoding
 from ..measure.compare import GeneratorRunner, add_up
 from ..train.data import load_prompts
+from ..train.features import TargetFeatures
 from .wiring import Facts, Variant, Wiring, variants
 
 Show = Callable[..., None]  # show(name, done, total, text)
@@ -167,26 +168,18 @@ def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[
 
     The outputs of ``layers`` are kept; the last layer's twice, after the final norm and before it.
     """
-    # 1. Hook a copy that shares the weights
-    model: Any = targets.structural_copy(targets.check_target(target, spread=False))
-    every = targets.find_layers(model)
-    modules: dict[int, Any] = dict(zip(layers, targets.tapped_modules(model, tuple(layers)), strict=True))
-    if len(every) - 1 in modules:
-        modules[RAW_LAST] = every[-1]
-    kept: dict[int, Tensor] = {}
-
-    def keep(layer: int, _module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output  # [1, length, hidden]
-        kept[layer] = states[0]
-
-    for layer, module in modules.items():
-        module.register_forward_hook(functools.partial(keep, layer))
-    # 2. Run it, sequence by sequence: padding would cost memory, and on a CPU more time than it saves
-    device, recordings = model.get_input_embeddings().weight.device, []
-    for one in sequences:
-        ids = torch.tensor(one.ids, dtype=torch.int64, device=device)
-        model.get_decoder()(input_ids=ids[None], use_cache=False)
-        recordings.append(Recording(ids, one.prompt_length, dict(kept)))
+    compute, last = TargetFeatures(target, tuple(layers)), targets.text_config(target).num_hidden_layers - 1
+    before_norm: list[Tensor] = []
+    if last in layers:
+        (norm,) = targets.tapped_modules(compute.model, (last,))
+        norm.register_forward_pre_hook(lambda _norm, arguments: before_norm.append(arguments[0][0]))
+    recordings = []
+    for one in sequences:  # one by one: padding would cost memory, and on a CPU more time than it saves
+        ids = torch.tensor(one.ids, dtype=torch.int64, device=compute.embedding_weight.device)
+        states = dict(zip(layers, compute(ids[None])[0].chunk(len(layers), -1), strict=True))
+        if before_norm:
+            states[RAW_LAST] = before_norm.pop()
+        recordings.append(Recording(ids, one.prompt_length, states))
     return recordings
 
 

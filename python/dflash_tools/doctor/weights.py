@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dflash.internals import files, ops, sources, targets
+from dflash.internals import files, ops, read_headers, sources, targets
 
 _BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16}  # all others have 8
+_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"
 _EMBEDDINGS = "token_embd.weight", "embed_tokens.weight"
 
 
@@ -71,11 +72,15 @@ def examine_weights(source: sources.Source, dtype: str) -> WeightsReport:
     asked = None if dtype == "auto" else getattr(torch, dtype)
     if source.gguf is not None:
         asked = asked or source.gguf.dtype
-    elif source.find("hf_quant_config.json") is not None or _is_quantized(source):
-        raise ValueError(
-            f"{source.name} was quantized by another library: only GGUF files and plain folders are listed. "
-            "docs/quantized.md says what stays packed of others"
-        )
+    else:
+        config = source.load_config()
+        parts = config, config.get_text_config(decoder=True)
+        is_quantized = any(getattr(part, "quantization_config", None) is not None for part in parts)
+        if is_quantized or source.find("hf_quant_config.json") is not None:
+            raise ValueError(
+                f"{source.name} was quantized by another library: only GGUF files and plain folders are listed. "
+                "docs/quantized.md says what stays packed of others"
+            )
     try:
         config = source.load_config()
         refused = targets.refusal(source.load_empty_target(config), loaded=False) or ""
@@ -110,31 +115,23 @@ def examine_weights(source: sources.Source, dtype: str) -> WeightsReport:
     return WeightsReport(found, refused, memory, read, sources.memory_bytes_per_second() / read)
 
 
-def _is_quantized(source: sources.Source) -> bool:
-    """Return True if config.json says how a library has quantized the weights."""
-    config = source.load_config()
-    parts = config, config.get_text_config(decoder=True)
-    return any(getattr(part, "quantization_config", None) is not None for part in parts)
-
-
 def _tensors(source: sources.Source) -> Iterator[_Stored]:
     """Yield the tensors of the files."""
     if (gguf := source.gguf) is not None:
         for name, shape in gguf.shapes.items():
             yield _Stored(name, gguf.kind(name), shape, gguf.rows(name).size)
-        return
-    for path in files.find_shards(source.folder) if source.folder else ():
-        with files.open_tensors(path) as file:
-            for name in file.keys():  # noqa: SIM118  (it is not a mapping)
-                piece = file.get_slice(name)
-                shape, kind = tuple(piece.get_shape()), piece.get_dtype()
-                yield _Stored(name, kind, shape, math.prod(shape) * _BITS.get(kind, 8) // 8)
+    elif source.folder:
+        for header in read_headers(files.find_shards(source.folder)).values():
+            size = math.prod(header.shape) * _BITS.get(header.dtype, 8) // 8
+            yield _Stored(header.name, header.dtype, header.shape, size)
 
 
 def _share_of_experts(config: Any) -> float:
     """Return the share of a mixture's experts that a token reads."""
-    text = None if config is None else config.get_text_config(decoder=True)
-    counts = [getattr(text, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
-    chosen = next(filter(None, (getattr(text, key, None) for key in targets.CHOSEN_EXPERTS)), None)
-    every = next(filter(None, counts), None)
+
+    def count(*keys: str) -> Any:
+        text = config.get_text_config(decoder=True)
+        return next((value for key in keys for value in targets.config_values(text, key)), None)
+
+    chosen, every = (None, None) if config is None else (count(*targets.CHOSEN_EXPERTS), count(*_EXPERTS))
     return chosen / every if isinstance(chosen, int) and isinstance(every, int) else 1.0

@@ -1,4 +1,4 @@
-"""Train a drafter on a machine's own answers, and adopt it if replays show that it is better: `learn`."""
+"""Train a drafter on a machine's own answers (`learn`), and adopt it if replays (`Replayer`) show that it is better."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dflash import DraftConfig, Drafter, load_draft
-from dflash.internals import RecordedSettings, Store, StoredAnswer, files, resolve, targets
+from dflash import DraftConfig, Drafter, Generator, load_draft
+from dflash.internals import RUNNING, Prefill, RecordedSettings, Store, StoredAnswer, files, resolve, targets
 
 from ..config import LearnOptions, TrainConfig
 from ..measure.datasets import import_datasets
@@ -29,8 +29,6 @@ from ..train.checkpoint import save_draft, save_run
 from ..train.features import FeatureCache, TargetFeatures, cache_features
 from ..train.model import check_trainable
 from ..train.trainer import StepTotals, Trainer
-from .gate import CandidateGains, Steps, judge
-from .replay import Replayer
 
 LEAST_ANSWERS = 50
 _HELD = 10  # one in so many answers, the newest, is not learned from
@@ -51,7 +49,7 @@ def learn(
     """Train the drafter that is served on the answers of ``store``, and have it adopted if it is better.
 
     Half of each step are general answers, so that the drafter forgets nothing. The newest tenth of the own answers, and
-    48 general ones, are not learned from: both drafters are replayed on them (`dflash_tools.learn.gate`). While a
+    48 general ones, are not learned from: both drafters are replayed on them (`judge`). While a
     server on this machine runs requests, training waits. A run that was stopped continues with the same answers.
 
     Args:
@@ -159,6 +157,149 @@ def _learn(
 def prompt_of(answer: StoredAnswer) -> tuple[int, ...]:
     """Return the ids of an answer's prompt."""
     return tuple(answer.ids[: answer.prompt_length].tolist())
+
+
+# ---------------------------------------------------------------------------------------------- replays
+
+
+class Replayer:
+    """Counts the tokens that each step would have emitted, had a drafter been served when an answer was written.
+
+    The target's choices at all positions, and its hidden states there, do not depend on the drafter: both are recorded.
+    So one pass of the drafter per step is all that is run, by the code that serves, and the counts are those of
+    serving with the same seed, at a fixed ``block_size``.
+
+    Args:
+        target: whose embeddings and head the drafter shares; no pass of it is run.
+        draft: the drafter; its weights may be written between two answers.
+        max_length: tokens of the longest prompt, with all that its answer might have had (``max_new_tokens``).
+        options: ``block_size``, ``denoise_steps``, ``prompt_lookup``, ``prefill_chunk``, ``drafter_window`` and
+            ``draft_weights`` of the generator.
+
+    Raises:
+        ValueError: as `dflash.Generator`; or blocks have one row.
+    """
+
+    def __init__(self, target: nn.Module, draft: Drafter, *, max_length: int, **options: object) -> None:
+        self._generator = Generator(target, draft, max_length=max_length, reuse_prefix=False, **options)
+        if self._generator.draft is None:
+            raise ValueError("a replay needs blocks of at least 2 rows, got block_size=1")
+
+    @torch.no_grad()
+    def __call__(self, answer: StoredAnswer) -> list[int]:
+        """Return the tokens that each step emits."""
+        return self._generator.lock.run(self._replay, answer)
+
+    def _replay(self, answer: StoredAnswer) -> list[int]:
+        generator, engine, state = self._generator, self._generator.engine, self._generator.state
+        ids, features = answer.ids.to(engine.target.device), answer.features.to(engine.target.device)
+        # 1. The row as it stands after the prompt, whose pass chose the first new token.
+        own = {"seed": answer.seed, "draft_sharpness": answer.draft_sharpness, "tree": None}
+        prompt, end = ids[: answer.prompt_length], len(ids)
+        call = generator.resolve_call(prompt[None], {**answer.settings.arguments(), **own})
+        engine.refresh()
+        engine.configure(call)
+        prefill = Prefill(engine, call, [0], chunk=generator.prefill_chunk)
+        for start, stop, *_ in prefill.chunks:
+            count, positions = torch.tensor([stop - start]), torch.arange(start, stop)[None]
+            fused = engine.draft.fuse(features[None, start:stop], count.to(ids.device))
+            engine.draft.inject_(fused, positions.to(ids.device), state.draft_cache)
+        state.tokens[0, len(prompt)], state.length[0], state.done[0] = ids[len(prompt)], len(prompt), RUNNING
+        # 2. One pass of the drafter per step; what was written says how much of it is accepted.
+        state.is_readable = engine.target.device.type == "cpu"
+        lengths: list[int] = []
+        try:
+            while (at := int(state.length[0])) < end - 1:
+                block = engine.proposer.propose(state)
+                rows = block.ids.shape[1]
+                known, seen = ids[at + 1 : at + 1 + rows], features[at : at + rows]
+                state.features(block)[0, : len(seen)] = seen
+                choices = torch.zeros_like(block.ids)
+                choices[0, : len(known)] = known
+                engine.commit_(block, choices)
+                # A stop string has cut the text: what a step emitted after it does not count.
+                lengths.append(min(int(state.length[0]), end - 1) - at)
+        finally:
+            state.is_readable = False
+            state.vacate_(slice(0, 1))
+        return lengths
+
+
+# ---------------------------------------------------------------------------------------------- the verdict
+
+LEAST_GAIN, MOST_LOSS = 0.02, 0.02
+_DRAWS = 4000
+
+Steps = Sequence[Sequence[int]]
+"""Per answer, the tokens that each step emitted."""
+
+
+class Gain(NamedTuple):
+    """How many more tokens per step one drafter has than another, on the same answers.
+
+    Attributes:
+        before, after: tokens per step.
+        gain: ``after / before - 1``.
+        low, high: its 95 % interval, by bootstrap over answers (Efron, 1979).
+        answers: how many were replayed.
+    """
+
+    before: float
+    after: float
+    gain: float
+    low: float
+    high: float
+    answers: int
+
+    @classmethod
+    def of(cls, before: Steps, after: Steps) -> Gain:
+        """Compare two drafters on the same answers.
+
+        Raises:
+            ValueError: no answer has a step.
+        """
+        pairs = [(len(one), len(other), sum(one)) for one, other in zip(before, after, strict=True) if one]
+        if not pairs:
+            raise ValueError("no answer has more than one token: nothing can be compared")
+        counts = torch.tensor(pairs, dtype=torch.float64)  # [answers, 3]: steps before and after, tokens
+        draws = torch.randint(len(pairs), (_DRAWS, len(pairs)), generator=torch.Generator().manual_seed(0))
+        sums = counts[draws].sum(1)
+        low, high = (sums[:, 0] / sums[:, 1] - 1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        steps, fewer, tokens = counts.sum(0).tolist()
+        return cls(tokens / steps, tokens / fewer, steps / fewer - 1, low, high, len(pairs))
+
+    def __str__(self) -> str:
+        change = f"{self.gain:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
+        return f"{self.before:.2f} to {self.after:.2f} tokens per step, {change}, {self.answers} answers"
+
+
+class CandidateGains(NamedTuple):
+    """Gains of a candidate.
+
+    Attributes:
+        own: its gain on the newest of the machine's own answers, which it has not learned from.
+        general: that on general answers.
+    """
+
+    own: Gain
+    general: Gain
+
+    @property
+    def is_adopted(self) -> bool:
+        return self.own.low > LEAST_GAIN and self.general.gain > -MOST_LOSS
+
+    def __str__(self) -> str:
+        """Return a report whose first sentence says it all."""
+        word = "Adopted" if self.is_adopted else "Not adopted"
+        gains = f"{self.own.gain:+.1%} tokens per step on new answers, {self.general.gain:+.1%} on general ones"
+        rule = f"surely above {LEAST_GAIN:+.0%} on new answers, and above {-MOST_LOSS:+.0%} on general ones"
+        details = f"  new answers: {self.own}\n  general: {self.general}"
+        return f"{word}: {gains}.\n{details}\n(Adopted if {rule}.)"
+
+
+def judge(before: tuple[Steps, Steps], after: tuple[Steps, Steps]) -> CandidateGains:
+    """Compare a candidate with the drafter before it; each is the steps of own answers and of general ones."""
+    return CandidateGains(Gain.of(before[0], after[0]), Gain.of(before[1], after[1]))
 
 
 # ---------------------------------------------------------------------------------------------- data

@@ -1,31 +1,142 @@
 """Write drafters in each checkpoint layout, say what serving engines read differently, and `export`.
 
-`dflash.drafter.config` reads these layouts.
+`dflash.drafter.config` reads these layouts, and `dflash.loading.gguf_draft` the GGUF files of llama.cpp's architecture
+``dflash``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dflash import DraftConfig, Drafter, load_draft
-from dflash.internals import MASK_EMBEDDING_FILE, Pretrained, drafter_config, files, find_draft, read_draft_config
+from dflash.internals import (
+    MASK_EMBEDDING_FILE,
+    Pretrained,
+    drafter_config,
+    files,
+    find_draft,
+    gguf,
+    gguf_draft,
+    read_draft_config,
+    target_ids,
+)
+from dflash.light import terminal
 
 from .files import atomic_folder, one_line_errors, save_tensors, write_json
-from .gguf import FLOATING, QUANTIZED, gguf_metadata, read_gguf_target, write_gguf
-from .layouts import KEYS, NEUTRAL, SCALES, check_layout, describe_layers, key_values
+
+KEYS = drafter_config.KEYS
+SCALES = ("attention_value_scale", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+NEUTRAL = {key: KEYS[key].default for key in SCALES} | {"attention_sink_bias": False}
 
 FORMATS = ("published", "speculators", "transformers", "gguf")
 # vLLM looks for these keys only in dflash_config.
 _SECTION = ("mask_token_id", "target_layer_ids", *SCALES, "attention_sink_bias", *drafter_config.DFLASH2_KEYS)
 _METADATA = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {"attention_dropout": 0.0}
+
+
+# ---------------------------------------------------------------------------------------------- keys
+
+
+def key_values(config: DraftConfig) -> dict[str, Any]:
+    """Return the published layout's keys that say what ``config`` says: the inverse of `DraftConfig.from_config`.
+
+    ``is_causal`` is None if it follows from the windows.
+    """
+    rope, by_window = config.rope, tuple(window > 0 for window in config.window)
+    settings = {"rope_type": rope.type, "rope_theta": rope.theta}
+    settings |= {key: getattr(rope, key) for key in drafter_config.ROPE_TYPES[rope.type]}
+    settings |= {"attention_factor": rope.attention_scaling} if rope.type == "yarn" else {}
+    return {
+        **{name: getattr(config, name) for name in DraftConfig.__dataclass_fields__ if name in KEYS},
+        **(dataclasses.asdict(config.dflash2) if config.dflash2 is not None else {}),
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "num_key_value_heads": config.num_kv_heads,
+        "target_layer_ids": list(config.target_layer_ids),
+        "block_size": config.rows_per_pass,
+        "sample_from_anchor": config.predicts_from_anchor,
+        "layer_types": [drafter_config.SLIDING if window else drafter_config.FULL for window in config.window],
+        "is_causal": None if config.causal == by_window else config.causal[0],
+        "sliding_window": max(config.window) or None,
+        "use_sliding_window": any(by_window),
+        "attention_sink_bias": config.attention_sinks,
+        "rope_parameters": settings,
+        "rope_theta": rope.theta,
+    }
+
+
+# ---------------------------------------------------------------------------------------------- limits
+
+_REFUSALS = {
+    "saved": "a drafter with {} cannot be saved here: use dflash export",
+    "published": "the published layout cannot have {}, as this drafter has: keep the speculators layout",
+    "speculators": "the speculators layout cannot have {}, as this drafter has: use the published layout",
+    "transformers": "transformers' drafter class cannot have {}, as this drafter has: use the published layout",
+    "gguf": "llama.cpp's drafters cannot have {}, as this one has",
+}
+
+
+def check_layout(config: DraftConfig, layout: str) -> None:
+    """Raise ``ValueError`` if a layout has no place for something that changes the math.
+
+    The layout "saved" is what `published_config` writes.
+    """
+    rope, own, second, anchor = config.rope, config.own_parts, config.dflash2, config.predicts_from_anchor
+    causal, window, windows = config.causal, config.window, {*config.window} - {0}
+    is_mixed, hidden, top_k = len({*causal}) > 1, config.hidden_size, second.selector_top_k if second else 0
+    scaled = config.output_multiplier != 1 or config.final_logit_softcapping != 0
+    usual = 1 + 0.1 * math.log(rope.factor)  # what llama.cpp multiplies by
+    is_usual = rope.truncate and math.isclose(rope.attention_scaling, usual, rel_tol=1e-6)
+    layers = describe_layers(config)
+    # fmt: off
+    limits = [  # the layouts without a place for something, whether this drafter has it, and its name
+        ("saved", config.scales_like_target, "logits that are scaled as the target's"),
+        *(("speculators transformers", (value := getattr(config, key)) != NEUTRAL[key], f"{key} {value}")
+          for key in SCALES),
+        ("speculators transformers", config.attention_sinks, "attention sinks"),
+        ("transformers gguf", config.attention_bias, "biases (attention_bias)"),
+        ("saved speculators transformers gguf", "mask_embedding" in own, "a mask embedding"),
+        ("saved transformers", "embed_tokens" in own, "its own embed_tokens"),
+        ("transformers", "lm_head" in own, "its own lm_head"),
+        ("gguf", own == ("embed_tokens",), "an embedding without its own head"),  # it would be the head too
+        ("speculators", config.vocab_size is None, "no vocab_size in its config.json"),
+        ("transformers", second, "the parts of DFlash 2"),
+        ("speculators", second and config.draft_vocab_size, "the parts of DFlash 2 and a draft vocabulary"),
+        ("published", second and anchor, "the parts of DFlash 2 and drafts from the anchor's row"),
+        ("gguf", top_k * (top_k + 1) > hidden, f"selector_top_k {top_k} at hidden_size {hidden}"),
+        ("saved transformers", anchor, "drafts from the anchor's row (DSpark)"),
+        ("gguf", anchor and not config.markov_rank, "drafts from the anchor's row without a Markov head"),
+        ("transformers", config.markov_rank, "a Markov head"),
+        ("gguf", config.markov_rank and scaled, "scaled logits with a Markov head"),
+        ("saved speculators transformers gguf", len(windows) > 1, f"several windows ({list(window)})"),
+        ("transformers", 1 in windows, "a window of 1"),  # its cache keeps a position less: none
+        ("transformers", any(causal), f"causal layers ({list(causal)})"),
+        ("gguf", is_mixed, f"some causal layers ({list(causal)})"),
+        ("saved", is_mixed and causal != tuple(map(bool, window)), f"several rules of causality ({list(causal)})"),
+        ("speculators", (True, 0) in zip(causal, window, strict=True), f"causal full layers: {layers}"),
+        ("gguf", rope.type == "llama3", "RoPE of type llama3"),
+        ("gguf", rope.type == "yarn" and not is_usual, "RoPE of type yarn with its own truncate or attention_factor"),
+    ]
+    # fmt: on
+    for layouts, applies, what in limits:
+        if applies and layout in layouts.split():
+            raise ValueError(_REFUSALS[layout].format(what))
+
+
+def describe_layers(config: DraftConfig) -> str:
+    """Say which layers are causal, and their windows."""
+    return f"its layers are causal {list(config.causal)} with windows {list(config.window)}"
 
 
 # ---------------------------------------------------------------------------------------------- published
@@ -236,6 +347,148 @@ def vllm_command(target: str, draft: str | os.PathLike, config: DraftConfig) -> 
     method = "dspark" if _is_dspark(config) else "dflash"
     drafts = {"method": method, "model": os.fspath(draft), "num_speculative_tokens": max(config.block_size - 1, 1)}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(drafts))}"
+
+
+# ---------------------------------------------------------------------------------------------- GGUF
+
+FLOATING = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+QUANTIZED = "q8_0"
+_TOKENS, _KINDS, _SCORES = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores"))
+_NORMAL, _CONTROL, _OWN, _UNUSED = 1, 3, 4, 5  # kinds of tokens
+_UNUSED_SCORE = -10000.0
+_POSITIONS = 2**17  # llama.cpp needs a number, also where neither config has one
+
+
+class GgufTarget(NamedTuple):
+    """Facts about the target that a drafter's file states."""
+
+    tokenizer: dict[str, tuple[Any, ...]]  # key -> value, and the type it has in the file, or nothing
+    hidden_size: int
+    num_layers: int
+    positions: int | None
+    is_mrope: bool
+
+
+def read_gguf_target(pretrained: Pretrained) -> GgufTarget:
+    """Read the target of a drafter. Raises ValueError if its tokenizer cannot be written."""
+    if pretrained.gguf is None:
+        config = pretrained.load_config().get_text_config(decoder=True)
+        rope = getattr(config, "rope_parameters", None) or {}
+        sizes = config.hidden_size, config.num_hidden_layers, getattr(config, "max_position_embeddings", None)
+        return GgufTarget(_byte_level(pretrained, config.vocab_size), *sizes, "mrope_section" in rope)
+    file, kinds = pretrained.gguf, gguf.require_gguf().GGUFValueType
+    keys = ("embedding_length", "block_count", "context_length", "rope.dimension_sections")
+    hidden, layers, positions, sections = (file.metadata.get(f"{file.architecture}.{key}") for key in keys)
+    stated = {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
+    tokenizer = {key: (value, *map(kinds, file.types[key])) for key, value in stated.items()}
+    return GgufTarget(tokenizer, hidden, layers, positions, any(sections or ()))
+
+
+def _byte_level(pretrained: Pretrained, size: int) -> dict[str, tuple[Any, ...]]:
+    """Return the metadata of a byte-level BPE tokenizer for ``size`` tokens. Raises ValueError for other kinds."""
+    tokenizer = pretrained.load_tokenizer()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = {"model": {}, "decoder": None} if backend is None else json.loads(backend.to_str())
+    if (kind := state["model"].get("type")) != "BPE" or "ByteLevel" not in json.dumps(state["decoder"]):
+        name = terminal.printable(pretrained.name)
+        raise ValueError(
+            f"{name}: only byte-level BPE tokenizers are written, and this is {kind or 'another'}: "
+            "convert the target to GGUF with llama.cpp, and give that file as --target"
+        )
+    texts = {index: text for text, index in tokenizer.get_vocab().items()}
+    if not texts.keys() - tokenizer.added_tokens_decoder.keys():  # what transformers makes of a config alone
+        raise ValueError(f"{terminal.printable(pretrained.name)} has no tokenizer: its files are missing")
+    size, kinds = max(size, max(texts) + 1), dict.fromkeys(texts, _NORMAL)
+    kinds |= {index: _CONTROL if token.special else _OWN for index, token in tokenizer.added_tokens_decoder.items()}
+    out = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "default",  # how text is split: drafters get ids only
+        _TOKENS: [texts.get(index, f"[PAD{index}]") for index in range(size)],
+        _KINDS: [kinds.get(index, _UNUSED) for index in range(size)],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in state["model"]["merges"]],
+    }
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    out |= {f"tokenizer.ggml.{name}_token_id": getattr(tokenizer, f"{key}_token_id") for key, name in names.items()}
+    return {key: (value,) for key, value in out.items() if value not in (None, [])}
+
+
+def gguf_metadata(config: DraftConfig, target: GgufTarget) -> dict[str, tuple[Any, ...]]:
+    """Return the metadata of a drafter's file: key -> value, and its type if it is not the usual one.
+
+    Raises:
+        ValueError: the drafter does not fit the target, or llama.cpp cannot run it as it is.
+    """
+    # 1. Refuse what does not fit
+    last, tokens = max(config.target_layer_ids), len(target.tokenizer.get(_TOKENS, [()])[0])
+    if config.hidden_size != target.hidden_size or last >= target.num_layers:
+        what = f"layer {last} of a target that is {config.hidden_size} wide"
+        has = f"has {target.num_layers} layers and is {target.hidden_size} wide"
+        raise ValueError(f"the drafter reads {what}, and this target {has}")
+    rows = max(tokens, config.mask_token_id + 1) if config.vocab_size is None else config.vocab_size
+    if not tokens or rows < tokens:
+        raise ValueError(f"the target has {tokens} tokens, and the drafter's vocab_size is {rows}")
+    # 2. Write the keys with other names, then those in another form
+    values = key_values(config) | {"hidden_act": None, "is_causal": config.causal[0]}
+    values["max_position_embeddings"] = config.max_position_embeddings or target.positions or _POSITIONS
+    if not config.markov_rank:
+        values["sample_from_anchor"] = None
+    keys = gguf_draft.GGUF_KEYS.items()
+    out = {key: values.get(name) for name, key in keys if values.get(name) != NEUTRAL.get(name)}
+    out |= {"target_layers": [tap + 1 for tap in config.target_layer_ids], "attention.value_length": config.head_dim}
+    if config.markov_rank:
+        out["has_confidence_head"] = False
+    if any(config.window):
+        out["attention.sliding_window"] = max(config.window)
+        out["attention.sliding_window_pattern"] = [window > 0 for window in config.window]
+    if target.is_mrope:  # texts have the first of its positions only
+        out["rope.dimension_sections"] = [config.head_dim // 2, 0, 0, 0]
+    if config.rope.type != "default":
+        out |= {"rope.scaling.type": config.rope.type, "rope.scaling.factor": config.rope.factor}
+    if config.rope.type == "yarn":
+        out["rope.scaling.original_context_length"] = config.rope.original_max_position_embeddings
+        out |= {f"rope.scaling.yarn_{key}": getattr(config.rope, key) for key in ("beta_fast", "beta_slow")}
+    metadata = {f"{gguf_draft.LLAMA_CPP}.{key}": (value,) for key, value in out.items() if value is not None}
+    # 3. Add the tokenizer, with a token per row of the drafter's tables
+    pads = {_TOKENS: lambda index: f"[PAD{index}]", _KINDS: lambda _: _UNUSED, _SCORES: lambda _: _UNUSED_SCORE}
+    metadata |= target.tokenizer | {gguf_draft.MASK: (config.mask_token_id,)}
+    for key in pads.keys() & metadata.keys():
+        value, *types = metadata[key]
+        metadata[key] = ([*value, *map(pads[key], range(len(value), rows))], *types)
+    return metadata
+
+
+def write_gguf(path: Path, drafter: Drafter, metadata: dict[str, tuple[Any, ...]], *, is_quantized: bool) -> None:
+    """Write the file. Matrices keep the drafter's dtype, or become Q8_0; norms and kernels are float32 there."""
+    library = gguf.require_gguf()
+    writer, kinds = library.GGUFWriter(path, gguf_draft.LLAMA_CPP), library.GGMLQuantizationType
+    types = library.GGUFValueType
+    kind = "Q8_0" if is_quantized else FLOATING[drafter.dtype]
+    writer.add_file_type(library.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
+    if is_quantized:
+        writer.add_quantization_version(library.GGML_QUANT_VERSION)
+    for key, (value, *stored) in metadata.items():
+        usual = types.UINT32 if type(value) is int else types.get_type(value)
+        writer.add_key_value(key, value, *stored or [usual])
+    names = gguf_draft.tensor_names(drafter.config.num_hidden_layers)
+    for name, tensor in drafter.state_dict().items():
+        if name == "d2t":
+            writer.add_tensor(name, target_ids(tensor).cpu().numpy(), raw_dtype=kinds.I64)
+        else:
+            form = kinds[_kind(names[name], tensor, kind)]
+            values = library.quants.quantize(tensor.float().cpu().contiguous().numpy(), form)
+            writer.add_tensor(names[name], values, raw_dtype=form)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def _kind(name: str, tensor: Tensor, kind: str) -> str:
+    if tensor.dim() == 1 or not name.endswith(".weight"):
+        return "F32"
+    return "F16" if kind == "Q8_0" and tensor.shape[-1] % 32 else kind  # as llama.cpp's converter
 
 
 # ---------------------------------------------------------------------------------------------- export

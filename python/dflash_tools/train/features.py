@@ -83,11 +83,8 @@ class TargetFeatures:
 
 def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
     """Return what a cache depends on, digests of all weights (1 s per GB) and of the rows among it."""
-    target, weights, tokens = targets.unwrap(target), hashlib.sha256(), hashlib.sha256()
-    weights.update(targets.describe_config(target).encode())
-    for name, tensor in sorted(target.state_dict().items()):
-        weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        weights.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    target, tokens = targets.unwrap(target), hashlib.sha256()
+    weights = hashlib.sha256(f"{targets.describe_config(target)} {targets.weights_digest(target)}".encode())
     for ids in _ids(rows):
         tokens.update(len(ids).to_bytes(8, "little"))
         tokens.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dflash import DraftConfig, Drafter
-from dflash.internals import CandidateSelector, GroupedConv, MarkovHead, drafter_config, targets
+from dflash.internals import CandidateSelector, MarkovHead, drafter_config, targets
 
 from .batches import BatchBlocks
 
@@ -401,7 +401,7 @@ def convolve(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
     return sum(terms[1:], terms[0]).flatten(-2)
 
 
-def prepare(conv: GroupedConv | None, hidden: Tensor, block: int) -> tuple[Tensor, Tensor | None]:
+def prepare(conv: Any, hidden: Tensor, block: int) -> tuple[Tensor, Tensor | None]:
     """Convolve a sublayer's input ``[batch, anchors * block, hidden]``; return it and both sides' dynamic kernels."""
     if conv is None:
         return hidden, None
@@ -410,7 +410,7 @@ def prepare(conv: GroupedConv | None, hidden: Tensor, block: int) -> tuple[Tenso
     return convolve(blocks, conv.base_kernel[0], kernels[..., 0, :, :]).flatten(1, 2), kernels
 
 
-def finish(conv: GroupedConv | None, hidden: Tensor, kernels: Tensor | None) -> Tensor:
+def finish(conv: Any, hidden: Tensor, kernels: Tensor | None) -> Tensor:
     """Convolve a sublayer's output with the kernels that `prepare` made of its input."""
     if conv is None or kernels is None:
         return hidden
