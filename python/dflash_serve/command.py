@@ -162,7 +162,7 @@ def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOpti
     from .record import AnswerRecorder
     from .service import Service
 
-    name, *aliases = asked.name or [_shown_name(shown)]
+    name, *aliases = asked.name or _names(shown)
     is_packaged = shown is None
     asked.check_folders(models)
     listener = port_for(asked.host, asked.port)
@@ -214,10 +214,13 @@ def serve(context: typer.Context, models: options.ModelOptions, asked: ServeOpti
         recorder.close()
 
 
-def _shown_name(model: str | None) -> str:
+def _names(model: str | None) -> list[str]:
     if model is None:
-        return "dflash-pair"
-    return Path(model).resolve().name if Path(model).exists() else model
+        return ["dflash-pair"]
+    if not Path(model).exists():
+        return [model]
+    name = Path(model).resolve().name
+    return list(dict.fromkeys([name.removesuffix(".gguf"), name]))
 
 
 def _make_scheduler(
