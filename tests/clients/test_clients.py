@@ -73,7 +73,9 @@ def test_python(name, run, server):
 
 @pytest.mark.parametrize("name", ["openai", "ai_sdk", "ollama"])
 def test_node(name, run, server):
-    assert use(run, server.url, "node", CLIENTS / f"node/use_{name}.mjs")["answers"]
+    found = use(run, server.url, "node", CLIENTS / f"node/use_{name}.mjs")
+    assert found["answers"]
+    assert {*found.get("cities", [])} <= {"Oslo"}
 
 
 def sglang_router(urls, port, _folder):
