@@ -15,7 +15,7 @@ import torch
 from gguf_files import add_tokenizer, write, write_llama
 from quantized_folders import DENSE, PACKED
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import dflash
 from dflash.loading import Pretrained
@@ -25,6 +25,7 @@ from dflash.targets import (
     PackedExperts,
     PackedLinear,
     Target,
+    count_weights,
     sample_digest,
     structural_copy,
     weights_digest,
@@ -137,6 +138,14 @@ def write_mixture(path, kinds):
 
 
 IDS = torch.randint(2, 90, (2, 70), generator=torch.Generator().manual_seed(0))
+
+
+def test_weights_are_counted_as_in_the_model_and_weighed_as_in_the_file(target):
+    dense = LlamaForCausalLM(target.config)
+    (count, size), (as_many, floats) = count_weights(target), count_weights(dense)
+    assert count == as_many == sum(weight.numel() for weight in dense.parameters())
+    assert floats == 4 * count
+    assert size < floats / 2
 
 
 def test_no_dense_weight_of_a_linear_layer_exists(target):

@@ -123,7 +123,7 @@ ContentBlock = Annotated[
 
 
 class MessageParam(Fields):
-    role: Literal["user", "assistant", "system"]
+    role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[list[ContentBlock], BeforeValidator(parts_of, str | list[ContentBlock])]
 
 

@@ -242,7 +242,7 @@ def _serve(context: typer.Context, models: options.ModelOptions, asked: ServeOpt
     from .record import AnswerRecorder
     from .service import Service
 
-    name, *aliases = asked.name or [_shown_name(shown)]
+    name, *aliases = asked.name or _names(shown)
     is_packaged = shown is None
     asked.check_folders(models)
     start_log(asked.log_json)
@@ -293,10 +293,13 @@ def _serve(context: typer.Context, models: options.ModelOptions, asked: ServeOpt
         recorder.close()
 
 
-def _shown_name(model: str | None) -> str:
+def _names(model: str | None) -> list[str]:
     if model is None:
-        return "dflash-pair"
-    return Path(model).resolve().name if Path(model).exists() else model
+        return ["dflash-pair"]
+    if not Path(model).exists():
+        return [model]
+    name = Path(model).resolve().name
+    return list(dict.fromkeys([name.removesuffix(".gguf"), name]))
 
 
 def _make_scheduler(

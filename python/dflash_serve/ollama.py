@@ -14,6 +14,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
 
+from dflash.internals import targets
+
 from . import api, requests
 from .answer_text import BlockEvent, BlockWriter, ShownToken, arguments_of
 from .openai import chat_logprobs
@@ -31,7 +33,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- requests
 
 
-class OllamaOptions(not_applied(SamplingFields, mirostat=(0,), tfs_z=(1,), typical_p=(1,))):
+class OllamaOptions(SamplingFields):
     """How an answer is written. Options of Ollama's runner are left out as unknown."""
 
     num_predict: Annotated[int, Number] | None = None
@@ -244,7 +246,7 @@ def _models(service: Service) -> list[dict[str, Any]]:
     """Return the model under each of its names, as ``/api/tags`` and ``/api/ps`` list it."""
     generator, shown = service.scheduler.generator, _show(service)
     target = generator.engine.target
-    size = sum(weight.nbytes for weight in target.model.parameters())
+    size = targets.count_weights(target.model)[1]
     found = {
         **{name: shown[name] for name in ("modified_at", "details")},
         **{"digest": hashlib.sha256(service.fingerprint.encode()).hexdigest(), "size": size},
@@ -259,7 +261,8 @@ def _show(service: Service) -> dict[str, Any]:
     """Describe the model, as ``/api/show`` does."""
     generator, reader = service.scheduler.generator, service.reader
     model = generator.engine.target.model
-    config, count = model.config.get_text_config(), sum(weight.numel() for weight in model.parameters())
+    config, (count, _) = model.config.get_text_config(), targets.count_weights(model)
+    sizes = targets.weight_bytes_per_token(model)  # by format
     family, template = config.model_type, reader.tokenizer.chat_template
     abilities = {"completion": True, "tools": reader.has_template, "insert": reader.fill_form is not None}
     abilities["thinking"] = reader.reasoning is not None
@@ -267,9 +270,10 @@ def _show(service: Service) -> dict[str, Any]:
         "modified_at": _time(service.created),
         "template": template if isinstance(template, str) else "",
         "details": {
-            **{"parent_model": "", "format": "safetensors", "family": family, "families": [family]},
+            **{"parent_model": "", "family": family, "families": [family]},
+            "format": "gguf" if model.name_or_path.endswith(".gguf") else "safetensors",
             "parameter_size": f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M",
-            "quantization_level": generator.weights or str(model.dtype).removeprefix("torch."),
+            "quantization_level": generator.weights or max(sizes, key=sizes.__getitem__),
         },
         "model_info": {
             **{"general.architecture": family, "general.parameter_count": count},

@@ -224,9 +224,12 @@ class PromptReader:
         arguments, shown = request.chat_template_kwargs or {}, None if tools is None else tools.shown
         own = inspect.signature(self.tokenizer.apply_chat_template).parameters  # transformers would take these itself
         template = self.tokenizer.get_chat_template(tools=shown)
-        for name in arguments:
+        for name, value in arguments.items():
             if name in own or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", template):
-                raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
+                what = f"the chat template has no argument {name!r}"
+                if name not in _THINKING or value is not False:
+                    raise bad_request(what, "chat_template_kwargs")
+                warnings.append(f"chat_template_kwargs: {what}")  # off is off
         arguments = _thinking(request, template, warnings) | arguments | {"tools": shown}
         has_pictures = any(
             isinstance(part, requests.ImagePart) for said in request.messages for part in said.content or ()
@@ -435,11 +438,13 @@ def _call_as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
     return {**plain, "content": [*(message.get("content") or []), {"type": "text", "text": text}]}
 
 
+_THINKING = ("reasoning_effort", "enable_thinking", "thinking")  # of templates: variables, not fields of messages
+
+
 def _thinking(request: requests.ChatRequest, template: str, warnings: list[str]) -> dict[str, Any]:
     """Return the template's arguments for ``reasoning_effort`` and ``enable_thinking``; warn if it reads neither."""
     effort, thinks, found = request.reasoning_effort, request.enable_thinking, {}
-    names = ("reasoning_effort", "enable_thinking", "thinking")  # as variables, not as fields of messages
-    reads = [name for name in names if re.search(rf"(?<![.\w'\"]){name}\b", template)]
+    reads = [name for name in _THINKING if re.search(rf"(?<![.\w'\"]){name}\b", template)]
     if effort is not None and "reasoning_effort" in reads and effort != "none":
         found["reasoning_effort"] = effort
     if thinks is None and effort is not None and not found:

@@ -156,9 +156,11 @@ class Fields(BaseModel):
     model_config = pydantic.ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
-# Fields of OpenAI's API that are not applied and change no text, with values that ask for nothing.
+# Fields that are not applied, with values that ask for nothing: of OpenAI's API, and how other engines sample.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],), "include_obfuscation": (False,), "service_tier": ("auto", "default")
+    "annotations": ([],), "include_obfuscation": (False,), "service_tier": ("auto", "default"),
+    "dry_multiplier": (0,), "dynatemp_range": (0,), "length_penalty": (1,), "mirostat": (0,), "mirostat_mode": (0,),
+    "tfs_z": (1,), "top_a": (0,), "typical_p": (1,), "xtc_probability": (0,),
 }  # fmt: skip
 
 
@@ -239,12 +241,10 @@ class SamplingFields(pydantic.create_model("_Numbers", __base__=Fields, **_PLAIN
 # Settings of other servers (vLLM, SGLang, llama.cpp) that would change the text.
 _OtherSettings = not_applied(
     SamplingFields, add_generation_prompt=(True,), allowed_token_ids=([],), bad_words=([],), chat_template=(),
-    continue_final_message=(False,), documents=([],), dry_multiplier=(0,), dynatemp_range=(0,), ebnf=(),
-    enable_thinking=(), grammar=("",), guided_choice=(), include_stop_str_in_output=(False,), json_schema=(),
-    length_penalty=(1,), logits_processors=([],), lora_path=(), mirostat=(0,), mirostat_mode=(0,),
-    no_stop_trim=(False,), regex=("",), skip_special_tokens=(True,), stop_regex=([], ""),
-    suppress_tokens=([],), tfs_z=(1,), thinking=(), top_a=(0,), truncate_prompt_tokens=(), typical_p=(1,),
-    use_beam_search=(False,), xtc_probability=(0,),
+    continue_final_message=(False,), documents=([],), ebnf=(), enable_thinking=(), grammar=("",), guided_choice=(),
+    include_stop_str_in_output=(False,), json_schema=(), logits_processors=([],), lora_path=(), no_stop_trim=(False,),
+    regex=("",), skip_special_tokens=(True,), stop_regex=([], ""), suppress_tokens=([],), thinking=(),
+    truncate_prompt_tokens=(), use_beam_search=(False,),
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from served import CHAT, TRIP, chat, chunks, live, wait_until
+from served import CHAT, TRIP, chat, chunks, live, serve, wait_until
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = Path(os.environ.get("DFLASH_CLIENTS", "clients"))
@@ -73,7 +73,9 @@ def test_python(name, run, server):
 
 @pytest.mark.parametrize("name", ["openai", "ai_sdk", "ollama"])
 def test_node(name, run, server):
-    assert use(run, server.url, "node", CLIENTS / f"node/use_{name}.mjs")["answers"]
+    found = use(run, server.url, "node", CLIENTS / f"node/use_{name}.mjs")
+    assert found["answers"]
+    assert {*found.get("cities", [])} <= {"Oslo"}
 
 
 def sglang_router(urls, port, _folder):
@@ -81,10 +83,12 @@ def sglang_router(urls, port, _folder):
     return [CLIENTS / "router/bin/sglang-router", *launch], "/readiness"
 
 
-def litellm(urls, _port, folder):
-    each = [{"model": "openai/pair", "api_base": f"{url}/v1", "api_key": "none"} for url in urls]
-    config = {"model_list": [{"model_name": "pair", "litellm_params": params} for params in each]}
-    (folder / "litellm.yaml").write_text(json.dumps(config))  # JSON is YAML
+def litellm(urls, _port, folder, names=("pair", "pair")):
+    entries = []
+    for name, url in zip(names, urls, strict=True):
+        entries.append({"model_name": name, "litellm_params": {"model": f"openai/{name}", "api_key": "none"}})
+        entries[-1]["litellm_params"]["api_base"] = f"{url}/v1"
+    (folder / "litellm.yaml").write_text(json.dumps({"model_list": entries}))  # JSON is YAML
     return [CLIENTS / "proxy/bin/litellm", "--config", folder / "litellm.yaml"], "/health/readiness"
 
 
@@ -122,6 +126,21 @@ def test_replicas_behind_a_router_write_the_same_texts(start, tmp_path):
             assert_same_texts(url)
         pages = [server.service.metrics.page().decode() for server in servers]
         assert all('dflash_requests_total{outcome="completed"} ' in page for page in pages)
+
+
+def test_a_proxy_finds_the_server_of_a_model(tmp_path):
+    services, names = [serve(), serve()], ("large", "small")
+    services[0].name, services[1].name = names
+    with live(service=services[0]) as first, live(service=services[1]) as second:
+        port, urls = free_port(), [server.url.removesuffix("/v1") for server in (first, second)]
+        command, ready = litellm(urls, port, tmp_path, names)
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        with started(command, port, ready, LITELLM_LOCAL_MODEL_COST_MAP="True") as url:
+            bodies = [chat(max_tokens=4) | {"model": name} for name in ("small", "large", "small")]
+            assert [httpx.post(url + CHAT, json=body, timeout=120).status_code for body in bodies] == [200] * 3
+        pages = [service.metrics.page().decode() for service in services]
+    for count, page in zip((1, 2), pages, strict=True):
+        assert f'dflash_requests_total{{outcome="completed"}} {count}.0' in page
 
 
 def test_replicas_of_ray_serve_write_the_same_texts(tmp_path):

@@ -195,7 +195,7 @@ def said(content, role="user") -> dict:
 BAD = {
     "functions": ({"functions": [{"name": "f"}]}, "functions", "does not apply it"),
     "effort": ({"reasoning_effort": "most"}, "reasoning_effort", "'low', 'medium'"),
-    "others' settings": ({"xtc_probability": 0.5}, "xtc_probability", "does not apply it"),
+    "others' settings": ({"guided_choice": ["a"]}, "guided_choice", "does not apply it"),
     "messages": ({"messages": []}, "messages", "at least 1 item"),
     "audio": (said([{"type": "input_audio"}]), "messages", "'text', 'image_url'"),
     "image": (said([{"type": "image_url"}]), "messages", "image_url"),
@@ -250,18 +250,28 @@ def test_fields_that_ask_for_nothing_are_taken(service):
         **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False, "store": False},
         **{"messages": [{"role": "user", "content": SUM, "annotations": None, "audio": None, "refusal": None}]},
         **{"user": "u", "metadata": {"a": "b"}, "top_logprobs": None, "modalities": ["text"], "seed": None, "n": None},
-        **{"stop": "", "thinking": {"type": "adaptive"}, "repeat_penalty": 1},
+        **{"stop": "", "thinking": {"type": "adaptive"}, "repeat_penalty": 1, "xtc_probability": 0, "typical_p": 1.0},
     }
-    assert answer(ask(service, CHAT, chat(**neutral))) == direct(prompt_ids(), max_new_tokens=300)
+    found = ask(service, CHAT, chat(**neutral))
+    assert answer(found) == direct(prompt_ids(), max_new_tokens=300)
+    assert "warnings" not in found.json()
+
+
+def test_off_is_off_in_every_spelling(service):
+    named = {"chat_template_kwargs": {"enable_thinking": False}}
+    for fields in ({"enable_thinking": False}, {"reasoning_effort": "none"}, named):
+        found = ask(service, CHAT, chat(**fields))
+        assert answer(found) == direct(prompt_ids(), max_new_tokens=300)
+        assert "enable_thinking" in found.json()["warnings"][0]
 
 
 # ---------------------------------------------------------------------------------------------- tolerance
 
 STRANGE = {
     **{"messages": [{"role": "user", "content": SUM, "id": "m", "annotations": [], "tool_calls": None}]},
-    **{"cache_prompt": True, "nothing": None, "store": False, "service_tier": "flex"},
+    **{"cache_prompt": True, "nothing": None, "store": False, "service_tier": "flex", "mirostat": 2},
 }
-NAMED = ["cache_prompt", "service_tier", "messages[].id"]
+NAMED = ["cache_prompt", "service_tier", "mirostat", "messages[].id"]
 
 
 def test_unknown_fields_are_taken_and_named(service, caplog):

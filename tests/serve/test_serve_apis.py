@@ -181,7 +181,6 @@ def test_messages_are_shown_as_the_template_takes_them(place):
             assert text == (as_given if is_taken else expected.get(place, first))
             for path, field in ((OPENAI, "messages"), (RESPONSES, "input"), (CHAT, "messages")):
                 assert prompt_tokens(ask(service, path, ALL[path] | {field: said})) == len(ids)
-            said = [{**each, "role": each["role"].replace("developer", "system")} for each in said]
             if "user user" in roles:  # this API joins them itself
                 continue
             assert prompt_tokens(ask(service, MESSAGES, ALL[MESSAGES] | {"messages": said})) == len(ids)

@@ -103,7 +103,24 @@ def test_a_turn_that_is_rendered_differently_later_is_only_context(jsonl):
     row = {"messages": [{"role": role, "content": content} for role, content in said]}
     ids, mask = only(jsonl(row), spoken(template))
     assert ids == [USER, 7, END, ASSISTANT, 8, END, USER, 9, END, ASSISTANT, 90, 10, END]
-    assert mask == [0] * 10 + [1, 1, 1]
+    assert mask == [0] * 11 + [1, 1]  # the target did not write w90 either, unless the row has it
+    row["messages"][-1] |= {"content": "w10", "reasoning_content": "w90"}
+    assert only(jsonl(row), spoken(template))[1] == [0] * 10 + [1, 1, 1]
+    answered = {"prompt": "w7", "response": "w8"}
+    wanted = ([USER, 7, END, ASSISTANT, 90, 8, END], [0] * 5 + [1, 1])
+    assert only(jsonl(answered), spoken(template)) == wanted
+    assert only(jsonl({"prompt": "w7", "response": "w90 w8"}), spoken(template))[1] == [0] * 5 + [1, 1, 1]
+
+
+@pytest.mark.parametrize("names", [("from", "value", "human", "gpt"), ("role", "content", "user", "assistant")])
+def test_conversations_are_messages(names, jsonl):
+    who, what, user, assistant = names
+    roles = {"system": "w5", "user": "w7", "assistant": "w8"}
+    messages = [{"role": role, "content": text} for role, text in roles.items()]
+    said = [{who: name, what: text} for name, text in zip(("system", user, assistant), roles.values(), strict=True)]
+    path = jsonl({"id": "a", "conversations": said})
+    assert only(path, spoken()) == only(jsonl({"messages": messages}, name="other.jsonl"), spoken())
+    assert load_prompts(path)[0]["messages"] == messages[:2]
 
 
 def test_arguments_of_the_chat_template_are_used(jsonl):

@@ -35,6 +35,7 @@ from .packed import (
     PackedEmbedding,
     PackedExperts,
     PackedLinear,
+    count_weights,
     is_packed,
     weight_bytes_per_token,
 )

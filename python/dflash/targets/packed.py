@@ -154,6 +154,25 @@ def is_packed(model: nn.Module) -> bool:
     return any(type(module) in (PackedLinear, PackedExperts) for module in modules_of(model))
 
 
+def count_weights(model: nn.Module) -> tuple[int, int]:
+    """Return how many weights a model has, and their bytes; tied ones count once, packed ones as they are stored."""
+    found: dict[int, tuple[int, int]] = {}
+    for module in model.modules():
+        packed: tuple[PackedWeight, ...] = ()
+        if type(module) is PackedExperts:
+            packed = module.weights[:2]
+        elif type(module) in (PackedLinear, PackedEmbedding):
+            packed = (module.weight if type(module) is PackedLinear else module.packed,)
+        for weight in packed:
+            scales = 0 if weight.scales is None else weight.scales.nbytes
+            found[weight.packed.data_ptr()] = weight.shape.numel(), weight.packed.nbytes + scales
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found[parameter.data_ptr()] = parameter.numel(), parameter.nbytes
+    counts, sizes = zip(*found.values(), strict=True)
+    return sum(counts), sum(sizes)
+
+
 def weight_bytes_per_token(model: nn.Module) -> dict[str, float]:
     """Return the bytes of weights that a step of one row reads, by format.
 

@@ -63,7 +63,7 @@ def demo(
     from rich.console import Console
 
     from dflash import demo_pair
-    from dflash.internals import PAIR, check_text, sources
+    from dflash.internals import PAIR, check_text, sources, targets
 
     from ..measure import demo as demos
     from ..measure import report as reports
@@ -112,7 +112,7 @@ def demo(
         if trees.best is not None:
             reports.print_tree(console, tokenizer, trees.best)
         kind = str(target.dtype).removeprefix("torch.")
-        sizes = [sum(parameter.numel() for parameter in part.parameters()) / 1e6 for part in (target, drafter)]
+        sizes = [targets.count_weights(part)[0] / 1e6 for part in (target, drafter)]
         about = f"target of {sizes[0]:.1f} M parameters, drafter of {sizes[1]:.1f} M, {kind}"
         reports.print_demo(console, report, about)
     if not report["identical"]:

@@ -138,6 +138,6 @@ def describe(target: nn.Module, draft: Drafter | None) -> dict[str, Any]:
         **targets.versions(),
         "python": platform.python_version(),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
+        "target_parameters": targets.count_weights(target)[0],
         "draft_parameters": sum(weight.shape.numel() for weight in draft.weights().values()) if draft else 0,
     }

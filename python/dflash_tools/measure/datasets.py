@@ -164,7 +164,7 @@ def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, i
         raise ValueError(f"data {name!r} is a folder: name its files")
     if path.is_file():
         if not name.endswith(_TEXT_SUFFIXES):
-            yield from read_jsonl(path)
+            yield from ((where, line, _with_messages(row)) for where, line, row in read_jsonl(path))
         elif (text := "".join(line for _, line in read_lines(path))).strip():
             yield str(path), 1, {"text": text}
         return
@@ -174,7 +174,23 @@ def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, i
     failed = f"data {name!r} is neither a file nor a data set within reach"
     rows = _from_hub(failed, "train", hub, config or None, split=split)
     for line, row in enumerate(rows, 1):
-        yield f"{name}, row {line}", line, {key: value for key, value in row.items() if value is not None}
+        yield f"{name}, row {line}", line, _with_messages({k: v for k, v in row.items() if v is not None})
+
+
+_SPEAKERS = {"human": "user", "gpt": "assistant"}  # of ShareGPT
+
+
+def _with_messages(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose ``conversations``, if it has any, are ``messages``: turns of ``from`` and ``value`` too."""
+    if not isinstance(row.get("conversations"), list) or "messages" in row:
+        return row
+    turns = [
+        {"role": _SPEAKERS.get(turn["from"], turn["from"]), "content": turn["value"]}
+        if isinstance(turn, dict) and turn.keys() >= {"from", "value"}
+        else turn
+        for turn in row["conversations"]
+    ]
+    return {key: value for key, value in row.items() if key != "conversations"} | {"messages": turns}
 
 
 def parse_prompt(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, list[str]]:

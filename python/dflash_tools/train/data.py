@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
 import unicodedata
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,8 @@ def load_rows(
       ``response_ids`` are used unchanged. Otherwise the prompt is encoded as the row says, and ``raw`` and ``template``
       must not contradict it. With ``"finish_reason": "length"``, the response has no stop token.
     - ``{"messages": [...]}``: each assistant turn is supervised, up to and including its stop token. A turn that the
-      template renders differently once others follow it (thoughts left out) is context only.
+      template renders differently once others follow it (thoughts left out) is context only, and so is what it writes
+      in front of a text, such as an empty thought. Also as ``{"conversations": [...]}``.
     - ``{"text"}``, or a complete ``.txt`` file: supervised everywhere, in pieces of ``max_length``.
     - ``{"input_ids", "loss_mask"}``.
 
@@ -104,6 +106,8 @@ def load_rows(
 
 _WRITTEN = {"line", "sample", "seed", "model", "max_new_tokens"}  # fields that mark a row of dflash regenerate
 _Row = tuple[list[int], list[int]]  # ids and loss mask
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of messages
+_MARK = "\ue000"  # stands for a text, to see what a template writes around it
 
 
 def _bare(text: str) -> str:
@@ -235,9 +239,13 @@ class RowEncoder:
             messages = as_messages(prompt)
             before = render_prompt(self.tokenizer, prompt, messages, True, template)
             messages = [*messages, {"role": "assistant", "content": response}]
-            said = render_prompt(self.tokenizer, prompt, messages, False, template)
+
+            def render(part: list[dict[str, Any]]) -> str:
+                return render_prompt(self.tokenizer, prompt, part, False, template)
+
+            said = render(messages)
             if said.startswith(before):
-                return _joined((given, 0), *self.until_stop(self.plain(said[len(before) :])))
+                return _joined((given, 0), *self.turn(said, len(before), messages, render))
             # The template's generation prompt has text that the finished turn drops, such as an empty thought.
             _, found, rest = said.rpartition(response.strip())
             closing = self.until_stop(self.plain(rest))[0][0] if found and response.strip() else []
@@ -276,11 +284,26 @@ class RowEncoder:
                 pieces.append((self.plain(whole[done : len(asked)]), 0))
                 if not done:
                     self.prompts.add(pieces[0][0], {"messages": messages[:turn]}, where)
-                pieces += self.until_stop(self.plain(whole[len(asked) : len(said)]))
+                pieces += self.turn(said, len(asked), messages[: turn + 1], functools.partial(render, asks=False))
                 done = len(said)
         if done < len(whole):
             raise ValueError("the chat template does not render the last answer after its generation prompt")
         return _joined(*pieces)
+
+    def turn(
+        self, said: str, start: int, messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]
+    ) -> list[tuple[list[int], int]]:
+        """Split the turn of the last message, ``said[start:]``: after its stop token, and in front of its text.
+
+        What the template writes there, such as an empty thought, is context. ``render`` writes other messages.
+        """
+        *others, message = messages
+        written, lead = said[start:], ""
+        if not written.lstrip().startswith(message["content"].strip()) and not any(map(message.get, _THOUGHTS)):
+            lead = render([*others, {**message, "content": _MARK}])[start:].partition(_MARK)[0]
+        if not lead.strip() or not written.startswith(lead):
+            return self.until_stop(self.plain(written))
+        return [(self.plain(lead), 0), *self.until_stop(self.plain(written[len(lead) :]))]
 
     def until_stop(self, ids: list[int]) -> list[tuple[list[int], int]]:
         """Split a turn after its stop token: the first part is supervised, the rest is context.

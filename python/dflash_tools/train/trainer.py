@@ -540,7 +540,7 @@ class Trainer:
             total -= seconds["features"] * max(0, self.steps - len(steps))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {
-            "target_parameters": sum(p.numel() for p in self.target.parameters()),
+            "target_parameters": targets.count_weights(self.target)[0],
             "draft_parameters": count,
             "device": str(device),
             "processes": self.accelerator.num_processes,
