@@ -98,6 +98,21 @@ def chat(content: str = SUM, **fields: Any) -> dict[str, Any]:
     return {"model": "pair", "messages": [{"role": "user", "content": content}], "max_tokens": 300} | fields
 
 
+def content(response: httpx.Response) -> str:
+    """Return the text of an answer, as its API writes it."""
+    assert response.status_code == 200, response.text
+    found = response.json()
+    if "choices" in found:
+        found = found["choices"][0]
+    if "text" in found and isinstance(found["text"], str):
+        return found["text"]
+    if "response" in found:
+        return found["response"]
+    if "message" in found:
+        return found["message"]["content"]
+    return (found["output"][0] if "output" in found else found)["content"][0]["text"]
+
+
 def chunks(response: httpx.Response) -> list[dict[str, Any]]:
     """Return a stream's chunks; it must end with [DONE]."""
     assert response.headers["content-type"].startswith("text/event-stream")

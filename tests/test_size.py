@@ -73,7 +73,7 @@ BUDGETS = {
     # commands start 165; what agents send and operators set 400, over every API at once where that goes; drafters of
     # other trainers 225; kernels for Arm under an emulator 180; heads of targets, against transformers' and
     # llama.cpp's, 210; packed drafters, trees over pairs, MLX's folders and neighbors 250.
-    "tests": 39_410,
+    "tests": 38_900,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -239,13 +239,14 @@ def test_colors_and_numbers_are_those_of_the_stream(page):
     assert answered(page) == text
 
 
-def test_without_a_drafter_nothing_is_said_of_drafts(open_page):
+def test_without_a_drafter_and_receipts_nothing_is_said_of_them(open_page):
     with live(block_size=1) as server:
         page = open_page(server.url.removesuffix("v1"))
         ask(page)
         page.locator(".numbers summary").click()
         expect(page.get_by_text("First token after")).to_be_visible()
-        for hidden in (page.get_by_role("button", name="Drafts"), page.get_by_text("per step"), page.locator("table")):
+        buttons = (page.get_by_role("button", name=name) for name in ("Drafts", "Verify"))
+        for hidden in (*buttons, page.get_by_text("per step"), page.locator("table")):
             expect(hidden.locator("visible=true")).to_have_count(0)
 
 
@@ -515,13 +516,6 @@ def test_a_key_is_asked_for(open_page):
         expect(page.locator("#model")).to_have_text("pair")
         expect(page.get_by_label("API key")).not_to_be_visible()
         ask(page)
-
-
-def test_without_receipts_nothing_can_be_verified(open_page):
-    with live() as server:
-        page = open_page(server.url.removesuffix("v1"))
-        ask(page)
-        expect(page.get_by_role("button", name="Verify")).to_have_count(0)
 
 
 def test_a_prompt_to_try_fills_the_message(page):

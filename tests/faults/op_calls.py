@@ -127,6 +127,14 @@ def replaced(call: dict[str, object], change: Callable[[Tensor], Tensor]) -> Ite
                 yield f"{name}[{i}]", {**call, name: [*argument[:i], change(tensor), *argument[i + 1 :]]}
 
 
+def resized(tensor: Tensor, size: int, before: int = 0) -> Tensor:
+    """Return a copy of a tensor, after so many elements in a storage, which then has ``size`` bytes."""
+    whole = torch.cat([tensor.new_zeros(before), tensor.flatten()])
+    view = whole[before:].view(tensor.shape)
+    whole.untyped_storage().resize_(size)
+    return view
+
+
 def copied(call: dict[str, object]) -> dict[str, object]:
     """Return the call with a copy of every tensor."""
 

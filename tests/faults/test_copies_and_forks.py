@@ -1,9 +1,12 @@
 """A generator that is pickled or copied says that it cannot be; a forked child finds it free, with the right text."""
 
 import copy
+import os
 import pickle
+import signal
+import threading
+import time
 
-import process
 import pytest
 import torch
 from baseline import greedy, prompt
@@ -19,20 +22,23 @@ class Own(dflash.Generator):
 
 
 @pytest.mark.parametrize("kind", [dflash.Generator, Own])
-@pytest.mark.parametrize("do", [pickle.dumps, copy.copy, copy.deepcopy, lambda generator: copy.deepcopy([generator])])
-def test_a_generator_cannot_be_copied(target, draft, kind, do):
+def test_a_generator_cannot_be_copied(target, draft, kind):
     generator = kind(target, draft, max_length=40)
-    with pytest.raises(TypeError, match=REFUSED):
-        do(generator)
+    for copied in (pickle.dumps, copy.copy, copy.deepcopy, lambda generator: copy.deepcopy([generator])):
+        with pytest.raises(TypeError, match=REFUSED):
+            copied(generator)
     answer = generator.generate(prompt(5)[None], max_new_tokens=6)[0, 5:]
     assert answer.tolist() == greedy(target, prompt(5), 6).tolist()
+
+
+AGAIN = (copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing)))
 
 
 def test_drafters_and_results_are_copied(target, draft):
     ids = prompt(5)[None]
     output = dflash.generate(target, draft, ids, max_new_tokens=6, return_dict_in_generate=True)
     event = next(dflash.stream(target, draft, ids, max_new_tokens=6))
-    for again in (copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))):
+    for again in AGAIN:
         assert torch.equal(again(output).sequences, output.sequences)
         assert again(output).statistics == output.statistics
         assert again(event) == event
@@ -43,34 +49,16 @@ def test_drafters_and_results_are_copied(target, draft):
 def test_assistants_are_copied(target, draft):
     ids = prompt(5)[None]
     want = dflash.generate(target, draft, ids, max_new_tokens=6)
-    for again in (copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))):
+    for again in AGAIN:
         door = {"assistant_model": again(dflash.as_assistant(draft)), "speculation_type": "dflash"}
         assert torch.equal(target.generate(ids, max_new_tokens=6, do_sample=False, **door), want)
 
 
-FORKS = """
-import os
-import signal
-import threading
-import time
-
-import torch
-from baseline import prompt
-from families import make_draft, make_target
-
-import dflash
-
-torch.set_num_threads(2)
-target = make_target("qwen3")
-draft = make_draft(target)
-generator = dflash.Generator(target, draft, max_length=80)
-outer, inner = prompt(9)[None], prompt(5)[None]
-call = {"max_new_tokens": 16}
-expected = [generator.generate(ids, **call).tolist() for ids in (outer, inner)]
+OUTER, INNER, CALL = prompt(9)[None], prompt(5)[None], {"max_new_tokens": 16}
 
 
-def forked(name, work):
-    \"\"\"Print what a forked child that does ``work`` says, or that it hangs or crashes.\"\"\"
+def forked(work) -> str:
+    """Return what a forked child that does ``work`` says, or that it hangs or crashes."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -89,68 +77,76 @@ def forked(name, work):
             os.waitpid(child, 0)
             break
         time.sleep(0.01)
-    print(name, os.read(reading, 4096).decode() or "hangs or crashes", sep=": ", flush=True)
+    with open(reading, "rb") as pipe:
+        return pipe.read().decode() or "hangs or crashes"
 
 
-def right():
-    texts = [generator.generate(outer, **call).tolist(), dflash.generate(target, draft, inner, **call).tolist()]
-    texts += [dflash.Generator(target, draft, max_length=80).generate(outer, **call).tolist()]
-    generator.reset()
-    return texts == [expected[0], expected[1], expected[0]]
+@pytest.fixture
+def generator(target, draft, set_threads):
+    set_threads(2)
+    return dflash.Generator(target, draft, max_length=80)
 
 
-def hanging(work):
-    while not stopped:
-        work()
+@pytest.fixture
+def expected(target) -> list:
+    """Return the texts of both prompts."""
+    return [dflash.generate(target, None, ids, **CALL).tolist() for ids in (OUTER, INNER)]
 
 
-forked("idle", right)
-works = {
-    "a generator": lambda: generator.generate(outer, **call),
-    "one-shot": lambda: dflash.generate(target, draft, outer, **call),
-    "resets": generator.reset,
-    "generators": lambda: dflash.Generator(target, draft, max_length=80),
-}
-for name, work in works.items():
-    stopped = False
-    threads = [threading.Thread(target=hanging, args=[work]) for _ in range(2)]
+@pytest.mark.parametrize("busy", ["idle", "generate", "one-shot", "reset", "make"])
+def test_a_forked_child_gets_the_right_text_whatever_threads_did(target, draft, generator, expected, busy):
+    def is_right() -> bool:
+        texts = [generator.generate(OUTER, **CALL).tolist(), dflash.generate(target, draft, INNER, **CALL).tolist()]
+        texts.append(dflash.Generator(target, draft, max_length=80).generate(OUTER, **CALL).tolist())
+        generator.reset()
+        return texts == [*expected, expected[0]]
+
+    work = {
+        "idle": lambda: time.sleep(0.01), "generate": lambda: generator.generate(OUTER, **CALL),
+        "one-shot": lambda: dflash.generate(target, draft, OUTER, **CALL), "reset": generator.reset,
+        "make": lambda: dflash.Generator(target, draft, max_length=80),
+    }[busy]  # fmt: skip
+
+    def repeat() -> None:
+        while not stopped.is_set():
+            work()
+
+    stopped = threading.Event()
+    threads = [threading.Thread(target=repeat) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for _ in range(3):
-        time.sleep(0.02)
-        forked(f"while threads use {name}", right)
-    stopped = True
-    for thread in threads:
-        thread.join()
-    assert right()
+    try:
+        for _ in range(3):
+            time.sleep(0.02)
+            assert forked(is_right) == "True"
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join()
+    assert is_right()
 
 
-class Streamer:
-    def put(self, value):
-        forked("inside a call", lambda: generator.generate(inner, **call))
-        forked("one-shot inside a call", lambda: dflash.generate(target, draft, inner, **call).tolist() == expected[1])
-        self.put = lambda value: None
+def test_a_child_that_is_forked_inside_a_call_is_refused_and_other_calls_are_right(target, draft, generator, expected):
+    said = []
 
-    def end(self):
-        pass
+    class Streamer:
+        def put(self, value) -> None:
+            if not said:
+                said.append(forked(lambda: generator.generate(INNER, **CALL)))
+                said.append(forked(lambda: dflash.generate(target, draft, INNER, **CALL).tolist() == expected[1]))
 
+        def end(self) -> None:
+            pass
 
-print("the call that forked:", generator.generate(outer, streamer=Streamer(), **call).tolist() == expected[0])
-events = generator.stream(outer, **call)
-first = next(events).ids[0]
-rest = lambda: first + [token for event in events for token in event.ids[0]] == expected[0][0][9:]
-forked("an open stream", rest)
-print("the stream in the parent:", rest())
-"""
+    assert generator.generate(OUTER, streamer=Streamer(), **CALL).tolist() == expected[0]
+    refusal, is_right = said
+    assert refusal.startswith("RuntimeError: this generator is in the middle of a call")
+    assert is_right == "True"
+    events = generator.stream(OUTER, **CALL)
+    first = next(events).ids[0]
 
+    def ends_right() -> bool:
+        return first + [token for event in events for token in event.ids[0]] == expected[0][0][9:]
 
-def test_a_forked_child_gets_the_right_text_whatever_threads_did():
-    done = process.python(FORKS)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split(": ", 1) for line in done.stdout.splitlines()]
-    assert len(lines) == 18
-    for name, said in lines:
-        if name == "inside a call":
-            assert said.startswith("RuntimeError: this generator is in the middle of a call")
-        else:
-            assert said == "True", name
+    assert forked(ends_right) == "True"
+    assert ends_right()

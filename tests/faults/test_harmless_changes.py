@@ -16,35 +16,10 @@ class LinearWithTo(nn.Linear):
         return super().to(*arguments, **options)
 
 
-def test_layers_may_have_methods_that_tensors_have_too():
-    model = make_target("llama")
-    for layer in model.model.layers:
-        layer.mlp.up_proj.__class__ = LinearWithTo
-    assert one_shot(model) == own(model)
-
-
-def test_methods_of_the_loop_that_peft_puts_back_are_no_replacement():
-    model = make_target("llama")
-    model.prepare_inputs_for_generation = types.MethodType(type(model).prepare_inputs_for_generation, model)
-    assert one_shot(model) == own(model)
-
-
-def test_checkpointed_layers_are_not_taken_for_shards():
-    model = make_target("llama")
-    for layer in model.model.layers:
-        layer.mlp = checkpoint_wrapper(layer.mlp)
-    assert one_shot(model) == own(model)
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_a_layer_without_rows_is_not_taken_for_a_shard():
-    model = make_target("llama")
-    model.model.layers[0].mlp.adapter = nn.Linear(8, 0, bias=False)
-    assert one_shot(model) == own(model)
-
-
 class Inside(nn.Module):
-    """A wrapper that knows its layer, as adapters do."""
+    """A wrapper that knows its layer, as adapters do. It has no config."""
+
+    is_causal = True
 
     def __init__(self, inner: nn.Module, layer_idx: int) -> None:
         super().__init__()
@@ -54,16 +29,41 @@ class Inside(nn.Module):
         return self.inner(*arguments, **options)
 
 
-def test_wrappers_that_know_their_layer_are_not_taken_for_attention():
-    model = make_target("llama")
+def layers_with_methods_of_tensors(model):
+    for layer in model.model.layers:
+        layer.mlp.up_proj.__class__ = LinearWithTo
+
+
+def a_method_that_peft_puts_back(model):
+    model.prepare_inputs_for_generation = types.MethodType(type(model).prepare_inputs_for_generation, model)
+
+
+def checkpointed_layers(model):  # which are not shards
+    for layer in model.model.layers:
+        layer.mlp = checkpoint_wrapper(layer.mlp)
+
+
+def a_layer_without_rows(model):
+    model.model.layers[0].mlp.adapter = nn.Linear(8, 0, bias=False)
+
+
+def wrappers_that_know_their_layer(model):
     for index, layer in enumerate(model.model.layers):
-        layer.mlp.up_proj, layer.mlp.down_proj = Inside(layer.mlp.up_proj, index), Inside(layer.mlp.down_proj, index)
-    assert one_shot(model) == own(model)
+        layer.mlp.up_proj = Inside(layer.mlp.up_proj, index)
 
 
-def test_a_wrapper_of_attention_needs_no_config():
-    model = make_target("llama")
+def wrappers_of_attention(model):
     for index, layer in enumerate(model.model.layers):
         layer.self_attn = Inside(layer.self_attn, index)
-        layer.self_attn.is_causal = True
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    "change",
+    [layers_with_methods_of_tensors, a_method_that_peft_puts_back, checkpointed_layers, a_layer_without_rows,
+     wrappers_that_know_their_layer, wrappers_of_attention],
+)  # fmt: skip
+def test_the_text_is_the_models_own(change):
+    model = make_target("llama", num_hidden_layers=2)
+    change(model)
     assert one_shot(model) == own(model)

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from dflash.files import parse_json
-from dflash_tools.measure.datasets import read_jsonl
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -35,10 +34,3 @@ def test_a_key_that_is_there_twice_is_refused_where_keys_must_be_unique():
     assert parse_json(text, "here") == {"outer": {"a": 1, "a\x1b": 3}}
     with pytest.raises(ValueError, match=r"the key 'a\\x1b' is there twice"):
         parse_json(text, "here", unique_keys=True)
-
-
-def test_a_data_file_with_nested_json_names_the_line(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": ' + "[" * 100_000 + "\n")
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: .*recursion"):
-        list(read_jsonl(path))

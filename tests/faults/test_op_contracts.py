@@ -14,9 +14,10 @@ from op_calls import (
     op_of,
     packed_for,
     replaced,
+    resized,
     run,
     run_twin,
-)
+)  # fmt: skip
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -101,16 +102,10 @@ class Subclass(torch.Tensor):
     pass
 
 
-def shrunk(tensor, size):
-    tensor = tensor.clone()
-    tensor.untyped_storage().resize_(size)
-    return tensor
-
-
 MISFITS = {
     "on another device": lambda t: t.to("meta"),
-    "freed": lambda t: shrunk(t, 0),
-    "cut short": lambda t: shrunk(t, t.numel() * t.element_size() - 1),
+    "freed": lambda t: resized(t, 0),
+    "cut short": lambda t: resized(t, t.nbytes - 1),
     "of a subclass": lambda t: t.as_subclass(Subclass),
     "in half precision": lambda t: t.to(torch.float16),
     "a dimension more": lambda t: t[None],

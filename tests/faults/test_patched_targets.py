@@ -1,6 +1,5 @@
 """A target whose functions, hooks or layers were changed before it is used gives its text, or is refused by name."""
 
-import contextlib
 import copy
 import functools
 import re
@@ -11,20 +10,17 @@ import answers
 import pytest
 import torch
 from answers import answered, own, streamed, through_transformers
-from baseline import prompt
 from families import make_draft, make_target
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations import sdpa_attention
-from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 
 import dflash
 from dflash.targets import UnsupportedTargetError
 
 pytestmark = pytest.mark.usefixtures("released")
-FUSED = ["llama", "mistral (windowed)", "qwen2", "qwen3"]
 
 
 def one_shot(model: PreTrainedModel, draft: nn.Module | None = None) -> list[int]:
@@ -46,13 +42,7 @@ def changed(function, wraps: bool = False):
         if isinstance(value, torch.Tensor):
             factor = 1 - 0.9 * (torch.arange(value.shape[-1]) % 5 == 0)
             return value * factor if value.is_floating_point() else value
-        if isinstance(value, tuple):
-            return tuple(map(scale, value))
-        if hasattr(value, "logits"):
-            value.logits = scale(value.logits)
-        elif hasattr(value, "last_hidden_state"):
-            value.last_hidden_state = scale(value.last_hidden_state)
-        return value
+        return tuple(map(scale, value)) if isinstance(value, tuple) else value
 
     def patch(*arguments, **options):
         return scale(function(*arguments, **options))
@@ -62,18 +52,14 @@ def changed(function, wraps: bool = False):
 
 PATCHES = {
     "LlamaMLP.forward": (modeling_llama.LlamaMLP, "forward"),
-    "LlamaDecoderLayer.__call__": (modeling_llama.LlamaDecoderLayer, "__call__"),
-    "LlamaForCausalLM.forward": (modeling_llama.LlamaForCausalLM, "forward"),
     "modeling_llama.apply_rotary_pos_emb": (modeling_llama, "apply_rotary_pos_emb"),
     "Linear.forward": (nn.Linear, "forward"),
     "torch.nn.functional.silu": (nn.functional, "silu"),
-    "torch.rsqrt": (torch, "rsqrt"),
 }
 
 
 class TestFunctionsThatAreReplaced:
-    @pytest.mark.parametrize(("name", "wraps"), [*((name, False) for name in PATCHES), ("LlamaMLP.forward", True),
-                                                 ("modeling_llama.apply_rotary_pos_emb", True)])  # fmt: skip
+    @pytest.mark.parametrize(("name", "wraps"), [*((name, False) for name in PATCHES), ("LlamaMLP.forward", True)])
     def test_the_text_is_that_of_the_patched_model(self, name, wraps, monkeypatch):
         model = make_target("llama", num_hidden_layers=2)
         draft, before = make_draft(model), own(model)
@@ -93,19 +79,13 @@ class TestFunctionsThatAreReplaced:
     def test_a_patch_that_matters_at_long_positions_only_is_followed(self, monkeypatch):
         """What patches for long contexts do: no short trial run sees them."""
         model, rotate = make_target("llama", num_hidden_layers=2), modeling_llama.apply_rotary_pos_emb
-        ids = prompt(60)[None]
 
         def stretched(q, k, cos, sin, **options):
-            cos, sin = (torch.cat([x[:, :40], x[:, 40:] * 0.2], 1) if x.shape[1] > 40 else x for x in (cos, sin))
-            return rotate(q, k, cos, sin, **options)
+            return rotate(q, k, *((x * 0.2 if x.shape[1] > 40 else x) for x in (cos, sin)), **options)
 
-        before = dflash.generate(model, None, ids, max_new_tokens=1)
         monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", stretched)
-        dflash.release()
-        generator = dflash.Generator(model, max_length=100)
-        assert generator.fused_reason
-        assert "apply_rotary_pos_emb is not transformers' own" in generator.fused_reason
-        assert before.shape == (1, 61)
+        reason = dflash.Generator(model, max_length=100).fused_reason
+        assert "apply_rotary_pos_emb is not transformers' own" in reason
 
     def test_what_goes_wrong_on_the_ops_runs_in_the_models_own_modules(self, monkeypatch):
         model = make_target("llama")
@@ -162,14 +142,8 @@ class TestPartsThatWeReplace:
 
     @pytest.mark.parametrize("name", ["sdpa", "my_attention"])
     def test_an_attention_function_of_the_users_is_refused(self, name, monkeypatch):
-        attend = sdpa_attention.sdpa_attention_forward
-
-        def differs_far_back(module, query, key, *rest, **options):
-            is_long = key.shape[2] > 30  # past the tokens of a trial run
-            return (changed(attend) if is_long else attend)(module, query, key, *rest, **options)
-
-        functions = {**AttentionInterface._global_mapping, name: differs_far_back}
-        monkeypatch.setattr(AttentionInterface, "_global_mapping", functions)
+        own_function = changed(sdpa_attention.sdpa_attention_forward)
+        monkeypatch.setitem(AttentionInterface._global_mapping, name, own_function)
         model = make_target("llama")
         model.config._attn_implementation = name
         with pytest.raises(UnsupportedTargetError, match=f"its attention function '{name}' is not transformers' own"):
@@ -177,17 +151,11 @@ class TestPartsThatWeReplace:
 
     def test_an_eager_attention_matters_only_to_a_model_that_runs_it(self, monkeypatch):
         model, attend = make_target("llama"), modeling_llama.eager_attention_forward
-
-        def differs_far_back(module, query, key, *rest, **options):
-            return (changed(attend) if key.shape[2] > 30 else attend)(module, query, key, *rest, **options)
-
-        monkeypatch.setattr(modeling_llama, "eager_attention_forward", differs_far_back)
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", changed(attend))
         assert one_shot(model) == own(model)
         model.set_attn_implementation("eager")
         with pytest.raises(UnsupportedTargetError, match="its attention function 'eager' is not transformers' own"):
             one_shot(model)
-        monkeypatch.undo()
-        assert one_shot(model) == own(model)
 
 
 class TestHooks:
@@ -202,15 +170,13 @@ class TestHooks:
                 return (arguments[0].relu(),) if is_pre else output[0].relu()
             return None
 
-        with contextlib.closing(_Handle(register(hook))):
+        handle = register(hook)
+        try:
             assert one_shot(model) == own(model) != before
             assert answered(dflash.Generator(model, max_length=64)) == own(model)
+        finally:
+            handle.remove()
         assert one_shot(model) == before
-
-
-class _Handle:
-    def __init__(self, handle) -> None:
-        self.close = handle.remove
 
 
 class TestMethodsOfOneModule:
@@ -222,23 +188,18 @@ class TestMethodsOfOneModule:
         del mlp.forward
         assert one_shot(model) == before
 
-    def test_a_compiled_function_of_the_users_is_refused(self):
-        model = make_target("qwen3")
-        mlp = model.model.layers[1].mlp
-        mlp.forward = torch.compile(lambda x: -x, backend="eager")
-        own(model)
-        with pytest.raises(UnsupportedTargetError, match=r"Qwen3MLP\.forward was replaced by"):
-            one_shot(model)
-
-    def test_a_hook_of_accelerate_that_changes_the_output_is_refused(self):
+    @pytest.mark.parametrize("is_compiled", [True, False])
+    def test_a_compiled_function_or_a_hook_of_accelerate_that_changes_the_output_is_refused(self, is_compiled):
         class Negate(accelerate.hooks.ModelHook):
             def post_forward(self, module, output):
                 return -output
 
         model = make_target("qwen3")
-        before = own(model)
-        accelerate.hooks.add_hook_to_module(model.model.layers[1].mlp, Negate())
-        assert own(model) != before
+        mlp = model.model.layers[1].mlp
+        if is_compiled:
+            mlp.forward = torch.compile(lambda x: -x, backend="eager")
+        else:
+            accelerate.hooks.add_hook_to_module(mlp, Negate())
         with pytest.raises(UnsupportedTargetError, match=r"Qwen3MLP\.forward was replaced by"):
             one_shot(model)
 
@@ -251,8 +212,9 @@ class TestMethodsOfOneModule:
 
 
 class TestLayers:
-    @pytest.mark.parametrize("family", [*FUSED, "gemma3", "glm4_moe", "deepseek_v3"])
-    @pytest.mark.parametrize("num_layers", [3, 1])
+    @pytest.mark.parametrize(
+        ("family", "num_layers"), [("llama", 3), ("mistral (windowed)", 1), ("gemma3", 3), ("deepseek_v3", 1)]
+    )
     def test_a_lowered_number_of_layers_is_followed(self, family, num_layers):
         model = make_target(family)
         before = one_shot(model)
@@ -276,8 +238,11 @@ class TestLayers:
         with pytest.raises(UnsupportedTargetError, match="no list of 4 decoder layers was found"):
             one_shot(model, draft)
 
-    @pytest.mark.parametrize("family", ["mistral (windowed)", "qwen3 (windowed)", "qwen2", "gemma3", "gpt_oss"])
-    @pytest.mark.parametrize("where", ["config", "layer", "types"])
+    @pytest.mark.parametrize(
+        ("family", "where"),
+        [("mistral (windowed)", "layer"), ("qwen3 (windowed)", "config"), ("qwen2", "types"), ("gemma3", "config"),
+         ("gpt_oss", "layer")],
+    )  # fmt: skip
     def test_a_changed_window_is_followed_or_refused_by_name(self, family, where):
         """Transformers masks by the model's config; attention modules keep numbers of their own."""
         model = make_target(family)
@@ -301,19 +266,6 @@ class TestLayers:
         assert one_shot(model) == own(model)
         model.model.layers[2].self_attn.sliding_window = 50
         with pytest.raises(UnsupportedTargetError, match="attends over a window of 50 in layer 2 by its modules"):
-            one_shot(model)
-
-    def test_masks_that_cannot_be_made_past_the_window_are_refused(self, monkeypatch):
-        model, mask = make_target("gemma3"), modeling_gemma3.create_sliding_window_causal_mask
-
-        def short_only(*arguments, **options):
-            if int(options["position_ids"].max()) > 23:
-                raise IndexError("too long")
-            return mask(*arguments, **options)
-
-        monkeypatch.setattr(modeling_gemma3, "create_sliding_window_causal_mask", short_only)
-        message = "gemma3_text fails on its own past its window in a trial run, without dflash: IndexError: too long"
-        with pytest.raises(UnsupportedTargetError, match=message):
             one_shot(model)
 
 

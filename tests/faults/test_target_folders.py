@@ -116,15 +116,11 @@ def save_with(folder, changes):
     save_file({name: x for name, x in tensors.items() if x is not None}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"model.norm.scale": torch.ones(64)}, r"place in Qwen3ForCausalLM, .* none: model\.norm\.scale F32 \[64\]\. "),
-        ({"model.norm.weight": torch.ones(65)}, r"shapes than .* says: model\.norm\.weight \[65\] instead of \[64\]"),
-        ({"model.norm.weight": None}, r"no weights for model\.norm\.weight: its files are incomplete"),
-    ],
-    ids=["unknown", "mismatched", "missing"],
-)
+@pytest.mark.parametrize(("change", "error"), [
+    ({"model.norm.scale": torch.ones(64)}, r"place in Qwen3ForCausalLM, .* none: model\.norm\.scale F32 \[64\]\. "),
+    ({"model.norm.weight": torch.ones(65)}, r"shapes than .* says: model\.norm\.weight \[65\] instead of \[64\]"),
+    ({"model.norm.weight": None}, r"no weights for model\.norm\.weight: its files are incomplete"),
+], ids=["unknown", "mismatched", "missing"])  # fmt: skip
 def test_a_tensor_without_its_place_is_refused_by_name(tmp_path, change, error):
     save_with(tmp_path, change)
     with pytest.raises(ValueError, match=error):
@@ -165,15 +161,10 @@ def test_a_folder_without_files_is_left_to_transformers(tmp_path):
     check_target_weights(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "warns"),
-    [
-        (byte_level, "Qwen2Tokenizer", False),
-        (byte_fallback, "PreTrainedTokenizerFast", False),
-        (byte_fallback, "LlamaTokenizer", True),
-        (byte_level, "GemmaTokenizer", True),
-    ],
-)
+@pytest.mark.parametrize(("make", "name", "warns"), [
+    (byte_level, "Qwen2Tokenizer", False), (byte_fallback, "PreTrainedTokenizerFast", False),
+    (byte_fallback, "LlamaTokenizer", True), (byte_level, "GemmaTokenizer", True),
+])  # fmt: skip
 def test_a_tokenizer_whose_class_is_not_that_of_its_file_is_warned_of_with_a_text(tmp_path, make, name, warns):
     make().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

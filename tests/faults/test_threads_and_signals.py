@@ -2,10 +2,13 @@
 
 import concurrent.futures
 import gc
+import random
+import signal
 import threading
+import time
 
-import process
 import pytest
+import torch
 from baseline import greedy, prompt
 
 import dflash
@@ -74,51 +77,28 @@ def test_one_shot_calls_resets_and_releases_of_many_threads_do_not_mix(target, d
     assert all(in_threads(6, work))
 
 
-def test_threads_whose_calls_call_back_do_not_wait_for_each_other_forever():
-    done = process.python(CROSSED)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True"] * 4
+def test_threads_whose_calls_call_back_do_not_wait_for_each_other_forever(target, draft, expected):
+    def one_shot(which: int) -> bool:
+        out = dflash.generate(target, draft, PROMPTS[which][None], max_new_tokens=NEW)
+        return out[0].tolist()[-NEW:] == expected[which]
 
+    def processor(ids, scores):
+        # Inside a step of the stream, once the other thread is about to wait for the generator that runs it.
+        if not right:
+            right.append(True)
+            other.start()
+            started.wait(5)
+            threading.Event().wait(0.3)
+            right.append(one_shot(0))
+        return scores
 
-CROSSED = """
-import threading
-
-from baseline import greedy, prompt
-from families import make_draft, make_target
-
-import dflash
-
-target = make_target("qwen3")
-draft = make_draft(target)
-outer, inner = prompt(9), prompt(5)
-expected = [greedy(target, p, 8).tolist() for p in (outer, inner)]
-right = []
-
-
-def one_shot(p, **arguments):
-    return dflash.generate(target, draft, p[None], max_new_tokens=8, **arguments)[0, len(p) :].tolist()
-
-
-def processor(ids, scores):
-    # Inside a step of the stream, once the other thread is about to wait for the generator that runs it.
-    if not calls:
-        calls.append(ids)
-        other.start()
-        started.wait(5)
-        threading.Event().wait(0.3)
-        right.append(one_shot(inner) == expected[1])
-    return scores
-
-
-calls, started = [], threading.Event()
-other = threading.Thread(target=lambda: (started.set(), right.append(one_shot(outer) == expected[0])))
-events = dflash.stream(target, draft, outer[None], max_new_tokens=8, logits_processor=[processor])
-first = next(events).ids[0]
-other.join()
-right.append(first == expected[0][:1])
-right.append(one_shot(inner) == expected[1])
-print(*right)
-"""
+    right, started = [], threading.Event()
+    other = threading.Thread(target=lambda: (started.set(), right.append(one_shot(1))), daemon=True)
+    events = dflash.stream(target, draft, PROMPTS[1][None], max_new_tokens=NEW, logits_processor=[processor])
+    assert next(events).ids[0] == expected[1][:1]
+    other.join(60)
+    assert not other.is_alive(), "both wait"
+    assert [*right, one_shot(0)] == [True] * 4
 
 
 @pytest.mark.parametrize("how", ["dropped", "closed", "closed by another thread", "left open"])
@@ -149,59 +129,40 @@ def test_streams_that_are_left_do_not_touch_later_calls(target, draft, expected,
                 next(events)
 
 
-SIGNALS = """
-import random
-import signal
-import time
+def test_an_interrupt_at_any_moment_leaves_everything_usable(target, draft, expected):
+    def new() -> dflash.Generator:
+        return dflash.Generator(target, draft, max_length=64)
 
-import torch
-from baseline import greedy, prompt
-from families import make_draft, make_target
-
-import dflash
-
-chance = random.Random(1)
-target = make_target("qwen3")
-draft = make_draft(target)
-p = prompt(9)
-expected = greedy(target, p, 16).tolist()
-new = lambda: dflash.Generator(target, draft, max_length=64)
-generator = new()
-door = {"custom_generate": dflash.custom_generate, "draft": draft, "do_sample": False, "pad_token_id": 0}
-calls = {
-    "generator": lambda: generator.generate(p[None], max_new_tokens=16)[0, 9:].tolist(),
-    "stream": lambda: [t for e in generator.stream(p[None], max_new_tokens=16) for t in e.ids[0]],
-    "one-shot": lambda: dflash.generate(target, draft, p[None], max_new_tokens=16)[0, 9:].tolist(),
-    "one-shot stream": lambda: [t for e in dflash.stream(target, draft, p[None], max_new_tokens=16) for t in e.ids[0]],
-    "new generator": lambda: new().generate(p[None], max_new_tokens=16)[0, 9:].tolist(),
-    "custom_generate": lambda: target.generate(p[None], max_new_tokens=16, **door)[0, 9:].tolist(),
-    "reset": lambda: generator.reset() or expected,
-}
-signal.signal(signal.SIGALRM, signal.default_int_handler)
-for name, call in calls.items():
-    call()
-    took = time.perf_counter()
-    call()
-    took = time.perf_counter() - took
-    interrupted, right = 0, 0
-    for _ in range(10):
-        try:
-            signal.setitimer(signal.ITIMER_REAL, max(chance.random() * took, 1e-6))
+    generator, chance, interrupted = new(), random.Random(1), 0
+    ids, want = PROMPTS[1][None], expected[1]
+    door = {"custom_generate": dflash.custom_generate, "draft": draft, "do_sample": False, "pad_token_id": 0}
+    calls = [
+        lambda: generator.generate(ids, max_new_tokens=NEW)[0].tolist()[-NEW:],
+        lambda: ids_of(generator.stream(ids, max_new_tokens=NEW)),
+        lambda: dflash.generate(target, draft, ids, max_new_tokens=NEW)[0].tolist()[-NEW:],
+        lambda: ids_of(dflash.stream(target, draft, ids, max_new_tokens=NEW)),
+        lambda: new().generate(ids, max_new_tokens=NEW)[0].tolist()[-NEW:],
+        lambda: target.generate(ids, max_new_tokens=NEW, **door)[0].tolist()[-NEW:],
+        lambda: generator.reset() or want,
+    ]
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for call in calls:
             call()
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        except KeyboardInterrupt:
-            interrupted += 1
-            right += calls["generator"]() == expected  # while the interrupt is still being handled
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        right += call() == expected and not torch.is_inference_mode_enabled()
-    print(name, interrupted, right == 10 + interrupted, sep="|")
-"""
-
-
-def test_an_interrupt_at_any_moment_leaves_everything_usable():
-    done = process.python(SIGNALS)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split("|") for line in done.stdout.splitlines()]
-    assert len(lines) == 7
-    assert sum(int(interrupted) for _, interrupted, _ in lines) > 30
-    assert [right for *_, right in lines] == ["True"] * 7
+            took = time.perf_counter()
+            call()
+            took = time.perf_counter() - took
+            for _ in range(10):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, max(chance.random() * took, 1e-6))
+                    call()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    interrupted += 1
+                    assert calls[0]() == want  # while the interrupt is still being handled
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                assert call() == want
+                assert not torch.is_inference_mode_enabled()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 30

@@ -3,13 +3,18 @@
 import copy
 import itertools
 import warnings
+from collections.abc import Iterator
 
+import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 from answers import IDS, NEW, answered, one_shot, own
 from families import make_draft, make_target
-from process import python
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrizations, parametrize
 from transformers import PreTrainedModel
 
@@ -54,11 +59,12 @@ LAYOUTS = {
 }
 
 
-PARTS = ["all", "norms", "projections", "head", "embeddings"]
-ALIKE = {("one row for all", "all"), ("one row for all", "head")}  # every token has the same logit, up to rounding
+# With one row for all of the head, every token would have the same logit, up to rounding.
+PLACES = [*zip(LAYOUTS, itertools.cycle(["norms", "projections", "embeddings"]), strict=False)]
+PLACES += [(layout, where) for layout in LAYOUTS if layout != "one row for all" for where in ("all", "head")]
 
 
-@pytest.mark.parametrize(("layout", "where"), [pair for pair in itertools.product(LAYOUTS, PARTS) if pair not in ALIKE])
+@pytest.mark.parametrize(("layout", "where"), PLACES)
 def test_weights_of_any_layout_give_the_same_text(layout, where):
     model = make_target("llama", num_hidden_layers=2)
     parts = {"norms": "norm.weight", "projections": "proj.weight", "head": "lm_head", "embeddings": "embed_tokens"}
@@ -109,178 +115,121 @@ def test_weights_shared_by_all_layers_give_the_same_text():
     assert one_shot(model) == own(model) == answered(dflash.Generator(model, max_length=64))
 
 
-FREED = """
-import copy, warnings
-import torch
-from families import make_draft, make_target
-import dflash
-warnings.simplefilter("ignore")
-ids = torch.arange(2, 11)[None]
+# ---------------------------------------------------------------------------------------------- without their memory
 
-def attempt(name, call):
-    try:
-        call()
-        print(name, "|", "ran", flush=True)
-    except Exception as error:
-        print(name, "|", type(error).__name__, "|", error, flush=True)
 
-def give_up(tensor, size=0):
-    tensor.untyped_storage().resize_(size)
-
-def small(family="llama"):
+def small(family: str = "llama") -> PreTrainedModel:
     return make_target(family, num_hidden_layers=2, layer_types=None)
 
-def every(name, model, draft=None):
-    attempt(name + ", one-shot", lambda: dflash.generate(model, draft, ids, max_new_tokens=4))
-    attempt(name + ", generator", lambda: dflash.Generator(model, draft, max_length=64))
-"""
+
+def give_up(tensor: torch.Tensor, size: int = 0) -> None:
+    tensor.untyped_storage().resize_(size)
 
 
-AT_ONCE = """
-names = ["model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight",
-         "model.layers.1.input_layernorm.weight", "model.norm.weight", "lm_head.weight"]
-for family in ("llama", "gemma3"):
-    for name in names:
+def refused(model: PreTrainedModel, draft: nn.Module | None = None, generator: dflash.Generator | None = None) -> str:
+    """Return what a one-shot call says. It must refuse, as a generator does, or one that was made before."""
+    with pytest.raises(ValueError):  # noqa: PT011
+        answered(generator) if generator else dflash.Generator(model, draft, max_length=64)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        one_shot(model, draft)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_freed_weights_are_refused_by_name(family):
+    names = ("embed_tokens", "layers.1.self_attn.q_proj", "layers.0.mlp.down_proj", "layers.1.input_layernorm", "norm")
+    for name in (f"model.{name}.weight" for name in names):
         model = small(family)
         give_up(model.get_parameter(name))
-        every(f"at once: {family} {name}", model)
+        assert f"{name} has lost its memory: its storage was freed" in refused(model)
     model = small(family)
     give_up(next(model.buffers()))
-    every(f"at once: {family} buffer", model)
-model = small()
-weight = model.model.layers[0].mlp.up_proj.weight
-give_up(weight, weight.nbytes // 2)
-every("at once: half", model)
-flat = torch.randn(10000)
-model = small()
-model.model.layers[0].mlp.up_proj.weight.data = flat[500 : 500 + 96 * 64].view(96, 64)
-give_up(flat)
-every("at once: shard at an offset", model)
-"""
-LATER = """
-for family in ("llama", "gemma3"):
-    for name in ("model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.embed_tokens.weight"):
-        model = small(family)
-        draft = make_draft(model)
-        generator = dflash.Generator(model, draft, max_length=64)
-        generator.generate(ids, max_new_tokens=4)
-        dflash.generate(model, draft, ids, max_new_tokens=4)
-        give_up(model.get_parameter(name))
-        attempt(f"later: {family} {name}, generator", lambda: generator.generate(ids, max_new_tokens=4))
-        attempt(f"later: {family} {name}, one-shot", lambda: dflash.generate(model, draft, ids, max_new_tokens=4))
-    model = small(family)
-    generator = dflash.Generator(model, max_length=64)
-    events = generator.stream(ids, max_new_tokens=9)
-    next(events)
-    give_up(next(model.buffers()))
-    attempt(f"later: {family} buffer, generator", lambda: generator.generate(ids, max_new_tokens=4))
-"""
-DRAFTERS = """
-model = small()
-for name in [name for name, _ in make_draft(model).named_parameters() if "layers.1" not in name]:
-    draft = make_draft(model)
-    give_up(draft.get_parameter(name))
-    every("drafter: " + name, model, draft)
-"""
-WITHOUT_MEMORY = """
-from torch._subclasses import FakeTensorMode
-fake = FakeTensorMode(allow_non_fake_inputs=True)
-makers = {
-    "sparse": lambda w: w.to_sparse(), "csr": lambda w: w.to_sparse_csr(), "mkldnn": lambda w: w.to_mkldnn(),
-    "meta": lambda w: w.to("meta"), "fake": lambda w: fake.from_tensor(w),
-    "quantized": lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8), "empty": lambda w: w.new_empty(0),
-}
-for kind, make in makers.items():
-    for name in ("model.layers.1.mlp.up_proj", "lm_head", "model.embed_tokens"):
-        model = small()
-        weight = make(model.get_submodule(name)._parameters.pop("weight").detach())
-        model.get_submodule(name)._parameters["weight"] = (
-            weight if kind == "quantized" else torch.nn.Parameter(weight, requires_grad=False))
-        every(f"without memory: {kind} {name}", model)
-"""
+    refused(model)
 
 
-def lines(done) -> dict[str, str]:
-    """What each attempt of a child said."""
-    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
-    return dict(line.split(" | ", 1) for line in done.stdout.splitlines() if " | " in line)
-
-
-@pytest.fixture(scope="module")
-def said() -> dict[str, str]:
-    return lines(python(FREED + AT_ONCE + LATER + DRAFTERS + WITHOUT_MEMORY))
-
-
-def all_refused(said: dict[str, str], group: str, count: int) -> dict[str, str]:
-    said = {name: text for name, text in said.items() if name.startswith(group)}
-    assert len(said) >= count, said
-    ran = {name: text for name, text in said.items() if not text.startswith(("UnsupportedTargetError", "ValueError"))}
-    assert ran == {}
-    return said
-
-
-def test_freed_weights_are_refused_by_name(said):
-    said = all_refused(said, "at once", 2 * 7 * 2 + 4)
-    freed = "model.layers.1.self_attn.q_proj.weight"
-    assert f"{freed} has lost its memory: its storage was freed" in said[f"at once: llama {freed}, one-shot"]
-    assert "lost its memory" in said["at once: shard at an offset, generator"]
-
-
-def test_weights_freed_after_the_generator_was_made_are_refused(said):
-    all_refused(said, "later", 14)
-
-
-def test_a_drafter_whose_weights_were_freed_is_refused_by_name(said):
-    said = all_refused(said, "drafter", 20)
-    assert {name: text for name, text in said.items() if "lost its memory" not in text} == {}
-
-
-def test_tensors_without_memory_are_refused(said):
-    said = all_refused(said, "without memory", 7 * 3 * 2)
-    text = said["without memory: meta lm_head, one-shot"]
-    assert "lm_head.weight is on the meta device: it was never loaded, or it is offloaded" in text
-
-
-def test_sharded_and_offloaded_models_are_refused_by_name():
-    done = python(FREED + """
-import os
-import tempfile
-os.environ["USE_LIBUV"] = "0"
-import accelerate
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
-
-store = dist.HashStore()
-dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-mesh, cpu = DeviceMesh("cpu", [0]), torch.device("cpu")
-
-for placement in (Shard(0), Replicate()):
+def test_weights_that_lost_a_part_of_their_memory_are_refused():
     model = small()
-    mlp = model.model.layers[0].mlp
-    mlp.up_proj.weight = torch.nn.Parameter(distribute_tensor(mlp.up_proj.weight.detach(), mesh, [placement]))
-    every(f"DTensor {placement}", model)
-model = small()
-for layer in model.model.layers:
-    fully_shard(layer, mesh=mesh)
-fully_shard(model, mesh=mesh)
-every("FSDP", model)
-model(ids)
-every("FSDP after a pass", model)
-model = small()
-fully_shard(model.model.layers[0].mlp, mesh=mesh)
-every("FSDP of a part", model)
-every("cpu offload", accelerate.cpu_offload(small(), cpu))
-every("disk offload", accelerate.disk_offload(small(), tempfile.mkdtemp(), cpu))
-model = accelerate.dispatch_model(small(), {"model": "cpu", "lm_head": "disk"}, offload_dir=tempfile.mkdtemp(),
-                                  main_device="cpu", force_hooks=True)
-every("one part on disk", model)
-dist.destroy_process_group()
-""")  # fmt: skip
-    said = all_refused(lines(done), "", 16)
-    assert "one process with plain tensors is needed" in said["DTensor R, one-shot"]
-    assert "it is sharded by torch.distributed" in said["FSDP, one-shot"]
-    assert "it was never loaded, or it is offloaded" in said["cpu offload, one-shot"]
+    weight = model.model.layers[0].mlp.up_proj.weight
+    give_up(weight, weight.nbytes // 2)
+    assert "lost its memory" in refused(model)
+    flat = torch.randn(10000)
+    model = small()
+    model.model.layers[0].mlp.up_proj.weight.data = flat[500 : 500 + 96 * 64].view(96, 64)
+    give_up(flat)
+    assert "lost its memory" in refused(model)
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "lm_head"), ("gemma3", "model.layers.0.mlp.up_proj")])
+def test_weights_freed_after_the_generator_was_made_are_refused(family, name):
+    model = small(family)
+    draft = make_draft(model)
+    generator = dflash.Generator(model, draft, max_length=64)
+    assert answered(generator) == one_shot(model, draft)
+    give_up(model.get_submodule(name).weight)
+    refused(model, draft, generator)
+
+
+@pytest.mark.parametrize("name", ["fc", "norm", "layers.0.mlp.up_proj", "layers.0.self_attn.k_norm"])
+def test_a_drafter_whose_weights_were_freed_is_refused(name):
+    model = small()
+    draft = make_draft(model)
+    give_up(draft.get_submodule(name).weight)
+    assert "has lost its memory" in refused(model, draft)
+
+
+FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+WITHOUT_MEMORY = {
+    "sparse": torch.Tensor.to_sparse, "csr": torch.Tensor.to_sparse_csr, "mkldnn": torch.Tensor.to_mkldnn,
+    "meta": lambda w: w.to("meta"), "fake": FAKE.from_tensor, "empty": lambda w: w.new_empty(0),
+    "quantized": lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", WITHOUT_MEMORY)
+def test_tensors_without_memory_are_refused(kind):
+    for name in ("lm_head", "model.layers.1.mlp.up_proj"):
+        model = small()
+        parameters = model.get_submodule(name)._parameters
+        weight = WITHOUT_MEMORY[kind](parameters["weight"].detach())
+        parameters["weight"] = weight if kind == "quantized" else nn.Parameter(weight, requires_grad=False)
+        said = refused(model)
+    if kind == "meta":
+        assert f"{name}.weight is on the meta device: it was never loaded, or it is offloaded" in said
+
+
+@pytest.fixture
+def mesh(monkeypatch) -> Iterator[DeviceMesh]:
+    """Return a mesh of this process alone."""
+    monkeypatch.setenv("USE_LIBUV", "0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+def test_sharded_models_are_refused_by_name(mesh):
+    for placement in (Shard(0), Replicate()):
+        model = small()
+        mlp = model.model.layers[0].mlp
+        mlp.up_proj.weight = nn.Parameter(distribute_tensor(mlp.up_proj.weight.detach(), mesh, [placement]))
+        assert "one process with plain tensors is needed" in refused(model)
+    model = small()
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    assert "it is sharded by torch.distributed" in refused(model)
+    model(IDS[None])
+    refused(model)
+    model = small()
+    fully_shard(model.model.layers[0].mlp, mesh=mesh)
+    refused(model)
+
+
+def test_offloaded_models_are_refused_by_name(tmp_path):
+    cpu, parts = torch.device("cpu"), {"model": "cpu", "lm_head": "disk"}
+    assert "it was never loaded, or it is offloaded" in refused(accelerate.cpu_offload(small(), cpu))
+    refused(accelerate.disk_offload(small(), tmp_path / "all", cpu))
+    place = {"offload_dir": tmp_path / "head", "main_device": "cpu", "force_hooks": True}
+    refused(accelerate.dispatch_model(small(), parts, **place))
 
 
 def test_a_refused_model_is_left_as_it_was():

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from served import CHAT as OPENAI
-from served import QUESTION, ROLES, SCHEMA, SUM, TEXT, Gate, ask, pair, refused, serving
+from served import QUESTION, ROLES, SCHEMA, SUM, TEXT, Gate, ask, content, pair, refused, serving
 
 from dflash import Receipt
 
@@ -109,6 +109,16 @@ def test_a_grammar_beyond_a_limit_is_refused_before_anything_is_written(service,
     assert isinstance(error, str) or error.get("param", name) == name
 
 
+def test_a_request_of_every_api_may_ask_that_nothing_is_kept():
+    handed = []
+    with serving(on_answer=handed.append) as service:
+        for path, body in ALL.items():
+            for fields, count in (({}, 1), ({"store": False}, 0), ({"store": True}, 1)):
+                handed.clear()
+                assert ask(service, path, body | fields).status_code == 200, path
+                assert len(handed) == count, (path, fields)
+
+
 def test_a_seed_of_minus_one_draws_one_in_every_api(tmp_path):
     with serving(receipts=tmp_path) as service:
         for path, body in ALL.items():
@@ -194,19 +204,6 @@ def test_neighbors_of_the_assistant_keep_their_thoughts_and_calls():
         ids = ask(service, "/tokenize", {"messages": said}).json()["tokens"]
         text = ask(service, "/detokenize", {"tokens": ids}).json()["prompt"]
     assert '[assistant]say1\n\nsay2\n{"name": "f", "arguments": {}}[' in text
-
-
-def content(response) -> str:
-    """Return the text of an answer, as an API writes it."""
-    found = response.json()
-    if "choices" in found:
-        choice = found["choices"][0]
-        return choice["text"] if "text" in choice else choice["message"]["content"]
-    if "response" in found:
-        return found["response"]
-    if "message" in found:
-        return found["message"]["content"]
-    return (found["output"][0] if "output" in found else found)["content"][0]["text"]
 
 
 @pytest.mark.parametrize("place", ["anywhere", "first"])

@@ -1,10 +1,8 @@
 """Anthropic's Messages API, through the package of that name where it can say what was meant."""
 
 import base64
-import json
 
 import anthropic
-import pytest
 from served import (
     QUESTION,
     ROLES,
@@ -77,62 +75,55 @@ def test_a_tool_is_called_and_its_result_goes_back(server):
     short = ask(server.service, PATH, body(tools=[TOOL], tool_choice={"type": "any"}, max_tokens=12)).json()
     assert short["stop_reason"] == "max_tokens"
     assert [block["input"] for block in short["content"] if block["type"] == "tool_use"] in ([], [{}])
-    # The conversation that follows is that of a chat
-    result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "sunny"}]}
-    said = [{"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "I look."}]
-    messages = [
-        *QUESTION,
-        {"role": "assistant", "content": [*said, block.to_dict()]},
-        {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
-    ]
-    asked = {"model": "pair", "system": [{"type": "text", "text": "Be brief."}], "messages": messages, "tools": [TOOL]}
-    function = {"name": "weather", "arguments": json.dumps(block.input)}
-    same = [
-        {"role": "system", "content": "Be brief."},
-        *QUESTION,
-        {
-            "role": "assistant",
-            "content": "I look.",
-            "reasoning_content": "hm",
-            "tool_calls": [{"id": block.id, "type": "function", "function": function}],
-        },
-        {"role": "tool", "tool_call_id": block.id, "content": "sunny"},
-        {"role": "user", "content": "And now?"},
-    ]
+
+
+NOTES = {"type": "text", "media_type": "text/plain", "data": "Größe: 7"}
+ENCODED = NOTES | {"type": "base64", "data": base64.b64encode("Größe: 7".encode()).decode()}
+DOCUMENTS = [{"type": "document", "source": source, "title": "Notes", "citations": {}} for source in (NOTES, ENCODED)]
+CALL = {"type": "tool_use", "id": "c", "name": "weather", "input": {"city": "Oslo"}}
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "x"}
+CALLED = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+
+
+def text(words: str) -> dict:
+    return {"type": "text", "text": words}
+
+
+def user(content) -> dict:
+    return {"role": "user", "content": content}
+
+
+def result(*content) -> dict:
+    return {"type": "tool_result", "tool_use_id": "c", "content": [*content]}
+
+
+SAID = {  # messages, and those of the chat that they are
+    "turns of the user are one": ([user("One."), user("Two.")], [user("One.\nTwo.")]),  # as Claude Code sends them
+    **{
+        f"a document as {document['source']['type']}": (
+            [user([document, text("Why?")]), {"role": "assistant", "content": [CALL]}, user([result(document)])],
+            [user("Notes\nGröße: 7\nWhy?"), {"role": "assistant", "tool_calls": [CALLED]},
+             {"role": "tool", "tool_call_id": "c", "content": "Notes\nGröße: 7"}],
+        )
+        for document in DOCUMENTS
+    },
+    "thoughts, calls and results": (
+        [user("Hi."), {"role": "assistant", "content": [THOUGHT, text("I look."), CALL]},
+         user([result(text("sunny")), text("And now?")])],
+        [user("Hi."), {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": [CALLED]},
+         {"role": "tool", "tool_call_id": "c", "content": "sunny"}, user("And now?")],
+    ),
+}  # fmt: skip
+
+
+def test_messages_are_those_of_a_chat():
+    system = {"role": "system", "content": "Be brief."}
     tools = [{"type": "function", "function": {"name": "weather", "description": "Tell it.", "parameters": SCHEMA}}]
     with serving(template=ROLES) as service:
-        found = ask(service, f"{PATH}/count_tokens", asked).json()
-        assert found == {"input_tokens": count(service, same, tools=tools)}
-
-
-def test_turns_of_the_user_are_one():
-    """Claude Code sends several; many templates take no role twice in a row."""
-    asked = {"model": "pair", "messages": [{"role": "user", "content": text} for text in ("One.", "Two.")]}
-    same = [{"role": "user", "content": "One.\nTwo."}]
-    with serving(template=ROLES) as service:
-        assert ask(service, f"{PATH}/count_tokens", asked).json() == {"input_tokens": count(service, same)}
-
-
-@pytest.mark.parametrize("source", [
-    {"type": "text", "media_type": "text/plain", "data": "Größe: 7"},
-    {"type": "base64", "media_type": "text/plain", "data": base64.b64encode("Größe: 7".encode()).decode()},
-])  # fmt: skip
-def test_documents_of_text_are_text(source):
-    document = {"type": "document", "source": source, "title": "Notes", "citations": {"enabled": True}}
-    asked = {"model": "pair", "messages": [{"role": "user", "content": [document, {"type": "text", "text": "Why?"}]}]}
-    result = {"type": "tool_result", "tool_use_id": "c", "content": [document]}
-    with serving(template=ROLES) as service:
-        same = [{"role": "user", "content": "Notes\nGröße: 7\nWhy?"}]
-        assert ask(service, f"{PATH}/count_tokens", asked).json() == {"input_tokens": count(service, same)}
-        asked["messages"] = [{"role": "user", "content": [result]}]
-        same = [{"role": "tool", "tool_call_id": "c", "content": "Notes\nGröße: 7"}]
-        assert ask(service, f"{PATH}/count_tokens", asked).json() == {"input_tokens": count(service, same)}
-
-
-def test_an_answer_follows_a_schema(server):
-    config = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
-    (block,) = both(server, output_config=config, cache_control={"type": "ephemeral"}).content
-    assert json.loads(block.text)["city"] in ("Oslo", "Rome")
+        for name, (messages, same) in SAID.items():
+            asked = {"model": "pair", "system": [text("Be brief.")], "messages": messages, "tools": [TOOL]}
+            found = ask(service, f"{PATH}/count_tokens", asked).json()
+            assert found == {"input_tokens": count(service, [system, *same], tools=tools)}, name
 
 
 def test_thoughts_are_a_block_of_their_own():

@@ -62,6 +62,7 @@ def test_an_answer_is_the_chats_answer(server, service):
 def test_a_raw_prompt_is_continued(server, service):
     answer = ask(service, "/v1/completions", {"prompt": SUM, "temperature": 0, "max_tokens": -1}).json()
     assert both(server, prompt=SUM, raw=True).response == answer["choices"][0]["text"]
+    assert isinstance(json.loads(both(server, prompt=SUM, raw=True, format="json").response), dict)
 
 
 def test_requests_for_nothing_find_the_model_loaded(server):
@@ -101,12 +102,6 @@ def test_results_of_tools_go_back_to_their_calls():
         body = {"messages": messages, "stream": False, "options": {"num_predict": 1}}
         found = ask(server.service, CHAT, body).json()
         assert found["prompt_eval_count"] == count(server.service, same)
-
-
-def test_an_answer_follows_a_format(server):
-    found = both(server, messages=QUESTION, format=SCHEMA).message.content
-    assert json.loads(found)["city"] in ("Oslo", "Rome")
-    assert isinstance(json.loads(both(server, prompt=SUM, raw=True, format="json").response), dict)
 
 
 def test_thoughts_have_a_field_of_their_own():

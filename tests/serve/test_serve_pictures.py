@@ -14,7 +14,7 @@ import torch
 from families import make_draft
 from pictures import make_picture_target
 from PIL import Image
-from served import CHAT, ask, chat, refused
+from served import CHAT, ask, chat, content, refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTokenizerFast
 
@@ -88,11 +88,11 @@ def url(data, kind="png"):
 
 def said(*parts):
     """Return a request; what is no word of the vocabulary is the URL of a picture."""
-    content = [
+    parts = [
         {"type": "text", "text": part} if part.startswith("w") else {"type": "image_url", "image_url": {"url": part}}
         for part in parts
     ]
-    return {"messages": [{"role": "user", "content": content}], "max_tokens": 12, "temperature": 0}
+    return {"messages": [{"role": "user", "content": parts}], "max_tokens": 12, "temperature": 0}
 
 
 def inputs_of(text, images):
@@ -103,11 +103,6 @@ def own(target, text, images):
     inputs = inputs_of(text, images)
     ids = target.generate(**inputs, max_new_tokens=12, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     return processor().tokenizer.decode(ids[0], skip_special_tokens=True)
-
-
-def content(response):
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]["message"]["content"]
 
 
 def test_answers_are_those_of_the_model(serve, target):
@@ -146,36 +141,16 @@ SHOWN = {  # the same picture in each API, of the user and in a tool's result
     "responses": ("/v1/responses", {"input": [{"role": "user", "content": ITEMS}]}),
     "ollama": ("/api/chat", {"messages": [{"role": "user", "content": "w20", "images": [PNG]}], "stream": False}),
     "generate": ("/api/generate", {"prompt": "w20", "images": [PNG], "stream": False}),
-    "message's tool": (
-        "/v1/messages",
-        {
-            "messages": [
-                {"role": "user", "content": "w20"},
-                {"role": "assistant", "content": [USED]},
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": BLOCKS}]},
-            ]
-        },
-    ),
-    "response's tool": (
-        "/v1/responses",
-        {
-            "input": [
-                {"role": "user", "content": "w20"},
-                {"type": "function_call", "call_id": "c", "name": "w9", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": ITEMS},
-            ]
-        },
-    ),
-}
-
-
-def text_of(found):
-    """Return the text of an answer, as its API writes it."""
-    if "choices" in found:
-        return found["choices"][0]["message"]["content"]
-    if "output" in found:
-        return found["output"][0]["content"][0]["text"]
-    return found.get("response") or found["message"]["content"] if "done" in found else found["content"][0]["text"]
+    "message's tool": ("/v1/messages", {"messages": [
+        {"role": "user", "content": "w20"}, {"role": "assistant", "content": [USED]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": BLOCKS}]},
+    ]}),
+    "response's tool": ("/v1/responses", {"input": [
+        {"role": "user", "content": "w20"},
+        {"type": "function_call", "call_id": "c", "name": "w9", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": ITEMS},
+    ]}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -183,9 +158,9 @@ def test_every_api_takes_pictures_and_a_server_without_them_says_so(serve, targe
     (path, fields), sampling = SHOWN[name], {"temperature": 0, "max_tokens": 12, "max_output_tokens": 12}
     fields = fields | sampling | {"options": {"temperature": 0, "num_predict": 12}}
     if "tool" not in name:  # the template of this test shows no calls
-        found = ask(serve(), path, fields).json()
+        found = ask(serve(), path, fields)
         order = "<start_of_image> w20 " if path.startswith("/api") else "w20 <start_of_image> w41 "
-        assert text_of(found) == own(target, order, [picture(1)[0]])
+        assert content(found) == own(target, order, [picture(1)[0]])
     response = ask(serve(refuses=True), path, fields)
     assert response.status_code == 200, response.text
     assert any("with --pictures only" in warning for warning in response.json()["warnings"])

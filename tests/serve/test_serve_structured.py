@@ -201,41 +201,41 @@ def written(service, body: dict) -> str:
     return seen[-1]
 
 
-@pytest.mark.parametrize("given", [[], 0, False, [1], "[]", 3.5])
-def test_arguments_that_are_no_object_are_refused(given):
-    call = {"id": "call_1", "type": "function", "function": {"name": "store", "arguments": given}}
+def test_arguments_that_are_no_object_are_refused():
     with serving(template=HERMES) as service:
-        said = [*chat("hi")["messages"], {"role": "assistant", "tool_calls": [call]}, *chat("hi")["messages"]]
-        response = ask(service, CHAT, {"messages": said})
-    refused(response, "arguments")
+        for given in ([], 0, False, [1], "[]", 3.5):
+            call = {"id": "call_1", "type": "function", "function": {"name": "store", "arguments": given}}
+            said = [*chat("hi")["messages"], {"role": "assistant", "tool_calls": [call]}, *chat("hi")["messages"]]
+            refused(ask(service, CHAT, {"messages": said}), "arguments")
 
 
 LISTED = "<tools>" + json.dumps({"type": "function", "function": {"name": "list_all"}}) + "</tools>"
 
 
-@pytest.mark.parametrize("given", ['{"port": 3}', {"port": 3}, "", " ", "null", None, "nothing"])
-def test_a_conversation_with_calls_is_written_by_the_template(given):
-    function = {"name": "store"} | ({} if given == "nothing" else {"arguments": given})
-    messages = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "call_1", "index": 0, "function": function}]},
-        {
-            "role": "tool",
-            "tool_call_id": "call_1",
-            "content": [{"type": "text", "text": text} for text in ("do", "ne")],
-        },
-    ]
-    shown = '{"port": 3}' if "port" in str(given) else "{}"
-    calls = f'\n<tool_call>\n{{"name": "store", "arguments": {shown}}}\n</tool_call>'
-    named = {"default": "{% for m in messages %}{{ m.content }}{% endfor %}", "tool_use": HERMES}
-    parts = HERMES.replace("message.content", "message.content | map(attribute='text') | join('+')")
-    for template, tools, result in (
-        (HERMES, TOOLS[1:], "do\nne"), (named, TOOLS[1:], "do\nne"), (named, None, "do\nne"), (parts, None, "do+ne")
-    ):  # fmt: skip
-        with serving(template=template) as service:
-            assert service.reader.tool_form == TOOL_FORMS["hermes"]
+NAMED = {"default": "{% for m in messages %}{{ m.content }}{% endfor %}", "tool_use": HERMES}
+PARTS = HERMES.replace("message.content", "message.content | map(attribute='text') | join('+')")
+
+
+@pytest.mark.parametrize(("template", "tools", "result", "givens"), [
+    (HERMES, TOOLS[1:], "do\nne", ['{"port": 3}', {"port": 3}, "", " ", "null", None, "nothing"]),
+    (NAMED, TOOLS[1:], "do\nne", ["null"]), (NAMED, None, "do\nne", ['{"port": 3}']),
+    (PARTS, None, "do+ne", [{"port": 3}]),
+], ids=["Hermes", "named, tools", "named", "parts"])  # fmt: skip
+def test_a_conversation_with_calls_is_written_by_the_template(template, tools, result, givens):
+    parts = [{"type": "text", "text": text} for text in ("do", "ne")]
+    with serving(template=template) as service:
+        assert service.reader.tool_form == TOOL_FORMS["hermes"]
+        for given in givens:
+            function = {"name": "store"} | ({} if given == "nothing" else {"arguments": given})
+            call = {"id": "call_1", "index": 0, "function": function}
+            messages = [
+                *chat("hi")["messages"], {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_1", "content": parts},
+            ]  # fmt: skip
+            shown = '{"port": 3}' if "port" in str(given) else "{}"
+            calls = f'\n<tool_call>\n{{"name": "store", "arguments": {shown}}}\n</tool_call>'
             text = written(service, {"messages": messages, "tools": tools})
-        assert text == f"{LISTED * bool(tools)}hi{calls}<tool_response>{result}</tool_response>\n=>\n"
+            assert text == f"{LISTED * bool(tools)}hi{calls}<tool_response>{result}</tool_response>\n=>\n"
 
 
 def test_a_template_that_the_form_of_calls_is_not_known_of_gets_what_it_asks_for():

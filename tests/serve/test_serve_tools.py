@@ -1,6 +1,7 @@
 """Forms of tool calls and of reasoning: found in chat templates, parsed while they stream, kept to by grammars."""
 
 import copy
+import functools
 import json
 import os
 import random
@@ -23,17 +24,9 @@ from dflash_serve.reasoning import REASONING_FORMS, find_reasoning_form
 from dflash_serve.requests import ChatRequest
 from dflash_serve.tool_calls import TOOL_FORMS, CallText, ToolForm, find_tool_form
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer"},
-        "unit": {"enum": ["C", "F"]},
-        "more": {"type": "object"},
-    },
-    "required": ["city"],
-    "additionalProperties": False,
-}
+KINDS = {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}}
+KINDS["more"] = {"type": "object"}
+SCHEMA = {"type": "object", "properties": KINDS, "required": ["city"], "additionalProperties": False}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Tell it.", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "now"}},
@@ -101,6 +94,18 @@ def test_text_that_never_becomes_a_call_is_read_at_once(name, text):
         splitter.push(piece, is_last=False)
     splitter.push("", is_last=True)
     assert [call["function"]["name"] for call in splitter.calls] == ["weather"]
+
+
+@functools.cache
+def tokens_of(tokenizer):
+    return from_tokenizer(tokenizer, eos_token=[tokenizer.eos_token_id])
+
+
+def taken(grammar, text: str, tokenizer=None) -> bool:
+    """Return whether a grammar takes a text as a whole answer."""
+    tokenizer = tokenizer or pair()[2]
+    matcher = LLMatcher(tokens_of(tokenizer), grammar.source, log_level=0)
+    return matcher.consume_tokens(tokenizer.encode(text, add_special_tokens=False)) and matcher.is_accepting()
 
 
 def first(form) -> dict:
@@ -179,8 +184,7 @@ def test_time_is_linear_in_the_length_of_arguments(name):
 
 @pytest.mark.parametrize("name", TOOL_FORMS)
 def test_grammars_of_every_form_take_its_calls_and_no_others(name):
-    form, tokenizer = TOOL_FORMS[name], pair()[2]
-    tokens = from_tokenizer(tokenizer, eos_token=[tokenizer.eos_token_id])
+    form = TOOL_FORMS[name]
     good = written(form, [("weather", first(form)), ("now", {})])
     wrong = [good.replace("Oslo", "Oslo").replace("weather", "rain"), good.replace('"C"', '"K"').replace(">C<", ">K<")]
     cases = {"required": [good], "auto": [good, "Hello."] + (["Hm. " + good] if form.mark else [])}
@@ -189,14 +193,12 @@ def test_grammars_of_every_form_take_its_calls_and_no_others(name):
         form_of = REASONING_FORMS["think"]
         grammar = answer_grammar(request, EncodedPrompt([], ""), read_tools(request, form, []), [], form_of)
         for text in [*texts, *(wrong if choice == "required" else ())]:
-            matcher = LLMatcher(tokens, grammar.source, log_level=0)
-            fits = matcher.consume_tokens(tokenizer.encode(text, add_special_tokens=False)) and matcher.is_accepting()
-            assert fits == (text in texts or text == good), (choice, text)
+            assert taken(grammar, text) == (text in texts), (choice, text)
 
 
 @pytest.mark.parametrize("name", TOOL_FORMS)
 def test_words_that_stand_for_something_in_a_form_are_text_in_a_schema(name):
-    form, tokenizer = TOOL_FORMS[name], pair()[2]
+    form = TOOL_FORMS[name]
     schema = SCHEMA | {"properties": {"city": {"enum": ["$ID", "$KEY"]}, "$ID": {"type": "string"}}}
     function = {"name": "weather", "parameters": schema}
     request = ChatRequest.model_validate(
@@ -205,9 +207,7 @@ def test_words_that_stand_for_something_in_a_form_are_text_in_a_schema(name):
     grammar = answer_grammar(request, EncodedPrompt([], ""), read_tools(request, form, []), [])
     for value, fits in (("$ID", True), ("7", False)):
         text = written(form, [("weather", {"city": "VALUE"})]).replace("VALUE", value)
-        matcher = LLMatcher(from_tokenizer(tokenizer, eos_token=[tokenizer.eos_token_id]), grammar.source, log_level=0)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        assert (matcher.consume_tokens(ids) and matcher.is_accepting()) == fits
+        assert taken(grammar, text) == fits
         assert parsed(text, form, functions={"weather": schema})[2] == [("weather", {"city": value})]
 
 
@@ -390,7 +390,6 @@ def test_grammars_and_answers_keep_special_tokens_apart(name):
     tokenizer.chat_template = PLAIN
     reader = PromptReader(tokenizer, name, reasoning)
     assert {*reader.specials} == {*marks}
-    tokens = from_tokenizer(tokenizer, eos_token=[tokenizer.eos_token_id])
     calls = written(form, [("weather", first(form)), ("weather", SECOND)])
     for choice in ("required", "auto"):
         request = ChatRequest.model_validate(chat(tools=TOOLS, tool_choice=choice))
@@ -403,9 +402,7 @@ def test_grammars_and_answers_keep_special_tokens_apart(name):
                 "A" * (text != calls), [("weather", first(form)), ("weather", SECOND)]
             )  # fmt: skip
             if grammar is not None:  # of Harmony, free answers have none
-                matcher = LLMatcher(tokens, grammar.source, log_level=0)
-                assert matcher.consume_tokens(ids), (choice, text)
-                assert matcher.is_accepting()
+                assert taken(grammar, text, tokenizer), (choice, text)
 
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -439,18 +436,19 @@ def test_auto_is_answered_whatever_the_template_knows(template):
 THINKS = PLAIN + "({{ reasoning_effort }}|{{ enable_thinking }}){# <think></think> #}"
 
 
-@pytest.mark.parametrize(
-    ("fields", "shown"),
-    [
-        ({"reasoning_effort": "high"}, "(high|)"), ({"reasoning_effort": "none"}, "(|False)"),
-        ({"enable_thinking": False}, "(|False)"), ({"chat_template_kwargs": {"enable_thinking": 3}}, "(|3)"),
-    ],
-)  # fmt: skip
-def test_effort_and_thinking_reach_the_template(fields, shown):
+SHOWN = [
+    ({"reasoning_effort": "high"}, "(high|)"), ({"reasoning_effort": "none"}, "(|False)"),
+    ({"enable_thinking": False}, "(|False)"), ({"chat_template_kwargs": {"enable_thinking": 3}}, "(|3)"),
+]  # fmt: skip
+
+
+def test_effort_and_thinking_reach_the_template():
     with serving(template=THINKS) as service:
-        assert service.reader.read_chat(ChatRequest.model_validate(chat(**fields)), None, []).text.endswith(shown)
+        for fields, shown in SHOWN:
+            assert service.reader.read_chat(ChatRequest.model_validate(chat(**fields)), None, []).text.endswith(shown)
     with serving(template=PLAIN) as service:
-        response = ask(service, CHAT, chat(max_tokens=1, **fields))
-        applied = "chat_template_kwargs" in fields
-        assert (response.status_code == 400) == applied
-        assert ("not applied" in response.text) != applied
+        for fields, _ in SHOWN:
+            response = ask(service, CHAT, chat(max_tokens=1, **fields))
+            applied = "chat_template_kwargs" in fields
+            assert (response.status_code == 400) == applied
+            assert ("not applied" in response.text) != applied

@@ -71,8 +71,7 @@ def test_trees_are_compared_and_one_is_drawn(tiny, shell, run_json):
     assert found["tree_tokens_per_second"] > 0
     assert found["tree_acceptance_length"] >= 1
     assert run_json("--pair", tiny, "--max-new-tokens", 4, "--prompts", 1)["tree_acceptance_length"] is None
-    done = shell("demo", "--pair", tiny, "--tree", "6", "--max-new-tokens", "12", "--prompts", "2")
-    assert done.code == 0, done.err
+    done = shell("demo", "--pair", tiny, "--tree", "6", "--max-new-tokens", "12", "--prompts", "2").assert_done()
     assert "one step: a tree of 6 rows" in done.out
     assert "DFlash, tree=6" in done.out
 

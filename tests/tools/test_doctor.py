@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import math
-import sys
 
 import pytest
 import quantized_folders
@@ -12,7 +11,7 @@ from families import make_target
 from gguf import GGMLQuantizationType
 from gguf_files import write_llama
 
-from dflash import cli, ops
+from dflash import ops
 from dflash.loading import Pretrained
 from dflash.ops import switches
 from dflash.ops.check import OVERLAPPING, KernelResult
@@ -163,19 +162,11 @@ def test_a_switch_is_0_or_1(monkeypatch):
         switches.is_on("DFLASH_OVERLAP")
 
 
-def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["dflash", "doctor", *arguments])
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        return exit.value.code or 0, capsys.readouterr().out
-
-    code, text = call()
-    assert code == 0
-    assert "CPU kernels" in text
-    code, text = call("--json")
-    assert [check["name"] for check in json.loads(text)] == [check.name for check in installation.examine()]
+def test_the_command_prints_a_table_or_json(shell, monkeypatch):
+    assert "CPU kernels" in shell("doctor").assert_done().out
+    checks = json.loads(shell("doctor", "--json").out)
+    assert [check["name"] for check in checks] == [check.name for check in installation.examine()]
     versions(monkeypatch, dflash="0.1.0")
-    code, text = call()
-    assert code == 1
-    assert "-> pip uninstall dflash" in text
+    done = shell("doctor")
+    assert done.code == 1
+    assert "-> pip uninstall dflash" in done.out

@@ -224,12 +224,6 @@ def test_every_wiring_is_tried_on_a_target_whose_config_does_not_list_its_layers
 # ---------------------------------------------------------------------------------------------- the command
 
 
-@pytest.fixture
-def doctor(shell):
-    """Return a function that runs ``dflash doctor``."""
-    return lambda *arguments: shell("doctor", *arguments)
-
-
 def prompts_file(folder, count: int = 2) -> str:
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS[:count]))
@@ -244,10 +238,10 @@ KEYS = {
 FINDING_KEYS = {"advice", "after", "before", "config", "fault", "found"}
 
 
-def test_the_command_exits_with_1_and_names_the_fault_in_json(doctor, tmp_path):
+def test_the_command_exits_with_1_and_names_the_fault_in_json(shell, tmp_path):
     plant(FAULTS["embeddings scaled"], tmp_path / "draft")
     pair = ("--model", PAIR / "target", "--draft", tmp_path / "draft", "--dtype", "float32")
-    done = doctor(*pair, "--prompts", prompts_file(tmp_path), "--max-new-tokens", "24", "--json")
+    done = shell("doctor", *pair, "--prompts", prompts_file(tmp_path), "--max-new-tokens", "24", "--json")
     assert (done.code, done.err) == (1, "")
     found = json.loads(done.out)
     assert found.keys() == KEYS
@@ -261,7 +255,7 @@ def test_the_command_exits_with_1_and_names_the_fault_in_json(doctor, tmp_path):
     assert all(f"`{key}`" in page for key in KEYS | FINDING_KEYS)
 
 
-def test_the_command_exits_with_0_if_nothing_is_found(doctor, tmp_path):
+def test_the_command_exits_with_0_if_nothing_is_found(shell, tmp_path):
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
         for file in (PAIR / name).iterdir():
@@ -271,7 +265,7 @@ def test_the_command_exits_with_0_if_nothing_is_found(doctor, tmp_path):
     template.unlink()
     template.write_text("{%- set more = 'so ' if enable_thinking is true else '' -%}" + text + "{{- more -}}")
     prompts_file(tmp_path)  # found next to the target
-    done = doctor("--model", tmp_path / "target", "--draft", tmp_path / "draft", "--max-new-tokens", "32")
+    done = shell("doctor", "--model", tmp_path / "target", "--draft", tmp_path / "draft", "--max-new-tokens", "32")
     assert done.code == 0
     for words in ("no fault found", "2 prompts", f"prompts: all 2 in {tmp_path / 'prompts.jsonl'}", "kept in"):
         assert words in done.out
@@ -293,15 +287,8 @@ BOTH = (*TARGET, "--draft", DRAFT)
     ([*TARGET, "--draft", PAIR], "config.json is missing"),
     ([*BOTH, "--prompts", "./c"], "'./c' is not a file"),
 ])  # fmt: skip
-def test_what_cannot_be_examined_is_refused(doctor, arguments, words):
-    doctor(*arguments).assert_refused(words)
-
-
-def test_a_bad_file_of_prompts_is_refused_before_anything_is_loaded(doctor, tmp_path):
-    path = tmp_path / "bad.jsonl"
-    for content, words in (("", "is empty"), ('{"prompt": "a"}\n{"prompt": 3}\n', "prompt must be non-empty text")):
-        path.write_text(content)
-        doctor("--model", "./missing", "--draft", "./missing", "--prompts", path).assert_refused(words)
+def test_what_cannot_be_examined_is_refused(shell, arguments, words):
+    shell("doctor", *arguments).assert_refused(words)
 
 
 def test_more_prompts_than_are_examined_are_taken_from_all_over_the_file(tmp_path):
@@ -327,28 +314,30 @@ def no_weights(tmp_path) -> Path:
     return Path(shutil.copytree(PAIR / "target", tmp_path / "target", ignore=ignored))
 
 
-@pytest.mark.parametrize(("prompt", "changed", "options", "words"), [
-    ({"prompt": "long " * 2000}, "", (), "does not fit the target's 1024 positions"),
-    ({"messages": [{"role": "user", "content": "a"}]}, "template", (), "this tokenizer has none"),
-    ({"prompt": "a"}, "template and BOS", ("--bos",), "this tokenizer has no BOS token"),
-], ids=["length", "no template", "no BOS"])  # fmt: skip
+@pytest.mark.parametrize(("asked", "changed", "options", "words"), [
+    ("", "", (), "is empty"),
+    ('{"prompt": "a"}\n{"prompt": 3}\n', "", (), "prompt must be non-empty text"),
+    (json.dumps({"prompt": "long " * 2000}), "", (), "does not fit the target's 1024 positions"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "template", (), "this tokenizer has none"),
+    ('{"prompt": "a"}', "template and BOS", ("--bos",), "this tokenizer has no BOS token"),
+], ids=["nothing", "no text", "length", "no template", "no BOS"])  # fmt: skip
 def test_prompts_that_cannot_be_asked_are_refused_before_weights_are_loaded(
-    doctor, tmp_path, no_weights, prompt, changed, options, words
+    shell, tmp_path, no_weights, asked, changed, options, words
 ):
     file, settings = tmp_path / "asked.jsonl", no_weights / "tokenizer_config.json"
     if changed:
         (no_weights / "chat_template.jinja").unlink()
     if "BOS" in changed:
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"bos_token": None}))
-    file.write_text(json.dumps(prompt))
-    doctor("--model", no_weights, "--draft", DRAFT, "--prompts", file, *options).assert_refused(words)
+    file.write_text(asked)
+    shell("doctor", "--model", no_weights, "--draft", DRAFT, "--prompts", file, *options).assert_refused(words)
 
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 2, 3, 9]}, "num_target_layers": 10}, "is 10"),
     ({"dflash_config": {"mask_token_id": 1, "projector_type": "x"}}, "projector_type = 'x' is not supported"),
 ], ids=["layers", "projector"])  # fmt: skip
-def test_a_pair_that_does_not_fit_is_refused_before_its_weights_are_loaded(doctor, tmp_path, no_weights, change, words):
+def test_a_pair_that_does_not_fit_is_refused_before_its_weights_are_loaded(shell, tmp_path, no_weights, change, words):
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text(json.dumps(HEALTHY | change))
-    doctor("--model", no_weights, "--draft", tmp_path / "draft").assert_refused(words)
+    shell("doctor", "--model", no_weights, "--draft", tmp_path / "draft").assert_refused(words)

@@ -123,12 +123,6 @@ def test_a_window_of_full_layers_may_be_an_option_of_the_run(stated, expected):
     assert any("run with drafter_window=128" in each for each in advice) == expected
 
 
-def test_a_key_is_advised_where_it_stands():
-    wiring = Wiring.read(config_dict(dflash_config={"mask_token_id": 100, "target_layer_ids": [1, 9], "causal": True}))
-    advised = wiring.advised({"mask_token_id": 3, "block_size": 8})
-    assert advised == {"dflash_config": {"mask_token_id": 3}, "block_size": 8}
-
-
 @pytest.mark.parametrize("is_causal", [True, False, None])
 def test_causality_can_be_changed_where_an_export_has_stated_it(is_causal):
     """``is_causal`` inside ``transformer_layer_config`` wins over ``sliding_window_non_causal``."""
@@ -141,14 +135,18 @@ def test_causality_can_be_changed_where_an_export_has_stated_it(is_causal):
     assert wiring.patched(patch).config.causal == ((False, True) if is_causal is None else (is_causal,) * 2)
 
 
-def test_a_copy_at_the_top_level_that_differs_is_advised_too():
-    config = config_dict(mask_token_id=100, target_layer_ids=[1, 9], dflash_config={"mask_token_id": 100})
-    wiring = Wiring.read(config)
-    advised = wiring.advised({"mask_token_id": 3})
-    assert advised == {"dflash_config": {"mask_token_id": 3}, "mask_token_id": 3}
-    right_above = Wiring.read(config | {"mask_token_id": 3})
-    assert right_above.advised({"mask_token_id": 3}) == {"dflash_config": {"mask_token_id": 3}}
-    assert wiring.advised({"target_layer_ids": [2, 10]}) == {"target_layer_ids": [2, 10]}
+NESTED = config_dict(dflash_config={"mask_token_id": 100, "target_layer_ids": [1, 9], "causal": True})
+TWICE = config_dict(mask_token_id=100, target_layer_ids=[1, 9], dflash_config={"mask_token_id": 100})
+
+
+@pytest.mark.parametrize(("config", "patch", "advised"), [
+    (NESTED, {"mask_token_id": 3, "block_size": 8}, {"dflash_config": {"mask_token_id": 3}, "block_size": 8}),
+    (TWICE, {"mask_token_id": 3}, {"dflash_config": {"mask_token_id": 3}, "mask_token_id": 3}),
+    (TWICE | {"mask_token_id": 3}, {"mask_token_id": 3}, {"dflash_config": {"mask_token_id": 3}}),
+    (TWICE, {"target_layer_ids": [2, 10]}, {"target_layer_ids": [2, 10]}),
+], ids=["nested", "twice", "right above", "above"])  # fmt: skip
+def test_a_key_is_advised_where_it_stands_and_in_a_copy_that_differs(config, patch, advised):
+    assert Wiring.read(config).advised(patch) == advised
 
 
 def test_another_theta_is_advised_wherever_the_config_states_one():

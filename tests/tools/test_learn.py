@@ -107,7 +107,7 @@ def test_the_oldest_answers_make_room_and_only_the_owner_can_read(tmp_path, pair
     assert sum(path.stat().st_size for path in small.answers()) <= 4 * size
     assert {path.stat().st_mode & 0o777 for path in small.answers()} == {0o600}
     assert store.folder.stat().st_mode & 0o777 == 0o700
-    small.add(written(store)[0].__class__(**{**vars(written(store)[0]), "features": torch.zeros(100 * size)}))
+    small.add(dataclasses.replace(written(store)[0], features=torch.zeros(100 * size)))
     assert len(small.answers()) == 4
     assert small.forget() == 4
     assert not store.folder.exists()
@@ -120,7 +120,7 @@ def test_what_cannot_be_replayed_or_must_not_be_kept_is_left_out(tmp_path, pair)
     assert len(written(kept(tmp_path, pair, 1))) == 1
 
 
-def test_folders_of_something_else_are_refused(tmp_path, pair):
+def test_folders_of_something_else_or_another_version_are_refused(tmp_path, pair):
     target, draft = pair
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file"):
@@ -137,6 +137,11 @@ def test_folders_of_something_else_are_refused(tmp_path, pair):
         written(store)
     with pytest.raises(ValueError, match="on_answer needs a drafter"):
         dflash.Generator(target, max_length=20, on_answer=print)
+    must = r"drafters.json must have adopted, before, refused, last, got .* delete it"
+    for content in ({"adopted": 1, "epoch": 2}, {"adopted": "1", "before": 0, "refused": [], "last": 1}, {}):
+        (store.folder / "drafters.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=must):
+            store.drafters()
 
 
 def is_full(*_) -> None:
@@ -163,7 +168,7 @@ def test_a_full_disk_loses_nothing_and_is_said_once(tmp_path, pair, monkeypatch,
 def test_answers_that_were_removed_by_hand_and_other_files_are_in_nobodys_way(tmp_path, pair):
     recorder = answers_of(tmp_path, pair, 2)
     shutil.rmtree(tmp_path / "answers")
-    recorder.store.add(dataclasses.replace(written(kept(tmp_path.parent / "other", pair, 1))[0]))
+    recorder.store.add(written(kept(tmp_path.parent / "other", pair, 1))[0])
     recorder.close()
     for name in ("notes.txt", "000000000001 (copy).safetensors", ".DS_Store"):
         (tmp_path / "answers" / name).touch()
@@ -171,16 +176,6 @@ def test_answers_that_were_removed_by_hand_and_other_files_are_in_nobodys_way(tm
     assert len(store.answers()) == 2
     assert store.forget() == 2
     assert not tmp_path.exists()
-
-
-def test_a_file_of_another_version_is_named(tmp_path, pair):
-    store = kept(tmp_path, pair, 1)
-    for content in ({"adopted": 1, "epoch": 2}, {"adopted": "1", "before": 0, "refused": [], "last": 1}, {}):
-        (tmp_path / "drafters.json").write_text(json.dumps(content))
-        with pytest.raises(
-            ValueError, match=r"drafters.json must have adopted, before, refused, last, got .* delete it"
-        ):
-            store.drafters()
 
 
 # ---------------------------------------------------------------------------------------------- the gate
@@ -246,12 +241,22 @@ def lesson(folder, count: int, new: int = 60) -> tuple:
     for ids in sums(count, 0, encode):
         generator.generate(ids[None], max_new_tokens=new)
     recorder.close()
-    rows, masks = [], []
-    for ids in sums(100, 1, encode):
-        rows.append(dflash.generate(target, draft, ids[None], max_new_tokens=new)[0].tolist())
-        masks.append([0] * len(ids) + [1] * (len(rows[-1]) - len(ids)))
-    base = datasets.Dataset.from_dict({"input_ids": rows, "loss_mask": masks})
-    return recorder.store, target, draft, base
+    asked = sums(100, 1, encode)
+    rows = [dflash.generate(target, draft, ids[None], max_new_tokens=new)[0].tolist() for ids in asked]
+    masks = [[0] * len(ids) + [1] * (len(row) - len(ids)) for ids, row in zip(asked, rows, strict=True)]
+    return recorder.store, target, draft, datasets.Dataset.from_dict({"input_ids": rows, "loss_mask": masks})
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory) -> tuple:
+    """Return what `lesson` does for 52 short answers. Tests learn from copies of the folder."""
+    return lesson(tmp_path_factory.mktemp("taught"), 52, new=20)
+
+
+@pytest.fixture
+def short_lesson(taught, tmp_path) -> tuple:
+    """Return what `lesson` does for a folder of the test's own."""
+    return Store(shutil.copytree(taught[0].folder, tmp_path, dirs_exist_ok=True)), *taught[1:]
 
 
 def test_a_drafter_learns_and_is_adopted(tmp_path):
@@ -276,8 +281,8 @@ def test_a_drafter_learns_and_is_adopted(tmp_path):
     assert Gain.of(*steps).gain > verdict.own.gain / 2
 
 
-def test_a_drafter_that_has_nothing_to_learn_is_not_adopted(tmp_path):
-    store, target, draft, base = lesson(tmp_path, 50)
+def test_a_drafter_that_has_nothing_to_learn_is_not_adopted(tmp_path, short_lesson):
+    store, target, draft, base = short_lesson
     for folder, name in (("drafters", "notes.txt"), ("drafters/old", "x"), ("run/answers", "x")):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / folder / name).touch()  # of an editor, or of a desktop
@@ -293,8 +298,8 @@ def test_a_drafter_that_has_nothing_to_learn_is_not_adopted(tmp_path):
     assert {path.name for path in (tmp_path / "drafters").iterdir()} == {"notes.txt", "old"}
 
 
-def test_a_stopped_run_goes_on_with_its_answers(tmp_path, monkeypatch):
-    store, target, draft, base = lesson(tmp_path, 52, new=20)
+def test_a_stopped_run_goes_on_with_its_answers(short_lesson, monkeypatch):
+    store, target, draft, base = short_lesson
     monkeypatch.setattr("dflash_tools.learn.learning.SAVE_EVERY", 0.0)
 
     def stop(line):
@@ -329,35 +334,19 @@ def test_few_answers_and_few_general_ones_are_refused(tmp_path, pair):
         learn(store, target, draft, base)
 
 
-def test_lora_changes_matrices_by_its_rank_and_nothing_else(tmp_path, monkeypatch):
-    store, target, draft, base = lesson(tmp_path, 50, new=20)
-    monkeypatch.setattr(CandidateGains, "is_adopted", True)  # to look at it
-    learn(store, target, draft, base, LearnOptions(steps=15, rank=2, learning_rate=1e-3))
-    before, after = draft.state_dict(), dflash.load_draft(store.drafter_folder(1), dtype=torch.bfloat16).state_dict()
-    changed = 0
-    for name, x in before.items():
-        change = after[name].double() - x.bfloat16().double()
-        if not name.startswith(("fc.", "layers.")) or x.dim() < 2:
-            assert not change.any(), name
-            continue
-        values = torch.linalg.svdvals(after[name].double() - x.double())
-        rounding = 2**-8 * x.abs().max() * sum(x.shape) ** 0.5
-        assert values[2] < rounding, name
-        changed += int(values[0] > rounding)
-    assert changed > 3
-
-
 def test_lora_is_merged_into_the_same_drafter(pair):
     _, draft = pair
     weights = {name: weight.clone() for name, weight in draft.state_dict().items()}
     add_lora_(draft, 3)
     for name, parameter in draft.named_parameters():
         assert parameter.requires_grad == name.endswith((".up", ".down"))
+    linear = draft.layers[0].mlp.up_proj
     with torch.no_grad():
-        draft.layers[0].mlp.up_proj.parametrizations.weight[0].up.fill_(0.5)
-    wanted = draft.layers[0].mlp.up_proj.weight.clone()
+        linear.parametrizations.weight[0].up.normal_()
+    wanted = linear.weight.clone()
     merge_lora_(draft)
-    assert torch.equal(draft.layers[0].mlp.up_proj.weight, wanted)
+    assert torch.equal(linear.weight, wanted)
+    assert torch.linalg.matrix_rank(wanted - weights["layers.0.mlp.up_proj.weight"], rtol=1e-3) == 3
     changed = {name for name, weight in draft.state_dict().items() if not torch.equal(weight, weights[name])}
     assert draft.state_dict().keys() == weights.keys()
     assert changed == {"layers.0.mlp.up_proj.weight"}
@@ -381,8 +370,8 @@ def test_who_learns_sees_the_requests_of_another_process(tmp_path, pair):
         assert seen() == "False"
 
 
-def test_learning_waits_while_requests_run(tmp_path, monkeypatch):
-    store, target, draft, base = lesson(tmp_path, 50, new=20)
+def test_learning_waits_while_requests_run(short_lesson, monkeypatch):
+    store, target, draft, base = short_lesson
     looks = iter([True] * 5)
     monkeypatch.setattr(RunningRequests, "run_elsewhere", property(lambda _: next(looks, False)))
     learn(store, target, draft, base, LearnOptions(minutes=0.01))
@@ -408,7 +397,7 @@ def test_a_folder_has_one_server_and_one_learner(tmp_path, pair):
 # ---------------------------------------------------------------------------------------------- swaps
 
 
-@pytest.mark.parametrize("name", ["tiny fp32", "tiny bf16", "trained fp32", "trained bf16"])
+@pytest.mark.parametrize("name", ["tiny fp32", "trained bf16"])
 def test_answers_are_the_same_whenever_drafters_are_swapped(name):
     """Weights change between random steps, while answers are being written too."""
     target, draft, wanted, results = alone(name)
@@ -536,25 +525,6 @@ def test_the_lock_is_held_while_requests_run(served):
 
 
 MESSAGES = {"model": "pair", "messages": [{"role": "user", "content": SUM}], "max_tokens": 9}
-REQUESTS = {
-    "/v1/chat/completions": MESSAGES,
-    "/v1/completions": {"model": "pair", "prompt": SUM, "max_tokens": 9},
-    "/v1/messages": MESSAGES,
-    "/v1/responses": {"model": "pair", "input": SUM, "max_output_tokens": 9},
-    "/api/chat": {**MESSAGES, "stream": False, "options": {"num_predict": 9}},
-    "/api/generate": {"model": "pair", "prompt": SUM, "stream": False, "options": {"num_predict": 9}},
-}
-
-
-def test_a_request_of_every_api_may_ask_that_nothing_is_kept():
-    handed = []
-    with serving(on_answer=handed.append) as service:
-        for path, body in REQUESTS.items():
-            for fields, count in (({}, 1), ({"store": False}, 0), ({"store": True}, 1)):
-                handed.clear()
-                response = ask(service, path, {**body, **fields})
-                assert response.status_code == 200, (path, response.text)
-                assert len(handed) == count, (path, fields)
 
 
 def test_metrics_show_acceptance_before_and_after(served):
@@ -601,12 +571,9 @@ def test_mistakes_are_told_before_models_are_loaded(shell, tmp_path, monkeypatch
 
 def test_settings_out_of_range_are_refused(pair):
     for given, message in (
-        ({"minutes": 0}, "minutes must be above 0"),
-        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
-        ({"batch_tokens": 0}, "batch_tokens must be above 0"),
-        ({"steps": 0}, "steps must be at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0"), ({"steps": 0}, "steps must be at least 1"),
         ({"rank": -1}, "rank must be at least 0"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             LearnOptions(**given)
     target, draft = pair

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 from families import make_draft, make_target
+from test_train_data import THINKS
 from tiny_tokenizers import byte_level, spoken
 
 import dflash
@@ -82,17 +83,6 @@ def test_a_response_does_not_depend_on_its_batch(target, prompts, tmp_path, draf
     assert (summary.acceptance_length is not None) == drafted
 
 
-def test_a_target_in_8_bits_writes_its_own_text(target, prompts, tmp_path):
-    tokenizer, out, config = spoken(), tmp_path / "out.jsonl", RegenerateConfig(max_new_tokens=12)
-    regenerate(load_prompts(prompts), LocalWriter(target, tokenizer, name="tiny", weights="int8"), out, config)
-    for row in rows_of(out).values():
-        ids = torch.tensor([row["prompt_ids"]])
-        alone = dflash.generate(target, None, ids, weights="int8", max_new_tokens=12)[0].tolist()
-        assert row["prompt_ids"] + row["response_ids"] == alone
-    with pytest.raises(ValueError, match="was written with weights 'int8', now it is None"):
-        regenerate(load_prompts(prompts), LocalWriter(target, tokenizer, name="tiny"), out, config)
-
-
 class Stopped(Exception):
     pass
 
@@ -131,6 +121,7 @@ def test_a_file_of_another_run_is_refused_and_not_changed(target, prompts, tmp_p
         ({"settings": RegenerateConfig((1.0,), max_new_tokens=4, seed=3)}, r"with temperature 0\.0, now it is 1\.0"),
         ({"settings": RegenerateConfig(max_new_tokens=4, seed=3, top_k=5)}, "with top_k None, now it is 5"),
         ({"writer": LocalWriter(target, spoken(), name="big")}, "was written with model 'tiny', now it is 'big'"),
+        ({"writer": LocalWriter(target, spoken(), name="tiny", weights="int8")}, "with weights None, now it is 'int8'"),
         ({"writer": LocalWriter(target, other_template, name="tiny")}, r"asked with other tokens than line \d's"),
         ({"prompts": other_prompt}, "answers another prompt than line 1's"),
         ({"prompts": few[:1]}, "no response to any of these prompts"),
@@ -153,15 +144,12 @@ def test_long_prompts_are_left_out_and_counted(target, tmp_path, server):
     assert (summary.written, summary.skipped) == (4, 1)
     assert {line for line, _ in rows_of(tmp_path / "ours.jsonl")} == {1, 3}
     long = "This model's maximum context length is 512 tokens, however you requested 514"
-    for skip_long in (True, False):
-        server.refused = {some[1]["prompt"]: (400, long)}
-        served = ServerWriter(server.url, "served", raw=True, skip_long=skip_long)
-        if skip_long:
-            summary = regenerate(some, served, tmp_path / "theirs.jsonl")
-            assert (summary.written, summary.skipped) == (2, 1)
-        else:
-            with pytest.raises(ValueError, match="refused the prompt on line 2: status 400: This model's maximum"):
-                regenerate(some, served, tmp_path / "refused.jsonl")
+    server.refused = {some[1]["prompt"]: (400, long)}
+    served = {skip: ServerWriter(server.url, "served", raw=True, skip_long=skip) for skip in (True, False)}
+    summary = regenerate(some, served[True], tmp_path / "theirs.jsonl")
+    assert (summary.written, summary.skipped) == (2, 1)
+    with pytest.raises(ValueError, match="refused the prompt on line 2: status 400: This model's maximum"):
+        regenerate(some, served[False], tmp_path / "refused.jsonl")
     server.refused = {some[1]["prompt"]: (400, "no such model")}
     with pytest.raises(ValueError, match="no such model"):
         regenerate(some, ServerWriter(server.url, "x", raw=True, skip_long=True), tmp_path / "other.jsonl")
@@ -351,10 +339,7 @@ def test_a_server_answers(server, prompts, tmp_path):
 
 
 def test_a_servers_answers_are_read_with_their_own_template(server, prompts, tmp_path):
-    template = (
-        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}"
-        "<assistant> {% if not thinking | default(true) %}w90 {% endif %}{% endif %}"
-    )
+    template = THINKS
     raw, short = tmp_path / "raw.jsonl", tmp_path / "short.jsonl"
     few = load_prompts(prompts)[:1]
     regenerate(few, ServerWriter(server.url, "served", raw=True), raw)
@@ -447,53 +432,44 @@ def test_an_unreachable_server_is_reported(prompts, tmp_path):
 
 
 def test_the_command_writes_responses(shell, target, prompts, tmp_path, server):
-    def run(*arguments):
-        done = shell(*arguments)
-        return done.code, done.out, done.err
-
     target.save_pretrained(tmp_path / "target")
     spoken().save_pretrained(tmp_path / "target")
-    out = tmp_path / "out.jsonl"
+    out, same = tmp_path / "out.jsonl", tmp_path / "same.jsonl"
     command = ("regenerate", prompts, "--model", tmp_path / "target", "--out", out, "--max-new-tokens", 6)
     command += ("--temperature", 0, "--temperature", 0.8, "--samples", 2)
-    code, printed, error = run(*command, "--limit", 2, "--json")
-    assert (code, error) == (0, "")
-    assert json.loads(printed)["written"] == len(rows_of(out)) == 6
-    code, printed, error = run(*command)
-    assert (code, printed) == (0, "")
-    assert "9 responses in" in error
-    assert "6 were there before" in error
+    done = shell(*command, "--limit", 2, "--json").assert_done()
+    assert done.err == ""
+    assert json.loads(done.out)["written"] == len(rows_of(out)) == 6
+    done = shell(*command).assert_done()
+    assert done.out == ""
+    assert "9 responses in" in done.err
+    assert "6 were there before" in done.err
     writer = LocalWriter(target, spoken(), name=str(tmp_path / "target"))
-    regenerate(
-        load_prompts(prompts), writer, tmp_path / "same.jsonl", RegenerateConfig((0.0, 0.8), 2, max_new_tokens=6)
-    )
-    assert rows_of(out) == rows_of(tmp_path / "same.jsonl")
+    regenerate(load_prompts(prompts), writer, same, RegenerateConfig((0.0, 0.8), 2, max_new_tokens=6))
+    assert rows_of(out) == rows_of(same)
+    assert shell(*command, "--seed", 1).code == 2
 
     served = ("regenerate", prompts, "--model", "served", "--out", tmp_path / "served.jsonl", "--server", server.url)
-    assert run(*served)[0] == 0
+    shell(*served).assert_done()
     assert len(rows_of(tmp_path / "served.jsonl")) == 5
-    assert run(*served, "--draft", "x")[::2] == (2, "dflash: --draft does not go with --server: the server decides\n")
-    assert run(*command, "--seed", 1)[0] == 2
+    shell(*served, "--draft", "x").assert_refused("--draft does not go with --server: the server decides")
+    shell("regenerate", tmp_path / "none.jsonl", "--model", tmp_path, "--out", out).assert_refused("no data file")
+
+
+def test_the_command_writes_its_own_prompts(shell, target, prompts, tmp_path):
+    target.save_pretrained(tmp_path / "target")
+    spoken().save_pretrained(tmp_path / "target")
     own = ("regenerate", "--model", tmp_path / "target", "--out", tmp_path / "own.jsonl", "--self-prompts", 16)
     own += ("--max-new-tokens", 4)
-    done = json.loads(run(*own, "--limit", 2, "--json")[1])
+    done = json.loads(shell(*own, "--limit", 2, "--json").out)
     assert done["self_prompts"]["written"] == len(rows_of(tmp_path / "own.prompts.jsonl")) == 16
     assert done["written"] == len(rows_of(tmp_path / "own.jsonl")) == 2
-    assert "self prompts: 16 written, " in run(*own)[2]
+    assert "self prompts: 16 written, " in shell(*own).err
     begun, texts = ("--beginnings", tmp_path / "begun.txt"), (*own[:3], "--out", tmp_path / "begun.jsonl", *own[5:])
     begun[1].write_text("w7\n\n")
-    assert run(*texts, *begun)[0] == 0
+    shell(*texts, *begun).assert_done()
     assert {row["prompt"] for row in rows_of(tmp_path / "begun.prompts.jsonl").values()} == {"w7", ""}
-    assert "add --self-prompts N" in run("regenerate", prompts, *own[1:5], *begun)[2]
+    shell("regenerate", prompts, *own[1:5], *begun).assert_refused("add --self-prompts N")
     chat = "--self-prompts needs a tokenizer with a chat template, and no --raw"
-    for more, message in (
-        (prompts, "one of the two"),
-        ("--raw", chat),
-        (f"--server={server.url}", "its chat template"),
-    ):
-        code, _, error = run(*own, more)
-        assert code == 2
-        assert message in error
-    missing = run("regenerate", tmp_path / "none.jsonl", "--model", tmp_path, "--out", out)
-    assert missing[0] == 2
-    assert "there is no data file" in missing[2]
+    for more, message in ((prompts, "one of the two"), ("--raw", chat), ("--server=http://x/v1", "its chat template")):
+        shell(*own, more).assert_refused(message)

@@ -107,9 +107,8 @@ def test_what_cannot_run_is_refused_before_any_work(folder, monkeypatch, changes
 
 @pytest.mark.parametrize("turns", [["AB, ba!"], ["a", "cd"]])
 def test_prompts_that_are_held_out_are_refused_by_their_line(folder, turns):
-    write(
-        folder / "mine.jsonl", [{"prompt": "abc"}, {"messages": [{"role": "user", "content": turn} for turn in turns]}]
-    )
+    messages = [{"role": "user", "content": turn} for turn in turns]
+    write(folder / "mine.jsonl", [{"prompt": "abc"}, {"messages": messages}])
     with pytest.raises(ValueError, match=r"mine.jsonl, line 2: this prompt is held out \(.*held.jsonl, line 1\)"):
         run(folder)
     assert not (folder / "run").exists()
@@ -129,9 +128,7 @@ def test_a_held_out_text_is_found_inside_a_longer_prompt(folder):
 
 def test_texts_become_questions_summaries_and_translations(tmp_path):
     words = " ".join(f"word{number}" for number in range(450))
-    page = (
-        f"&#39;&#39;&#39;Sand&#39;&#39;&#39; {words} [[Desert|deserts]] {{{{box}}}}&lt;ref&gt;a&lt;/ref&gt;\n* a list\n"
-    )
+    page = f"&#39;&#39;&#39;Sand&#39;&#39;&#39; {words} [[Desert|deserts]] {{{{box}}}}&lt;ref&gt;a&lt;/ref&gt;\n* a\n"
     pages = f"<title>Dune</title><text /><title>Talk:Sand</title><text>{page}</text>"
     pages += f'<title>Sand &amp; dust</title><text bytes="9">{page * 2}</text>'
     (tmp_path / "wiki.bz2").write_bytes(bz2.compress(pages.encode()))
@@ -177,8 +174,7 @@ def test_measurements_are_those_of_the_answers():
     found = {"T=0": [Answer(loop, [3, 3, 3])], "T=0.7": [Answer([1, 2], [1])], "one-token": [Answer(loop, [1] * 9)]}
     summary = summarize([[5, 6, 7]], found, 4)
     assert (summary["prompts"], summary["identical"]) == (1, 1)
-    assert summary["T=0"] == {
-        "tokens_per_step": 3, "prompt_lookup": 3, "distinct_4_grams": 3 / 7, "new_tokens": 10,
-    }  # fmt: skip
+    wanted = {"tokens_per_step": 3, "prompt_lookup": 3, "distinct_4_grams": 3 / 7, "new_tokens": 10}
+    assert summary["T=0"] == wanted
     assert summary["T=0.7"]["distinct_4_grams"] is None
     assert summarize([[5]], found | {"one-token": [Answer(loop[:-1], [])]}, 4)["identical"] == 0

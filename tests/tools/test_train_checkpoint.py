@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import stat
 from pathlib import Path
 
 import pytest
@@ -30,9 +29,7 @@ def test_a_draft_reads_back_unchanged(name, tmp_path):
         assert torch.equal(again.state_dict()[name], tensor)
     assert load_draft(save_draft(drafter, folder)).dtype == torch.bfloat16
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-    assert (folder / "model.safetensors").stat().st_mode & stat.S_IRGRP == (folder / "config.json").stat().st_mode & (
-        stat.S_IRGRP
-    )
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -46,13 +43,9 @@ def test_the_reference_package_reads_a_draft_and_gives_the_same_logits(reference
     context = torch.randn(1, 21, len(config.target_layer_ids) * config.hidden_size, generator=generator)
     embeds = torch.randn(1, config.block_size, config.hidden_size, generator=generator)
     head = torch.nn.Linear(config.hidden_size, 50, bias=False)
-    theirs = model(
-        target_hidden=context,
-        noise_embedding=embeds,
-        position_ids=torch.arange(21 + config.block_size)[None],
-        past_key_values=reference_package._make_cache(model.config),
-        use_cache=True,
-    )
+    places, cache = torch.arange(21 + config.block_size)[None], reference_package._make_cache(model.config)
+    inputs = {"target_hidden": context, "noise_embedding": embeds, "position_ids": places}
+    theirs = model(**inputs, past_key_values=cache, use_cache=True)
     ours = load_draft(folder)
     count = torch.tensor([21])
     ours = ours(ours.fuse(context, count), count, embeds, count, ours.new_cache(1, 64))

@@ -12,6 +12,10 @@ from dflash.loading import prompt_ids
 from dflash_tools.train.data import load_prompts, load_rows
 
 END, BOS, LINE, USER, ASSISTANT, SYSTEM = 1, 2, 3, 4, 5, 6
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}"
+    "<assistant> {% if not thinking | default(true) %}w90 {% endif %}{% endif %}"
+)
 
 
 @pytest.fixture
@@ -61,14 +65,6 @@ def test_prompts_and_rows_come_from_the_hub(monkeypatch):
     assert asked == [("owner/name", "main", "test"), ("owner/name", None, "train")]
 
 
-def test_a_prompt_is_a_users_message_if_there_is_a_template():
-    tokenizer = spoken()
-    assert prompt_ids(tokenizer, {"prompt": "w7 w8"}) == [USER, 7, 8, END, LINE, ASSISTANT]
-    assert prompt_ids(tokenizer, {"prompt": "w7 w8"}, raw=True) == [7, 8]
-    assert prompt_ids(tokenizer, {"prompt": "w7 w8"}, raw=True, bos=True) == [BOS, 7, 8]
-    assert prompt_ids(spoken(None), {"prompt": "w7 w8"}) == [7, 8]
-
-
 def test_responses_are_supervised_up_to_their_stop_token(jsonl):
     tokenizer, row = spoken(), {"prompt": "w7 w8", "response": "w9 w10"}
     assert only(jsonl(row), tokenizer) == (
@@ -77,6 +73,7 @@ def test_responses_are_supervised_up_to_their_stop_token(jsonl):
     )
     assert only(jsonl(row), tokenizer, raw=True, bos=True) == ([BOS, 7, 8, 9, 10, END], [0, 0, 0, 1, 1, 1])
     assert only(jsonl(row), tokenizer, max_length=4, raw=True) == ([7, 8, 9, 10], [0, 0, 1, 1])
+    assert only(jsonl(row), spoken(None)) == ([7, 8, 9, 10, END], [0, 0, 1, 1, 1])
 
 
 def test_every_turn_of_the_assistant_is_supervised(jsonl):
@@ -124,11 +121,7 @@ def test_conversations_are_messages(names, jsonl):
 
 
 def test_arguments_of_the_chat_template_are_used(jsonl):
-    template = (
-        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}"
-        "<assistant> {% if not thinking | default(true) %}w90 {% endif %}{% endif %}"
-    )
-    short = {"thinking": False}
+    template, short = THINKS, {"thinking": False}
     assert prompt_ids(spoken(template), {"prompt": "w7"}, template=short) == [USER, 7, END, ASSISTANT, 90]
     cut = {"prompt": "w7", "response": "w8", "finish_reason": "length"}
     assert only(jsonl(cut), spoken(template), template=short) == ([USER, 7, END, ASSISTANT, 90, 8], [0] * 5 + [1])
@@ -161,11 +154,7 @@ def test_the_stop_token_is_the_one_that_the_target_writes(jsonl):
 
 def test_rows_whose_prompts_lost_their_text_are_refused(jsonl):
     lossy = spoken("{% for m in messages %}<{{ m.role }}> {{ 'w9' if m.content == 'w8' else m.content }} {% endfor %}")
-    asked = [
-        {"prompt": "w8", "response": "w7"},
-        {"prompt": "w9 ", "response": "w7"},
-        {"prompt": " w9", "response": "w6"},
-    ]
+    asked = [{"prompt": prompt, "response": "w7"} for prompt in ("w8", "w9 ", " w9")]
     chats = [[{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": "w7"}] for row in asked]
     ids = [row | {"prompt_ids": [USER, 9], "response_ids": [7]} for row in asked[:2]]
     for rows in (asked, [{"messages": chat} for chat in chats], [asked[2], ids[0]], ids):

@@ -14,7 +14,7 @@ from families import VOCAB, make_target
 from test_train_model import ANCHORS, inputs
 
 import dflash
-from dflash.drafter import DFlash2Config, DraftConfig
+from dflash.drafter import DFlash2Config
 from dflash_tools.train import TargetFeatures, TrainConfig, Trainer, add_dflash2, draft_config, new_drafter, save_draft
 from dflash_tools.train import model as module
 from dflash_tools.train.batches import make_blocks
@@ -57,37 +57,6 @@ def test_a_convolution_and_its_gradient_are_right(taps, is_identity):
     gradients = torch.autograd.grad(convolve(*given).square().sum(), given[1:])
     rows = [min(taps, 5), min(taps, 5)]
     assert all(bool(g.any()) for g, n in zip(gradients, rows, strict=True) for g in g.movedim(-2, 0)[:n])
-
-
-@pytest.mark.parametrize("name", ["DFlash2-causal", "DFlash2-wide-kernel"])
-@pytest.mark.parametrize("is_new", [True, False])
-def test_gradients_are_the_slopes_of_the_forward_pass(name, is_new):
-    """Along each parameter's own gradient, by central differences. A new drafter has identity convolutions."""
-    config, generator = DraftConfig.from_config(DFLASH2_VARIANTS[name]), torch.Generator().manual_seed(1)
-    drafter = new_drafter(config)
-    if not is_new:
-        for parameter in drafter.parameters():
-            parameter.data += 0.03 * torch.randn(parameter.shape, generator=generator)
-    model, (context, embeds) = TrainableDrafter(drafter), inputs(config)
-    direction = torch.randn(embeds.shape, generator=generator)
-    (model(context, embeds, ANCHORS) * direction).sum().backward()
-
-    @torch.no_grad()
-    def moved(parameter, step) -> float:
-        before = parameter.clone()
-        parameter += step
-        value = float((model(context, embeds, ANCHORS).double() * direction).sum())
-        parameter.copy_(before)
-        return value
-
-    for part, parameter in drafter.named_parameters():
-        if "candidate_selector" in part:
-            continue  # it scores the hidden states
-        slope = float(parameter.grad.norm())
-        assert slope > 0, part
-        step = parameter.grad * (3e-3 / slope)
-        found = (moved(parameter, step) - moved(parameter, -step)) / 6e-3
-        assert found == pytest.approx(slope, rel=2e-2, abs=0.1), part
 
 
 @pytest.fixture
@@ -198,7 +167,6 @@ def trained(tmp_path_factory):
         steps=40, batch_tokens=400, anchors=16, learning_rate=1e-2, mixed_precision="no", eval_rows=0, log_every=1,
         save_every=0,
     )  # fmt: skip
-    AcceleratorState._reset_state(reset_partial_state=True)
     folder = tmp_path_factory.mktemp("trained")
     drafter = new_drafter(dataclasses.replace(shape, dflash2=PARTS))
     Trainer(target, drafter, datasets.Dataset.from_list(rows), config, folder, quiet=True).train()

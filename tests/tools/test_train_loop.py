@@ -4,14 +4,18 @@ import itertools
 import json
 import math
 import os
+import pickle
+import shutil
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import datasets
 import pytest
 import torch
 from baseline import greedy
 from families import VOCAB, make_target
+from safetensors.torch import load_file, save_file
 
 import dflash
 from dflash import Drafter
@@ -162,15 +166,16 @@ def test_any_family_and_dtype_takes_a_step(family, tmp_path, another_run):
         assert last["acceptance_length_t1"] >= 1
 
 
-def test_features_on_disk_train_the_same_drafter(target, rows, tmp_path):
+def test_features_on_disk_train_the_same_drafter(target, rows, tmp_path, monkeypatch):
     config = changed(steps=4, eval_rows=2, eval_tokens=4)  # held-out rows shift the numbers of the others
     online = trainer(target, rows, tmp_path / "online", config)
     online.train()
     taps = TargetFeatures(target, TAPS)
     cache = cache_features(target, taps, rows, TAPS, tmp_path / "cache", dtype=torch.float32)
     cached = trainer(target, rows, tmp_path / "cached", config, features=cache)
-    cached.online = None if cached.online is None else _NoForward(cached.online)
-    cached.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetFeatures, "__call__", None)  # the target is not run
+        cached.train()
     for name, tensor in weights(online).items():
         torch.testing.assert_close(cached.drafter.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="holds features of other rows"):
@@ -178,13 +183,6 @@ def test_features_on_disk_train_the_same_drafter(target, rows, tmp_path):
     other = draft(target, target_layer_ids=(0, 1))
     with pytest.raises(ValueError, match=r"features of layers \[0, 2\], the drafter taps \[0, 1\]"):
         trainer(target, rows, tmp_path / "x", drafter=other, features=cache)
-
-
-class _NoForward:
-    """The target's embeddings and head. Requesting features is an error."""
-
-    def __init__(self, online):
-        self.embedding_weight, self.head = online.embedding_weight, online.head
 
 
 # ---------------------------------------------------------------------------------------------- held-out prompts
@@ -195,11 +193,9 @@ def answered(prompts, samples: int = 2, length: int = 12) -> datasets.Dataset:
     generator = torch.Generator().manual_seed(1)
     answers = torch.randint(2, VOCAB, (len(prompts) * samples, length), generator=generator).tolist()
     asked = [prompt for prompt in prompts for _ in range(samples)]
+    ids = [[*prompt, *answer] for prompt, answer in zip(asked, answers, strict=True)]
     return datasets.Dataset.from_list(
-        [
-            {"input_ids": [*prompt, *answer], "loss_mask": [0] * len(prompt) + [1] * length}
-            for prompt, answer in zip(asked, answers, strict=True)
-        ]
+        [{"input_ids": row, "loss_mask": [0] * (len(row) - length) + [1] * length} for row in ids]
     )
 
 
@@ -241,9 +237,7 @@ def test_an_evaluation_without_a_prompt_is_an_error_before_any_work(target, tmp_
 # ---------------------------------------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "dflash2"), [("adamw", None), ("muon", None), ("muon", DFlash2Config(2, 16, 8, 4))]
-)
+@pytest.mark.parametrize(("optimizer", "dflash2"), [("adamw", None), ("muon", DFlash2Config(2, 16, 8, 4))])
 def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(target, rows, tmp_path, optimizer, dflash2):
     config = changed(steps=7, accumulate=2, feature_noise=0.1, weight_decay=0.1, optimizer=optimizer)
 
@@ -254,15 +248,14 @@ def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(target, rows, tmp_
     whole.train()
     stopped = trainer(target, rows, tmp_path / "stopped", config, drafter=start())
 
-    def stop(step=stopped.run_step):
-        def until(group, *arguments):
-            if stopped.step == 5:
-                raise KeyboardInterrupt
-            return step(group, *arguments)
+    step = stopped.run_step
 
-        return until
+    def until(group, *arguments):
+        if stopped.step == 5:
+            raise KeyboardInterrupt
+        return step(group, *arguments)
 
-    stopped.run_step = stop()
+    stopped.run_step = until
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
     assert [line["step"] for line in metrics(tmp_path / "stopped")] == [1, 2, 3, 4, 5]
@@ -316,16 +309,14 @@ def test_another_run_is_not_resumed(target, rows, tmp_path):
         nudged.model.layers[1].mlp.up_proj.weight += 1e-3  # fine-tuned a little
     scaled = make_target("qwen3", rms_norm_eps=1e-5)
     cache = cache_features(target, None, rows, TAPS, tmp_path / "cache")
+    two = changed(steps=2)
     for run, message in (
         (trainer(target, rows, tmp_path, changed(steps=3)), "its steps is 2, this run's is 3"),
-        (trainer(target, rows, tmp_path, changed(steps=2, gamma=2.0)), "its gamma is None, this run's is 2.0"),
-        (trainer(target, others, tmp_path, changed(steps=2)), "its data is "),
-        (trainer(target, rows.select(range(9)), tmp_path, changed(steps=2)), "its rows is 10, this run's is 9"),
-        (trainer(target, rows, tmp_path, changed(steps=2), drafter=draft(target, num_layers=1)), "its drafter is"),
-        (trainer(nudged, rows, tmp_path, changed(steps=2)), "its target is"),
-        (trainer(half, rows, tmp_path, changed(steps=2)), "its target is"),
-        (trainer(scaled, rows, tmp_path, changed(steps=2)), "its target is"),
-        (trainer(target, rows, tmp_path, changed(steps=2), features=cache), "its features is of the running target"),
+        (trainer(target, others, tmp_path, two), "its data is "),
+        (trainer(target, rows.select(range(9)), tmp_path, two), "its rows is 10, this run's is 9"),
+        (trainer(target, rows, tmp_path, two, drafter=draft(target, num_layers=1)), "its drafter is"),
+        *((trainer(other, rows, tmp_path, two), "its target is") for other in (nudged, half, scaled)),
+        (trainer(target, rows, tmp_path, two, features=cache), "its features is of the running target"),
     ):
         before = weights(run)
         with pytest.raises(ValueError, match=message):
@@ -337,25 +328,74 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(target, rows
     whole = trainer(target, rows, tmp_path)
     whole.train()
     folder = tmp_path / "checkpoints"
-    for name in ("step-00000006", "step-00000004"):
-        (folder / name / "trainer.pt").write_bytes(b"")
-        if name == "step-00000006":
-            resumed = trainer(target, rows, tmp_path)
-            assert resumed.resume()
-            assert resumed.step == 4
-            said = capsys.readouterr().err
-            assert "step-00000006 cannot be read; remove that folder" in said
-            assert said.endswith("; trying the one before it\n")
-            resumed.train()
-            assert_same(weights(resumed), weights(whole))
-            (folder / name / "trainer.pt").write_bytes(b"")
-    (folder / "step-00000002" / "trainer.json").write_text("{}")
+    (folder / "step-00000006" / "trainer.pt").write_bytes(b"")
+    resumed = trainer(target, rows, tmp_path)
+    assert resumed.resume()
+    assert resumed.step == 4
+    said = capsys.readouterr().err
+    assert "step-00000006 cannot be read; remove that folder" in said
+    assert said.endswith("; trying the one before it\n")
+    resumed.train()
+    assert_same(weights(resumed), weights(whole))
+    for step in (6, 4, 2):
+        (folder / f"step-{step:08}" / "trainer.pt").write_bytes(b"")
     run = trainer(target, rows, tmp_path)
     before, lines = weights(run), metrics(tmp_path)
     with pytest.raises(CheckpointError, match="step-00000006 cannot be read"):
         run.resume()
     assert_same(weights(run), before)
     assert metrics(tmp_path) == lines
+
+
+class Code:
+    def __reduce__(self):
+        return Path.touch, (Path("code-ran"),)
+
+
+def change_state(change):
+    def apply(folder: Path) -> None:
+        state = torch.load(folder / "trainer.pt", weights_only=True)
+        change(state)
+        torch.save(state, folder / "trainer.pt")
+
+    return apply
+
+
+def write(name: str, content: bytes):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def rename_weight(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["x"] = tensors.pop("fc.weight")
+    save_file(tensors, folder / "model.safetensors")
+
+
+DAMAGED = {
+    "code": write("trainer.pt", pickle.dumps(Code())),
+    "code in a state": change_state(lambda state: state.update(random=Code())),
+    "no optimizers": change_state(lambda state: state.pop("optimizers")),
+    "no random numbers": change_state(lambda state: state.pop("random")),
+    "progress of something else": write("trainer.json", b"[1]"),
+    "no fingerprint": write("trainer.json", b'{"step": 2}'),
+    "weights renamed": rename_weight,
+}
+
+
+def test_a_damaged_checkpoint_is_named_and_runs_no_code(target, rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = changed(steps=2, keep=1)
+    trainer(target, rows, tmp_path / "run", config).train()
+    for number, change in enumerate(DAMAGED.values()):
+        folder = shutil.copytree(tmp_path / "run", tmp_path / str(number))
+        change(folder / "checkpoints" / "step-00000002")
+        run = trainer(target, rows, folder, config)
+        with pytest.raises(CheckpointError, match="step-00000002") as refused:
+            run.resume()
+        assert str(refused.value).isprintable()
+        assert len(str(refused.value)) < 600
+        assert run.step == 0
+    assert not (tmp_path / "code-ran").exists()
 
 
 # ---------------------------------------------------------------------------------------------- what it tells
