@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_room, check_stream_arguments
-from .drafter import Drafter, quantized_draft, windowed_draft
+from .drafter import quantized_draft, windowed_draft
 from .engine import Direct, Engine, Replay, step
 from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
@@ -157,7 +157,7 @@ class Generator:
 
     @torch.inference_mode(False)  # what is made here is also written outside of inference mode
     def _make(self, pair: CheckedPair) -> None:
-        target, self._loaded, self.block_size, options = pair
+        target, loaded, self.block_size, options = pair
         self.max_length, self.batch_size = options["max_length"], options["batch_size"]
         self.denoise_steps, self.prefill_chunk = options["denoise_steps"], options["prefill_chunk"]
         self.graph, self.fused, self.reuse_prefix = options["graph"], options["fused"], options["reuse_prefix"]
@@ -170,7 +170,7 @@ class Generator:
             self_check(first.device, first.dtype)
         else:
             fit_threads()
-        taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
+        taps = loaded.config.target_layer_ids if loaded is not None else ()
         prepared, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
         if self.tree is not None and prepared.tree_obstacle:
             raise ValueError(
@@ -180,12 +180,8 @@ class Generator:
         if options["compile"] and prepared.compile_obstacle:
             raise ValueError(f"compile=True cannot be followed: {prepared.compile_obstacle}. Leave it out")
         self._weights, self.fused_reason, self._hook = Fingerprint(target), prepared.fused_reason, first_hook(target)
-        self._modules = [module for module in (prepared.model, self._loaded) if module is not None]
-        self.draft = self._loaded
-        if isinstance(self._loaded, Drafter):
-            self.draft = quantized_draft(
-                options["draft_weights"], windowed_draft(options["drafter_window"], self._loaded)
-            )
+        self.draft = quantized_draft(options["draft_weights"], windowed_draft(options["drafter_window"], loaded))
+        self._modules = [module for module in (prepared.model, self.draft) if module is not None]
         self.engine = Engine(
             prepared, self.draft, batch_size=self.batch_size, max_length=self.max_length, block_size=self.block_size,
             tree_rows=tree_rows(self.tree), widths=options["block_size"],

@@ -25,6 +25,9 @@ MAX_LOGPROBS = 20
 _MAX_NGRAM, _MAX_SEQUENCES = 2**8, 2**16
 MAX_STOP_STRINGS, _MAX_CHARACTERS = 2**7, 2**12
 
+MTP = "mtp"
+"""Names the head of the target's own files in place of a drafter."""
+
 TreeSize = int | Literal["auto"] | None
 """Rows of a draft tree; "auto" to choose them as a call proceeds; None for chains."""
 

@@ -122,7 +122,7 @@ class ServeOptions:
                 folder = terminal.printable(self.receipts)
                 raise ValueError(f"--receipts needs a folder to write to, got {folder}: {reason}") from error
         if self.learn is not None:
-            if models.draft in (None, "mtp") or models.block_size == 1:
+            if models.draft in (None, options.MTP) or models.block_size == 1:
                 raise ValueError(
                     "--learn needs a drafter with blocks of at least 2 rows, beside the target: name it with --draft"
                 )

@@ -20,7 +20,7 @@ import typer
 
 from ..files import check_writable, read_json
 from ..options import OPTIONS, GeneratorArguments, OneShotOptions, check_combination, resolve_options
-from ..settings import SETTINGS, BlockSize, GenerateArguments, WeightStorage, checked
+from ..settings import MTP, SETTINGS, BlockSize, GenerateArguments, WeightStorage, checked
 from ..terminal import printable
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class _Models:
         # 3. The models.
         own = None if needs_draft else self._own_head(block_size)
         draft = own or (None if self.draft == "none" else self.draft)
-        if draft == "mtp" and self.draft is None and block_size is None:
+        if draft == MTP and self.draft is None and block_size is None:
             block_size = "auto"
         resolved = dataclasses.replace(self, draft=draft, tree=tree, block_size=block_size)
         if needs_draft or self.model is None:
@@ -146,7 +146,7 @@ class _Models:
         return dataclasses.replace(resolved, model=str(PAIR / "target"), draft=str(PAIR / "draft"))
 
     def _own_head(self, block_size: BlockSize) -> str | None:
-        """Return "mtp" if the target's own head is to draft, because nothing else is asked for, and say so."""
+        """Return `MTP` if the target's own head is to draft, because nothing else is asked for, and say so."""
         others = (self.draft, self.tree, self.draft_weights, self.drafter_window, self.prompt_lookup)
         if self.model is None or block_size == 1 or any(other is not None for other in others):
             return None
@@ -155,7 +155,7 @@ class _Models:
         if not has_mtp(self.model, local_files_only=False):
             return None
         typer.echo("the target brings a head for drafts, which is used (mtp); --draft none turns it off", err=True)
-        return "mtp"
+        return MTP
 
     def check_storage(self) -> None:
         """Raise ValueError if the target's weights are to be stored in 8 bits on another device than the CPU."""

@@ -211,13 +211,13 @@ class Engine:
     def refresh(self) -> None:
         """Notice weights whose storage was replaced; called once per call, outside of the step."""
         self.target.refresh(self.state.target_cache)
-        if isinstance(self.draft, Drafter):
+        if self.draft is not None:
             self.draft.refresh()
 
     def forget_values(self) -> None:
         """Read all weights again at the next `refresh`, whether they are known to have changed or not."""
         self.target.forget_values()
-        if isinstance(self.draft, Drafter):
+        if self.draft is not None:
             self.draft.forget_values()
 
     # ------------------------------------------------------------------------------------------ rows and calls

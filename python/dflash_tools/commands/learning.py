@@ -69,7 +69,7 @@ def learn(
         from ..train.data import load_rows
 
         models = models.resolve(needs_draft=True)
-        if models.draft == "mtp":
+        if models.draft == options.MTP:
             raise ValueError("a head in the target's own files cannot learn: name another drafter with --draft")
         _yield_the_machine(threads)
         source = dataclasses.replace(models.source(), keeps_blocks=False)  # it is trained with
