@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import make_target, save_with_head
+from safetensors.torch import load_file, save_file
 from tiny_pair import save_pair, word_tokenizer
 from tiny_tokenizers import byte_level
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -201,6 +202,20 @@ def test_a_head_in_the_targets_files_drafts_unless_something_else_is_asked_for(s
     for take in (dflash.load_draft, dflash.as_assistant):
         with pytest.raises(ValueError, match=r"draft='mtp', the head .*: this needs a DFlash drafter"):
             take("mtp")
+
+
+def test_a_damaged_head_ends_only_a_command_that_asked_for_it(shell, folders, tmp_path):
+    model = save_with_head(tmp_path / "target", "qwen3_5")
+    for file in Path(folders[0]).glob("tokenizer*"):
+        shutil.copy(file, model)
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: x for name, x in tensors.items() if name != "mtp.norm.weight"}, model / "model.safetensors")
+    done = shell("generate", model, "w5 w6 w7", "-n", "5", "--json").assert_done()
+    assert json.loads(done.out)["text"] == answer(model, [5, 6, 7], 5)
+    assert "warning: it is left out: " in done.err
+    message = "(--draft none answers without the target's own head)"
+    assert message in done.err
+    shell("generate", model, "w5", "--draft", "mtp").assert_refused(message)
 
 
 @pytest.mark.parametrize(("name", "published"), [

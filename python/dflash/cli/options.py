@@ -94,6 +94,7 @@ class _Models:
     dtype: Dtype = "auto"
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
+    asks_draft: bool = True  # False once resolved without --draft; not an option
 
     def named(self, target: str | None) -> Any:
         """Return these options with the positional MODEL, if there is one, as the target."""
@@ -124,7 +125,8 @@ class _Models:
         draft = own or (None if self.draft == "none" else self.draft)
         if draft == MTP and self.draft is None and block_size is None:
             block_size = "auto"
-        resolved = dataclasses.replace(self, draft=draft, tree=tree, block_size=block_size)
+        asks = self.draft is not None
+        resolved = dataclasses.replace(self, draft=draft, tree=tree, block_size=block_size, asks_draft=asks)
         if needs_draft or self.model is None:
             check_pair(self.model, draft, "without both, the pair inside the package answers")
         elif self.draft_weights is not None and draft is None:
@@ -181,16 +183,16 @@ class _Models:
         """Load the target and its drafter, if one is named; return both with the device.
 
         With the dtype "auto", the target keeps that of its files, and the drafter gets the target's. If the target
-        cannot verify trees of ``tree`` rows, nothing is loaded.
+        cannot verify trees of ``tree`` rows, nothing is loaded. A damaged head that nobody asked for is left out.
         """
         from . import sources
 
         return sources.load_models(self, source)
 
-    @property
-    def generator(self) -> dict[str, Any]:
-        """Arguments of a `dflash.Generator`, but for trees."""
-        return {name: getattr(self, name) for name in OneShotOptions.__annotations__}
+    def generator(self, drafter: Any) -> dict[str, Any]:
+        """Return the arguments of a `dflash.Generator` for what `load` returned, but for trees."""
+        given = {name: getattr(self, name) for name in OneShotOptions.__annotations__}
+        return given if drafter is not None or self.prompt_lookup is not None else given | {"block_size": None}
 
 
 def _generator_options() -> Iterator[tuple[str, Any, None]]:
@@ -281,9 +283,9 @@ def command(variables: str = "", **without: tuple[str, ...]) -> Callable[[Callab
     """Decorate a command: its parameters become options, and so do the fields of those that are dataclasses.
 
     A parameter or field is ``Annotated`` with typer's option or argument, or with the help text of an option; a bool
-    then becomes a flag without a ``--no-`` form. ``without`` has, by parameter, the fields that are no options. A
-    dataclass may have ``PANELS``: the heading of the help from a field on. With the prefix ``variables``, each option
-    may also be a variable: ``--max-length`` is PREFIX_MAX_LENGTH.
+    then becomes a flag without a ``--no-`` form. Fields without ``Annotated`` are no options, nor are those that
+    ``without`` has by parameter. A dataclass may have ``PANELS``: the heading of the help from a field on. With the
+    prefix ``variables``, each option may also be a variable: ``--max-length`` is PREFIX_MAX_LENGTH.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -295,7 +297,9 @@ def command(variables: str = "", **without: tuple[str, ...]) -> Callable[[Callab
                 options.append(_option(name, kind, parameter.default, variables=variables))
                 continue
             hints = typing.get_type_hints(kind, include_extras=True)
-            fields = [field for field in dataclasses.fields(kind) if field.name not in without.get(name, ())]
+            skipped = {field for field, hint in hints.items() if not hasattr(hint, "__metadata__")}
+            skipped.update(without.get(name, ()))
+            fields = [field for field in dataclasses.fields(kind) if field.name not in skipped]
             groups[name], panel = (kind, [field.name for field in fields]), None
             for field in fields:
                 panel = getattr(kind, "PANELS", {}).get(field.name, panel)

@@ -147,15 +147,21 @@ def load_models(models: Any, source: Source) -> tuple[Any, Any, str]:
         with waiting("drafter", draft, source):
             asked = None if dtype == "auto" else getattr(torch, dtype)
             drafter = load_draft(draft, dtype=asked, device=device, keeps_blocks=source.keeps_blocks)
-    elif draft is None and source.is_logged and (found := find_known_draft(models.model)) is not None:
+    elif not models.asks_draft and source.is_logged and (found := find_known_draft(models.model)) is not None:
         _LOG.info("%s drafts for this model: --draft %s", found.name, "auto" if found.is_local else found.name)
     target = load_target(source, dtype, device)
     if draft == MTP:
         try:
-            return target, load_mtp(target), device
+            drafter = load_mtp(target)
         except ValueError as error:
-            raise ValueError(f"{error} (--draft none answers without the target's own head)") from error
-    if drafter is not None and dtype == "auto":
+            text = f"{error} (--draft none answers without the target's own head)"
+            if models.asks_draft:
+                raise ValueError(text) from error
+            if source.is_logged:
+                _LOG.warning("it is left out: %s", text)
+            else:
+                typer.echo(f"warning: it is left out: {text}", err=True)
+    elif drafter is not None and dtype == "auto":
         drafter = load_draft(drafter, dtype=target.dtype, keeps_blocks=source.keeps_blocks)
     return target, drafter, device
 

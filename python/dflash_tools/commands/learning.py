@@ -77,7 +77,7 @@ def learn(
         target, draft, _ = models.load(source)
         rows = load_rows(base, tokenizer, min(3072, targets.max_positions(target) or 3072))
         # As dflash serve has them by default; the widths that "auto" chooses follow measured times.
-        replay = {name: value for name, value in models.generator.items() if OPTIONS[name].of_drafts}
+        replay = {name: value for name, value in models.generator(draft).items() if OPTIONS[name].of_drafts}
         replay["block_size"] = None if models.block_size == "auto" else models.block_size
         replay["prefill_chunk"] = 64 if target.device.type == "cpu" else 128
         chosen = dataclasses.replace(learning, replay=replay)
