@@ -16,8 +16,9 @@ from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_s
 from .drafter import MTP, Drafter
 from .fit import check_pair
 from .generator import CallLock, Generator, locks_held_here
-from .options import OPTIONS, OneShotOptions, tree_rows
+from .options import OPTIONS, OneShotOptions
 from .outputs import GenerateOutput, StreamEvent
+from .settings import tree_rows
 from .targets import Fingerprint, check_target, forget_trials, max_positions, structural_copy, unwrap
 
 if TYPE_CHECKING:

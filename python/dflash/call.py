@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from .drafter import MtpHead
 from .fit import check_is_unset, check_tree
-from .options import check_combination, tree_rows
 from .sampling import HostRules, SamplingArguments
 from .settings import (
     MAX_LOGPROBS,
@@ -22,9 +21,11 @@ from .settings import (
     BlockSize,
     GenerateArguments,
     TreeSize,
+    check_combination,
     is_list,
     resolve,
     resolve_rules,
+    tree_rows,
 )
 from .streaming import StopFinder, StopMatcher, Streamer, Tokenizer, check_streamer
 from .targets import embedding_table, generation_defaults

@@ -22,8 +22,9 @@ from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
 from .engine.run import Answer, Run, event_of, output_of
 from .fit import CheckedPair, check_pair
-from .options import GeneratorArguments, tree_rows
+from .options import GeneratorArguments
 from .outputs import GenerateOutput, StreamEvent
+from .settings import tree_rows
 from .state import State
 from .streaming import BatchDecoder
 from .targets import Fingerprint, KnownWeights, Target, check_target, first_hook

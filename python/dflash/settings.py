@@ -562,3 +562,33 @@ def resolve_rules(values: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
                 f"logits_processor holds a {theirs[0]}: choose one of them"
             )
     return rules
+
+
+def check_combination(
+    tree: TreeSize, block_size: BlockSize = None, denoise_steps: int = 1, acceptance: str = "keyed",
+    draft_sharpness: float = 1.0,
+) -> None:  # fmt: skip
+    """Raise ValueError if the other settings rule out a tree, or a chain whose width is chosen as a call proceeds."""
+    reason = ""
+    # 1. Trees
+    if acceptance == "rejection":
+        reason = 'acceptance="rejection": a tree\'s drafts are not drawn from the drafter, and tokens would be biased'
+    elif denoise_steps > 1:
+        reason = f"denoise_steps={denoise_steps}: a tree grows from one pass of the drafter"
+    elif draft_sharpness != 1:
+        reason = f"draft_sharpness={draft_sharpness!r}: a tree holds the drafter's best tokens, and none is drawn"
+    if tree is not None and reason:
+        raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Pass tree=None, or leave that out")
+    # 2. Widths
+    reason = f"tree={tree!r}, which verifies rows of its own number" if tree is not None else ""
+    if acceptance == "rejection":
+        reason = 'acceptance="rejection": its text depends on where blocks begin, and so would on the time of steps'
+    if block_size == "auto" and reason:
+        raise ValueError(f"block_size={block_size!r} cannot be combined with {reason}. Pass a number, or leave it out")
+
+
+def tree_rows(tree: TreeSize) -> int:
+    """Return the most rows of a tree of this size; 0 for chains."""
+    from .ops import MAX_TREE_ROWS
+
+    return 0 if tree is None else MAX_TREE_ROWS if tree == "auto" else tree

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 import typer
 
 from ..files import check_writable, read_json
-from ..options import OPTIONS, GeneratorArguments, OneShotOptions, check_combination, resolve_options
-from ..settings import MTP, SETTINGS, BlockSize, GenerateArguments, WeightStorage, checked
+from ..options import OPTIONS, GeneratorArguments, OneShotOptions, resolve_options
+from ..settings import MTP, SETTINGS, BlockSize, GenerateArguments, WeightStorage, check_combination, checked
 from ..terminal import printable
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..call import Call, tree_rows
+from ..call import Call
 from ..drafter import Drafter, MtpHead
 from ..history import FeatureHistory
 from ..outputs import FinishedAnswer
 from ..proposers import ChainProposer, LookupProposer, MtpProposer, TreeProposer, chain_widths
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance
-from ..settings import MAX_LOGPROBS, BlockSize
+from ..settings import MAX_LOGPROBS, BlockSize, tree_rows
 from ..state import FULL, RUNNING, STOPPED, Block, Logprobs, State
 from ..targets import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
