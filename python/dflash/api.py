@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_stream_arguments
 from .drafter import MTP, Drafter
 from .fit import check_pair
-from .generator import CallLock, Generator, locks_held_here
+from .generator import CallLock, Generator, held
 from .options import OPTIONS, OneShotOptions
 from .outputs import GenerateOutput, StreamEvent
 from .settings import tree_rows
@@ -188,7 +188,7 @@ _our_locks: weakref.WeakSet[CallLock] = weakref.WeakSet()  # of every generator 
 
 def _is_inside_a_call() -> bool:
     """Return True if a one-shot call on this thread has called back: from a streamer, a processor or a hook."""
-    return not _our_locks.isdisjoint(locks_held_here())
+    return not _our_locks.isdisjoint(held.locks)
 
 
 def _lock() -> AbstractContextManager[object]:

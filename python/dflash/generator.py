@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 _Parameters = ParamSpec("_Parameters")
 
 
-class _Here(threading.local):
+class _Held(threading.local):
     """The locks of the calls that this thread is in the middle of, the outermost first."""
 
     locks: tuple[CallLock, ...] = ()
@@ -66,28 +66,23 @@ class CallLock:
             RuntimeError: called from inside a call.
         """
         self.refuse_inside()
-        before = _here.locks
+        before = held.locks
         # An interrupt must not leave the lock taken: no Python code stands between taking and releasing it.
         with self.lock:
             try:
-                _here.locks = (*before, self)
+                held.locks = (*before, self)
                 with plain_settings(self._device):
                     return work(*arguments, **keywords)
             finally:
-                _here.locks = before
+                held.locks = before
 
     def refuse_inside(self) -> None:
         """Raise RuntimeError inside a call on this thread."""
-        if self in _here.locks:
+        if self in held.locks:
             raise RuntimeError(
                 "this generator is in the middle of a call, which has called back (a streamer, a processor, a "
                 "criterion or a hook): make a second Generator for calls from there"
             )
-
-
-def locks_held_here() -> tuple[CallLock, ...]:
-    """Return the locks of the calls that this thread is in the middle of, the outermost first."""
-    return _here.locks
 
 
 @contextlib.contextmanager
@@ -98,14 +93,14 @@ def plain_settings(device: torch.device) -> Iterator[None]:
         yield
 
 
-_here = _Here()
+held = _Held()
 _all_locks: weakref.WeakSet[CallLock] = weakref.WeakSet()
 
 
 def _free_locks() -> None:
     """In a forked child, free the locks of other threads: those are gone."""
     for lock in _all_locks:
-        if lock not in _here.locks:
+        if lock not in held.locks:
             lock.lock = threading.RLock()
 
 
