@@ -217,7 +217,7 @@ def _resolve(target: nn.Module, draft: Draft, ids: Tensor, arguments: OneShotArg
     """Split the arguments of a one-shot call, and check those of the call."""
     given = cast(dict[str, object], arguments)
     options = cast(
-        OneShotOptions, {name: given.pop(name, OPTIONS[name].default) for name in OneShotOptions.__annotations__}
+        OneShotOptions, {name: given.pop(name, OPTIONS[name].off) for name in OneShotOptions.__annotations__}
     )
     cached, target = _cached, unwrap(target)
     is_new = cached is None or not cached.fingerprints[0].is_of(target)

@@ -201,7 +201,7 @@ def custom_generate(
     if synced_gpus:
         raise _refuse("synced_gpus=True")
     own: Any = {name: arguments.pop(name, None) for name in _OWN_SETTINGS}
-    options: Any = {name: arguments.pop(name, OPTIONS[name].default) for name in OneShotOptions.__annotations__}
+    options: Any = {name: arguments.pop(name, OPTIONS[name].off) for name in OneShotOptions.__annotations__}
     asked: Any = types.SimpleNamespace(generation_config=config, get_input_embeddings=target.get_input_embeddings)
     defaults = TargetDefaults.of(asked)
     for name, value in defaults.settings["unsupported"].items():
