@@ -115,11 +115,10 @@ class _Models:
         check_combination(tree, block_size, draft_sharpness=draft_sharpness)
         # 2. The weights.
         self.check_storage()
-        if self.draft_weights is not None and block_size == 1:
-            option = f"--draft-weights {self.draft_weights}"
+        needy = [name for name in ("draft_weights", "drafter_window", "tree") if options[name] is not None]
+        if needy and needy[0] != "tree" and block_size == 1:
+            option = f"{option_of(needy[0])} {options[needy[0]]}"
             raise ValueError(f"{option} needs a drafter, and --block-size 1 has none: leave one of them out")
-        if self.drafter_window is not None and block_size == 1:
-            raise ValueError("--drafter-window needs a drafter, and --block-size 1 has none: leave one of them out")
         # 3. The models.
         own = None if needs_draft else self._own_head(block_size)
         draft = own or (None if self.draft == "none" else self.draft)
@@ -129,12 +128,8 @@ class _Models:
         resolved = dataclasses.replace(self, draft=draft, tree=tree, block_size=block_size, asks_draft=asks)
         if needs_draft or self.model is None:
             check_pair(self.model, draft, "without both, the pair inside the package answers")
-        elif self.draft_weights is not None and draft is None:
-            raise ValueError("--draft-weights needs a drafter: name one with --draft")
-        elif self.drafter_window is not None and draft is None:
-            raise ValueError("--drafter-window needs a drafter: name one with --draft")
-        elif tree is not None and draft is None:
-            raise ValueError("--tree needs a drafter: name one with --draft")
+        elif needy and draft is None:
+            raise ValueError(f"{option_of(needy[0])} needs a drafter: name one with --draft")
         elif draft is None and self.prompt_lookup is None and block_size not in (None, 1):
             raise ValueError(f"--block-size {block_size} needs drafts: name a drafter with --draft, or --prompt-lookup")
         if self.model is not None:
