@@ -98,14 +98,9 @@ class Call:
 
     @classmethod
     def resolve(
-        cls,
-        target: TargetDefaults,
-        ids: Tensor,
-        arguments: GenerateArguments,
-        *,
-        denoise_steps: int = 1,
+        cls, target: TargetDefaults, ids: Tensor, arguments: GenerateArguments, *, denoise_steps: int = 1,
         tree: TreeSize = None,
-    ) -> Call:
+    ) -> Call:  # fmt: skip
         """Check every argument that can be checked without a drafter, and fill in the defaults; nothing is run.
 
         Args:
@@ -148,20 +143,15 @@ class Call:
         if values["pictures"]:
             _check_pictures(values, mask)
         processors, criteria = values["logits_processor"], values["stopping_criteria"]
-        kept = {name: values[name] for name in cls.__dataclass_fields__ if name in SETTINGS}
-        own: dict[str, Any] = {
-            "ids": ids,
-            "prompts": parts,
-            "longest": max(map(len, parts)),
-            "sampling": sampling,
-            "stop_token_ids": list(stop),
-            "pad_token_id": (stop or [0])[0] if (pad := target.settings.get("pad_token_id")) is None else pad,
-            "rules": rules,
-            "host_rules": HostRules(processors, criteria, rows) if processors or criteria else None,
-            "stops": functools.partial(StopMatcher, values["tokenizer"], strings) if strings else None,
-            "grammars": () if values["grammar"] is None else _grammars(values, prompts),
-        }
-        return cls(**kept | own)
+        kept: dict[str, Any] = {name: values[name] for name in cls.__dataclass_fields__ if name in SETTINGS}
+        kept["stop_token_ids"] = list(stop)
+        return cls(
+            ids=ids, prompts=parts, longest=max(map(len, parts)), sampling=sampling, rules=rules, **kept,
+            pad_token_id=(stop or [0])[0] if (pad := target.settings.get("pad_token_id")) is None else pad,
+            host_rules=HostRules(processors, criteria, rows) if processors or criteria else None,
+            stops=functools.partial(StopMatcher, values["tokenizer"], strings) if strings else None,
+            grammars=() if values["grammar"] is None else _grammars(values, prompts),
+        )  # fmt: skip
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings that a receipt states, by name: those that decide the text, without the seed."""

@@ -51,8 +51,8 @@ def check_pair(target: nn.Module, draft: nn.Module | Literal["mtp"] | None, give
     if positions is not None and options["max_length"] > positions:
         length = options["max_length"]
         raise ValueError(f"max_length {length} is past the target's max_position_embeddings, {positions}")
-    for name, value in (("graph", options["graph"]), ("fused", options["fused"]), ("compile", options["compile"])):
-        if value is True and count > 1:
+    for name in ("graph", "fused", "compile"):
+        if options[name] is True and count > 1:
             raise ValueError(f"{name}=True needs a target in one process, this one is spread over {count}")
     if options["graph"] is True and device.type != "cuda":
         raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
@@ -69,7 +69,9 @@ def check_pair(target: nn.Module, draft: nn.Module | Literal["mtp"] | None, give
         raise ValueError(f"prompt_lookup={lookup} needs blocks of at least 2 rows, this drafter's have 1")
     loaded = loaded if block_size > 1 else None
     if isinstance(loaded, MtpHead):
-        _check_head_options(options)
+        for name in ("draft_weights", "drafter_window", "on_answer"):
+            check_is_unset(name, options[name], None)
+        check_is_unset("denoise_steps", options["denoise_steps"], 1)
     else:
         check_draft_weights(options["draft_weights"], loaded)
     if (window := options["drafter_window"]) is not None and loaded is None:
@@ -81,13 +83,6 @@ def check_pair(target: nn.Module, draft: nn.Module | Literal["mtp"] | None, give
     if options["weights"] is not None:
         check_int8(target)
     return CheckedPair(target, loaded, block_size, options)
-
-
-def _check_head_options(options: GeneratorArguments) -> None:
-    """Raise ValueError for options that a target's own head does not have."""
-    for name in ("draft_weights", "drafter_window", "on_answer"):
-        check_is_unset(name, options[name], None)
-    check_is_unset("denoise_steps", options["denoise_steps"], 1)
 
 
 def check_is_unset(name: str, value: object, unset: object) -> None:
