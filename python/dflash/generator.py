@@ -345,12 +345,11 @@ class Generator:
     def _answers(self, call: Call, *, reads_ids: bool) -> collections.abc.Generator[list[Answer], None, None]:
         """Run the prompts, then steps until every answer has ended; yield after each."""
         began, batch, last = time.perf_counter(), len(call.prompts), self._run
-        # 1. The caches may be reused if the same weights filled them.
-        reuse = self.reuse_prefix and last is not None and last.consistent and self._known.filled(self._modules)
-        if call.pictures is not None or (last is not None and last.has_pictures):  # ids do not tell pictures apart
-            reuse = False
-        if call.prompt_logprobs:  # a prompt that is cached has no logits
-            reuse = False
+        # 1. The caches may be reused if the same weights filled them. Ids do not tell pictures apart, and a prompt that
+        # is cached has no logits.
+        reuse = self.reuse_prefix and call.pictures is None and not call.prompt_logprobs
+        reuse = reuse and last is not None and last.consistent and not last.has_pictures
+        reuse = reuse and self._known.filled(self._modules)
         if self.engine.target.ranks.count > 1:
             self.engine.check_ranks_agree(call, self.prefill_chunk)
             reuse = self.engine.target.ranks.all(reuse)
