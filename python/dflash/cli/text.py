@@ -167,9 +167,8 @@ def chat(
         typer.echo(f"{printable(models.model)}, {drafts}; /help lists the commands, /bye leaves", err=True)
     # 2. Answer message by message.
     all_answered = True
-    for number, message, is_command in read_messages(conversation.console):
-        respond = conversation.command if is_command else conversation.answer
-        all_answered &= respond(number, message)
+    for message in read_messages(conversation.console):
+        all_answered &= conversation.respond(*message)
     if not (all_answered or sys.stdin.isatty()):
         raise typer.Exit(1)
 
