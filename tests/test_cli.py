@@ -373,6 +373,9 @@ def test_a_model_is_served_without_a_drafter_in_the_memory_there_is(shell, chat_
         "holds for 4 rows",
     ):
         assert line in caplog.text
+    caplog.clear()
+    shell("serve", model, "--draft", "none", "--port", "0").assert_done()
+    assert "drafts for this model" not in caplog.text
 
 
 def test_caches_take_the_memory_that_is_counted(folders):
@@ -412,8 +415,7 @@ def test_forms_and_templates_that_are_not_there_are_refused_before_models_are_lo
 
 def test_chat_needs_a_template(shell, folders):
     model, draft = folders
-    refused = shell("chat", "--model", model, "--draft", draft)
-    refused.assert_refused("has no chat template: use dflash generate")
+    shell("chat", "--model", model, "--draft", draft).assert_refused("has no chat template: use dflash generate")
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -426,10 +428,8 @@ def test_chat_needs_a_template(shell, folders):
     (["--bos"], "dflash: --bos: this tokenizer has no BOS token"),
     (["--tree", "1"], 'dflash: tree must be a number of rows in 2 .. 128, "auto" or None, got 1'),
     (["--tree", "+-5"], "dflash: tree must be a number of rows in 2 .. 128, \"auto\" or None, got '+-5'"),
-    (["--tree", "16", "--block-size", "1"], "dflash: tree=16 needs a drafter to grow from, got"),
     (["--block-size", "most"], 'dflash: block_size must be an integer of at least 1, "auto" or None, got'),
     (["--block-size", "auto", "--tree", "16"], "dflash: block_size='auto' cannot be combined with tree=16"),
-    (["--tree", "16", "--draft-sharpness", "2"], "dflash: tree=16 cannot be combined with draft_sharpness=2.0"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(generate, change, message):
     generate(*change, "w5 w6").assert_refused(message)
