@@ -307,6 +307,8 @@ class TestAssistant:
     def test_wrong_assistant_arguments_are_refused(self, target):
         with pytest.raises(TypeError, match="draft must be"):
             dflash.as_assistant(torch.nn.Linear(2, 2))
+        with pytest.raises(ValueError, match='as_assistant needs speculation_type="dflash" in the call'):
+            target.generate(prompt(5)[None], assistant_model=dflash.as_assistant(make_draft(target)))
         other = make_draft(make_target("qwen3", dtype=torch.bfloat16))
         with pytest.raises(ValueError, match=r"drafter's dtype is torch.bfloat16, the target embeds in .*32"):
             self.call(target, dflash.as_assistant(other), prompt(5)[None], max_new_tokens=4)

@@ -46,7 +46,7 @@ BUDGETS = {
     # Names of drafters' classes and keys, and why some are refused: 60; a window of the drafter: 20; threads 85; tables
     # of settings that are read without torch 16; Gemma 3's layers 45; packed weights of drafters 40;
     # trees over pairs 15; heads that targets bring 170.
-    "core": 9_340,
+    "core": 9_320,
     # What strangers send took 150: calls read the same for every cut of a text, in linear time; values, limits and
     # connections refused before an answer begins. uvicorn has no bound for the rest of a request. What agents and
     # operators expect took 310: pictures in each API's own types 60, system messages as a template takes them and
@@ -72,7 +72,8 @@ BUDGETS = {
     # llama.cpp, 350, and llama.cpp as a second witness 60; learners and servers that are killed on one folder 160; how
     # commands start 165; what agents send and operators set 400, over every API at once where that goes; drafters of
     # other trainers 225; kernels for Arm under an emulator 180; heads of targets, against transformers' and
-    # llama.cpp's, 210; packed drafters, trees over pairs, MLX's folders and neighbors 250.
+    # llama.cpp's, 210; packed drafters, trees over pairs, MLX's folders and neighbors 250. A damaged head that nobody
+    # asked for 15, of which rows that were tested twice brought back 5.
     "tests": 38_900,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_stream_arguments
 from .drafter import MTP, Drafter
 from .fit import check_pair
-from .generator import CallLock, Generator, locks_held_here
-from .options import OPTIONS, OneShotOptions, tree_rows
+from .generator import CallLock, Generator, held
+from .options import OPTIONS, OneShotOptions
 from .outputs import GenerateOutput, StreamEvent
+from .settings import tree_rows
 from .targets import Fingerprint, check_target, forget_trials, max_positions, structural_copy, unwrap
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ _our_locks: weakref.WeakSet[CallLock] = weakref.WeakSet()  # of every generator 
 
 def _is_inside_a_call() -> bool:
     """Return True if a one-shot call on this thread has called back: from a streamer, a processor or a hook."""
-    return not _our_locks.isdisjoint(locks_held_here())
+    return not _our_locks.isdisjoint(held.locks)
 
 
 def _lock() -> AbstractContextManager[object]:
@@ -216,7 +217,7 @@ def _resolve(target: nn.Module, draft: Draft, ids: Tensor, arguments: OneShotArg
     """Split the arguments of a one-shot call, and check those of the call."""
     given = cast(dict[str, object], arguments)
     options = cast(
-        OneShotOptions, {name: given.pop(name, OPTIONS[name].default) for name in OneShotOptions.__annotations__}
+        OneShotOptions, {name: given.pop(name, OPTIONS[name].off) for name in OneShotOptions.__annotations__}
     )
     cached, target = _cached, unwrap(target)
     is_new = cached is None or not cached.fingerprints[0].is_of(target)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from .drafter import MtpHead
 from .fit import check_is_unset, check_tree
-from .options import check_combination, tree_rows
 from .sampling import HostRules, SamplingArguments
 from .settings import (
     MAX_LOGPROBS,
@@ -22,9 +21,11 @@ from .settings import (
     BlockSize,
     GenerateArguments,
     TreeSize,
+    check_combination,
     is_list,
     resolve,
     resolve_rules,
+    tree_rows,
 )
 from .streaming import StopFinder, StopMatcher, Streamer, Tokenizer, check_streamer
 from .targets import embedding_table, generation_defaults
@@ -97,14 +98,9 @@ class Call:
 
     @classmethod
     def resolve(
-        cls,
-        target: TargetDefaults,
-        ids: Tensor,
-        arguments: GenerateArguments,
-        *,
-        denoise_steps: int = 1,
+        cls, target: TargetDefaults, ids: Tensor, arguments: GenerateArguments, *, denoise_steps: int = 1,
         tree: TreeSize = None,
-    ) -> Call:
+    ) -> Call:  # fmt: skip
         """Check every argument that can be checked without a drafter, and fill in the defaults; nothing is run.
 
         Args:
@@ -147,20 +143,15 @@ class Call:
         if values["pictures"]:
             _check_pictures(values, mask)
         processors, criteria = values["logits_processor"], values["stopping_criteria"]
-        kept = {name: values[name] for name in cls.__dataclass_fields__ if name in SETTINGS}
-        own: dict[str, Any] = {
-            "ids": ids,
-            "prompts": parts,
-            "longest": max(map(len, parts)),
-            "sampling": sampling,
-            "stop_token_ids": list(stop),
-            "pad_token_id": (stop or [0])[0] if (pad := target.settings.get("pad_token_id")) is None else pad,
-            "rules": rules,
-            "host_rules": HostRules(processors, criteria, rows) if processors or criteria else None,
-            "stops": functools.partial(StopMatcher, values["tokenizer"], strings) if strings else None,
-            "grammars": () if values["grammar"] is None else _grammars(values, prompts),
-        }
-        return cls(**kept | own)
+        kept: dict[str, Any] = {name: values[name] for name in cls.__dataclass_fields__ if name in SETTINGS}
+        kept["stop_token_ids"] = list(stop)
+        return cls(
+            ids=ids, prompts=parts, longest=max(map(len, parts)), sampling=sampling, rules=rules, **kept,
+            pad_token_id=(stop or [0])[0] if (pad := target.settings.get("pad_token_id")) is None else pad,
+            host_rules=HostRules(processors, criteria, rows) if processors or criteria else None,
+            stops=functools.partial(StopMatcher, values["tokenizer"], strings) if strings else None,
+            grammars=() if values["grammar"] is None else _grammars(values, prompts),
+        )  # fmt: skip
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings that a receipt states, by name: those that decide the text, without the seed."""
@@ -264,17 +255,16 @@ def _check_together(values: Mapping[str, Any]) -> None:
     if repeats > 1 and not values["temperature"]:
         raise ValueError(f"at temperature 0 every answer is the same: num_return_sequences must be 1, got {repeats}")
     if values["acceptance"] == "rejection":
-        if steps > 1:
-            raise ValueError(f'acceptance="rejection" needs denoise_steps=1, got {steps}: the tokens would be biased')
-        if sharpness != 1:
-            raise ValueError(
-                'acceptance="rejection" draws drafts from the drafter\'s own distribution: draft_sharpness must be 1 '
-                f"there, got {sharpness!r}"
-            )
-        if values["logits_processor"] or values["stopping_criteria"]:
-            raise ValueError('acceptance="rejection" cannot be combined with logits_processor or stopping_criteria')
-        if values["grammar"] is not None:
-            raise ValueError('acceptance="rejection" cannot be combined with grammar: the drafts are not masked')
+        has_host_rules = values["logits_processor"] or values["stopping_criteria"]
+        own = "draws drafts from the drafter's own distribution: draft_sharpness must be 1 there, got"
+        for is_wrong, why in (
+            (steps > 1, f"needs denoise_steps=1, got {steps}: the tokens would be biased"),
+            (sharpness != 1, f"{own} {sharpness!r}"),
+            (has_host_rules, "cannot be combined with logits_processor or stopping_criteria"),
+            (values["grammar"] is not None, "cannot be combined with grammar: the drafts are not masked"),
+        ):
+            if is_wrong:
+                raise ValueError(f'acceptance="rejection" {why}')
     check_combination(values["tree"], None, steps, values["acceptance"], sharpness)
     tokenizer = values["tokenizer"]
     if values["stop_strings"] and not hasattr(tokenizer, "convert_tokens_to_ids"):

@@ -7,19 +7,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from . import targets
 from .drafter import MAX_MTP_ROWS, MTP, DraftConfig, Drafter, MtpHead, check_draft_weights
 from .options import GeneratorArguments, resolve_options
 from .settings import TreeSize
-from .targets import (
-    check_int8,
-    config_values,
-    embedding_table,
-    has_recurrent_layers,
-    max_positions,
-    ranks_in,
-    refusal_of_weights,
-    text_config,
-)
 
 _LOOKUP_ROWS = 8  # of a step that has no drafter's block size
 
@@ -47,12 +38,13 @@ def check_pair(target: nn.Module, draft: nn.Module | Literal["mtp"] | None, give
         raise TypeError("Generator needs max_length: the most tokens of a prompt and its answer together")
     options = resolve_options(given)
     # 1. The target
-    positions, device, count = max_positions(target), embedding_table(target).device, ranks_in(target)
+    positions, count = targets.max_positions(target), targets.ranks_in(target)
+    device = targets.embedding_table(target).device
     if positions is not None and options["max_length"] > positions:
         length = options["max_length"]
         raise ValueError(f"max_length {length} is past the target's max_position_embeddings, {positions}")
-    for name, value in (("graph", options["graph"]), ("fused", options["fused"]), ("compile", options["compile"])):
-        if value is True and count > 1:
+    for name in ("graph", "fused", "compile"):
+        if options[name] is True and count > 1:
             raise ValueError(f"{name}=True needs a target in one process, this one is spread over {count}")
     if options["graph"] is True and device.type != "cuda":
         raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
@@ -69,7 +61,9 @@ def check_pair(target: nn.Module, draft: nn.Module | Literal["mtp"] | None, give
         raise ValueError(f"prompt_lookup={lookup} needs blocks of at least 2 rows, this drafter's have 1")
     loaded = loaded if block_size > 1 else None
     if isinstance(loaded, MtpHead):
-        _check_head_options(options)
+        for lacking in ("draft_weights", "drafter_window", "on_answer"):
+            check_is_unset(lacking, options[lacking], None)
+        check_is_unset("denoise_steps", options["denoise_steps"], 1)
     else:
         check_draft_weights(options["draft_weights"], loaded)
     if (window := options["drafter_window"]) is not None and loaded is None:
@@ -79,15 +73,8 @@ def check_pair(target: nn.Module, draft: nn.Module | Literal["mtp"] | None, give
     if options["on_answer"] is not None and (loaded is None or options["tree"] is not None):
         raise ValueError("on_answer needs a drafter with blocks of at least 2 rows, and tree=None")
     if options["weights"] is not None:
-        check_int8(target)
+        targets.check_int8(target)
     return CheckedPair(target, loaded, block_size, options)
-
-
-def _check_head_options(options: GeneratorArguments) -> None:
-    """Raise ValueError for options that a target's own head does not have."""
-    for name in ("draft_weights", "drafter_window", "on_answer"):
-        check_is_unset(name, options[name], None)
-    check_is_unset("denoise_steps", options["denoise_steps"], 1)
 
 
 def check_is_unset(name: str, value: object, unset: object) -> None:
@@ -99,26 +86,26 @@ def check_is_unset(name: str, value: object, unset: object) -> None:
 def check_fit(target: nn.Module, draft: Drafter | MtpHead) -> None:
     """Raise ValueError unless ``draft`` was made for a target like ``target``; the message names both sides."""
     check_config(target, draft.config)
-    embedding = embedding_table(target)
+    embedding = targets.embedding_table(target)
     _check_equal("device", draft.device, embedding.device)
     _expect(
         draft.dtype == embedding.dtype,
         f"its dtype is {draft.dtype}, the target's is {embedding.dtype}: load it with dtype={embedding.dtype} "
         "(dflash.load_draft), which never changes the text",
     )
-    if reason := refusal_of_weights(draft):
+    if reason := targets.refusal_of_weights(draft):
         raise ValueError(f"the drafter cannot be run: {reason}")
 
 
 def check_config(target: nn.Module, config: DraftConfig) -> None:
     """Do what `check_fit` does with a drafter's config; ``target`` may be on the meta device."""
-    theirs, embedding = text_config(target), embedding_table(target)
-    for value in config_values(theirs, "hidden_size"):
+    theirs, embedding = targets.text_config(target), targets.embedding_table(target)
+    for value in targets.config_values(theirs, "hidden_size"):
         _check_equal("hidden_size", config.hidden_size, value)
     if config.num_target_layers is not None:
         _check_equal("num_target_layers", config.num_target_layers, theirs.num_hidden_layers)
     if config.vocab_size is not None:
-        _check_vocabulary(config, [*config_values(theirs, "vocab_size"), embedding.shape[0]])
+        _check_vocabulary(config, [*targets.config_values(theirs, "vocab_size"), embedding.shape[0]])
     taps, last = config.target_layer_ids, theirs.num_hidden_layers - 1
     mask, most = config.mask_token_id, embedding.shape[0] - 1
     _expect(max(taps) <= last, f"it taps layers {list(taps)}, the target has layers 0 .. {last}")
@@ -138,8 +125,8 @@ def _check_vocabulary(config: DraftConfig, rows: Sequence[int]) -> None:
         )
 
 
-def _check_equal(what: str, drafters: object, targets: object) -> None:
-    _expect(drafters == targets, f"its {what} is {drafters}, the target's is {targets}")
+def _check_equal(what: str, theirs: object, needed: object) -> None:
+    _expect(theirs == needed, f"its {what} is {theirs}, the target's is {needed}")
 
 
 def _expect(fits: bool, what: str) -> None:
@@ -173,7 +160,7 @@ def check_tree(target: nn.Module, tree: TreeSize, draft: object) -> None:
         raise ValueError(f"tree={tree!r} needs a drafter to grow from, got draft=None or block_size=1: pass tree=None")
     if draft == MTP or isinstance(draft, MtpHead):
         check_is_unset("tree", tree, None)
-    if has_recurrent_layers(target):
+    if targets.has_recurrent_layers(target):
         raise ValueError(
             f"tree={tree!r} needs a target whose layers are all attention, {type(target).__name__} has recurrent "
             "layers: these take chains only, pass tree=None"

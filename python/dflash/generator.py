@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_drafts, check_room, check_stream_arguments
-from .drafter import Drafter, quantized_draft, windowed_draft
+from .drafter import quantized_draft, windowed_draft
 from .engine import Direct, Engine, Replay, step
 from .engine.graphs import compiled_per_kind, compiled_per_shape
 from .engine.prefill import cached_prefix
 from .engine.run import Answer, Run, event_of, output_of
 from .fit import CheckedPair, check_pair
-from .options import GeneratorArguments, tree_rows
+from .options import GeneratorArguments
 from .outputs import GenerateOutput, StreamEvent
+from .settings import tree_rows
 from .state import State
 from .streaming import BatchDecoder
 from .targets import Fingerprint, KnownWeights, Target, check_target, first_hook
@@ -36,7 +37,7 @@ _Result = TypeVar("_Result")
 _Parameters = ParamSpec("_Parameters")
 
 
-class _Here(threading.local):
+class _Held(threading.local):
     """The locks of the calls that this thread is in the middle of, the outermost first."""
 
     locks: tuple[CallLock, ...] = ()
@@ -65,28 +66,23 @@ class CallLock:
             RuntimeError: called from inside a call.
         """
         self.refuse_inside()
-        before = _here.locks
+        before = held.locks
         # An interrupt must not leave the lock taken: no Python code stands between taking and releasing it.
         with self.lock:
             try:
-                _here.locks = (*before, self)
+                held.locks = (*before, self)
                 with plain_settings(self._device):
                     return work(*arguments, **keywords)
             finally:
-                _here.locks = before
+                held.locks = before
 
     def refuse_inside(self) -> None:
         """Raise RuntimeError inside a call on this thread."""
-        if self in _here.locks:
+        if self in held.locks:
             raise RuntimeError(
                 "this generator is in the middle of a call, which has called back (a streamer, a processor, a "
                 "criterion or a hook): make a second Generator for calls from there"
             )
-
-
-def locks_held_here() -> tuple[CallLock, ...]:
-    """Return the locks of the calls that this thread is in the middle of, the outermost first."""
-    return _here.locks
 
 
 @contextlib.contextmanager
@@ -97,14 +93,14 @@ def plain_settings(device: torch.device) -> Iterator[None]:
         yield
 
 
-_here = _Here()
+held = _Held()
 _all_locks: weakref.WeakSet[CallLock] = weakref.WeakSet()
 
 
 def _free_locks() -> None:
     """In a forked child, free the locks of other threads: those are gone."""
     for lock in _all_locks:
-        if lock not in _here.locks:
+        if lock not in held.locks:
             lock.lock = threading.RLock()
 
 
@@ -157,7 +153,7 @@ class Generator:
 
     @torch.inference_mode(False)  # what is made here is also written outside of inference mode
     def _make(self, pair: CheckedPair) -> None:
-        target, self._loaded, self.block_size, options = pair
+        target, loaded, self.block_size, options = pair
         self.max_length, self.batch_size = options["max_length"], options["batch_size"]
         self.denoise_steps, self.prefill_chunk = options["denoise_steps"], options["prefill_chunk"]
         self.graph, self.fused, self.reuse_prefix = options["graph"], options["fused"], options["reuse_prefix"]
@@ -170,7 +166,7 @@ class Generator:
             self_check(first.device, first.dtype)
         else:
             fit_threads()
-        taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
+        taps = loaded.config.target_layer_ids if loaded is not None else ()
         prepared, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
         if self.tree is not None and prepared.tree_obstacle:
             raise ValueError(
@@ -180,12 +176,8 @@ class Generator:
         if options["compile"] and prepared.compile_obstacle:
             raise ValueError(f"compile=True cannot be followed: {prepared.compile_obstacle}. Leave it out")
         self._weights, self.fused_reason, self._hook = Fingerprint(target), prepared.fused_reason, first_hook(target)
-        self._modules = [module for module in (prepared.model, self._loaded) if module is not None]
-        self.draft = self._loaded
-        if isinstance(self._loaded, Drafter):
-            self.draft = quantized_draft(
-                options["draft_weights"], windowed_draft(options["drafter_window"], self._loaded)
-            )
+        self.draft = quantized_draft(options["draft_weights"], windowed_draft(options["drafter_window"], loaded))
+        self._modules = [module for module in (prepared.model, self.draft) if module is not None]
         self.engine = Engine(
             prepared, self.draft, batch_size=self.batch_size, max_length=self.max_length, block_size=self.block_size,
             tree_rows=tree_rows(self.tree), widths=options["block_size"],
@@ -353,12 +345,11 @@ class Generator:
     def _answers(self, call: Call, *, reads_ids: bool) -> collections.abc.Generator[list[Answer], None, None]:
         """Run the prompts, then steps until every answer has ended; yield after each."""
         began, batch, last = time.perf_counter(), len(call.prompts), self._run
-        # 1. The caches may be reused if the same weights filled them.
-        reuse = self.reuse_prefix and last is not None and last.consistent and self._known.filled(self._modules)
-        if call.pictures is not None or (last is not None and last.has_pictures):  # ids do not tell pictures apart
-            reuse = False
-        if call.prompt_logprobs:  # a prompt that is cached has no logits
-            reuse = False
+        # 1. The caches may be reused if the same weights filled them. Ids do not tell pictures apart, and a prompt that
+        # is cached has no logits.
+        reuse = self.reuse_prefix and call.pictures is None and not call.prompt_logprobs
+        reuse = reuse and last is not None and last.consistent and not last.has_pictures
+        reuse = reuse and self._known.filled(self._modules)
         if self.engine.target.ranks.count > 1:
             self.engine.check_ranks_agree(call, self.prefill_chunk)
             reuse = self.engine.target.ranks.all(reuse)

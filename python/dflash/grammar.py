@@ -374,11 +374,8 @@ class _Vocabulary:
     """
 
     def __init__(self, tokenizer: Any, eos: int) -> None:
-        try:
-            self.size, self._eos = len(tokenizer), eos  # tokens may be added
-            self._tokens = _llguidance().hf.from_tokenizer(tokenizer, eos_token=eos)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"grammars cannot be used with this {type(tokenizer).__name__}: {error}") from error
+        self.size, self._eos = len(tokenizer), eos  # tokens may be added
+        self._tokens = _llguidance().hf.from_tokenizer(tokenizer, eos_token=eos)
         self._compiled: dict[Grammar, Any] = {}
 
     def begin(self, grammar: Grammar, stop: frozenset[int]) -> Matcher:
@@ -421,13 +418,12 @@ def _vocabulary(tokenizer: Any, stop: int) -> _Vocabulary:
     """Return the vocabulary of a tokenizer. Making one takes about a second for 150,000 tokens, so it is kept."""
     try:
         kept = _vocabularies.get(tokenizer)
-        is_stale = kept is None or kept.size != len(tokenizer)
-    except TypeError as error:
+        if kept is None or kept.size != len(tokenizer):
+            eos = getattr(tokenizer, "eos_token_id", None)
+            kept = _vocabularies[tokenizer] = _Vocabulary(tokenizer, stop if eos is None else eos)
+        return kept
+    except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"grammars cannot be used with this {type(tokenizer).__name__}: {error}") from error
-    if is_stale:
-        eos = getattr(tokenizer, "eos_token_id", None)
-        kept = _vocabularies[tokenizer] = _Vocabulary(tokenizer, stop if eos is None else eos)
-    return kept
 
 
 def _on_large_stack(function: Callable[..., Any], *arguments: object) -> Any:

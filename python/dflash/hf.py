@@ -201,7 +201,7 @@ def custom_generate(
     if synced_gpus:
         raise _refuse("synced_gpus=True")
     own: Any = {name: arguments.pop(name, None) for name in _OWN_SETTINGS}
-    options: Any = {name: arguments.pop(name, OPTIONS[name].default) for name in OneShotOptions.__annotations__}
+    options: Any = {name: arguments.pop(name, OPTIONS[name].off) for name in OneShotOptions.__annotations__}
     asked: Any = types.SimpleNamespace(generation_config=config, get_input_embeddings=target.get_input_embeddings)
     defaults = TargetDefaults.of(asked)
     for name, value in defaults.settings["unsupported"].items():
@@ -266,6 +266,14 @@ _STOPS_IN_MID_BLOCK = (5, 18)  # the first transformers whose loop around a DFla
 
 class _AssistantConfig(types.SimpleNamespace):
     """An assistant's configuration, as transformers reads it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Raise ValueError: transformers compares it unless the call says that this is a DFlash drafter."""
+        raise ValueError(
+            'as_assistant needs speculation_type="dflash" in the call, which transformers takes for another kind of '
+            'assistant: model.generate(ids, assistant_model=dflash.as_assistant(draft), speculation_type="dflash")'
+        )
 
     def get_text_config(self, *_: Any, **__: Any) -> _AssistantConfig:
         return self

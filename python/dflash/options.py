@@ -1,59 +1,38 @@
 """The table of a generator's options, and which of them go together.
 
-`OneShotOptions` and `GeneratorArguments` give each option its type, and in the same row its `Option`: how it is
+`OneShotOptions` and `GeneratorArguments` give each option its type, and in the same row a `Setting`: how it is
 checked, its default, and the help of its command-line option. `Generator`, `generate`, `custom_generate`, the commands,
 the benchmark, replays and receipts read this table. A new option is a row here and the place that acts on it.
 """
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, cast
 
-from .settings import SETTINGS, BlockSize, TreeSize, WeightStorage, checked, integer_from
+from .settings import (
+    SETTINGS,
+    BlockSize,
+    Setting,
+    TreeSize,
+    WeightStorage,
+    at_least,
+    check_combination,
+    integer_from,
+    one_of,
+    resolve,
+    rows_of,
+)
 
 if TYPE_CHECKING:  # a slow import, and the command's help comes from this table
     from .outputs import FinishedAnswer
 
 
-@dataclass(frozen=True)
-class Option:
-    """One option of a generator.
-
-    Attributes:
-        check: ``(name, value) -> checked value``; raises TypeError or ValueError. A None that is the
-            default is not checked.
-        default: its value if nobody gives one.
-        of_drafts: it means nothing without drafts.
-        help: of the commands' option; empty if they have none.
-    """
-
-    check: Callable[[str, object], object]
-    default: object = None
-    of_drafts: bool = False
-    help: str = ""
-
-
-def _at_least(low: int) -> Callable[[str, object], int]:
-    return functools.partial(integer_from, low)
-
-
-def _switch(name: str, value: object) -> object:
-    if value not in (True, False, "auto"):
-        raise ValueError(f'{name} must be True, False or "auto", got {value!r}')
-    return value
-
-
-def _weights(name: str, value: object) -> object:
-    if value != "int8":
-        raise ValueError(f'{name} must be "int8" or None, got {value!r}')
-    return value
-
-
-def _rows(name: str, value: object) -> object:
+def _rows(name: str, value: object, _: int) -> object:
     if isinstance(value, str) and value != "auto":
         raise ValueError(f'{name} must be an integer of at least 1, "auto" or None, got {value!r}')
     return value if isinstance(value, str) else integer_from(1, name, value)
+
+
+_switch, _weights, _positive = one_of(True, False, "auto"), one_of("int8", None), at_least(1)
 
 
 # -------------------------------------------------------------------------------------------------------------- table
@@ -83,20 +62,20 @@ class OneShotOptions(TypedDict, total=False):
     """
 
     # fmt: off
-    block_size: Annotated[BlockSize, Option(
+    block_size: Annotated[BlockSize, Setting(
         _rows, of_drafts=True,
         help="Rows that a step verifies, or auto: chosen before each step; default: the drafter's.")]
-    weights: Annotated[WeightStorage, Option(
+    weights: Annotated[WeightStorage, Setting(
         _weights,
         help="Multiply by 8-bit copies of the target's weights (CPU); the text is the quantized target's.")]
-    draft_weights: Annotated[WeightStorage, Option(
+    draft_weights: Annotated[WeightStorage, Setting(
         _weights, of_drafts=True,
         help="Multiply by 8-bit copies of the drafter's weights: changes the speed, never the text.")]
-    drafter_window: Annotated[int | None, Option(
-        _at_least(1), of_drafts=True,
+    drafter_window: Annotated[int | None, Setting(
+        _positive, of_drafts=True,
         help="Let full layers of the drafter see the last so many positions only: changes the speed, never the text.")]
-    prompt_lookup: Annotated[int | None, Option(
-        _at_least(1), of_drafts=True,
+    prompt_lookup: Annotated[int | None, Setting(
+        _positive, of_drafts=True,
         help="Draft what followed the last so many tokens where they stood before, such as 3.")]
     # fmt: on
 
@@ -135,21 +114,19 @@ class GeneratorArguments(OneShotOptions, total=False):
             max_length`` times the taps.
     """
 
-    max_length: Annotated[int, Option(_at_least(2))]
-    batch_size: Annotated[int, Option(_at_least(1), 1)]
-    denoise_steps: Annotated[int, Option(_at_least(1), 1, of_drafts=True)]
-    tree: Annotated[TreeSize, Option(checked, of_drafts=True, help=SETTINGS["tree"].help)]
-    compile: Annotated[bool, Option(lambda _, value: value, False)]
-    graph: Annotated[bool | Literal["auto"], Option(_switch, "auto")]
-    fused: Annotated[bool | Literal["auto"], Option(_switch, "auto")]
-    prefill_chunk: Annotated[int, Option(_at_least(1), 512)]
-    reuse_prefix: Annotated[bool, Option(lambda _, value: value, True)]
-    on_answer: Annotated[Callable[["FinishedAnswer"], None] | None, Option(lambda _, value: value, of_drafts=True)]
+    max_length: Annotated[int, Setting(at_least(2))]
+    batch_size: Annotated[int, Setting(_positive, 1)]
+    denoise_steps: Annotated[int, Setting(_positive, 1, of_drafts=True)]
+    tree: Annotated[TreeSize, Setting(SETTINGS["tree"].check, of_drafts=True, help=SETTINGS["tree"].help)]
+    compile: Annotated[bool, Setting(off=False)]
+    graph: Annotated[bool | Literal["auto"], Setting(_switch, "auto")]
+    fused: Annotated[bool | Literal["auto"], Setting(_switch, "auto")]
+    prefill_chunk: Annotated[int, Setting(_positive, 512)]
+    reuse_prefix: Annotated[bool, Setting(off=True)]
+    on_answer: Annotated[Callable[["FinishedAnswer"], None] | None, Setting(of_drafts=True)]
 
 
-OPTIONS: dict[str, Option] = {
-    name: annotation.__metadata__[0] for name, annotation in GeneratorArguments.__annotations__.items()
-}
+OPTIONS = rows_of(GeneratorArguments)
 """Every option by its name."""
 
 
@@ -160,54 +137,11 @@ def resolve_options(given: Mapping[str, object]) -> GeneratorArguments:
         ValueError: a value is out of range, or two contradict each other.
         TypeError: a name is unknown, or a value has the wrong type.
     """
-    if unknown := given.keys() - OPTIONS.keys():
-        raise TypeError(f"Generator got an unexpected keyword argument {min(unknown)!r}")
-    values = {}
-    for name, row in OPTIONS.items():
-        value = given.get(name, row.default)
-        values[name] = value if value is None and row.default is None else row.check(name, value)
-    options = cast(GeneratorArguments, values)
+    options = cast(GeneratorArguments, resolve(given, {}, table=OPTIONS, caller="Generator"))
     check_combination(options["tree"], options["block_size"], options["denoise_steps"])
-    check_lookup(options["prompt_lookup"], options["block_size"], options["tree"])
+    lookup, tree = options["prompt_lookup"], options["tree"]
+    if lookup is not None and tree is not None:
+        raise ValueError(f"prompt_lookup={lookup} drafts chains, got tree={tree!r}: leave one of them out")
+    if lookup is not None and options["block_size"] == 1:
+        raise ValueError(f"prompt_lookup={lookup} needs blocks of at least 2 rows, got block_size=1")
     return options
-
-
-# --------------------------------------------------------------------------------------------------------- combinations
-
-
-def check_lookup(prompt_lookup: int | None, block_size: BlockSize, tree: TreeSize) -> None:
-    """Raise ValueError unless n-grams can be looked up for blocks like these."""
-    if prompt_lookup is not None and tree is not None:
-        raise ValueError(f"prompt_lookup={prompt_lookup} drafts chains, got tree={tree!r}: leave one of them out")
-    if prompt_lookup is not None and block_size == 1:
-        raise ValueError(f"prompt_lookup={prompt_lookup} needs blocks of at least 2 rows, got block_size=1")
-
-
-def check_combination(
-    tree: TreeSize, block_size: BlockSize = None, denoise_steps: int = 1, acceptance: str = "keyed",
-    draft_sharpness: float = 1.0,
-) -> None:  # fmt: skip
-    """Raise ValueError if the other settings rule out a tree, or a chain whose width is chosen as a call proceeds."""
-    reason = ""
-    # 1. Trees
-    if acceptance == "rejection":
-        reason = 'acceptance="rejection": a tree\'s drafts are not drawn from the drafter, and tokens would be biased'
-    elif denoise_steps > 1:
-        reason = f"denoise_steps={denoise_steps}: a tree grows from one pass of the drafter"
-    elif draft_sharpness != 1:
-        reason = f"draft_sharpness={draft_sharpness!r}: a tree holds the drafter's best tokens, and none is drawn"
-    if tree is not None and reason:
-        raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Pass tree=None, or leave that out")
-    # 2. Widths
-    reason = f"tree={tree!r}, which verifies rows of its own number" if tree is not None else ""
-    if acceptance == "rejection":
-        reason = 'acceptance="rejection": its text depends on where blocks begin, and so would on the time of steps'
-    if block_size == "auto" and reason:
-        raise ValueError(f"block_size={block_size!r} cannot be combined with {reason}. Pass a number, or leave it out")
-
-
-def tree_rows(tree: TreeSize) -> int:
-    """Return the most rows of a tree of this size; 0 for chains."""
-    from .ops import MAX_TREE_ROWS
-
-    return 0 if tree is None else MAX_TREE_ROWS if tree == "auto" else tree

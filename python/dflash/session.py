@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .call import Call, GenerateArguments, check_stream_arguments
@@ -52,7 +51,6 @@ class _RunningRequest:
 
     answer: Answer
     text: BatchDecoder | None
-    ids: list[int]  # of its prompt, then of its answer
     began: float
 
 
@@ -173,7 +171,7 @@ class Session:
 
     def _admit(self, call: Call, skip_special_tokens: bool) -> int:
         self._run.require_open()
-        ids, began, text = call.prompts[0].tolist(), time.perf_counter(), None
+        began, text = time.perf_counter(), None
         if call.tokenizer is not None:
             text = BatchDecoder(1, call.tokenizer, call.stop_strings, skip_special_tokens)
         row = self._idle[0]
@@ -188,7 +186,7 @@ class Session:
             self._run.retire(row)
             raise
         self._idle.popleft()
-        self._requests[row] = _RunningRequest(answer, text, ids, began)
+        self._requests[row] = _RunningRequest(answer, text, began)
         return row
 
     def step(self) -> list[RowEvent]:
@@ -250,7 +248,6 @@ class Session:
     def _event(self, answer: Answer) -> RowEvent:
         request = self._requests[answer.row]
         event = event_of(self.generator.engine, [answer], request.text, request.began)
-        request.ids += event.ids[0]
         return RowEvent(answer.row, event, answer.error)
 
     def settle(self) -> bool:
@@ -310,12 +307,11 @@ class Session:
 
     def _retire(self, row: int) -> None:
         self._run.require_open()
-        request = self._requests.pop(row)
+        answer, chunk = self._requests.pop(row).answer, self.generator.prefill_chunk
         self._idle.append(row)
         self._run.retire(row)
-        call, chunk = request.answer.call, self.generator.prefill_chunk
-        has_new_chunks = len(request.ids) // chunk > request.answer.prompt_length // chunk
-        if self.prefix is not None and has_new_chunks and call.pictures is None:
-            whole = torch.tensor(request.ids[: len(request.ids) // chunk * chunk], device=call.ids.device)
+        call, whole_tokens = answer.call, (answer.length + 1) // chunk * chunk
+        if self.prefix is not None and whole_tokens > answer.prompt_length and call.pictures is None:
+            whole = self.generator.state.tokens[row, :whole_tokens].clone()
             if self.prefix.keys(whole)[-1] not in self.prefix:
                 self._ended[row] = replace(call, prompts=[whole], prompt_logprobs=False)

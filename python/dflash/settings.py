@@ -25,6 +25,9 @@ MAX_LOGPROBS = 20
 _MAX_NGRAM, _MAX_SEQUENCES = 2**8, 2**16
 MAX_STOP_STRINGS, _MAX_CHARACTERS = 2**7, 2**12
 
+MTP = "mtp"
+"""Names the head of the target's own files in place of a drafter."""
+
 TreeSize = int | Literal["auto"] | None
 """Rows of a draft tree; "auto" to choose them as a call proceeds; None for chains."""
 
@@ -49,12 +52,11 @@ class AnswerGrammar(Protocol):
 
     def begin(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> Any:
         """Return the place of a row that has not begun, a `dflash.grammar.Matcher`."""
-        ...
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One argument of a call: how it is checked, and its names elsewhere.
+    """One argument of a call, or option of a generator: how it is checked, and its names elsewhere.
 
     Attributes:
         check: returns the checked value; None if it is checked where it is used.
@@ -66,6 +68,7 @@ class Setting:
         request: the field of a request to the server; empty if there is none.
         config: the name in transformers' generation_config.
         processor: class of transformers' processor that does the same, and the attribute that holds the value.
+        of_drafts: it means nothing without drafts.
     """
 
     check: Check | None = None
@@ -77,6 +80,7 @@ class Setting:
     request: str = ""
     config: str = ""
     processor: tuple[str, str] | None = None
+    of_drafts: bool = False
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
@@ -113,7 +117,7 @@ def string(name: str, value: object) -> str:
     return value
 
 
-def _at_least(low: int) -> Check:
+def at_least(low: int) -> Check:
     return functools.partial(integer_from, low)
 
 
@@ -140,17 +144,14 @@ def _number(wanted: str, holds: Callable[[float], bool]) -> Callable[[str, objec
     return check
 
 
-def _one_of(*choices: object) -> Check:
+def one_of(*choices: object) -> Check:
     def check(name: str, value: object, _: int) -> object:
         if not any(type(value) is type(choice) and value == choice for choice in choices):
-            raise ValueError(f"{name} must be {' or '.join(map(_quoted, choices))}, got {value!r}")
+            *first, last = (f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices)
+            raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
         return value
 
     return check
-
-
-def _quoted(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _listed(value: object) -> object:
@@ -387,80 +388,60 @@ class GenerateArguments(TypedDict, total=False):
     attention_mask: Annotated["Tensor | None", Setting(receipt="needless")]
     pictures: Annotated["Mapping[str, Tensor] | None", Setting(_pictures, receipt="needless")]  # stated by digests
     max_new_tokens: Annotated[int | None, Setting(
-        _at_least(1), None, "", "stated", help="New tokens at most.", request="max_tokens", config="max_new_tokens",
-    )]
+        at_least(1), None, "", "stated", help="New tokens at most.", request="max_tokens", config="max_new_tokens")]
     temperature: Annotated[float | None, Setting(
         _temperature, 0.0, "sampling", "stated", help="0 is greedy; default: the model's own.",
-        request="temperature", config="temperature", processor=("TemperatureLogitsWarper", "temperature"),
-    )]
+        request="temperature", config="temperature", processor=("TemperatureLogitsWarper", "temperature"))]
     top_k: Annotated[int | None, Setting(
-        _at_least(0), 0, "sampling", "stated", help="Keep the k best tokens; 0 is off.",
-        request="top_k", config="top_k", processor=("TopKLogitsWarper", "top_k"),
-    )]
+        at_least(0), 0, "sampling", "stated", help="Keep the k best tokens; 0 is off.",
+        request="top_k", config="top_k", processor=("TopKLogitsWarper", "top_k"))]
     top_p: Annotated[float | None, Setting(
         _top_p, 1.0, "sampling", "stated", help="Keep the most probable tokens up to this mass.",
-        request="top_p", config="top_p", processor=("TopPLogitsWarper", "top_p"),
-    )]
+        request="top_p", config="top_p", processor=("TopPLogitsWarper", "top_p"))]
     min_p: Annotated[float | None, Setting(
         _min_p, 0.0, "sampling", "stated", help="Drop tokens this much less probable than the best.",
-        request="min_p", config="min_p", processor=("MinPLogitsWarper", "min_p"),
-    )]
+        request="min_p", config="min_p", processor=("MinPLogitsWarper", "min_p"))]
     seed: Annotated[int | Sequence[int] | None, Setting(
-        _seed, None, "sampling", "needless", help="The same seed writes the same text.", request="seed",
-    )]
+        _seed, None, "sampling", "needless", help="The same seed writes the same text.", request="seed")]
     draft_sharpness: Annotated[float | None, Setting(
-        _sharpness, 1.0, "sampling", "needless", help="How sharply the drafter follows its logits: a number, or inf.",
-    )]
+        _sharpness, 1.0, "sampling", "needless", help="How sharply the drafter follows its logits: a number, or inf.")]
     acceptance: Annotated[Literal["keyed", "rejection"] | None, Setting(
-        _one_of("keyed", "rejection"), "keyed", "", "needless",
-    )]
+        one_of("keyed", "rejection"), "keyed", "", "needless")]
     stop_token_ids: Annotated[Sequence[int] | int | None, Setting(
-        _token_or_tokens, (), "", "stated", request="stop_token_ids", config="eos_token_id",
-    )]
+        _token_or_tokens, (), "", "stated", request="stop_token_ids", config="eos_token_id")]
     stop_strings: Annotated[Sequence[str] | str | None, Setting(
         _strings, (), "", "stated", help="End where this text is written; may be repeated.", flag="--stop",
-        request="stop", config="stop_strings",
-    )]
+        request="stop", config="stop_strings")]
     repetition_penalty: Annotated[float | None, Setting(
         _repetition, 1.0, "rule", "stated", request="repetition_penalty", config="repetition_penalty",
-        processor=("RepetitionPenaltyLogitsProcessor", "penalty"),
-    )]
+        processor=("RepetitionPenaltyLogitsProcessor", "penalty"))]
     presence_penalty: Annotated[float | None, Setting(_penalty, 0.0, "rule", "stated", request="presence_penalty")]
     frequency_penalty: Annotated[float | None, Setting(_penalty, 0.0, "rule", "stated", request="frequency_penalty")]
     no_repeat_ngram_size: Annotated[int | None, Setting(
         _up_to(_MAX_NGRAM), 0, "rule", "stated", request="no_repeat_ngram_size", config="no_repeat_ngram_size",
-        processor=("NoRepeatNGramLogitsProcessor", "ngram_size"),
-    )]
+        processor=("NoRepeatNGramLogitsProcessor", "ngram_size"))]
     logit_bias: Annotated[Mapping[int | tuple[int, ...], float] | None, Setting(
         _biases, (), "rule", "stated", request="logit_bias", config="sequence_bias",
-        processor=("SequenceBiasLogitsProcessor", "sequence_bias"),
-    )]
+        processor=("SequenceBiasLogitsProcessor", "sequence_bias"))]
     bad_words_ids: Annotated[Sequence[Sequence[int]] | None, Setting(
-        _words, (), "rule", "stated", config="bad_words_ids", processor=("NoBadWordsLogitsProcessor", "bad_word_ids"),
-    )]
+        _words, (), "rule", "stated", config="bad_words_ids", processor=("NoBadWordsLogitsProcessor", "bad_word_ids"))]
     suppress_tokens: Annotated[Sequence[int] | None, Setting(
         _tokens, (), "rule", "stated", config="suppress_tokens",
-        processor=("SuppressTokensLogitsProcessor", "suppress_tokens"),
-    )]
+        processor=("SuppressTokensLogitsProcessor", "suppress_tokens"))]
     begin_suppress_tokens: Annotated[Sequence[int] | None, Setting(
         _tokens, (), "rule", "stated", config="begin_suppress_tokens",
-        processor=("SuppressTokensAtBeginLogitsProcessor", "begin_suppress_tokens"),
-    )]
+        processor=("SuppressTokensAtBeginLogitsProcessor", "begin_suppress_tokens"))]
     forced_bos_token_id: Annotated[int | Sequence[int] | None, Setting(
         _at_most_one_token, (), "rule", "stated", config="forced_bos_token_id",
-        processor=("ForcedBOSTokenLogitsProcessor", "bos_token_id"),
-    )]
+        processor=("ForcedBOSTokenLogitsProcessor", "bos_token_id"))]
     forced_eos_token_id: Annotated[int | Sequence[int] | None, Setting(
         _token_or_tokens, (), "rule", "stated", config="forced_eos_token_id",
-        processor=("ForcedEOSTokenLogitsProcessor", "eos_token_id"),
-    )]
+        processor=("ForcedEOSTokenLogitsProcessor", "eos_token_id"))]
     min_length: Annotated[int | None, Setting(
-        _at_least(0), 0, "rule", "stated", config="min_length", processor=("MinLengthLogitsProcessor", "min_length"),
-    )]
+        at_least(0), 0, "rule", "stated", config="min_length", processor=("MinLengthLogitsProcessor", "min_length"))]
     min_new_tokens: Annotated[int | None, Setting(  # even 0 turns min_length off
-        _at_least(0), None, "rule", "stated", request="min_tokens", config="min_new_tokens",
-        processor=("MinNewTokensLengthLogitsProcessor", "min_new_tokens"),
-    )]
+        at_least(0), None, "rule", "stated", request="min_tokens", config="min_new_tokens",
+        processor=("MinNewTokensLengthLogitsProcessor", "min_new_tokens"))]
     grammar: Annotated[AnswerGrammar | Sequence[AnswerGrammar | None] | None, Setting(receipt="stated")]
     logits_processor: Annotated[Sequence[LogitsProcessor] | None, Setting(_callables, ())]
     stopping_criteria: Annotated[Sequence[StoppingCriterion] | None, Setting(_callables, ())]
@@ -470,19 +451,20 @@ class GenerateArguments(TypedDict, total=False):
     tokenizer: Annotated[Tokenizer | None, Setting(receipt="needless")]
     streamer: Annotated[Streamer | None, Setting(receipt="needless")]
     num_return_sequences: Annotated[int | None, Setting(
-        _at_least(1), 1, "", "needless", config="num_return_sequences",
-    )]
-    denoise_steps: Annotated[int | None, Setting(_at_least(1), 1, "", "needless")]
+        at_least(1), 1, "", "needless", config="num_return_sequences")]
+    denoise_steps: Annotated[int | None, Setting(at_least(1), 1, "", "needless")]
     tree: Annotated[TreeSize, Setting(
-        _tree, None, "", "needless", help="Draft trees of so many rows, 2 to 128, or auto; default: chains.",
-    )]
+        _tree, None, "", "needless", help="Draft trees of so many rows, 2 to 128, or auto; default: chains.")]
     # fmt: on
 
 
-SETTINGS: dict[str, Setting] = {
-    name: annotation.__metadata__[0] for name, annotation in GenerateArguments.__annotations__.items()
-}
-"""Every setting by its name, in the order of the table."""
+def rows_of(table: type) -> dict[str, Setting]:
+    """Return the rows of a table by name, in its order."""
+    return {name: annotation.__metadata__[0] for name, annotation in table.__annotations__.items()}
+
+
+SETTINGS = rows_of(GenerateArguments)
+"""Every setting by its name."""
 
 
 def checked(name: str, value: object, vocab_size: int = 0) -> Any:
@@ -496,22 +478,27 @@ def checked(name: str, value: object, vocab_size: int = 0) -> Any:
     return value if value is None or check is None else check(name, value, vocab_size)
 
 
-def resolve(given: Mapping[str, object], configured: Mapping[str, object], vocab_size: int) -> dict[str, Any]:
+def resolve(
+    given: Mapping[str, object], configured: Mapping[str, object], vocab_size: int = 0, *,
+    table: Mapping[str, Setting] = SETTINGS, caller: str = "generate",
+) -> dict[str, Any]:  # fmt: skip
     """Return every setting's checked value: the caller's, else the generation_config's, else that of the row.
 
     Args:
         given: the arguments of a call.
         configured: values of the target's generation_config, by our names.
         vocab_size: of the target.
+        table: the rows.
+        caller: whose arguments they are.
 
     Raises:
         ValueError: a value is out of range.
         TypeError: a name is unknown, or a value has the wrong type.
     """
-    if unknown := given.keys() - SETTINGS.keys():
-        raise TypeError(f"generate got an unexpected keyword argument {min(unknown)!r}")
+    if unknown := given.keys() - table.keys():
+        raise TypeError(f"{caller} got an unexpected keyword argument {min(unknown)!r}")
     values = {}
-    for name, row in SETTINGS.items():
+    for name, row in table.items():
         value = configured.get(name) if given.get(name) is None else given[name]
         if value is not None and row.check is not None:
             value = row.check(name, value, vocab_size)
@@ -559,3 +546,33 @@ def resolve_rules(values: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
                 f"logits_processor holds a {theirs[0]}: choose one of them"
             )
     return rules
+
+
+def check_combination(
+    tree: TreeSize, block_size: BlockSize = None, denoise_steps: int = 1, acceptance: str = "keyed",
+    draft_sharpness: float = 1.0,
+) -> None:  # fmt: skip
+    """Raise ValueError if the other settings rule out a tree, or a chain whose width is chosen as a call proceeds."""
+    reason = ""
+    # 1. Trees
+    if acceptance == "rejection":
+        reason = 'acceptance="rejection": a tree\'s drafts are not drawn from the drafter, and tokens would be biased'
+    elif denoise_steps > 1:
+        reason = f"denoise_steps={denoise_steps}: a tree grows from one pass of the drafter"
+    elif draft_sharpness != 1:
+        reason = f"draft_sharpness={draft_sharpness!r}: a tree holds the drafter's best tokens, and none is drawn"
+    if tree is not None and reason:
+        raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Pass tree=None, or leave that out")
+    # 2. Widths
+    reason = f"tree={tree!r}, which verifies rows of its own number" if tree is not None else ""
+    if acceptance == "rejection":
+        reason = 'acceptance="rejection": its text depends on where blocks begin, and so would on the time of steps'
+    if block_size == "auto" and reason:
+        raise ValueError(f"block_size={block_size!r} cannot be combined with {reason}. Pass a number, or leave it out")
+
+
+def tree_rows(tree: TreeSize) -> int:
+    """Return the most rows of a tree of this size; 0 for chains."""
+    from .ops import MAX_TREE_ROWS
+
+    return 0 if tree is None else MAX_TREE_ROWS if tree == "auto" else tree

@@ -152,14 +152,9 @@ class State:
     """
 
     def __init__(
-        self,
-        target: Target,
-        draft: Drafter | MtpHead | None,
-        batch: int,
-        max_length: int,
-        block_size: int,
+        self, target: Target, draft: Drafter | MtpHead | None, batch: int, max_length: int, block_size: int,
         tree_rows: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         device, capacity = target.device, max_length + max(block_size, tree_rows)  # a block may look past the end
 
         def zeros(*shape: int) -> Tensor:

@@ -29,11 +29,9 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str:
         """Return the text of token ids."""
-        ...
 
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]:
         """Return the ids of tokens."""
-        ...
 
     @property
     def all_special_ids(self) -> list[int]: ...
@@ -47,11 +45,9 @@ class Streamer(Protocol):
 
     def put(self, value: Tensor) -> None:
         """Take the prompt, ``[1, length]``, or new ids, ``[n]``."""
-        ...
 
     def end(self) -> None:
         """Take note of the end."""
-        ...
 
 
 class StopFinder(Protocol):
@@ -59,7 +55,6 @@ class StopFinder(Protocol):
 
     def push(self, new: list[int]) -> int | None:
         """Add ids; return how many of them a one-token loop would have emitted before it stopped, or None for all."""
-        ...
 
 
 def open_suffix(text: str, patterns: Sequence[str]) -> int:

@@ -193,7 +193,7 @@ class ServeOptions:
                 folder = terminal.printable(self.receipts)
                 raise ValueError(f"--receipts needs a folder to write to, got {folder}: {reason}") from error
         if self.learn is not None:
-            if models.draft in (None, "mtp") or models.block_size == 1:
+            if models.draft in (None, options.MTP) or models.block_size == 1:
                 raise ValueError(
                     "--learn needs a drafter with blocks of at least 2 rows, beside the target: name it with --draft"
                 )
@@ -317,7 +317,7 @@ def _make_scheduler(
     room = _room(target, asked.rows, asked.max_length, free, each)
     chunk = asked.prefill_chunk or (64 if target.device.type == "cpu" else 128)
     sizes = {"max_length": room, "batch_size": asked.rows, "prefill_chunk": chunk}
-    generator = Generator(target, drafter, **sizes, on_answer=recorder, **models.generator)
+    generator = Generator(target, drafter, **sizes, on_answer=recorder, **models.generator(drafter))
     cache_bytes = int(_cache_bytes(target, room * each, free) if asked.cache_gb is None else asked.cache_gb * 1e9)
     _LOG.info("cache of prompts: %.1f GB", cache_bytes / 1e9)
     return Scheduler(generator, max_waiting=asked.queue, cache_bytes=cache_bytes)

@@ -10,7 +10,7 @@ from baseline import greedy, prompt
 from families import make_draft
 
 import dflash
-from dflash.generator import locks_held_here
+from dflash.generator import held
 
 NEW = 8
 OUTER, INNER = prompt(9, seed=3), prompt(5, seed=4)
@@ -98,7 +98,7 @@ class TestOneGenerator:
             return answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER)
 
         inside = Inside(from_the_inside)
-        with from_inside(place, inside, target, draft, locks_held_here) as arguments:
+        with from_inside(place, inside, target, draft, lambda: held.locks) as arguments:
             generator = dflash.Generator(target, draft, max_length=64)
             output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
         assert answer(output, OUTER) == expected[0]
@@ -122,7 +122,7 @@ class TestOneGenerator:
         second = dflash.Generator(target, draft, max_length=64)
         inside = Inside(lambda: answer(second.generate(INNER[None], max_new_tokens=NEW), INNER))
         for place in ("put", "processor", "hook of the target"):
-            with from_inside(place, inside, target, draft, locks_held_here) as arguments:
+            with from_inside(place, inside, target, draft, lambda: held.locks) as arguments:
                 generator = dflash.Generator(target, draft, max_length=64)
                 output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
             assert answer(output, OUTER) == expected[0]

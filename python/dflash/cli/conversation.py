@@ -43,30 +43,40 @@ class Chat:
     messages: list[dict[str, str]] = field(default_factory=list)
     console: Console = field(default_factory=lambda: Console(stderr=True))
 
-    def answer(self, number: int, message: str) -> bool:
-        """Answer a message, line ``number`` of the input.
+    def respond(self, number: int, message: str, is_command: bool) -> bool:
+        """Answer a message, line ``number`` of the input, or run a command.
 
         Returns False, and leaves the conversation as it was, if that cannot be done.
         """
+        try:
+            if is_command:
+                self._run(message)
+            else:
+                self._answer(check_text(message, "standard input", number))
+        except (ValueError, TypeError) as error:
+            running.print_error(error)
+            if self.as_json:
+                typer.echo(json.dumps({"error": str(error)}))
+            return False
+        return True
+
+    def _answer(self, message: str) -> None:
+        """Print the answer to a message, and add both to the conversation."""
         answer = StreamedAnswer(self.generator.tree, quiet=self.as_json)
         try:
-            check_text(message, "standard input", number)
             with contextlib.closing(self._ask(message)) as events:
                 for event in events:
                     answer.add(event)
         except KeyboardInterrupt:
             self.console.print("[dim](stopped)[/]")
-        except ValueError as error:
-            return self._refuse(error)
         if answer.last is None:
-            return True  # stopped before it began
+            return  # stopped before it began
         self.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
         if self.as_json:
             typer.echo(json.dumps(answer.report()))
         else:
             typer.echo()
             self.console.print(f"[dim]{answer.summary()}[/]", soft_wrap=True)
-        return True
 
     def _ask(self, message: str) -> Iterator[Any]:
         """Stream the answer to a message, which is not added yet. Raises ValueError if there is no room for it."""
@@ -84,22 +94,9 @@ class Chat:
         rest = {"tokenizer": self.tokenizer, "skip_special_tokens": True, **self.arguments, "max_new_tokens": new}
         return self.generator.stream(prompt, **rest)
 
-    def _refuse(self, error: Exception) -> bool:
-        running.print_error(error)
-        if self.as_json:
-            typer.echo(json.dumps({"error": str(error)}))
-        return False
-
-    def command(self, _number: int, line: str) -> bool:
-        """Run a line that begins with a slash. Returns False if there is no such command or it refuses a value."""
+    def _run(self, line: str) -> None:
+        """Run a line that begins with a slash. Raises ValueError if there is no such command or it refuses a value."""
         name, _, rest = line.strip().partition(" ")
-        try:
-            self._run(name, *rest.strip().partition(" ")[::2])
-        except (ValueError, TypeError) as error:
-            return self._refuse(error)
-        return True
-
-    def _run(self, name: str, setting: str, value: str) -> None:
         if name == "/help":
             typer.echo("\n".join(f"{usage:<18}{text}" for usage, text in COMMANDS.items()), err=True)
         elif name == "/reset":
@@ -107,6 +104,7 @@ class Chat:
         elif name == "/drop":
             del self.messages[:2]
         elif name == "/set":
+            setting, _, value = rest.strip().partition(" ")
             self._set(setting, value.strip())
         else:
             known = ", ".join(usage.split()[0] for usage in COMMANDS if usage.startswith("/"))

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 import typer
 
 from ..files import check_writable, read_json
-from ..options import OPTIONS, GeneratorArguments, OneShotOptions, check_combination, resolve_options
-from ..settings import SETTINGS, BlockSize, GenerateArguments, WeightStorage, checked
+from ..options import OPTIONS, GeneratorArguments, OneShotOptions, resolve_options
+from ..settings import MTP, SETTINGS, BlockSize, GenerateArguments, WeightStorage, check_combination, checked
 from ..terminal import printable
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class _Models:
     dtype: Dtype = "auto"
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
+    asks_draft: bool = True  # False once resolved without --draft; not an option
 
     def named(self, target: str | None) -> Any:
         """Return these options with the positional MODEL, if there is one, as the target."""
@@ -114,25 +115,21 @@ class _Models:
         check_combination(tree, block_size, draft_sharpness=draft_sharpness)
         # 2. The weights.
         self.check_storage()
-        if self.draft_weights is not None and block_size == 1:
-            option = f"--draft-weights {self.draft_weights}"
+        needy = [name for name in ("draft_weights", "drafter_window", "tree") if options[name] is not None]
+        if needy and needy[0] != "tree" and block_size == 1:
+            option = f"{option_of(needy[0])} {options[needy[0]]}"
             raise ValueError(f"{option} needs a drafter, and --block-size 1 has none: leave one of them out")
-        if self.drafter_window is not None and block_size == 1:
-            raise ValueError("--drafter-window needs a drafter, and --block-size 1 has none: leave one of them out")
         # 3. The models.
         own = None if needs_draft else self._own_head(block_size)
         draft = own or (None if self.draft == "none" else self.draft)
-        if draft == "mtp" and self.draft is None and block_size is None:
+        if draft == MTP and self.draft is None and block_size is None:
             block_size = "auto"
-        resolved = dataclasses.replace(self, draft=draft, tree=tree, block_size=block_size)
+        asks = self.draft is not None
+        resolved = dataclasses.replace(self, draft=draft, tree=tree, block_size=block_size, asks_draft=asks)
         if needs_draft or self.model is None:
             check_pair(self.model, draft, "without both, the pair inside the package answers")
-        elif self.draft_weights is not None and draft is None:
-            raise ValueError("--draft-weights needs a drafter: name one with --draft")
-        elif self.drafter_window is not None and draft is None:
-            raise ValueError("--drafter-window needs a drafter: name one with --draft")
-        elif tree is not None and draft is None:
-            raise ValueError("--tree needs a drafter: name one with --draft")
+        elif needy and draft is None:
+            raise ValueError(f"{option_of(needy[0])} needs a drafter: name one with --draft")
         elif draft is None and self.prompt_lookup is None and block_size not in (None, 1):
             raise ValueError(f"--block-size {block_size} needs drafts: name a drafter with --draft, or --prompt-lookup")
         if self.model is not None:
@@ -146,7 +143,7 @@ class _Models:
         return dataclasses.replace(resolved, model=str(PAIR / "target"), draft=str(PAIR / "draft"))
 
     def _own_head(self, block_size: BlockSize) -> str | None:
-        """Return "mtp" if the target's own head is to draft, because nothing else is asked for, and say so."""
+        """Return `MTP` if the target's own head is to draft, because nothing else is asked for, and say so."""
         others = (self.draft, self.tree, self.draft_weights, self.drafter_window, self.prompt_lookup)
         if self.model is None or block_size == 1 or any(other is not None for other in others):
             return None
@@ -155,7 +152,7 @@ class _Models:
         if not has_mtp(self.model, local_files_only=False):
             return None
         typer.echo("the target brings a head for drafts, which is used (mtp); --draft none turns it off", err=True)
-        return "mtp"
+        return MTP
 
     def check_storage(self) -> None:
         """Raise ValueError if the target's weights are to be stored in 8 bits on another device than the CPU."""
@@ -181,16 +178,16 @@ class _Models:
         """Load the target and its drafter, if one is named; return both with the device.
 
         With the dtype "auto", the target keeps that of its files, and the drafter gets the target's. If the target
-        cannot verify trees of ``tree`` rows, nothing is loaded.
+        cannot verify trees of ``tree`` rows, nothing is loaded. A damaged head that nobody asked for is left out.
         """
         from . import sources
 
         return sources.load_models(self, source)
 
-    @property
-    def generator(self) -> dict[str, Any]:
-        """Arguments of a `dflash.Generator`, but for trees."""
-        return {name: getattr(self, name) for name in OneShotOptions.__annotations__}
+    def generator(self, drafter: Any) -> dict[str, Any]:
+        """Return the arguments of a `dflash.Generator` for what `load` returned, but for trees."""
+        given = {name: getattr(self, name) for name in OneShotOptions.__annotations__}
+        return given if drafter is not None or self.prompt_lookup is not None else given | {"block_size": None}
 
 
 def _generator_options() -> Iterator[tuple[str, Any, None]]:
@@ -281,9 +278,9 @@ def command(variables: str = "", **without: tuple[str, ...]) -> Callable[[Callab
     """Decorate a command: its parameters become options, and so do the fields of those that are dataclasses.
 
     A parameter or field is ``Annotated`` with typer's option or argument, or with the help text of an option; a bool
-    then becomes a flag without a ``--no-`` form. ``without`` has, by parameter, the fields that are no options. A
-    dataclass may have ``PANELS``: the heading of the help from a field on. With the prefix ``variables``, each option
-    may also be a variable: ``--max-length`` is PREFIX_MAX_LENGTH.
+    then becomes a flag without a ``--no-`` form. Fields without ``Annotated`` are no options, nor are those that
+    ``without`` has by parameter. A dataclass may have ``PANELS``: the heading of the help from a field on. With the
+    prefix ``variables``, each option may also be a variable: ``--max-length`` is PREFIX_MAX_LENGTH.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -295,7 +292,9 @@ def command(variables: str = "", **without: tuple[str, ...]) -> Callable[[Callab
                 options.append(_option(name, kind, parameter.default, variables=variables))
                 continue
             hints = typing.get_type_hints(kind, include_extras=True)
-            fields = [field for field in dataclasses.fields(kind) if field.name not in without.get(name, ())]
+            skipped = {field for field, hint in hints.items() if not hasattr(hint, "__metadata__")}
+            skipped.update(without.get(name, ()))
+            fields = [field for field in dataclasses.fields(kind) if field.name not in skipped]
             groups[name], panel = (kind, [field.name for field in fields]), None
             for field in fields:
                 panel = getattr(kind, "PANELS", {}).get(field.name, panel)

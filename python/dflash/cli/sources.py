@@ -15,18 +15,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from .. import targets
 from ..drafter import MTP
 from ..fit import check_tree
 from ..loading import Pretrained, find_known_draft, load_draft, load_mtp
-from ..targets import (
-    check_target,
-    is_packed,
-    is_quantized,
-    max_positions,
-    modules_of_text,
-    store_int8_,
-    weight_bytes_per_token,
-)
 from ..terminal import printable
 from ..threads import fit_threads
 
@@ -109,7 +101,8 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
             typer.echo(text, err=True)
 
     if source.stores_int8:
-        modules = [module for _, module in modules_of_text(check_target(source.load_empty_target(), loaded=False))]
+        empty = targets.check_target(source.load_empty_target(), loaded=False)
+        modules = [module for _, module in targets.modules_of_text(empty)]
         layers = [module for module in modules if not isinstance(module, torch.nn.Embedding)]
         weights = {weight for layer in layers for weight in layer._parameters.values() if weight is not None}
         size = sum(weight.numel() for weight in weights if weight.dim() > 1)
@@ -118,20 +111,20 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
     with waiting("target", source.name, source):
         target = source.load_target(dtype, device)
         is_wide = dtype != "auto" or target.dtype != torch.float16 or target.device.type != "cpu"
-        if not is_wide and not is_quantized(target):
+        if not is_wide and not targets.is_quantized(target):
             text = "the target is stored as float16, which CPU kernels do not take: it runs as --dtype float32"
             typer.echo(text, err=True)
             target = target.float()
         if source.stores_int8:
-            store_int8_(target)
+            targets.store_int8_(target)
     if source.samples and source.gguf is not None and not target.generation_config.do_sample:
         found, keys = source.gguf.sampling, [key for key in source.gguf.metadata if key.startswith("general.sampling.")]
         target.generation_config.update(do_sample=found["temperature"] > 0, **found)
         values = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
         how = "the keys of the file" if keys else "default"
         say(f"sampling: {values}, as llama.cpp by {how}; options and requests set others")
-    if is_packed(target):
-        sizes = weight_bytes_per_token(target)
+    if targets.is_packed(target):
+        sizes = targets.weight_bytes_per_token(target)
         kinds = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items())
         most = memory_bytes_per_second() / sum(sizes.values())
         say(f"a token reads {kinds} of weights: memory allows {most:.0f} tokens per second without drafts")
@@ -147,15 +140,21 @@ def load_models(models: Any, source: Source) -> tuple[Any, Any, str]:
         with waiting("drafter", draft, source):
             asked = None if dtype == "auto" else getattr(torch, dtype)
             drafter = load_draft(draft, dtype=asked, device=device, keeps_blocks=source.keeps_blocks)
-    elif draft is None and source.is_logged and (found := find_known_draft(models.model)) is not None:
+    elif not models.asks_draft and source.is_logged and (found := find_known_draft(models.model)) is not None:
         _LOG.info("%s drafts for this model: --draft %s", found.name, "auto" if found.is_local else found.name)
     target = load_target(source, dtype, device)
     if draft == MTP:
         try:
-            return target, load_mtp(target), device
+            drafter = load_mtp(target)
         except ValueError as error:
-            raise ValueError(f"{error} (--draft none answers without the target's own head)") from error
-    if drafter is not None and dtype == "auto":
+            text = f"{error} (--draft none answers without the target's own head)"
+            if models.asks_draft:
+                raise ValueError(text) from error
+            if source.is_logged:
+                _LOG.warning("it is left out: %s", text)
+            else:
+                typer.echo(f"warning: it is left out: {text}", err=True)
+    elif drafter is not None and dtype == "auto":
         drafter = load_draft(drafter, dtype=target.dtype, keeps_blocks=source.keeps_blocks)
     return target, drafter, device
 
@@ -172,4 +171,4 @@ def memory_bytes_per_second() -> float:
 
 def room_of(target: Any, max_length: int) -> int:
     """Return ``max_length``, or the target's positions if these are fewer."""
-    return min(max_length, max_positions(target) or max_length)
+    return min(max_length, targets.max_positions(target) or max_length)

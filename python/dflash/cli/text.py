@@ -79,7 +79,7 @@ def generate(
     recorder = None if receipt is None else Recorder(target, prompts, **arguments)
     arguments = arguments if recorder is None else recorder.arguments
     answer = StreamedAnswer(models.tree, quiet=as_json)
-    for event in stream(target, drafter, prompts, skip_special_tokens=True, **models.generator, **arguments):
+    for event in stream(target, drafter, prompts, skip_special_tokens=True, **models.generator(drafter), **arguments):
         answer.add(event)
         if recorder is not None:
             recorder.add(event)
@@ -159,17 +159,16 @@ def chat(
     check_system(tokenizer, system)
     model, drafter, device = models.load(source)
     length = sources.room_of(model, max_length)
-    generator = Generator(model, drafter, max_length=length, tree=models.tree, **models.generator)
+    generator = Generator(model, drafter, max_length=length, tree=models.tree, **models.generator(drafter))
     arguments = {"max_new_tokens": max_new_tokens, **dataclasses.asdict(sampling)}
     conversation = Chat(generator, tokenizer, device, system, arguments, as_json)
     if not as_json:
-        drafts = "no drafter" if models.draft is None else f"drafter {printable(models.draft)}"
+        drafts = "no drafter" if drafter is None else f"drafter {printable(models.draft)}"
         typer.echo(f"{printable(models.model)}, {drafts}; /help lists the commands, /bye leaves", err=True)
     # 2. Answer message by message.
     all_answered = True
-    for number, message, is_command in read_messages(conversation.console):
-        respond = conversation.command if is_command else conversation.answer
-        all_answered &= respond(number, message)
+    for message in read_messages(conversation.console):
+        all_answered &= conversation.respond(*message)
     if not (all_answered or sys.stdin.isatty()):
         raise typer.Exit(1)
 

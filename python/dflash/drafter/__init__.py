@@ -1,5 +1,6 @@
 """The DFlash drafter: its config and its forward pass."""
 
+from ..settings import MTP
 from .config import DFlash2Config, DraftConfig
 from .drafter import (
     CandidateSelector,
@@ -11,4 +12,4 @@ from .drafter import (
     scale_logits,
     windowed_draft,
 )
-from .mtp import MAX_MTP_ROWS, MTP, MtpHead
+from .mtp import MAX_MTP_ROWS, MtpHead

@@ -7,7 +7,7 @@ import dataclasses
 import operator
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from ..settings import WeightStorage
 from ..targets import PackedEmbedding, PackedLinear, not_finite
 from ..targets.model import KERNEL_DTYPES, modules_of, tensors_of, weight_of
 from .config import DFlash2Config, DraftConfig
+
+_Draft = TypeVar("_Draft")
 
 
 class Drafter(nn.Module):
@@ -547,7 +549,7 @@ def check_draft_weights(weights: WeightStorage, draft: Drafter | None) -> None:
         )
 
 
-def quantized_draft(weights: WeightStorage, draft: Drafter) -> Drafter:
+def quantized_draft(weights: WeightStorage, draft: _Draft) -> _Draft:
     """Return the drafter itself, or with ``weights="int8"`` an `Int8Drafter` of its parameters, in the same memory.
 
     Raises:
@@ -556,7 +558,7 @@ def quantized_draft(weights: WeightStorage, draft: Drafter) -> Drafter:
     return draft if weights is None else _sharing(Int8Drafter, draft, draft.config)
 
 
-def windowed_draft(window: int | None, draft: Drafter) -> Drafter:
+def windowed_draft(window: int | None, draft: _Draft) -> _Draft:
     """Return a drafter of the same parameters, in the same memory, with a window in its full layers.
 
     Each row of a block sees the block and at least the last ``window`` positions before it, the first row up to a block

@@ -12,8 +12,6 @@ from ..decoder import product
 from ..targets import Target, config_values, embedding_table, max_positions, text_config, weight_of
 from .config import DraftConfig
 
-MTP = "mtp"
-"""Names the head of the target's own files in place of a drafter."""
 MTP_ROWS, MAX_MTP_ROWS = 4, 16  # of a block: by default, and at most
 
 
@@ -63,6 +61,15 @@ class MtpHead(nn.Module):
         """Return its own parameters by name: those of the target's embeddings and head are not among them."""
         shared = {id(part.weight) for part in (self.model.get_input_embeddings(), self.model.get_output_embeddings())}
         return {name: tensor for name, tensor in self.model.named_parameters() if id(tensor) not in shared}
+
+    def share_(self, embedding: Tensor, head: Tensor) -> None:
+        """Do nothing: it was made with the target's embeddings and head."""
+
+    def refresh(self) -> None:
+        """Do nothing: its weights come from files and are never replaced."""
+
+    def forget_values(self) -> None:
+        """Do nothing: there are no copies of its weights."""
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Return an empty cache for ``batch_size`` sequences of ``capacity`` pairs, lookahead included."""

@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..cache import KVCache
 from ..call import Call
-from ..proposers import ChainProposer
 from ..state import FULL, INVALID, RUNNING, STOPPED, Block
 from ..terminal import first_line
 from .prefix import PrefixCache
@@ -126,7 +125,7 @@ class Prefill:
             if n - 1 - start in keep:
                 self._logits[row] = logits[row, keep.index(n - 1 - start)]
         # 2. The drafter's K/V of the same positions, from the tapped features.
-        if isinstance(chain, ChainProposer):
+        if taps:
             features = torch.cat(taps, -1)
             if state.history is not None:
                 state.history.write_(self.rows, past, features)
@@ -208,7 +207,7 @@ def cached_prefix(engine: Engine, prompts: Sequence[Tensor]) -> list[int]:
     cached = [min(have, n - 1) for have, n in zip(shared, lengths, strict=True)]
     cached = _fitting(state.target_cache, cached, lengths, state.tokens.shape[1])
     is_behind = any(have > held for have, held in zip(cached, drafted, strict=True))
-    if is_behind and isinstance(engine.chain, ChainProposer):
+    if is_behind:
         # The features of the last tokens wait in `context` for a step that will not come.
         engine.chain.follow_(state.context[rows], state, rows)
     return cached

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..call import Call, tree_rows
+from ..call import Call
 from ..drafter import Drafter, MtpHead
 from ..history import FeatureHistory
 from ..outputs import FinishedAnswer
 from ..proposers import ChainProposer, LookupProposer, MtpProposer, TreeProposer, chain_widths
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance
-from ..settings import MAX_LOGPROBS, BlockSize
+from ..settings import MAX_LOGPROBS, BlockSize, tree_rows
 from ..state import FULL, RUNNING, STOPPED, Block, Logprobs, State
 from ..targets import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
@@ -211,13 +211,13 @@ class Engine:
     def refresh(self) -> None:
         """Notice weights whose storage was replaced; called once per call, outside of the step."""
         self.target.refresh(self.state.target_cache)
-        if isinstance(self.draft, Drafter):
+        if self.draft is not None:
             self.draft.refresh()
 
     def forget_values(self) -> None:
         """Read all weights again at the next `refresh`, whether they are known to have changed or not."""
         self.target.forget_values()
-        if isinstance(self.draft, Drafter):
+        if self.draft is not None:
             self.draft.forget_values()
 
     # ------------------------------------------------------------------------------------------ rows and calls

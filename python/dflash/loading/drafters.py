@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from ..drafter.config import DFLASH2_KEYS, DraftConfig
 from ..drafter.drafter import Drafter, target_ids
-from ..drafter.mtp import MTP, MtpHead
+from ..drafter.mtp import MtpHead
 from ..files import find_shards, open_tensors, read_json, read_torch_file
 from ..ops import PackedWeight
+from ..settings import MTP
 from ..terminal import listed, named, printable, shortened
 from .fill import StoredWeight, can_pack
 from .gguf import find_gguf, read_gguf

@@ -125,8 +125,7 @@ class DraftPass:
     def __init__(self, draft: Drafter, target: Target, block_size: int) -> None:
         self.draft, self.target, self.num_drafts = draft, target, block_size - 1
         self.rules: LogitRules | None = None
-        if isinstance(draft, Drafter):
-            draft.share_(target.embedding_weight, target.head)
+        draft.share_(target.embedding_weight, target.head)
         self._multiplier, self._softcap = _scales(target.config) if draft.config.scales_like_target else (1.0, 0.0)
 
     def advance(self, state: State) -> Block:

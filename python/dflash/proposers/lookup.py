@@ -60,6 +60,11 @@ class LookupProposer:
         """Begin with whole blocks."""
         self.rows = self.block_size
 
+    def follow_(self, *_: object) -> None:
+        """Do nothing: there is no drafter's cache."""
+
+    follow_prompt_ = follow_
+
     @property
     def kind(self) -> Hashable:
         """Key of the branches of `propose`."""

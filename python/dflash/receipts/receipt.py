@@ -428,6 +428,6 @@ class Recorder:
         answers = (RecordedAnswer(tuple(prompt), tuple(ids), seed, str(reason)) for prompt, ids, seed, reason in parts)
         fingerprints = self._fingerprints or Fingerprints.of(self._target, self._tokenizer)
         statistics = cast("StreamEvent | GenerateOutput", self._last).statistics
-        shapes = statistics.block_size, len(self._prompts), cast(int, OPTIONS["prefill_chunk"].default)
+        shapes = statistics.block_size, len(self._prompts), cast(int, OPTIONS["prefill_chunk"].off)
         digests = picture_digests(self.arguments.get("pictures"))
         return Receipt(tuple(answers), self._settings, fingerprints, *shapes, statistics.weights, digests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -168,15 +169,15 @@ class Verifier:
         self, target: nn.Module, tokenizer: object = None, *, fingerprints: Fingerprints | None = None,
         prepared: Target | None = None,
     ) -> None:  # fmt: skip
-        self._model, self._tokenizer, self._fingerprints = check_target(target), tokenizer, fingerprints
+        self._model, self._tokenizer = check_target(target), tokenizer
+        if fingerprints is not None:
+            self.fingerprints = fingerprints
         self._targets: dict[WeightStorage, Target] = {} if prepared is None else {prepared.weights: prepared}
 
-    @property
+    @functools.cached_property
     def fingerprints(self) -> Fingerprints:
         """Fingerprints of the target and the tokenizer. The first use reads all weights."""
-        if self._fingerprints is None:
-            self._fingerprints = Fingerprints.of(self._model, self._tokenizer)
-        return self._fingerprints
+        return Fingerprints.of(self._model, self._tokenizer)
 
     def passes(
         self, receipt: Receipt, pictures: Mapping[str, Tensor] | None = None

@@ -186,7 +186,9 @@ class Target:
         It does not with experts, whose routers are transformers' modules.
         """
         fused = self._fused
-        return fused is not None and fused.handles(rows) and all(layer.experts is None for layer in fused.stack.layers)
+        if fused is None or not fused.handles(rows):
+            return False
+        return not [layer for layer in fused.stack.layers if layer.experts is not None]
 
     def forward(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor = 0,

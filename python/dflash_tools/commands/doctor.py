@@ -94,7 +94,7 @@ def doctor(
     tokenizer = sources.load_tokenizer(source)
     check_encoding(tokenizer, False, bos)
     empty, keys, file = targets.check_target(source.load_empty_target(), loaded=False), {}, None
-    if draft != "mtp":  # the target's own head has no config of its own
+    if draft != options.MTP:  # the target's own head has no config of its own
         draft = str(path := find_draft(draft))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # loading the drafter warns of unknown keys

@@ -69,7 +69,7 @@ def learn(
         from ..train.data import load_rows
 
         models = models.resolve(needs_draft=True)
-        if models.draft == "mtp":
+        if models.draft == options.MTP:
             raise ValueError("a head in the target's own files cannot learn: name another drafter with --draft")
         _yield_the_machine(threads)
         source = dataclasses.replace(models.source(), keeps_blocks=False)  # it is trained with
@@ -77,7 +77,7 @@ def learn(
         target, draft, _ = models.load(source)
         rows = load_rows(base, tokenizer, min(3072, targets.max_positions(target) or 3072))
         # As dflash serve has them by default; the widths that "auto" chooses follow measured times.
-        replay = {name: value for name, value in models.generator.items() if OPTIONS[name].of_drafts}
+        replay = {name: value for name, value in models.generator(draft).items() if OPTIONS[name].of_drafts}
         replay["block_size"] = None if models.block_size == "auto" else models.block_size
         replay["prefill_chunk"] = 64 if target.device.type == "cpu" else 128
         chosen = dataclasses.replace(learning, replay=replay)

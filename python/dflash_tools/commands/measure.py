@@ -142,7 +142,7 @@ def benchmark(
     """
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
     models = models.named(target)
-    models = models.resolve()
+    models = dataclasses.replace(models.resolve(), asks_draft=True)  # without drafts there is nothing to compare
     if models.draft is None and models.prompt_lookup is None:
         raise ValueError(
             "a benchmark compares drafts with one-token decoding: name a drafter with --draft (auto: a known one), or "
@@ -153,7 +153,7 @@ def benchmark(
         draft_sharpness=draft_sharpness,  # with --tree, that of the chains next to them
         tree=models.tree,
         thinking=False if no_thinking else None,
-        generator=models.generator,
+        generator=models.generator(models.draft),
     )
     numbers = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
     options.check_sampling(**{name: getattr(config, name) for name in numbers})
