@@ -113,18 +113,6 @@ def dspark_dict(**changes) -> dict:
     )
 
 
-def identity_dflash2(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a DFlash 2 drafter's tensors with convolutions and a selector that change nothing."""
-    tensors = dict(tensors)
-    for name, tensor in tensors.items():
-        if name.endswith("base_kernel"):
-            tensors[name] = torch.zeros_like(tensor)
-            tensors[name][:, 0] = 1
-        elif name.endswith(("kernel_projection.weight", "successor_codebook")):
-            tensors[name] = torch.zeros_like(tensor)
-    return tensors
-
-
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a published checkpoint, spelled out independently of the package."""
     hidden, width, head_dim = config.hidden_size, config.intermediate_size, config.head_dim

@@ -1,12 +1,22 @@
 """Tiny random models of every tested target family, and random drafters that fit them."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from draft_variants import DFLASH2_VARIANTS, VARIANTS, random_drafter
+from draft_variants import (
+    DFLASH2_VARIANTS,
+    KNOWN,
+    VARIANTS,
+    dspark_dict,
+    own,
+    random_drafter,
+    reduced,
+    save_drafter,
+)
 from recorded import record
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -189,11 +199,34 @@ def make_draft(target, variant: str = "Qwen3-4B", seed: int = 0) -> dflash.Draft
     return random_drafter(draft_config(target, variant), seed, target.dtype)
 
 
-# Families whose files may hold a head for drafts (multi-token prediction).
-WITH_HEADS = [
-    "qwen3_5", "qwen3_5 (multimodal)", "qwen3_5_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm4_moe",
-    "glm4_moe_lite", "glm_moe_dsa",
-]  # fmt: skip
+def dspark_config(**changes) -> dict:
+    """Return a DSpark drafter's config that fits a tiny target."""
+    return dspark_dict(vocab_size=VOCAB, num_target_layers=4, mask_token_id=1, target_layer_ids=[1, 3], **changes)
+
+
+def saved_draft(folder: Path, config: dict, tensors: dict[str, torch.Tensor] | None = None) -> dflash.Drafter:
+    """Save a random drafter with ``tensors`` of its own, and load it."""
+    return dflash.load_draft(save_drafter(folder, config, tensors))
+
+
+SOME = {"draft_vocab_size": len(KNOWN)}
+# Drafters of every kind for a tiny target, made in a folder.
+DRAFTERS: dict[str, Callable[..., dflash.Drafter]] = {
+    **{name: lambda target, _, name=name: make_draft(target, name) for name in VARIANTS | DFLASH2_VARIANTS},
+    "value scale": lambda target, folder: saved_draft(folder, draft_config(target) | {"attention_value_scale": 0.7}),
+    "DSpark": lambda _, folder: saved_draft(folder, dspark_config()),
+    "DSpark of some tokens": lambda _, folder: saved_draft(folder, dspark_config(**SOME), reduced()),
+    "DSpark without a head": lambda _, folder: saved_draft(folder, dspark_config(markov_rank=0)),
+    "some tokens": lambda target, folder: saved_draft(folder, draft_config(target) | SOME, reduced()),
+    "own head": lambda target, folder: saved_draft(
+        folder, draft_config(target), {"lm_head.weight": own(VOCAB, 64) / 8}
+    ),
+    "the target's head": lambda target, folder: saved_draft(
+        folder, draft_config(target), {"lm_head.weight": target.lm_head.weight.detach().clone()}
+    ),
+}
+
+
 _ONE_LAYER = {
     "num_hidden_layers": 1, "first_k_dense_replace": 0, "layer_types": ["full_attention"],
     "mlp_layer_types": ["sparse"], "indexer_types": ["full"],

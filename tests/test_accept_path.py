@@ -1,17 +1,10 @@
 import pytest
 import torch
 from op_checks import same
-from test_accept_prefix import INVALID, LIMIT, RUNNING, STALE, STOP, draw_case, slow_accept, state
-from trees import SlowTree, chain, choices_along, from_parents, random_tree
-
-from dflash import ops
+from test_accept_prefix import INVALID, LIMIT, RUNNING, STALE, STOP, slow_accept, state
+from trees import SlowTree, choices_along, from_parents, random_tree
 
 pytestmark = pytest.mark.op
-
-NAMES = [
-    "ids", "parents", "choices", "stop_token_ids", "limits", "tokens", "length", "num_context", "done", "path",
-    "chain_choices", "chain_ids",
-]  # fmt: skip
 
 
 def slow_walk(ids, parents, choices, path_rows):
@@ -70,9 +63,7 @@ def check(accept, case):
     wanted, before = expected(case), [x.clone() for x in case[:5]]
     case = [x.clone() for x in case]
     assert accept(*case) is None
-    for name, have, want in zip(NAMES[5:], case[5:], wanted, strict=True):
-        assert torch.equal(have, want), name
-    assert same(case[:5], before)
+    assert same(case, before + wanted)
 
 
 # Rows, path_rows
@@ -83,22 +74,6 @@ SIZES = [(1, 1), (2, 1), (2, 2), (4, 16), (16, 16), (33, 8), (64, 16), (65, 5), 
 def test_random_trees_against_the_definition(rows, path_rows, implementation):
     for seed in range(6):
         check(implementation.accept_path_, draw(seed, 9, rows, path_rows))
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 113])
-def test_a_chain_is_accepted_as_accept_prefix_does(rows, implementation):
-    for seed in range(8):
-        block_ids, posterior, stops, limits, *state = draw_case(seed, 17, rows)
-        theirs = [x.clone() for x in state]
-        ops.accept_prefix_(block_ids, posterior, stops, limits, *theirs)
-        told = [torch.full((17, rows), STALE) for _ in range(3)]
-        implementation.accept_path_(block_ids, chain(block_ids).parents, posterior, stops, limits, *state, *told)
-        assert same(state, theirs)
-        path, choices, ids = told
-        assert path.tolist() == [[*range(rows)]] * 17
-        for b, count in enumerate(state[2].tolist()):
-            assert choices[b].tolist() == posterior[b, :count].tolist() + [-1] * (rows - count)
-            assert ids[b, : max(count, 1)].tolist() == block_ids[b, : max(count, 1)].tolist()
 
 
 #        9

@@ -135,18 +135,6 @@ def test_cases_by_hand(implementation):
     assert run(accept, [9, -1, -1, -1], [4, 5, 6, 7]) == ([9, 4], 4, 1, RUNNING)
 
 
-@pytest.mark.parametrize("done", [STOP, LIMIT, INVALID])
-def test_a_row_that_is_done_stays(implementation, done):
-    accept = implementation.accept_prefix_
-    case = state(2, 3, [[9, 1, 2], [-5, 2**62, -(2**63)]], [[1, 2, 3], [2**62, -1, 7]], [3], done=done)
-    tokens = case[4].clone()
-    accept(*case)
-    assert torch.equal(case[4], tokens)
-    assert case[5].tolist() == [3, 3]
-    assert case[6].tolist() == [0, 0]
-    assert case[7].tolist() == [done, done]
-
-
 @pytest.mark.cuda
 def test_runs_on_the_current_stream_and_inside_a_graph():
     assert ops.cuda_status(torch.cuda.current_device()) == ""

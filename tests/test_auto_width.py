@@ -179,31 +179,23 @@ def drawn(target, prompts) -> list[Tensor]:
     return [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)]
 
 
-def check_cycling(target, draft, prompts, answers, **call) -> None:
-    """Check the text at changing widths of a drafter that knows six tokens of seven."""
+@pytest.mark.parametrize(("variant", "way"), [
+    ("Qwen3-4B", {"denoise_steps": 3}), ("Qwen3-4B", {"draft_sharpness": math.inf}),
+    ("Qwen3-4B", {"logits_processor": [lambda ids, scores: scores]}),
+    ("DFlash2", {}), ("DFlash2", {"temperature": 0.0}),
+], ids=["passes", "sharpness", "processors", "DFlash2", "DFlash2 greedy"])  # fmt: skip
+def test_other_ways_to_draft_keep_the_text(target, prompts, plain, drawn, variant, way):
+    """The drafter knows six tokens of seven."""
+    call = {"temperature": 1.0, "seed": 3} | way
+    answers = drawn if call["temperature"] else plain
     ids, mask = left_padded(prompts)
     texts = [torch.cat(pair) for pair in zip(prompts, answers, strict=True)]
-    generator = hinted(target, draft, texts, spoil=7, block_size="auto")
+    generator = hinted(target, make_draft(target, variant), texts, spoil=7, block_size="auto")
     widths = chain_widths(generator.block_size)
     at_costs(generator, dict.fromkeys(widths, 1.0))
     events = cycling(generator, ids, [widths[place] for place in (4, 1, 0, 3, 2)], attention_mask=mask, **call)
     check_written(events, answers)
     assert events[-1].statistics.acceptance_length > 2.5
-
-
-@pytest.mark.parametrize(
-    "way",
-    [{"denoise_steps": 3}, {"draft_sharpness": math.inf}, {"logits_processor": [lambda ids, scores: scores]}],
-    ids=lambda way: ", ".join(way),
-)
-def test_other_ways_to_draft_keep_the_text(target, draft, prompts, drawn, way):
-    check_cycling(target, draft, prompts, drawn, temperature=1.0, seed=3, **way)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_second_generation_drafter_changes_width(target, plain, drawn, prompts, temperature):
-    answers = drawn if temperature else plain
-    check_cycling(target, make_draft(target, "DFlash2"), prompts, answers, temperature=temperature, seed=3)
 
 
 def test_a_step_of_every_width_neither_waits_nor_reads(target, draft, prompts):

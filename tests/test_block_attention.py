@@ -230,30 +230,6 @@ def test_a_query_without_keys_gives_zero(dtype, implementation):
     assert op(q, k_cache, v_cache, lengths, 0.25, True, window=2).eq(0).all()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_window_past_every_key_is_no_window(causal):
-    q, cache = torch.randn(1, 8, 2, 16), torch.randn(1, 1, 64, 16)
-    for op in (ops.block_attention, reference.block_attention):
-        wide = op(q, cache, cache, torch.tensor([20]), 0.2, causal, window=2**62)
-        assert torch.equal(wide, op(q, cache, cache, torch.tensor([20]), 0.2, causal))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_emulated_attention_waits_for_the_kernels_ahead(dtype, emulation):
-    kernels = Emulated(emulation)
-    q, k_cache, v_cache, lengths = draw((2, 1, 64, 64), [300], 16, dtype)
-    want = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True)
-    positions = lengths[:, None] + torch.arange(16)
-    key, value = k_cache[:, :, 300:316].clone(), v_cache[:, :, 300:316].clone()
-    k_cache[:, :, 300:316] = v_cache[:, :, 300:316] = NAN
-    with kernels.overlapping():
-        kernels.append_kv_(key, value, positions, k_cache, v_cache)
-        out = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True)
-        again = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True)
-    assert torch.equal(out, want)
-    assert torch.equal(again, want)
-
-
 def append_and_attend(kernels, fresh, context_rows, append=None, head_dim=64):
     """Append rows of an earlier pass, then ``context_rows`` and a block, and attend; all may overlap."""
     g, heads, rows = torch.Generator().manual_seed(0), 2, context_rows + 16

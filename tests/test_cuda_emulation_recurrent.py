@@ -3,7 +3,7 @@
 import pytest
 import torch
 from op_checks import Emulated, same
-from test_gated_recurrence import WRITTEN, draw, go_on, run, sequences
+from test_recurrent_ops import WRITTEN, draw, go_on, run, sequences
 
 from dflash import ops
 from dflash.ops import reference

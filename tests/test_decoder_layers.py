@@ -351,18 +351,6 @@ def test_one_op_has_the_bits_of_op_by_op(weights, dtype, options, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_row_at_a_time_gives_the_same_bits(dtype):
-    call = make_call(dtype, context_rows=0, causal=[1] * LAYERS)
-    whole, single = changed(call, torch.clone), changed(call, torch.clone)
-    out, tapped = whole.run()
-    for row in range(16):
-        step = replace(single, hidden=call.hidden[:, row : row + 1], lengths=call.lengths + row)
-        one, tap = step.run()
-        assert torch.equal(one[:, 0], out[:, row])
-        assert torch.equal(tap[:, 0], tapped[:, row])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{}, {"tree": True, "causal": (1, 1, 1), "rows": 20}])
 def test_some_sequences_have_the_bits_that_they_have_among_all(options, dtype):
     call, chosen = make_call(dtype, **options), torch.tensor([2, 0])
@@ -387,41 +375,6 @@ def test_context_is_appended_without_a_block(dtype):
     for a, b in zip(ours.caches, twin.caches, strict=True):
         assert not a[2, :, 54:70].isnan().any(), "the live context rows were not appended"
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", RECURRENT)
-def test_rows_of_recurrent_layers_have_the_same_bits_however_they_are_cut(options, dtype):
-    call = make_call(dtype, **options | {"rows": 12})
-    call.keep.fill_(12)
-    whole, parts = changed(call, torch.clone), changed(call, torch.clone)
-    wanted, _ = whole.run()
-    first = 0
-    for rows in (1, 4, 7):
-        step = replace(parts, hidden=call.hidden[:, first : first + rows], lengths=call.lengths + first)
-        step = replace(step, keep=torch.full_like(call.keep, rows))
-        assert torch.equal(step.run()[0], wanted[:, first : first + rows])
-        parts.pending.zero_()  # every row was kept
-        first += rows
-    assert same(parts.states, whole.states)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", RECURRENT)
-def test_accepted_rows_move_recurrent_layers_as_if_no_other_had_run(options, dtype):
-    """The rows that were not accepted hold NaN."""
-    call, accepted = make_call(dtype, **options | {"rows": 16}), torch.tensor([3, 16, 1])
-    block, exact = changed(call, torch.clone), changed(call, torch.clone)
-    for row, count in enumerate(accepted.tolist()):
-        block.hidden[row, count:] = float("nan")
-    replace(block, keep=torch.zeros_like(call.keep)).run()
-    replace(exact, keep=accepted).run()
-    following = torch.randn_like(call.hidden)
-    lengths, keep = call.lengths + accepted, torch.zeros_like(call.keep)
-    after = replace(block, hidden=following, lengths=lengths, pending=accepted, keep=keep)
-    wanted = replace(exact, hidden=following, lengths=lengths, pending=torch.zeros_like(accepted), keep=keep)
-    assert same(after.run(), wanted.run())
-    assert same(after.states, wanted.states)
 
 
 @pytest.mark.parametrize(("options", "change", "message"), [

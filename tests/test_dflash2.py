@@ -3,16 +3,13 @@
 import pytest
 import torch
 from draft_variants import (
-    DFLASH2_VARIANTS,
     config_dict,
     dflash2_dict,
-    identity_dflash2,
     random_tensors,
     save_checkpoint,
 )
-from test_drafter import inputs, two_passes
 
-from dflash import DraftConfig, Drafter, load_draft
+from dflash import DraftConfig, load_draft
 from dflash.drafter import DFlash2Config
 
 KEYS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 5}
@@ -63,18 +60,3 @@ def test_a_codebook_under_both_names_is_refused(tensors, tmp_path):
     save_checkpoint(tmp_path, dflash2_dict(), tensors | {f"{name}.weight": tensors[name].clone()})
     with pytest.raises(ValueError, match=f"tensors {name} and {name}.weight both hold {name}"):
         load_draft(tmp_path)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", DFLASH2_VARIANTS)
-def test_identity_convolutions_give_the_bits_of_a_first_generation_drafter(name, dtype):
-    config = DFLASH2_VARIANTS[name]
-    tensors = identity_dflash2(random_tensors(DraftConfig.from_config(config)))
-    section = {key: value for key, value in config["dflash_config"].items() if key not in KEYS}
-    first = Drafter(DraftConfig.from_config(config | {"architectures": None, "dflash_config": section}))
-    first.load_state_dict({k: v for k, v in tensors.items() if "_conv" not in k and "selector" not in k})
-    second = Drafter(DraftConfig.from_config(config))
-    second.load_state_dict(tensors)
-    context, block = inputs(first.config, 2, dtype=dtype)
-    passes = [two_passes(draft.to(dtype), context, block, [17, 3], [3, 1])[:2] for draft in (first, second)]
-    assert all(torch.equal(a, b) for a, b in zip(*passes, strict=True))

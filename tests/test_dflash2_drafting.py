@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from baseline import left_padded, prompt
+from baseline import prompt
 from families import make_draft
 
 import dflash
@@ -148,16 +148,6 @@ def test_banned_tokens_leave_their_places_to_other_candidates(target, more, monk
     assert not again & {-1, *banned}
     # A known token of `denoise_steps` is its position's only candidate, the others' ids are -1.
     assert not candidates & ({*banned} if "denoise_steps" in more else {-1, *banned})
-
-
-def test_several_passes_and_rejection_run_and_keep_the_text(target):
-    draft, ids = make_draft(target, "DFlash2-causal"), prompt(21)[None]
-    alone = dflash.generate(target, None, ids, max_new_tokens=16)
-    assert torch.equal(dflash.generate(target, draft, ids, max_new_tokens=16, denoise_steps=3), alone)
-    prompts, mask = left_padded([prompt(4), prompt(21)])
-    call = {"attention_mask": mask, "max_new_tokens": 8, "temperature": 1.0, "acceptance": "rejection", "seed": 1}
-    first, again = (dflash.generate(target, draft, prompts, **call) for _ in range(2))
-    assert torch.equal(first, again)
 
 
 def test_a_tree_holds_the_best_prefixes_by_the_selectors_probabilities(target):

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from baseline import greedy, left_padded, prompt, sampled
+from baseline import greedy, left_padded, prompt
 from draft_variants import random_tensors, save_checkpoint
 from families import VOCAB, draft_config, hinted, make_draft, make_target
 from recorded import record
 
 import dflash
-from dflash.sampling import fold
 
 NEW = 30
 LENGTHS = (1, 9, 30, 64)
@@ -86,37 +85,6 @@ def test_steps_compile_into_one_graph_of_each_kind(target, draft, batch, monkeyp
         call = {"attention_mask": mask, "max_new_tokens": 8, "tree": None, "return_dict_in_generate": True}
         same(compiled.generate(ids, **call | CALLS[name]), expected.generate(ids, **call | CALLS[name]))
     assert len(graphs) == 3
-
-
-SAMPLED = {"temperature": 0.9, "top_p": 0.95}
-
-
-RECURRENT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "variant", "tree"),
-    [
-        *(("qwen3", {}, f"DFlash2-{kind}", tree) for kind in ("causal", "scaled") for tree in (None, 40)),
-        ("qwen3_5", RECURRENT, "DFlash2-causal", None),
-    ],
-)
-def test_the_text_is_that_of_one_token_decoding_for_every_block_size(family, changes, variant, tree):
-    """Of four prompts of different lengths."""
-    target, prompts = make_target(family, **changes), [prompt(length, seed=2) for length in LENGTHS]
-    (ids, mask), draft = left_padded(prompts), make_draft(target, variant)
-    answers = [greedy(target, p, NEW) for p in prompts]
-    drawn = [sampled(target, p, NEW, fold(3, row), **SAMPLED) for row, p in enumerate(prompts)]
-    for block_size in (2, 5, 16):
-        for expected, call in ((answers, {}), (drawn, SAMPLED | {"seed": 3})):
-            texts = [torch.cat(pair) for pair in zip(prompts, expected, strict=True)]
-            generator = hinted(target, draft, texts, spoil=7, block_size=block_size, tree=tree)
-            output = generator.generate(
-                ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True, **call
-            )
-            assert [row[-NEW:].tolist() for row in output.sequences] == [answer.tolist() for answer in expected]
-            longest = max(n for row in output.statistics.acceptance_lengths for n in row)
-            assert longest >= min(block_size, 7), "the drafter knows six tokens in a row"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

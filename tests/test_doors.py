@@ -66,7 +66,7 @@ class TestCustomGenerate:
         p = prompt(8)[None]
         call = {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": NEW, "seed": 6}
         rule = {"temperature": 0.8, "max_new_tokens": NEW, "seed": 6}
-        for own in ({"acceptance": "rejection"}, {"denoise_steps": 3}):
+        for own in ({"acceptance": "rejection"}, {"denoise_steps": 3}, {"tree": 32}):
             expected = dflash.generate(target, draft, p, return_dict_in_generate=True, **rule, **own)
             output = ours(target, draft, p, return_dict_in_generate=True, **call, **own)
             assert torch.equal(output.sequences, expected.sequences)

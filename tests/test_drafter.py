@@ -64,18 +64,6 @@ def inputs(config: DraftConfig, batch: int, rows: int = 40, seed: int = 0, dtype
     return context.to(dtype), block.to(dtype)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_row_gives_the_same_alone_and_in_a_batch(name):
-    draft = random_drafter(VARIANTS[name])
-    context, block = inputs(draft.config, 3)
-    lengths, counts = [17, 1, 16], [3, draft.config.block_size, 1]
-    batched = two_passes(draft, context, block, lengths, counts)
-    for row in range(3):
-        alone = two_passes(draft, *(part[row : row + 1] for part in (context, block, lengths, counts)))
-        for ours, theirs in zip(batched[:2], alone[:2], strict=True):
-            torch.testing.assert_close(ours[row], theirs[0], rtol=2e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize("rows", [16, 528])
 def test_a_value_scale_is_as_good_as_scaled_values(rows):
     """Few rows run as one op, many op by op; sinks and biases are there too."""
@@ -111,30 +99,6 @@ def test_context_without_a_block_is_appended_as_by_a_pass(config, batch):
         for row, count in enumerate(counts.tolist()):
             assert torch.equal(ours[row, :, :count], expected[row, :, :count])
             assert ours[row, :, count:].isnan().all(), "nothing else is written"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", KINDS, ids=["qwen", "bias", "sinks"])
-def test_prefill_appends_the_same_kv_as_a_pass(config, dtype):
-    """Prefill projects all layers at once, a pass projects layer by layer."""
-    draft = random_drafter(config, dtype=dtype)
-    context, block = inputs(draft.config, 1, 8, dtype=dtype)
-    full = torch.tensor([8])
-    features = draft.fuse(context, full)
-    at_once, by_pass = poisoned(draft, 1, 32), poisoned(draft, 1, 32)
-    draft.inject_(features, torch.arange(8)[None], at_once)
-    draft(features, full, block, full, by_pass)
-    cos, sin = random_drafter(config).rotary(torch.arange(8)[None])
-    for i, layer in enumerate(draft.layers):
-        attention = layer.self_attn
-        double = [copy.deepcopy(each).double() for each in (attention.k_proj, attention.v_proj)]
-        key, value = (each(features.double()) for each in double)
-        key, value = (t.unflatten(-1, (-1, draft.config.head_dim)).transpose(1, 2) for t in (key, value))
-        key = key * (key.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * attention.k_norm.weight.double()
-        one, two = key.chunk(2, -1)
-        exact = torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
-        assert_as_exact_as_torch(at_once.keys[i][:, :, :8], by_pass.keys[i][:, :, :8], exact)
-        assert_as_exact_as_torch(at_once.values[i][:, :, :8], by_pass.values[i][:, :, :8], value)
 
 
 @torch.no_grad()

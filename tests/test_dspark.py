@@ -3,13 +3,12 @@
 import copy
 import dataclasses
 import json
-import math
 
 import pytest
 import torch
 from baseline import prompt
 from draft_variants import KNOWN, config_dict, dflash2_dict, dspark_dict, reduced, save_checkpoint, save_drafter
-from families import VOCAB
+from families import SOME, VOCAB, dspark_config
 from safetensors.torch import load_file
 
 import dflash
@@ -22,14 +21,9 @@ from dflash_tools.train.model import TrainableDrafter
 CONFIDENCE = {"confidence_head.proj.weight": torch.ones(1, 72), "confidence_head.proj.bias": torch.zeros(1)}
 
 
-def config(**changes) -> dict:
-    """Return a config that fits ``target``."""
-    return dspark_dict(vocab_size=VOCAB, num_target_layers=4, mask_token_id=1, target_layer_ids=[1, 3], **changes)
-
-
 def save(folder, *, head: bool = True, short: bool = False, **changes):
     parts = (CONFIDENCE if head else {}) | (reduced() if short else {})
-    return save_drafter(folder, config(**changes) | ({"draft_vocab_size": len(KNOWN)} if short else {}), parts)
+    return save_drafter(folder, dspark_config(**changes) | (SOME if short else {}), parts)
 
 
 def test_a_dspark_config_is_read_with_a_draft_per_row(recwarn):
@@ -58,7 +52,7 @@ def test_a_dspark_config_that_is_not_supported_is_refused_by_name(written, messa
 ], ids=["SpecForge, old files", "Model-Optimizer"])  # fmt: skip
 def test_other_names_of_the_heads_tensors(tmp_path, rename):
     draft, tensors = dflash.load_draft(save(tmp_path)), load_file(tmp_path / "model.safetensors")
-    save_checkpoint(tmp_path, config(), {rename(name): tensor for name, tensor in tensors.items()})
+    save_checkpoint(tmp_path, dspark_config(), {rename(name): tensor for name, tensor in tensors.items()})
     again = dflash.load_draft(tmp_path).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in draft.state_dict().items())
 
@@ -119,29 +113,6 @@ def test_drafts_follow_the_head_over_the_whole_vocabulary(target, tmp_path, watc
             assert torch.equal(sampling.select(scores[:, None], positions, sampling.sharpness)[:, 0], block[:, row + 1])
     assert len(blocks) > 5
     assert not short or set(torch.cat(blocks)[:, 1:].unique().tolist()) <= set(KNOWN.tolist())
-
-
-@pytest.mark.parametrize("options", [
-    {},
-    {"temperature": 0.7, "seed": 3, "draft_sharpness": math.inf},
-    {"temperature": 1.0, "seed": 3, "suppress_tokens": [5, 8]},
-    {"denoise_steps": 2},
-    {"block_size": 4},
-    {"tree": 12},
-    {"tree": 40, "temperature": 1.0, "seed": 3},
-], ids=lambda options: ", ".join(options) or "greedy")  # fmt: skip
-@pytest.mark.parametrize("rank", [8, 0])
-def test_the_text_is_the_targets_own(target, tmp_path, options, rank):
-    draft, ids = dflash.load_draft(save(tmp_path, markov_rank=rank)), prompt(9)[None]
-    plain = {name: value for name, value in options.items() if name in ("temperature", "seed", "suppress_tokens")}
-    expected = dflash.generate(target, None, ids, max_new_tokens=20, **plain)
-    assert torch.equal(dflash.generate(target, draft, ids, max_new_tokens=20, **options), expected)
-
-
-def test_rejection_repeats_itself(target, tmp_path):
-    draft, call = dflash.load_draft(save(tmp_path)), {"temperature": 1.0, "seed": 5, "max_new_tokens": 12}
-    first, again = (dflash.generate(target, draft, prompt(9)[None], acceptance="rejection", **call) for _ in range(2))
-    assert torch.equal(first, again)
 
 
 @pytest.mark.parametrize("rank", [8, 0])

@@ -8,9 +8,9 @@ from dflash import _C
 pytestmark = pytest.mark.linux  # forks
 
 
-@pytest.fixture(scope="module")
-def lines():
-    return run_all("float32,bfloat16", new=12)
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def lines(request):
+    return run_all(request.param, new=5)
 
 
 def test_text_and_log_probabilities_have_the_same_bits_everywhere(lines):

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from baseline import greedy, left_padded, prompt
-from families import Cheat, make_draft, make_target
-from recorded import no_host_reads, record
+from baseline import prompt
+from families import make_target
 from rollback import BLOCK, play, run_prompts
 from torch import nn
 from transformers.activations import ACT2FN
@@ -161,33 +160,3 @@ def test_bf16_logits_do_not_depend_on_what_is_accepted(family, counted):
         played = play(target, prompts, 16, seed, one.tokens)
         assert played.steps < one.steps / 2
         assert all(map(torch.equal, played.logits, one.logits))
-
-
-def block_pass(model):
-    """Return a function that runs a block after two prompts."""
-    target = Target(model)
-    cache, lengths, block = target.new_cache(2, 64, BLOCK), torch.tensor([9, 5]), torch.stack([prompt(BLOCK)] * 2)
-    run_prompts(target, cache, [prompt(9), prompt(5)], 16)
-    return lambda: target.forward(block, lengths, cache)[0]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4 (experts)", "glm4_moe", "minimax_m2", "lfm2_moe"])
-def test_a_step_does_not_wait(family):
-    run = block_pass(make_target(family))
-    with no_host_reads():
-        run()
-
-
-def test_a_recorded_step_writes_the_greedy_text():
-    target, prompts = make_target("gpt_oss"), [prompt(length) for length in LENGTHS]
-    answers = [greedy(target, p, 24) for p in prompts]
-    ids, mask = left_padded(prompts)
-    generator = record(Cheat(target, make_draft(target), max_length=160, batch_size=3))
-    generator.script, generator.spoil = torch.zeros(3, 200, dtype=torch.int64), 5
-    for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
-        generator.script[row, : len(p) + 24] = torch.cat([p, answer])
-    output = generator.generate(ids, attention_mask=mask, max_new_tokens=24)
-    assert [row[60:].tolist() for row in output] == [answer.tolist() for answer in answers]
-    assert generator.graph_reason == ""
-    assert generator.runner.device.steps["replayed"] > 2

@@ -57,19 +57,6 @@ def test_ragged_blocks_are_as_exact_as_the_models_own(family, kernels, dtype, mo
 
 
 @torch.no_grad()
-def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, monkeypatch):
-    """This is why bf16 output equals one-token decoding bit for bit."""
-    model = make_target("qwen3", dtype=dtype, num_hidden_layers=2)
-    (layers, cache), ids = on_ops(model, 40), prompt(40)[None]
-    run_op_by_op(monkeypatch, kernels)
-    layers.forward(ids[:, :16], torch.tensor([0]), cache, 1)
-    early, early_taps = layers.forward(ids[:, 16:32], torch.tensor([16]), cache, 0)
-    late, late_taps = layers.forward(ids[:, 20:36], torch.tensor([20]), cache, 0)
-    assert torch.equal(early[:, 4:], late[:, :12])
-    assert torch.equal(early_taps[:, 4:], late_taps[:, :12])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_layer_is_eight_launches(dtype, emulation, monkeypatch):  # a chunk's attention needs no sum of chunks
     def launches(num_layers: int) -> int:

@@ -8,13 +8,11 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-import test_refresh
 import torch
 from baseline import check_answers, greedy, left_padded, prompt
 from families import Cheat, hinted, make_draft, make_target
 from gguf import GGMLQuantizationType
 from gguf_files import write_llama
-from test_dspark import save as save_dspark
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -440,16 +438,3 @@ def test_a_receipt_of_int8_weights_needs_a_target_that_can_store_them():
     says = "int8 weights, and this target's cannot be stored so: transformer.* of Conv1D. Load .* with, on the CPU"
     with pytest.raises(ValueError, match=says):
         dflash.verify(receipt, target)
-
-
-DRAFTERS = {name: test_refresh.DRAFTERS[name] for name in ("value scale", "DSpark", "DFlash 2")}
-DRAFTERS |= {"whole DSpark": lambda target, folder: dflash.load_draft(save_dspark(folder))}
-
-
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("weights", ["int8", None])
-def test_drafters_of_every_kind_change_no_text_in_8_bits(kind, weights, tmp_path):
-    target, ids = make_target("qwen3"), prompt(40)
-    made = generator(target, DRAFTERS[kind](target, tmp_path), weights=weights, draft_weights="int8")
-    expected = greedy(target, ids, 32) if weights is None else answer(generator(target), ids)
-    assert torch.equal(answer(made, ids), expected)

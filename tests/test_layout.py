@@ -2,7 +2,9 @@
 
 import ast
 import collections
+import functools
 import importlib
+import itertools
 import re
 import subprocess
 import sys
@@ -35,13 +37,19 @@ DOOR = "fit.py"  # of the core, to loading
 USES_TRANSFORMERS = {"targets", "drafter", "hf", "loading", "cli"}
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path: Path, typing: bool = True) -> dict[str, set[str]]:
     """Absolute names of the modules that a file imports, with the names taken from each; or not those for types."""
     found: dict[str, set[str]] = {}
-    package, tree = path.relative_to(PYTHON).parent.parts, ast.parse(path.read_text())
+    package, body = path.relative_to(PYTHON).parent.parts, parsed(path).body
     if not typing:
-        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
-    for node in ast.walk(tree):
+        body = [node for node in body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    for node in itertools.chain.from_iterable(map(ast.walk, body)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found.setdefault(alias.name, set())
@@ -97,11 +105,9 @@ def test_the_core_imports_nothing_that_stands_around_it():
 
 def written(path: Path) -> set[str]:
     """The modules that a file imports by absolute names, as it writes them."""
-    tree = ast.walk(ast.parse(path.read_text()))
-    return {node.module for node in tree if isinstance(node, ast.ImportFrom) and node.level == 0} | {
-        alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import)
-        for alias in node.names
-    }  # fmt: skip
+    nodes = [*ast.walk(parsed(path))]
+    names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    return names | {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
 
 
 def test_a_module_that_moved_is_named():
@@ -119,10 +125,7 @@ def test_a_file_is_one_subject():
 
 def test_one_class_name_is_one_class():
     classes = collections.Counter(
-        node.name
-        for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
+        node.name for path in MODULES for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)
     )
     assert not {name for name, count in classes.items() if count > 1}
 

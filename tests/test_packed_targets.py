@@ -48,20 +48,9 @@ def target(request, tmp_path_factory):
 
 
 FOLDERS = [
-    "awq",
-    "awq, per channel",
-    "gptq",
-    "gptq, by activations",
-    "int8",
-    "int8, groups",
-    "mxfp4",
-    "mlx",
-    "mlx, 8 bits",
-    "mlx, mxfp4",
-    "experts",
-    "experts of mlx",
-    "gpt-oss",
-]
+    "awq", "awq, per channel", "gptq", "gptq, by activations", "int8", "int8, groups", "mxfp4", "mlx", "mlx, 8 bits",
+    "mlx, mxfp4", "experts", "experts of mlx", "gpt-oss",
+]  # fmt: skip
 
 
 def write_folder(folder, kind):

@@ -5,11 +5,9 @@ import json
 import sys
 
 import pytest
-import torch
 from recipes.demo_pair.tasks import Example, is_right
 from transformers import AutoTokenizer
 
-import dflash
 from dflash.loading import PAIR, prompt_ids
 from dflash_tools.measure import ARROW, demo_prompts, encode
 
@@ -62,18 +60,6 @@ def test_a_conversation_with_its_answer_is_a_training_row(tokenizer):
 def test_messages_that_the_pair_cannot_read_are_refused(tokenizer, messages, reason):
     with pytest.raises(ValueError, match=f"the chat template refuses these messages: .*{reason}"):
         prompt_ids(tokenizer, {"messages": messages})
-
-
-def test_apply_chat_template_and_generate():
-    target, draft, tokenizer = dflash.demo_pair()
-    for example in held_out(6):
-        ids = tokenizer.apply_chat_template([user(question(example))], return_tensors="pt", return_dict=True)[
-            "input_ids"
-        ]
-        out = dflash.generate(target, draft, ids, max_new_tokens=256)
-        assert is_right(example, tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-        theirs = target.generate(ids, max_new_tokens=256, do_sample=False)
-        assert torch.equal(theirs, out)
 
 
 @pytest.mark.parametrize("named", [[], NAMED])

@@ -34,8 +34,7 @@ def test_nothing_is_found_past_the_end_of_a_text():
     assert look_up(TEXTS, torch.tensor([2, 0, 0]), 2, 2).tolist() == [[-1, -1]] * 3
 
 
-@pytest.mark.parametrize("block_size", [None, 5, "auto"])
-@pytest.mark.parametrize("drafts", [True, False], ids=["drafter", "alone"])
+@pytest.mark.parametrize(("drafts", "block_size"), [(True, "auto"), (False, None), (False, 5), (False, "auto")])
 def test_the_text_is_that_without(target, draft, drafts, block_size):
     call = {"prompt_lookup": 2, "block_size": block_size}
     prompts = [REPEATED, prompt(9), prompt(1)]

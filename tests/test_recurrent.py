@@ -57,27 +57,6 @@ def test_bf16_logits_do_not_depend_on_what_is_accepted(family):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", KINDS)
-def test_the_state_after_m_rows_is_that_of_m_single_rows(family):
-    target, p = Target(make_target(family)), prompt(9)
-    lengths = torch.tensor([9])
-    block, other = prompt(BLOCK, seed=1)[None], prompt(BLOCK, seed=2)[None]
-    single = target.new_cache(1, 64, BLOCK)
-    run_prompts(target, single, [p], 16)
-    for m in range(BLOCK + 1):
-        cache = target.new_cache(1, 64, BLOCK)
-        run_prompts(target, cache, [p], 16)
-        target.forward(block, lengths, cache)
-        target.forward(other, lengths + m, cache)
-        target.forward(other, lengths + m, single)
-        assert cache.held.tolist() == single.held.tolist() == [9 + m]
-        assert all(map(torch.equal, standing(cache), standing(single)))
-        if m < BLOCK:  # one row more: of a block of this row and others
-            row = torch.cat([block[:, m : m + 1], other[:, 1:]], 1)
-            target.forward(row, lengths + m, single)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", KINDS)
 def test_nan_in_a_rejected_row_reaches_nothing(family):
     model = make_target(family)
     model.get_input_embeddings().weight[96] = NAN
@@ -143,20 +122,6 @@ def test_a_step_neither_waits_nor_breaks_the_graph(family):
         logits, _ = compiled(block, lengths, cache)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     assert [buffer.data_ptr() for buffer in cache.buffers] == addresses
-
-
-@pytest.mark.parametrize("family", KINDS)
-def test_a_recorded_step_writes_the_same_tokens(family):
-    """As one CUDA graph: the torch calls of a step are made again, with the addresses of the recording."""
-    target, prompts = make_target(family), [prompt(length) for length in LENGTHS]
-    answers = [greedy(target, p, NEW) for p in prompts]
-    ids, mask = left_padded(prompts)
-    generator = cheat(target, prompts, answers, ahead=True)
-    for spoil in (5, 3):
-        generator.spoil = spoil
-        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW)
-        assert [row[60:].tolist() for row in output] == [answer.tolist() for answer in answers]
-    assert generator.runner.device.steps["replayed"] > 5
 
 
 def test_modules_classes_and_globals_stay_as_they_were():

@@ -14,7 +14,6 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dflash import DraftConfig, Drafter, load_draft
-from dflash.drafter.config import build_target_layer_ids
 from dflash.proposers import LinkedPredictions
 from dflash.sampling import Sampling
 
@@ -166,11 +165,3 @@ def test_the_weights_of_its_module_are_copied(reference_package, name, tmp_path)
     assert torch.equal(model.fc.weight, tensors["fc.weight"])
     assert load_draft(model, dtype=torch.bfloat16).dtype == torch.bfloat16
     assert model.dtype == torch.float32
-
-
-def test_interpolated_taps_are_equal(reference_package):
-    for layers in range(1, 9):
-        for target in range(4, 100):
-            assert list(build_target_layer_ids(target, layers)) == reference_package.build_target_layer_ids(
-                target, layers
-            )

@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 from baseline import prompt
-from draft_variants import KNOWN, dspark_dict, own, reduced, save_drafter
-from families import VOCAB, draft_config, make_draft
+from families import DRAFTERS, make_draft
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,35 +15,14 @@ from dflash import Drafter
 NEW = 10
 
 
-def saved(folder, config: dict, tensors: dict | None = None) -> Drafter:
-    return dflash.load_draft(save_drafter(folder, config, tensors))
+NAMES = ("value scale", "DSpark of some tokens", "DFlash2", "own head", "the target's head")
+KINDS = {name: DRAFTERS[name] for name in NAMES}
+KINDS["made in inference mode"] = lambda target, folder: torch.inference_mode()(make_draft)(target)
 
 
-def scaled(target, folder) -> Drafter:
-    return saved(folder, draft_config(target) | {"attention_value_scale": 0.7})
-
-
-def dspark(target, folder) -> Drafter:
-    """Return a DSpark drafter whose head knows a part of the vocabulary."""
-    config = dspark_dict(vocab_size=VOCAB, num_target_layers=4, mask_token_id=1, target_layer_ids=[1, 3])
-    return saved(folder, config | {"draft_vocab_size": len(KNOWN)}, reduced())
-
-
-DRAFTERS = {
-    "value scale": scaled,
-    "DSpark": dspark,
-    "DFlash 2": lambda target, folder: make_draft(target, "DFlash2"),
-    "made in inference mode": lambda target, folder: torch.inference_mode()(make_draft)(target),
-    "own head": lambda target, folder: saved(folder, draft_config(target), {"lm_head.weight": own(VOCAB, 64) / 8}),
-    "shared head": lambda target, folder: saved(
-        folder, draft_config(target), {"lm_head.weight": target.lm_head.weight.detach().clone()}
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_second_call_runs_only_what_is_new(target, tmp_path, kind):
-    draft = DRAFTERS[kind](target, tmp_path)
+    draft = KINDS[kind](target, tmp_path)
     again, fresh = (dflash.Generator(target, draft, max_length=80) for _ in range(2))
     first = again.generate(prompt(24)[None], max_new_tokens=NEW)[0]
     ids = torch.cat([first, prompt(5, seed=3)])[None]
@@ -55,7 +33,7 @@ def test_a_second_call_runs_only_what_is_new(target, tmp_path, kind):
     assert torch.equal(again.state.block, fresh.state.block), "what is drafted is the same"
 
 
-FOLLOWING = ("value scale", "DSpark")
+FOLLOWING = ("value scale", "DSpark of some tokens")
 
 
 def predicted(draft: Drafter) -> list[torch.Tensor]:
@@ -121,7 +99,7 @@ def test_weights_that_changed_are_followed(target, tmp_path, kind, way):
         assert all(map(torch.equal, found, predicted(made)))
         return found[-1].float()
 
-    draft = DRAFTERS[kind](target, tmp_path)
+    draft = KINDS[kind](target, tmp_path)
     before = check()
     way(draft)
     assert not torch.equal(check(), before)
@@ -129,7 +107,7 @@ def test_weights_that_changed_are_followed(target, tmp_path, kind, way):
 
 @pytest.mark.parametrize("kind", FOLLOWING)
 def test_a_copy_follows_its_own_weights(target, tmp_path, kind):
-    draft = DRAFTERS[kind](target, tmp_path)
+    draft = KINDS[kind](target, tmp_path)
     before, other = predicted(draft), copy.deepcopy(draft)
     in_place(other)
     assert not torch.equal(predicted(other)[-1], before[-1])
@@ -148,7 +126,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", FOLLOWING)
 def test_weights_that_did_not_change_are_not_read(target, tmp_path, kind):
-    draft = DRAFTERS[kind](target, tmp_path)
+    draft = KINDS[kind](target, tmp_path)
     draft.refresh()
     with Calls() as calls:
         draft.refresh()

@@ -233,11 +233,6 @@ class TestGenerate:
         for row in range(3):
             assert torch.equal(dflash.generate(target, draft, ids[:1], seed=fold(4, row), **call)[0], batch[row])
 
-    def test_passes_of_the_generator_are_refused(self, target, draft):
-        generator = dflash.Generator(target, draft, max_length=32, denoise_steps=2)
-        with pytest.raises(ValueError, match="needs denoise_steps=1, got 2"):
-            generator.generate(prompt(5)[None], max_new_tokens=4, temperature=1.0, acceptance="rejection")
-
     def test_bans_hold(self, target, draft):
         call = {"max_new_tokens": 30, "temperature": 1.5, "seed": 3, "acceptance": "rejection"}
         banned = list(range(40))

@@ -351,23 +351,6 @@ def test_greedy_equals_transformers_generate(target, draft, prompts, plain, name
         check_answers(alone, len(prompts[row]), [expected[row]])
 
 
-@pytest.mark.parametrize("name", ["bigrams", "sequence bias", "together", "presence_penalty", "frequency_penalty"])
-def test_sampled_equals_one_token_decoding(target, draft, prompts, plain, name):
-    rule = {**biting(plain), "presence_penalty": {"presence_penalty": 2.5}, "frequency_penalty": {
-        "frequency_penalty": 1.2, "presence_penalty": -0.5}}[name]  # fmt: skip
-    sampling = {"temperature": 0.9, "top_k": 30, "top_p": 0.95}
-    seeds = [fold(5, row) for row in range(len(prompts))]
-    each = list(zip(prompts, seeds, strict=True))
-    expected = [one_token_decoding(target, p, NEW, rule, seed=seed, **sampling) for p, seed in each]
-    without = [one_token_decoding(target, p, NEW, seed=seed, **sampling) for p, seed in each]
-    assert any(not torch.equal(a, b) for a, b in zip(expected, without, strict=True)), "the rule should bite"
-    for block_size in (1, 5, 16):
-        generator = cheat(target, draft, prompts, expected, block_size=block_size, spoil=7)
-        check_batch(generator.generate, prompts, expected, max_new_tokens=NEW, seed=5, **sampling, **rule)
-    alone = dflash.generate(target, draft, prompts[2][None], max_new_tokens=NEW, seed=seeds[2], **sampling, **rule)
-    check_answers(alone, len(prompts[2]), expected[2:3])
-
-
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("rule", [{"min_length": 30}, {"min_new_tokens": 12}, {"min_length": 40, "min_new_tokens": 3}])
 def test_no_stop_token_before_the_shortest_length(target, draft, prompts, plain, rule):

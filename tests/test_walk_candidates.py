@@ -131,26 +131,6 @@ def test_each_slot_takes_the_token_that_select_tokens_takes_of_the_candidates(ke
             previous = want
 
 
-def test_a_greedy_path_is_the_reference_package_s(reference_package, kernels):
-    config = type("Config", (), {"vocab_size": 90, "hidden_size": 24})()
-    config.dflash_config = {"selector_rank": 8, "selector_top_k": 5}
-    torch.manual_seed(0)
-    selector = reference_package.CandidateSelector(config)
-    hidden, logits, anchor = torch.randn(3, 7, 24), torch.randn(3, 7, 90), torch.tensor([3, 80, 41])
-    with torch.no_grad():
-        want = selector.select(hidden, logits, anchor, 0.0)[0]
-        projected = selector.hidden_projection(hidden)
-    positions = torch.arange(7).repeat(3, 1)
-    seeds, temperature, *rest = parameters(3, 0, 0.0)
-    ids, values = kernels.top_candidates(logits, positions, seeds, temperature, rest[-1], 5)
-    codebooks = selector.predecessor_codebook.weight.detach(), selector.successor_codebook.weight.detach()
-    settings = positions, seeds, temperature, *rest
-    path, _ = kernels.walk_candidates(projected, *codebooks, anchor, ids, values, *settings)
-    assert torch.equal(path, want)
-    alone = kernels.walk_candidates(projected * 0, *codebooks, anchor, ids, values, *settings)[0]
-    assert not torch.equal(alone, want)  # the codebooks matter
-
-
 def test_a_path_ends_where_there_is_no_candidate_or_nan(implementation):
     case = draw_case(4, 4, 5)
     clean = implementation.walk_candidates(*case)
