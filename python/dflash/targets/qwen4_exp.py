@@ -12,18 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..cache import KVCache, further_index
 from .copies import CacheView
-from .recurrent import has_modules_that_use
 
 _INPUTS, _IDS = 1, 2  # states of the convolution and of the n-grams, as the family numbers them
-
-
-def recognize(model: PreTrainedModel) -> bool:
-    """Return True if modules are indexers that select blocks as those of Qwen4 do."""
-    return has_modules_that_use(model, {"update_indexer", "block_topk"})
 
 
 class BlockView(CacheView):

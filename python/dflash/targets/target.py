@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import KVCache, RecurrentCache
+from ..ops import reference
 from ..settings import WeightStorage
 from ..state import Block, State, Tree, scatter_rows
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest
 from .fused import NOT_FUSED, fuse, use_experts_op
 from .int8 import Int8Weights, check_int8
-from .masked_attention import ATTENTION, visible
+from .masked_attention import ATTENTION
 from .model import (
     UnsupportedTargetError,
     cache_argument,
@@ -110,7 +111,7 @@ class Target:
         if sparse is not None:
             self.compile_obstacle = sparse.compile_obstacle
             self._window = getattr(self.config, sparse.window) if sparse.window else 0
-            if sparse.bind_to_cache is not None:
+            if sparse.forward is not None:
                 sparse.bind_to_cache(self.model, self._pass)
             use_attention(self.model, ATTENTION)
         may_run_ops = fused is not False and not replaced and not has_global_hooks()
@@ -267,8 +268,9 @@ class Target:
         if sparse is not None and sparse.mask_type is not None:
             if self._window and tree is not None:
                 raise UnsupportedTargetError(f"{type(self.model).__name__} pools rows of one path: verify chains")
-            mask = visible(lengths, rows, cache.capacity, tree, self._window)
-            options["attention_mask"] = {sparse.mask_type: mask}
+            ancestors = None if tree is None else tree.ancestors
+            mask = reference.visible(lengths, rows, cache.capacity, window=self._window, ancestors=ancestors)
+            options["attention_mask"] = {sparse.mask_type: mask[:, None]}
         elif tree is not None:
             options["block_ancestors"] = tree.ancestors
         running = self._pass
