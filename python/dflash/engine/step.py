@@ -287,8 +287,7 @@ class Engine:
     def _assign(self, rows: slice, call: Call) -> None:
         """Write into ``rows`` how the prompts of ``call`` sample, where they end and what rules they have."""
         self.state.sampling.set_(rows, call.sampling)
-        if self.target.ranks.count > 1:
-            self.target.ranks.share_(self.state.sampling.seeds)  # each has drawn its own if the call named none
+        self.target.ranks.share_(self.state.sampling.seeds)  # each has drawn its own if the call named none
         for row in range(rows.start, rows.stop):
             self.state.set_stop_token_ids(row, call.stop_token_ids)
         self.calls[rows] = [call.without_pictures()] * len(call.prompts)
@@ -450,8 +449,7 @@ class Engine:
         state, limits, path, expected = self.state, self.state.limits if limits is None else limits, None, None
         counters = state.tokens, state.length, state.num_context, state.done
         waiting = state.num_context.clone() if block.waits else None
-        if self.target.ranks.count > 1:
-            choices = self.target.ranks.share_(choices)
+        choices = self.target.ranks.share_(choices)
         # 1. Accept a chain's longest matching prefix, whose features are where they belong, or a tree's path.
         if block.tree is None:
             ops.accept_prefix_(block.ids, choices, state.stop_token_ids, limits, *counters)

@@ -174,20 +174,15 @@ class Target:
 
     def refresh(self, cache: KVCache) -> None:
         """Notice changed weights, and fit a cache that may be an earlier target's. Called once per call."""
-        if self.ranks.count > 1:
-            self.ranks.refresh()
+        self.ranks.refresh()
         if self._int8 is not None:
             self._int8.refresh()
         if self._fused is not None:
             self._fused.refresh(cache)
 
     def is_exact_for(self, rows: int) -> bool:
-        """Return True if a pass over so many rows, or fewer, gives each the bits that it has alone, in any threads.
-
-        It does not with experts, whose routers are transformers' modules.
-        """
-        fused = self._fused
-        return fused is not None and fused.handles(rows) and all(layer.experts is None for layer in fused.stack.layers)
+        """Return True if a pass over so many rows, or fewer, gives each the bits that it has alone, in any threads."""
+        return self._fused is not None and self._fused.handles(rows) and not self._fused.has_experts
 
     def forward(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor = 0,
