@@ -393,12 +393,8 @@ class Engine:
         """
         is_tree = isinstance(self.budget, TreeBudget)
         key = (count, launching) if is_tree else (count, launching, self.chain.kind[:-1], context_bucket(length))
-        if key not in self.costs:
-            self.costs[key] = self._measure_costs(time_step, warm_ups)
-        return self.costs[key]
-
-    def _measure_costs(self, time_step: Callable[[], float], warm_ups: int) -> dict[int, float]:
-        """Time steps of each size. Changes nothing else."""
+        if key in self.costs:
+            return self.costs[key]
         # Rows that are done stay as they are, but for the features that wait.
         kept = [self.state.done, self.state.num_context, self.state.context]
         values = [tensor.clone() for tensor in kept]
@@ -408,11 +404,11 @@ class Engine:
             self.proposer.rows = rows
             return self._shared(time_step())
 
-        sizes = () if isinstance(self.budget, TreeBudget) else (chain_widths(self.block_size), math.inf)
-        costs = measured_costs(time_step_of, warm_ups, *sizes)
+        sizes = () if is_tree else (chain_widths(self.block_size), math.inf)
+        self.costs[key] = measured_costs(time_step_of, warm_ups, *sizes)
         for tensor, value in zip(kept, values, strict=True):
             tensor.copy_(value)
-        return costs
+        return self.costs[key]
 
     def _shared(self, number: float) -> float:
         """Return rank 0's number."""
