@@ -41,12 +41,12 @@ BUDGETS = {
     # The twins of trees over pairs 30, their op 10. Heads that targets bring 290: layers, caches,
     # kernels and readers of files are those of targets, and what is left are pairs, passes in a row, names, and what a
     # command says.
-    "engine": 15_440,
+    "engine": 15_270,
     # Of packed experts with biases and other gates, scaled embeddings and weights with another order of columns: 25.
     # Names of drafters' classes and keys, and why some are refused: 60; a window of the drafter: 20; threads 85; tables
     # of settings that are read without torch 16; Gemma 3's layers 45; packed weights of drafters 40;
     # trees over pairs 15; heads that targets bring 170.
-    "core": 9_430,
+    "core": 9_320,
     # What strangers send took 150: calls read the same for every cut of a text, in linear time; values, limits and
     # connections refused before an answer begins. uvicorn has no bound for the rest of a request. What agents and
     # operators expect took 310: pictures in each API's own types 60, system messages as a template takes them and
