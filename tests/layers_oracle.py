@@ -28,7 +28,9 @@ def decoder_layers(
     capacity, head_dim = k_caches[0].shape[2:]
     lengths = lengths.clamp(-rows, 2 * capacity + rows)
     context = context if context is None else reference.live_rows(context, num_context)
-    depth = None if ancestors is None else reference._depth(reference._tree_bits(ancestors, rows))
+    depth = None
+    if ancestors is not None:
+        depth = reference.visible(torch.zeros_like(lengths), rows, rows, ancestors=ancestors).sum(-1) - 1
     residual, tapped = hidden, {}
     attention = zip(k_caches, v_caches, strict=True)
     recurrent = zip(windows, states, saved_k, saved_d, saved_a, strict=True)

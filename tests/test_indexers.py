@@ -7,7 +7,8 @@ from families import cheat, make_draft, make_target
 from op_checks import Emulated
 
 import dflash
-from dflash.targets import masked_attention, sparse
+from dflash.ops import reference
+from dflash.targets import sparse
 
 FAMILIES = ["deepseek_v32", "glm_moe_dsa"]  # half of the latter's layers have an indexer, the others share
 NEW = 24
@@ -43,7 +44,7 @@ def test_equal_scores_are_chosen_as_the_model_chooses(family, options):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["modules", "compiled"])
 def test_the_indexers_of_the_model_run_over_the_whole_cache_on_a_gpu(family, compiled, monkeypatch):
-    unbound = tuple(family._replace(bind_to_cache=None) for family in sparse.FAMILIES)
+    unbound = tuple(family._replace(forward=None) for family in sparse.FAMILIES)
     monkeypatch.setattr(sparse, "FAMILIES", unbound)  # what is bound here is for ties on a CPU
     target = make_target(family)
     check(target, [prompt(length) for length in (1, 9, 40)], block_size=7, compile=compiled)
@@ -65,9 +66,9 @@ def test_visible_slots_are_those_before_and_the_path():
         torch.tensor([[-1, 0, 0, 2]]), torch.tensor([[0, 1, 1, 2]]), torch.tensor([[1, 3, 5, 13]])[..., None]
     )
     lengths = torch.tensor([2])
-    chain = masked_attention.visible(lengths, 4, 7, None)[0, 0].long()
+    chain = reference.visible(lengths, 4, 7)[0].long()
     assert chain.tolist() == [[1] * (3 + row) + [0] * (4 - row) for row in range(4)]
-    path = masked_attention.visible(lengths, 4, 7, tree)[0, 0, 3].long()
+    path = reference.visible(lengths, 4, 7, ancestors=tree.ancestors)[0, 3].long()
     assert path.tolist() == [1, 1, 1, 0, 1, 1, 0]
 
 

@@ -176,9 +176,7 @@ class Prefill:
             first = state.sampling.select(logits, state.length[:, None])
         else:
             first, _, ended = walk(engine, block, logits, prompt, [RUNNING] * engine.batch_size)
-        if engine.target.ranks.count > 1:
-            first = engine.target.ranks.share_(first)
-        first = first[rows]
+        first = engine.target.ranks.share_(first)[rows]
         # 2. Emit it.
         length = state.length[rows]
         if engine.logprobs is not None:

@@ -243,14 +243,13 @@ class Run:
             self.prompts.append((prefill, began))
             return []
         prefill.choose_first()
-        engine, state, rows = self.engine, self.engine.state, prefill.rows
+        state, rows = self.engine.state, prefill.rows
         columns = state.length[rows].tolist(), state.done[rows].tolist(), state.anchor[rows, 0].tolist()
         for answer, length, done, token in zip(answers, *columns, strict=True):
             answer.num_prefilled_tokens -= prefill.num_loaded
             answer.follow(length, done, [token], length, state)
             self._read_details(answer, is_first=True)
-            if engine.on_answer is not None:
-                self._record(answer)
+            self._record(answer)
         seconds = time.perf_counter() - began
         for answer in answers:
             answer.time_to_first_token = seconds
@@ -351,8 +350,7 @@ class Run:
             self._read_details(answer)
             answer.rows.append(rows)
             continued.append(answer)
-            if engine.on_answer is not None:
-                self._record(answer)
+            self._record(answer)
         seconds = time.perf_counter() - began
         for answer in continued:
             answer.step_seconds.append(seconds)
@@ -375,9 +373,9 @@ class Run:
 
     def _record(self, answer: Answer) -> None:
         """Pass an answer on if it has ended."""
-        engine, state, row, end = self.engine, self.engine.state, answer.row, answer.length + 1
-        if answer.done not in _FINISH_REASONS or not answer.call.store:
+        if self.engine.on_answer is None or answer.done not in _FINISH_REASONS or not answer.call.store:
             return
+        engine, state, row, end = self.engine, self.engine.state, answer.row, answer.length + 1
         engine.on_answer(FinishedAnswer(
             answer.call, int(state.sampling.seeds[row]), _FINISH_REASONS[answer.done], state.tokens[row, :end],
             answer.prompt_length, answer.acceptance_lengths, *state.history.of(row, answer.prompt_length, end),

@@ -287,8 +287,7 @@ class Engine:
     def _assign(self, rows: slice, call: Call) -> None:
         """Write into ``rows`` how the prompts of ``call`` sample, where they end and what rules they have."""
         self.state.sampling.set_(rows, call.sampling)
-        if self.target.ranks.count > 1:
-            self.target.ranks.share_(self.state.sampling.seeds)  # each has drawn its own if the call named none
+        self.target.ranks.share_(self.state.sampling.seeds)  # each has drawn its own if the call named none
         for row in range(rows.start, rows.stop):
             self.state.set_stop_token_ids(row, call.stop_token_ids)
         self.calls[rows] = [call.without_pictures()] * len(call.prompts)
@@ -394,12 +393,8 @@ class Engine:
         """
         is_tree = isinstance(self.budget, TreeBudget)
         key = (count, launching) if is_tree else (count, launching, self.chain.kind[:-1], context_bucket(length))
-        if key not in self.costs:
-            self.costs[key] = self._measure_costs(time_step, warm_ups)
-        return self.costs[key]
-
-    def _measure_costs(self, time_step: Callable[[], float], warm_ups: int) -> dict[int, float]:
-        """Time steps of each size. Changes nothing else."""
+        if key in self.costs:
+            return self.costs[key]
         # Rows that are done stay as they are, but for the features that wait.
         kept = [self.state.done, self.state.num_context, self.state.context]
         values = [tensor.clone() for tensor in kept]
@@ -409,11 +404,11 @@ class Engine:
             self.proposer.rows = rows
             return self._shared(time_step())
 
-        sizes = () if isinstance(self.budget, TreeBudget) else (chain_widths(self.block_size), math.inf)
-        costs = measured_costs(time_step_of, warm_ups, *sizes)
+        sizes = () if is_tree else (chain_widths(self.block_size), math.inf)
+        self.costs[key] = measured_costs(time_step_of, warm_ups, *sizes)
         for tensor, value in zip(kept, values, strict=True):
             tensor.copy_(value)
-        return costs
+        return self.costs[key]
 
     def _shared(self, number: float) -> float:
         """Return rank 0's number."""
@@ -450,8 +445,7 @@ class Engine:
         state, limits, path, expected = self.state, self.state.limits if limits is None else limits, None, None
         counters = state.tokens, state.length, state.num_context, state.done
         waiting = state.num_context.clone() if block.waits else None
-        if self.target.ranks.count > 1:
-            choices = self.target.ranks.share_(choices)
+        choices = self.target.ranks.share_(choices)
         # 1. Accept a chain's longest matching prefix, whose features are where they belong, or a tree's path.
         if block.tree is None:
             ops.accept_prefix_(block.ids, choices, state.stop_token_ids, limits, *counters)

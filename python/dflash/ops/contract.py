@@ -242,7 +242,7 @@ class Contract:
         storage = next((tensor.dtype for spec, _, tensor in found if spec.dtype is None), None)
         dtypes = _DTYPES | {"T": storage, "W": torch.uint8 if env.get("format") else storage}
         for spec, name, tensor in found:
-            wanted = [*(leading if spec.leading else ()), *(self._size(dim, env) for dim in spec.sizes)]
+            wanted = [*(leading if spec.leading else ()), *(self.size_of(dim, env) for dim in spec.sizes)]
             wanted = wanted[: tensor.dim() if spec.last_may_miss else None]
             differ = (want is not None and have != want for have, want in zip(tensor.shape, wanted, strict=False))
             if tensor.dim() != len(wanted) or any(differ):
@@ -298,7 +298,8 @@ class Contract:
                 raise TypeError(f"{self.op}: {spec.name} must be a tensor, got None")
         return found
 
-    def _size(self, dim: str, env: dict[str, object]) -> int | None:
+    def size_of(self, dim: str, env: dict[str, object]) -> int | None:
+        """Return the size that a dimension of the contract has where names stand for ``env``; None for any."""
         if dim == "*":
             return None
         return env[dim.rstrip("?")] if _plain(dim) else eval(self.expressions[dim], env)
@@ -314,7 +315,7 @@ class Contract:
                 leading = tensor.shape[: tensor.dim() - len(spec.sizes)]
                 break
         for spec in self.outputs:
-            shape = [*(leading if spec.leading else ()), *(self._size(dim, env) for dim in spec.sizes)]
+            shape = [*(leading if spec.leading else ()), *(self.size_of(dim, env) for dim in spec.sizes)]
             out = like.new_empty(shape, dtype=_DTYPES.get(spec.dtype, like.dtype))
             setattr(scope, spec.name, out)
             made.append(out)

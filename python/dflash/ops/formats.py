@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,43 @@ _TILE = 16  # features of a tile of a weight in blocks
 _WIDENED = 2**22  # values that are widened at a time
 
 
-class ByteOrder(NamedTuple):
-    """The order in which a kernel reads integers of 8 bits.
+class Order:
+    """The order in which a kernel reads the bytes of a weight: tiles of features; the last may have fewer."""
 
-    Memory holds a tile of features after the other; the last may have fewer. Columns are padded to `_C.row_size`.
+    flipped = 0  # the bits of a byte that are stored inverted
+
+    def pack(self, values: Tensor, size: int) -> Tensor:
+        """Return bytes ``values [out, in]`` as ``[out, size]`` uint8 in the order of memory, zeros past ``in``."""
+        values = torch.nn.functional.pad(values, (0, size - values.shape[1])).contiguous()
+        packed = torch.empty_like(values)
+        for natural, memory in self._views(values, packed):
+            memory.copy_(natural)
+        return packed.view(torch.uint8).bitwise_xor_(self.flipped)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Return the values ``[out, size]`` uint8 that `pack` was given, those past ``in`` too."""
+        packed = packed ^ self.flipped
+        values = torch.empty_like(packed)
+        for natural, memory in self._views(values, packed):
+            natural.copy_(memory)
+        return values
+
+    def _views(self, values: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of both tensors in the order of memory."""
+        raise NotImplementedError
+
+
+def _tiles(values: Tensor, packed: Tensor, tile: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield ``[tiles, tile, size]`` of both for the whole tiles, then for the last one."""
+    whole = len(values) // tile * tile
+    for rows, features in ((slice(0, whole), tile), (slice(whole, None), len(values) - whole)):
+        if features and values[rows].numel():
+            yield values[rows].unflatten(0, (-1, features)), packed[rows].unflatten(0, (-1, features))
+
+
+@dataclass(frozen=True)
+class ByteOrder(Order):
+    """The order of integers of 8 bits. Columns are padded to `_C.row_size`.
 
     Attributes:
         tile: features of a tile, the first dimension of what is permuted.
@@ -32,34 +66,15 @@ class ByteOrder(NamedTuple):
     order: tuple[int, ...]
     flipped: int = 0
 
-    def pack(self, values: Tensor, size: int) -> Tensor:
-        """Return ``values [out, in]`` int8 as ``[out, size]`` uint8 in the order of memory, zeros past ``in``."""
-        values = torch.nn.functional.pad(values, (0, size - values.shape[1])).contiguous()
-        packed = torch.empty_like(values)
-        for natural, memory in self._tiles(values, packed):
-            memory.copy_(natural)
-        return packed.view(torch.uint8) ^ self.flipped
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        """Return the values ``[out, size]`` int8 that `pack` was given, those past ``in`` too."""
-        packed = (packed ^ self.flipped).view(torch.int8)
-        values = torch.empty_like(packed)
-        for natural, memory in self._tiles(values, packed):
-            natural.copy_(memory)
-        return values
-
-    def _tiles(self, values: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of the whole tiles and of the last one, of both tensors in the order of memory."""
-        whole = len(values) // self.tile * self.tile
-        for rows, tile in ((slice(0, whole), self.tile), (slice(whole, None), len(values) - whole)):
-            if tile and len(values[rows]) and values.shape[1]:
-                natural = values[rows].unflatten(1, (-1, *self.columns)).unflatten(0, (-1, tile))
-                natural = natural.permute(0, *(1 + i for i in self.order))
-                yield natural, packed[rows].view(natural.shape)
+    def _views(self, values: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for natural, memory in _tiles(values, packed, self.tile):
+            natural = natural.unflatten(2, (-1, *self.columns)).permute(0, *(1 + i for i in self.order))
+            yield natural, memory.view(natural.shape)
 
 
-class TileOrder(NamedTuple):
-    """The order in which a kernel reads weights in blocks: tiles of 16 features; the last may have fewer.
+@dataclass(frozen=True)
+class TileOrder(Order):
+    """The order of weights in blocks, tiles of 16 features.
 
     A chunk of a tile is lines of two bytes of each feature, then lines of four (csrc/cpu/linear/blocks.h).
 
@@ -70,29 +85,12 @@ class TileOrder(NamedTuple):
     shorts: int
     words: int
 
-    def pack(self, values: Tensor, size: int) -> Tensor:
-        """Return ``values [out, size]``, the bytes of each feature together, in the order of memory."""
-        packed = torch.empty_like(values)
-        for natural, memory in self._lines(values, packed):
-            memory.copy_(natural)
-        return packed
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        """Return the bytes of each feature together, ``[out, size]``."""
-        values = torch.empty_like(packed)
-        for natural, memory in self._lines(values, packed):
-            natural.copy_(memory)
-        return values
-
-    def _lines(self, values: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of the lines of both tensors in the order of memory."""
+    def _views(self, values: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         short, size = 2 * self.shorts, 2 * self.shorts + 4 * self.words
-        whole = len(values) // _TILE * _TILE
-        for rows, tile in ((slice(0, whole), _TILE), (slice(whole, None), len(values) - whole)):
-            if not tile or not len(values[rows]):
-                continue
-            natural = values[rows].view(-1, tile, values.shape[1] // size, size).transpose(1, 2)
-            memory = packed[rows].view(-1, natural.shape[1], tile * size)
+        for natural, memory in _tiles(values, packed, _TILE):
+            tile = natural.shape[1]
+            natural = natural.unflatten(2, (-1, size)).transpose(1, 2)
+            memory = memory.view(-1, natural.shape[1], tile * size)
             for place, unit in ((slice(0, short), 2), (slice(short, None), 4)):
                 lines = natural[..., place].unflatten(-1, (-1, unit)).transpose(2, 3)
                 yield lines, memory[..., place.start * tile : short * tile if unit == 2 else None].view(lines.shape)
@@ -400,7 +398,7 @@ class PackedWeight(NamedTuple):
     def values(self) -> Tensor:
         """Return the integers ``[..., out, in]`` int8 of a weight that has scales."""
         unpacked = map(FORMATS[self.format].order.unpack, _matrices(self.packed))
-        return torch.stack([*unpacked]).view(self.packed.shape)[..., : self.columns]
+        return torch.stack([*unpacked]).view(torch.int8).view(self.packed.shape)[..., : self.columns]
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values that this stands for, ``[..., out, in]``, each rounded."""

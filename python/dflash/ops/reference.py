@@ -1,7 +1,8 @@
 """The ops of `dflash.ops` in plain torch: the oracle of the tests, and what runs on devices without a kernel.
 
-Same names, same arguments, any floating dtype; sums in at least fp32. Nothing here depends on data: each twin runs
-under ``FakeTensorMode`` and inside a CUDA graph. Imports torch, the formats of weights and a size of the kernels.
+Same names and arguments, whose types are those of the ops; any floating dtype; sums in at least fp32. Nothing here
+depends on data: each twin runs under ``FakeTensorMode`` and inside a CUDA graph. Imports torch and the formats of
+weights.
 """
 
 from __future__ import annotations
@@ -18,10 +19,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None, zero_centered: bool = False,
-    front: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def rms_norm(x, weight, eps, counts=None, zero_centered=False, front=None):
     """``x / sqrt(mean(x^2) + eps) * weight``, or ``1 + weight``; rows at or past ``counts`` are zero."""
     wide = x.to(_compute_dtype(x))
     weight = weight.to(wide.dtype)
@@ -36,10 +34,7 @@ def _behind(front: Tensor | None, x: Tensor) -> Tensor:
     return x if front is None else torch.cat([front, x], 1)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None, zero_centered: bool = False,
-    front: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def add_rms_norm(x, residual, weight, eps, tap=None, zero_centered=False, front=None):
     """``h = x + residual``; returns ``(rms_norm(h), h)`` and puts h in the tap."""
     total = x + residual
     if tap is not None:
@@ -47,7 +42,7 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, None, zero_centered, front), total
 
 
-def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, front: Tensor | None = None) -> Tensor:
+def dynamic_conv(x, base, dynamic, front=None):
     """``out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]`` over ``i <= t``; a weight of zero adds nothing."""
     rows, wide = x.shape[1], _compute_dtype(x)
     values, size = x.to(wide), x.shape[2] // dynamic.shape[3]
@@ -60,18 +55,12 @@ def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, front: Tensor | None 
     return _behind(front, total.to(x.dtype))
 
 
-def conv_add_rms_norm(
-    x: Tensor, base: Tensor, dynamic: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None,
-    zero_centered: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def conv_add_rms_norm(x, base, dynamic, residual, weight, eps, tap=None, zero_centered=False):
     """`dynamic_conv`, then `add_rms_norm`."""
     return add_rms_norm(dynamic_conv(x, base, dynamic), residual, weight, eps, tap, zero_centered)
 
 
-def draft_rows(
-    tokens: Tensor, length: Tensor, drafts: Tensor | None, table: Tensor, mask_id: int, num_drafts: int, rows: int,
-    mask_embedding: Tensor | None = None, scale: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def draft_rows(tokens, length, drafts, table, mask_id, num_drafts, rows, mask_embedding=None, scale=1.0):
     """The scaled embeddings of the anchor and the drafts or masks, the anchors, and the positions of the drafts."""
     at = length.clamp(0, tokens.shape[1] - 1)[:, None]
     anchor = tokens.gather(1, at)
@@ -84,19 +73,19 @@ def draft_rows(
     return (embeds.to(_compute_dtype(embeds)) * scale).to(embeds.dtype), anchor[:, 0].clone(), positions
 
 
-def silu_mul(gate_up: Tensor, gate: str = "silu") -> Tensor:
+def silu_mul(gate_up, gate="silu"):
     """``silu(gate) * up`` for ``gate_up = [gate, up]`` side by side; with gelu if ``gate`` is "gelu_tanh"."""
     first, up = gate_up.to(_compute_dtype(gate_up)).chunk(2, -1)
     return _gated(first, up, gate, 0.0, 0.0).to(gate_up.dtype)
 
 
-def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+def sigmoid_mul(x, gate):
     """``x * sigmoid(gate)``."""
     wide = _compute_dtype(x)
     return (x.to(wide) * torch.sigmoid(gate.to(wide))).to(x.dtype)
 
 
-def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+def fuse_features(context, num_context, fc_weight, norm_weight, eps):
     """``rms_norm(context @ fc_weight.T)``; rows at or past ``num_context`` are zero."""
     return rms_norm(linear(live_rows(context, num_context), fc_weight), norm_weight, eps, num_context)
 
@@ -135,40 +124,29 @@ def _append(new: Tensor, positions: Tensor, cache: Tensor) -> None:
 
 
 def qkv_norm_rope_append_(
-    qkv: Tensor, lengths: Tensor, num_context: Tensor | None, depth: Tensor | None, cos: Tensor, sin: Tensor,
-    q_norm_weight: Tensor | None, k_norm_weight: Tensor | None, eps: float, q_out: Tensor, k_cache: Tensor,
-    v_cache: Tensor, zero_centered: bool = False, gated: bool = False, prefetch: bool = False,
-) -> None:  # fmt: skip
+    qkv, lengths, num_context, depth, cos, sin, q_norm_weight, k_norm_weight, eps, q_out, k_cache, v_cache,
+    zero_centered=False, gated=False, prefetch=False,
+):  # fmt: skip
     """Split packed rows into heads, norm and rotate q and k, write q of the last rows and append k and v."""
     q_rows, num_heads, head_dim = q_out.shape[1:]
     lengths = lengths.clamp(-q_rows, 2 * k_cache.shape[2] + q_rows)
-    slots, positions = _slots_and_positions(lengths, q_rows, depth, qkv.shape[1] - q_rows, num_context)
+    first, device = qkv.shape[1] - q_rows, lengths.device
+    slots = lengths[:, None] + torch.arange(q_rows, device=device)
+    positions = slots if depth is None else lengths[:, None] + depth.clamp(0, q_rows)
+    if first:  # rows of context
+        index, live = torch.arange(first, device=device), num_context.clamp(0, first)
+        before = torch.where(index < live[:, None], (lengths - live)[:, None] + index, -1)
+        slots, positions = torch.cat([before, slots], 1), torch.cat([before, positions], 1)
     at = positions.clamp(0, cos.shape[0] - 1)
     cos, sin = cos[at], sin[at]
     heads, step = qkv.unflatten(-1, (-1, head_dim)), 2 if gated else 1
     q, k, v = heads.split([step * num_heads, k_cache.shape[1], v_cache.shape[1]], 2)
-    first = qkv.shape[1] - q_rows
     q_out.copy_(_norm_rope(q[:, first:, ::step], q_norm_weight, eps, cos[:, first:], sin[:, first:], zero_centered))
     _append(_norm_rope(k, k_norm_weight, eps, cos, sin, zero_centered).transpose(1, 2), slots, k_cache)
     _append(v.transpose(1, 2), slots, v_cache)
 
 
-def _slots_and_positions(
-    lengths: Tensor, rows: int, depth: Tensor | None, context_rows: int, num_context: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    slots = lengths[:, None] + torch.arange(rows, device=lengths.device)
-    positions = slots if depth is None else lengths[:, None] + depth.clamp(0, rows)
-    if not context_rows:
-        return slots, positions
-    index, live = torch.arange(context_rows, device=lengths.device), num_context.clamp(0, context_rows)
-    before = torch.where(index < live[:, None], (lengths - live)[:, None] + index, -1)
-    return torch.cat([before, slots], 1), torch.cat([before, positions], 1)
-
-
-def append_context_kv_(
-    kv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_norm_weight: Tensor | None, eps: float,
-    k_caches: list[Tensor], v_caches: list[Tensor],
-) -> None:  # fmt: skip
+def append_context_kv_(kv, positions, cos, sin, k_norm_weight, eps, k_caches, v_caches):
     """Norm and rotate k and append k and v, for every layer."""
     for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
         k, v = kv[layer].unflatten(-1, (-1, k_cache.shape[-1])).chunk(2, 2)
@@ -177,72 +155,49 @@ def append_context_kv_(
         _append(v.transpose(1, 2), positions, v_cache)
 
 
-def append_kv_(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def append_kv_(key, value, positions, k_cache, v_cache):
     """Append key and value rows at their positions."""
     _append(key, positions, k_cache)
     _append(value, positions, v_cache)
 
 
-def _visible(lengths: Tensor, rows: int, capacity: int, causal: bool, window: int) -> Tensor:
-    """``[batch, rows, capacity]``: which slots each query of the block sees."""
-    slot = torch.arange(capacity, device=lengths.device)
-    start = lengths[:, None, None]
-    query = start + torch.arange(rows, device=lengths.device)[:, None]
-    visible = (slot < start + rows).expand(-1, rows, -1)
-    if causal:
-        visible = visible & (slot <= query)
+def visible(
+    lengths: Tensor, rows: int, capacity: int, causal: bool = True, window: int = 0, ancestors: Tensor | None = None
+) -> Tensor:
+    """``[batch, rows, capacity]``: which slots each row of a block sees. In a tree a row is a key at its depth."""
+    slot, row = (torch.arange(count, device=lengths.device) for count in (capacity, rows))
+    start = lengths[:, None]
+    if ancestors is None:
+        query, position = start + row, slot.expand(len(lengths), -1)
+        seen = (slot < start + rows)[:, None].expand(-1, rows, -1)
+        if causal:
+            seen = seen & (slot <= query[..., None])
+    else:
+        bits = (ancestors[..., row // 64] >> row % 64) & 1
+        query = start + (bits.sum(-1) - 1).clamp(min=0)
+        of_block, own = (slot >= start) & (slot < start + rows), (slot - start).clamp(0, rows - 1)
+        position = torch.where(of_block, query.gather(1, own), slot)
+        among = bits.bool().gather(2, own[:, None].expand(-1, rows, -1))
+        seen = (slot < start)[:, None] | (among & (of_block & (position >= 0))[:, None])
     if window:
-        visible = visible & (query - slot < window)
-        if not causal:
-            visible = visible & (slot - query < window)
-    return visible
-
-
-def _tree_bits(ancestors: Tensor, rows: int) -> Tensor:
-    """``[batch, rows, rows]`` int64: 1 where a row of a tree sees another."""
-    bits = (ancestors[..., None] >> torch.arange(64, device=ancestors.device)) & 1
-    return bits.flatten(2)[..., :rows]
-
-
-def _depth(bits: Tensor) -> Tensor:
-    """``[batch, rows]``: the number of each row's ancestors."""
-    return (bits.sum(-1) - 1).clamp(min=0)
-
-
-def _visible_in_tree(lengths: Tensor, rows: int, capacity: int, window: int, ancestors: Tensor) -> Tensor:
-    """``[batch, rows, capacity]``: which slots each row of a tree sees. A row is the key of its slot and position."""
-    bits = _tree_bits(ancestors, rows)
-    start, slot = lengths[:, None], torch.arange(capacity, device=lengths.device)
-    query = start + _depth(bits)
-    row = slot - start
-    of_block = (row >= 0) & (row < rows)
-    row = row.clamp(0, rows - 1)
-    position = torch.where(of_block, query.gather(1, row), slot)
-    seen = bits.bool().gather(2, row[:, None].expand(-1, rows, -1)) & (of_block & (position >= 0))[:, None]
-    visible = (slot < start)[:, None] | seen
-    if window:
-        visible = visible & (query[:, :, None] - position[:, None] < window)
-    return visible
+        distance = query[..., None] - position[:, None]
+        seen = seen & ((distance if causal else distance.abs()) < window)
+    return seen
 
 
 def block_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float, causal: bool, window: int = 0,
-    softcap: float = 0.0, sinks: Tensor | None = None, ancestors: Tensor | None = None, fresh: int = -1,
-) -> Tensor:  # fmt: skip
+    q, k_cache, v_cache, lengths, scale, causal, window=0, softcap=0.0, sinks=None, ancestors=None, fresh=-1,
+):  # fmt: skip
     """Attention of a block of queries over a cache that already holds the block; a query without keys gives zero."""
     rows = q.shape[1]
     num_kv_heads, capacity = k_cache.shape[1:3]
     dtype, lengths = _compute_dtype(q), lengths.clamp(-rows, 2 * capacity + rows)
-    window = min(window, capacity + rows)
-    if ancestors is None or rows == 0:
-        visible = _visible(lengths, rows, capacity, causal, window)
-    else:
-        visible = _visible_in_tree(lengths, rows, capacity, window, ancestors)
+    seen = visible(lengths, rows, capacity, causal, min(window, capacity + rows), ancestors if rows else None)
     grouped = q.to(dtype).unflatten(2, (num_kv_heads, -1))
     scores = torch.einsum("brhgd,bhcd->bhgrc", grouped, k_cache.to(dtype)) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = torch.where(visible[:, None, None], scores, float("-inf"))
+    scores = torch.where(seen[:, None, None], scores, float("-inf"))
     top = scores.amax(-1, keepdim=True)
     if sinks is not None:
         sinks = sinks.to(dtype).view(num_kv_heads, -1, 1, 1)
@@ -379,10 +334,7 @@ def filtered_logits(
     return z, torch.empty_like(keep).scatter_(-1, index, keep)
 
 
-def select_tokens(
-    logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-    sharpness: Tensor,
-) -> Tensor:  # fmt: skip
+def select_tokens(logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness):
     """``argmax(sharpness * filter(logits / temperature) + gumbel_noise)``; -1 for a row that holds NaN."""
     logits = logits.to(torch.float32)
     temperature = temperature.clamp(max=torch.finfo(torch.float32).max)
@@ -400,14 +352,12 @@ def select_tokens(
     return torch.where(torch.isnan(logits).any(-1), -1, ids)
 
 
-def log_sum_exp(logits: Tensor) -> Tensor:
+def log_sum_exp(logits):
     """``logsumexp`` of each row, in fp32."""
     return logits.to(torch.float32).logsumexp(-1)
 
 
-def tree_candidates(
-    logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, count: int, noise_weight: float = 0.1
-) -> tuple[Tensor, Tensor]:
+def tree_candidates(logits, positions, seeds, temperature, count, noise_weight=0.1):
     """The ``count`` best tokens per depth and their scores; id -1 where the score is -inf or the row holds NaN."""
     z = logits.to(_compute_dtype(logits))
     vocab, top = z.shape[-1], z.amax(-1, keepdim=True)
@@ -427,9 +377,7 @@ def tree_candidates(
     return torch.where(score == -torch.inf, -1, ids), score.to(torch.float32)
 
 
-def top_candidates(
-    logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, sharpness: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
+def top_candidates(logits, positions, seeds, temperature, sharpness, count):
     """The ``count`` tokens with the best unfiltered scores of `select_tokens`, and their logits, in fp32."""
     logits = logits.to(torch.float32)
     vocab = logits.shape[-1]
@@ -448,10 +396,9 @@ def top_candidates(
 
 
 def walk_candidates(
-    hidden: Tensor, predecessors: Tensor, successors: Tensor, anchor: Tensor, ids: Tensor, logits: Tensor,
-    positions: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-    sharpness: Tensor, stream: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hidden, predecessors, successors, anchor, ids, logits, positions, seeds, temperature, top_k, top_p, min_p,
+    sharpness, stream=0,
+):  # fmt: skip
     """Slot by slot the choice of `select_tokens` among the candidates, given the one before; -1 from a failure on."""
     codes = len(predecessors)
     dtype = _compute_dtype(hidden)
@@ -491,9 +438,7 @@ def walk_candidates(
     return path, scores
 
 
-def link_candidates(
-    hidden: Tensor, predecessors: Tensor, successors: Tensor, anchor: Tensor, ids: Tensor, scores: Tensor
-) -> tuple[Tensor, Tensor]:
+def link_candidates(hidden, predecessors, successors, anchor, ids, scores):
     """The scores of all pairs of neighbors, each list normalized with what its candidates leave to other tokens."""
     codes, (_, slots, count), dtype = len(predecessors), ids.shape, _compute_dtype(hidden)
     # 1. Which are candidates, and the probability of other tokens
@@ -524,9 +469,7 @@ def _first_of(scores: Tensor, *keys: Tensor) -> Tensor:
     return best.int().argmax(-1)
 
 
-def build_tree(
-    anchor: Tensor, ids: Tensor, scores: Tensor, rows: int, order: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def build_tree(anchor, ids, scores, rows, order=None):
     """The tree of the best prefixes: each row is the best by the whole key of all children of the rows before it."""
     batch, depths, count = ids.shape
     lists = 1 if order is None else count  # per depth; a node's children are those of the list at its place
@@ -574,10 +517,7 @@ def build_tree(
     return tree_ids, parents, depth, ancestors, tree_scores
 
 
-def accept_prefix_(
-    block_ids: Tensor, posterior: Tensor, stop_token_ids: Tensor, limits: Tensor, tokens: Tensor, length: Tensor,
-    num_context: Tensor, done: Tensor,
-) -> None:  # fmt: skip
+def accept_prefix_(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done):
     """Emit the longest matching prefix and one more token of every running row, and advance its state."""
     rows, capacity = block_ids.shape[1], tokens.shape[1]
     steps = torch.arange(rows, device=tokens.device)
@@ -605,9 +545,8 @@ def accept_prefix_(
 
 
 def accept_path_(
-    ids: Tensor, parents: Tensor, choices: Tensor, stop_token_ids: Tensor, limits: Tensor, tokens: Tensor,
-    length: Tensor, num_context: Tensor, done: Tensor, path: Tensor, chain_choices: Tensor, chain_ids: Tensor,
-) -> None:  # fmt: skip
+    ids, parents, choices, stop_token_ids, limits, tokens, length, num_context, done, path, chain_choices, chain_ids,
+):  # fmt: skip
     """Walk from row 0 to the child that each choice names; then `accept_prefix_` on the chain of these rows."""
     rows, node = ids.shape[1], torch.arange(ids.shape[1], device=ids.device)
     is_child = (parents >= 0) & (parents < node) & (ids >= 0)
@@ -629,7 +568,7 @@ def accept_path_(
     chain_ids.copy_(torch.where(depth <= num_context[:, None], block_ids, -1))
 
 
-def compact_kv_(path: Tensor, counts: Tensor, first: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]) -> None:
+def compact_kv_(path, counts, first, k_caches, v_caches):
     """Move slot ``first + path[j]`` to slot ``first + j`` in every cache: all are read, then all written."""
     j = torch.arange(path.shape[1], device=path.device)
     for cache in (*k_caches, *v_caches):
@@ -642,7 +581,7 @@ def compact_kv_(path: Tensor, counts: Tensor, first: Tensor, k_caches: list[Tens
         _append(cache.gather(2, index), torch.where(moves, slot, -1), cache)
 
 
-def gather_rows_(x: Tensor, path: Tensor, out: Tensor) -> None:
+def gather_rows_(x, path, out):
     """``out[b, j] = x[b, path[b, j]]``, the index clamped."""
     index = path.clamp(0, x.shape[1] - 1)[:, :, None].expand(-1, -1, x.shape[2])
     out[:, : path.shape[1]].copy_(x.gather(1, index))
@@ -651,10 +590,7 @@ def gather_rows_(x: Tensor, path: Tensor, out: Tensor) -> None:
 _AMX_INNER = 32
 
 
-def gated_recurrence_(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, saved_k: Tensor,
-    saved_d: Tensor, saved_a: Tensor, pending: Tensor, keep: Tensor,
-) -> Tensor:  # fmt: skip
+def gated_recurrence_(q, k, v, log_decay, beta, state, saved_k, saved_d, saved_a, pending, keep):
     """Apply ``pending`` saved rows to the state, run the rows, and keep the state after ``keep`` of them."""
     rows, block, groups = q.shape[1], saved_k.shape[1], v.shape[2] // q.shape[2]
     a, (q, k, held_k) = log_decay.exp(), (x.repeat_interleave(groups, 2) for x in (q, k, saved_k))
@@ -687,9 +623,7 @@ def _advance(state: Tensor, a: Tensor, k: Tensor, d: Tensor) -> Tensor:
     return _decayed(state, a) + k[..., None] * d[..., None, :]
 
 
-def causal_conv_(
-    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, window: Tensor, pending: Tensor, keep: Tensor
-) -> Tensor:
+def causal_conv_(x, weight, bias, silu, window, pending, keep):
     """Convolve each channel over the window's context and the rows, taps from the oldest; move the window."""
     (batch, rows, channels), width = x.shape, weight.shape[1]
     block, wide = window.shape[1] - width + 1, _compute_dtype(x)
@@ -710,9 +644,7 @@ def causal_conv_(
     return (torch.nn.functional.silu(total) if silu else total).to(x.dtype)
 
 
-def delta_net_inputs(
-    qkv: Tensor, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor, key_heads: int, key_dim: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def delta_net_inputs(qkv, b, a, a_log, dt_bias, key_heads, key_dim):
     """``(q, k, v, log_decay, beta)`` of a Gated DeltaNet layer, as `gated_recurrence_` takes them."""
     wide, keys = _compute_dtype(qkv), key_heads * key_dim
     q, k, v = qkv.to(wide).split([keys, keys, qkv.shape[-1] - 2 * keys], -1)
@@ -723,7 +655,7 @@ def delta_net_inputs(
     return q * key_dim**-0.5, k, v.unflatten(-1, (a_log.shape[0], -1)), log_decay, beta
 
 
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(x, z, weight, eps):
     """``rms_norm(x) * weight * silu(z)`` per head, side by side."""
     gate = torch.nn.functional.silu(z.to(x.dtype)).view(x.shape)
     return (rms_norm(x, weight.to(x.dtype), eps) * gate).flatten(2).to(z.dtype)
@@ -756,10 +688,7 @@ def round_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return integers, torch.where(is_finite, torch.where(divides, top / 127, 0), torch.nan)
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False, scales: Tensor | None = None,
-    format: str = DENSE.name,
-) -> Tensor:  # fmt: skip
+def linear(x, weight, bias=None, prefetch=False, scales=None, format=DENSE.name):
     """Compute ``x @ weight.T + bias``; a row of NaN spoils no other."""
     if format == DENSE.name:
         return torch.nn.functional.linear(*separate_rows(x, weight), bias)
@@ -783,7 +712,7 @@ def _packed_product(x: Tensor, packed: Tensor, scales: Tensor, format: str) -> T
     return total * scales
 
 
-def unpack_rows(packed: Tensor, ids: Tensor, columns: int, format: str) -> Tensor:
+def unpack_rows(packed, ids, columns, format):
     """Rows of a weight in blocks, in fp32."""
     return unpack(packed, format).dense()[ids.clamp(0, len(packed) - 1), :columns]
 
@@ -815,10 +744,7 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (bits + step).view(torch.float64).to(c.dtype)
 
 
-def linears(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None] | tuple = (), prefetch: bool = False,
-    scales: Tensor | None = None, format: str = DENSE.name,
-) -> Tensor:  # fmt: skip
+def linears(x, weights, biases=(), prefetch=False, scales=None, format=DENSE.name):
     """``x @ weight.T + bias`` of each, side by side."""
     split = [None] * len(weights) if scales is None else scales.split([weight.shape[0] for weight in weights])
     biases = biases or [None] * len(weights)
@@ -826,20 +752,15 @@ def linears(
     return out[0] if len(out) == 1 else torch.cat(out, -1)
 
 
-def swiglu(
-    x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: Tensor | None = None,
-    format: str = DENSE.name,
-) -> Tensor:  # fmt: skip
+def swiglu(x, gate, up, prefetch=False, scales=None, format=DENSE.name):
     """``silu(x @ gate.T) * (x @ up.T)``, both products rounded first."""
     return silu_mul(linears(x, [gate, up], (), False, scales, format))
 
 
 def experts(
-    x: Tensor, ids: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, gate: str = "silu", alpha: float = 1.702, limit: float = 7.0,
-    transposed: bool = False, gate_up_scales: Tensor | None = None, down_scales: Tensor | None = None,
-    format: str = DENSE.name, down_format: str = DENSE.name,
-) -> Tensor:  # fmt: skip
+    x, ids, scores, gate_up, down, gate_up_bias=None, down_bias=None, gate='silu', alpha=1.702, limit=7.0,
+    transposed=False, gate_up_scales=None, down_scales=None, format=DENSE.name, down_format=DENSE.name,
+):  # fmt: skip
     """The sum over slots of ``scores * down(gate(gate_up(x)))`` of the expert in each. Copies the chosen weights."""
     wide, num_experts = _compute_dtype(x), gate_up.shape[0]
     out = torch.zeros(x.shape, dtype=wide, device=x.device)

@@ -11,35 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from .copies import CacheView
-from .recurrent import Pass, forward_names, has_modules_that_use, replace_forwards
-
-_NAMES = {"update_indexer", "topk"}  # that an indexer's forward uses
 
 
-def recognize(model: PreTrainedModel) -> bool:
-    """Return True if modules are indexers that keep their keys in the cache and read what is seen from a mask."""
-    takes_mask = "indexed_attention" in forward_names(type(model.get_decoder()))
-    return takes_mask and has_modules_that_use(model, _NAMES)
-
-
-def bind_to_cache(copied: nn.Module, running: Pass) -> None:
-    """Let the indexers of a copy break ties on a CPU as the model does.
+def select(
+    self: nn.Module, hidden: Tensor, q_resid: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, *rest: Any,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """Return the slots that an indexer selects, ``[batch, rows, at most index_topk]``.
 
     ``torch.topk`` takes the first of equal scores on CUDA, however many follow. On a CPU that depends on their number,
     those of slots that a row does not see included. So there each row of a block is asked by itself, over what it sees,
     as in one-token decoding, and the rows of a prompt over all of it. Compiled steps do not.
     """
-    replace_forwards(copied, _NAMES, _select, running)
-
-
-def _select(
-    self: nn.Module, hidden: Tensor, q_resid: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, *rest: Any,
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    """Return the slots that an indexer selects, ``[batch, rows, at most index_topk]``."""
     forward, running = type(self).__mro__[1].forward, self.running_pass
     if hidden.device.type != "cpu" or torch.compiler.is_compiling():
         return forward(self, hidden, q_resid, angles, mask, *rest, **options)

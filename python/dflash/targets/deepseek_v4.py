@@ -16,30 +16,20 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from .. import ops
 from ..cache import further_index
 from .copies import CacheView
-from .recurrent import Pass, has_modules_that_use, replace_forwards
-
-_NAMES = {"store_compression_weights", "update_compressor_states"}  # that a compressor's forward uses
+from .recurrent import Pass
 
 
-def recognize(model: PreTrainedModel) -> bool:
-    """Return True if modules pool keys as those of DeepSeek-V4 do."""
-    return has_modules_that_use(model, _NAMES)
-
-
-def bind_to_cache(copied: nn.Module, running: Pass) -> None:
-    """Give the compressors of a copy a forward that keeps what they need in the cache of the pass."""
-    replace_forwards(copied, _NAMES, _entries_and_mask, running)
-
-
-def _entries_and_mask(
+def entries_and_mask(
     self: nn.Module, hidden: Tensor, q_residual: Tensor, positions: Tensor, cache: CacheView, layer: int
 ) -> tuple[Tensor, Tensor]:
-    """Return a layer's entries ``[batch, 1, windows, dim]``, and which of them each row sees, as bool."""
+    """Return a layer's entries ``[batch, 1, windows, dim]``, and which of them each row sees, as bool.
+
+    Compressors of a copy run this: it keeps what they need in the cache of the pass.
+    """
     entries = _entries(self, hidden, cache, layer, 1)
     complete = (positions + 1) // self.compress_rate  # windows that end at or before each row
     seen = torch.arange(entries.shape[1], device=hidden.device) < complete[..., None]

@@ -45,9 +45,8 @@ class Fingerprint:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, modules = weakref.ref(module), modules_of(module)
-        tensors = _with_shards(modules)
-        self._tensors, self._versions, self._attached = _identities(tensors), _versions(tensors), _attached(modules)
+        self._module = weakref.ref(module)
+        self._tensors, self._attached, self._versions = _look_at(module)
 
     def is_of(self, module: nn.Module) -> bool:
         """Return True if ``module`` is the same object, whatever has changed in it."""
@@ -55,14 +54,12 @@ class Fingerprint:
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if ``module`` is the same one, unchanged but for values."""
-        modules = modules_of(module)
-        same = self.is_of(module) and self._tensors == _identities(_with_shards(modules))
-        return same and self._attached == _attached(modules)
+        return self.is_of(module) and (self._tensors, self._attached) == _look_at(module)[:2]
 
     def replaced(self) -> bool:
         """Return True if the module is still alive and has other tensors now."""
         module = self._module()
-        return module is not None and self._tensors != _identities(_with_shards(modules_of(module)))
+        return module is not None and self._tensors != _look_at(module)[0]
 
     def has_same_values(self, module: nn.Module, *, trusts_inference_tensors: bool = False) -> bool:
         """Return True if the module matches, and its values are the same as far as torch counts writes in place.
@@ -70,24 +67,22 @@ class Fingerprint:
         torch does not count writes through ``tensor.data``, NumPy or DLPack, nor those of fused optimizers. It counts
         none of inference tensors: a module that has one never has the same values, unless these are trusted.
         """
-        same = self.matches(module) and (trusts_inference_tensors or None not in self._versions)
-        return same and self._versions == _versions(_with_shards(modules_of(module)))
+        is_counted = trusts_inference_tensors or None not in self._versions
+        seen = self._tensors, self._attached, self._versions
+        return self.is_of(module) and is_counted and seen == _look_at(module)
 
 
-def _with_shards(modules: list[nn.Module]) -> list[Tensor]:
-    """Return parameters and buffers, and this process's part of those that are spread over several."""
+def _look_at(module: nn.Module) -> tuple[list[tuple[int, int, torch.dtype]], list[tuple], list[int | None]]:
+    """Return the identities of all tensors, what is attached to modules, and the versions of the tensors.
+
+    Of tensors that are spread over several processes the parts of this one count too.
+    """
+    modules = modules_of(module)
     tensors = tensors_of(modules)
     if not PLAIN_TENSORS.issuperset(map(type, tensors)):
         tensors += filter(torch.is_tensor, map(shard_of, tensors))
-    return tensors
-
-
-def _identities(tensors: list[Tensor]) -> list[tuple[int, int, torch.dtype]]:
-    return list(zip(map(id, tensors), map(Tensor.data_ptr, tensors), map(_DTYPE, tensors), strict=True))
-
-
-def _versions(tensors: list[Tensor]) -> list[int | None]:
-    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    identities = list(zip(map(id, tensors), map(Tensor.data_ptr, tensors), map(_DTYPE, tensors), strict=True))
+    return identities, _attached(modules), [None if x.is_inference() else x._version for x in tensors]
 
 
 def _attached(modules: list[nn.Module]) -> list[tuple]:

@@ -7,7 +7,7 @@ hook keeps its own forward, and so does every family that is not listed. `dflash
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ from ..ops import PackedWeight, Weight, separate_packed
 from ..state import Tree
 from .model import KERNEL_DTYPES, PLAIN_TENSORS, config_values, has_global_hooks, weight_of
 from .packed import PackedEmbedding, PackedLinear
+from .recurrent import give_forward
 
 _LAYER_KERNELS = {"linear", "block_attention", "qkv_norm_rope_append", "rms_norm"}
-_MAX_ROWS = 256  # of one pass of experts: a block for each row of a batch, but not a chunk of a long prompt
+_MAX_ROWS = 256  # of one pass: a block for each row of a batch, but not a chunk of a long prompt
 
 
 def kernel_obstacle(device: torch.device, weights: Sequence[Tensor], widths: Iterable[int]) -> str:
@@ -99,12 +100,8 @@ class Family(NamedTuple):
 
     def decoder(self, model: nn.Module) -> nn.Module | None:
         """Return the module that holds the layers, if the model has the family's class."""
-        if (
-            self.text
-            and not self.sandwiched
-            and self.is_a(model, "ForConditionalGeneration")
-            and self.is_a(model.model, "Model")
-        ):
+        may_have_tower = self.text and not self.sandwiched
+        if may_have_tower and self.is_a(model, "ForConditionalGeneration") and self.is_a(model.model, "Model"):
             return model.model.language_model
         return model.model if self.is_a(model, "ForCausalLM") else None
 
@@ -212,9 +209,6 @@ def layers_of(decoder: nn.Module) -> nn.ModuleList:
 # ---------------------------------------------------------------------------------------------- running on the ops
 
 
-_MAX_CUDA_ROWS = 256  # of one pass: a block for each row of a batch, but not a chunk of a long prompt
-
-
 class FusedTarget:
     """Embedding, decoder stack and head of a recognized model.
 
@@ -226,6 +220,7 @@ class FusedTarget:
     Attributes:
         is_packed: True if all linear layers have packed weights, whose bits are the same for any number of rows; the
             routers of experts are not among them.
+        has_experts: True if a layer has experts, whose routers are transformers' modules.
     """
 
     def __init__(self, model: nn.Module, family: Family, target_layer_ids: tuple[int, ...]) -> None:
@@ -241,7 +236,7 @@ class FusedTarget:
             list(map(family.layer, layers)), norm.weight, eps=norm.eps if zero_centered else norm.variance_epsilon,
             scale=float(attention.scaling), taps=target_layer_ids, zero_centered=zero_centered,
         )  # fmt: skip
-        self.is_packed = self._is_packed()
+        self._note_weights()
         self._rotary = decoder.rotary_emb
         self._ropes = [name for name in _ROPES if hasattr(self._rotary, f"{name}inv_freq")]
         self._inv_freq = self._frequencies().clone()  # what the tables were made of
@@ -250,18 +245,20 @@ class FusedTarget:
     @property
     def obstacle(self) -> str:
         """Why our kernels cannot multiply by these weights; empty if they can."""
-        weights = [w for layer in self.stack.layers for w in layer if isinstance(w, Tensor) and w.dim() == 2]
-        weights.append(self.embedding)
+        weights = [*self._dense_weights(), self.embedding]
         return kernel_obstacle(self.embedding.device, weights, {weight.shape[1] for weight in weights})
 
     def read_layers(self) -> None:
         """Use what the linear layers multiply by now."""
         self.stack.replace(list(map(self._family.layer, self._layers)), self.stack.norm)
-        self.is_packed = self._is_packed()
+        self._note_weights()
 
-    def _is_packed(self) -> bool:
-        dense = any(isinstance(w, Tensor) and w.dim() == 2 for layer in self.stack.layers for w in layer)
-        return isinstance(weight_of(self.head), PackedWeight) and not dense
+    def _note_weights(self) -> None:
+        self.is_packed = isinstance(weight_of(self.head), PackedWeight) and not self._dense_weights()
+        self.has_experts = any(layer.experts is not None for layer in self.stack.layers)
+
+    def _dense_weights(self) -> list[Tensor]:
+        return [w for layer in self.stack.layers for w in layer if isinstance(w, Tensor) and w.dim() == 2]
 
     def refresh(self, cache: KVCache) -> None:
         """Notice changed weights and frequencies, and fit a cache that another target has made."""
@@ -308,7 +305,7 @@ class FusedTarget:
             return True
         if self.embedding.device.type == "cpu":
             return ops.skinny(rows, self.embedding.dtype)
-        return rows <= _MAX_CUDA_ROWS
+        return rows <= _MAX_ROWS
 
     def forward(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, tree: Tree | None = None,
@@ -385,12 +382,9 @@ def use_experts_op(copied: nn.Module) -> bool:
     """
     found = [(module, form) for module in copied.modules() if (form := experts_form(module)) is not None]
     for module, form in found:
-        if hasattr(module, "packed"):
-            continue
-        kind = type(module)
-        # A class of the module's own, as in `recurrent.bind_to_cache`.
-        space = {"forward": _experts_forward(kind.forward, form), "__module__": kind.__module__, "packed": None}
-        module.__class__ = type(kind.__name__, (kind,), space)
+        if not hasattr(module, "packed"):
+            module.packed = None
+            give_forward(module, _experts_forward(type(module).forward, form))
     return bool(found)
 
 
@@ -416,19 +410,15 @@ def experts_layout(module: nn.Module) -> ExpertsForm | None:
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if not hasattr(module, "gate_up_proj") or chosen not in _IMPLEMENTATIONS or not _is_plain_module(module):
         return None
-    kind, layout = type(module), tuple(getattr(module, name, False) for name in _LAYOUT)
+    kind, layout = type(module), {name for name in _LAYOUT if getattr(module, name, False)}
     if (kind.__module__, kind.__name__) == ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"):
-        form, expected = (
-            ExpertsForm("clamped_silu", module.alpha, module.limit, True),
-            (True, False, True, False, False),
-        )
-    else:
-        activation: Any = getattr(module, "act_fn", None)
-        gate = "silu" if activation is nn.functional.silu else _ACTIVATIONS.get(type(activation), "")
-        form, expected = ExpertsForm(gate), (True, True, False, False, False)
-    if layout != expected or not form.gate:
+        form = ExpertsForm("clamped_silu", module.alpha, module.limit, True)
+        return form if layout == {"has_gate", "is_transposed"} else None
+    activation = getattr(module, "act_fn", None)
+    gate = "silu" if activation is nn.functional.silu else _ACTIVATIONS.get(type(activation))
+    if gate is None or layout != {"has_gate", "is_concatenated"} or kind._apply_gate is not moe._default_apply_gate:
         return None
-    return None if form.gate != "clamped_silu" and kind._apply_gate is not moe._default_apply_gate else form
+    return ExpertsForm(gate)
 
 
 def experts_form(module: nn.Module) -> ExpertsForm | None:

@@ -9,29 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from .copies import CacheView
 from .deepseek_v4 import best_entries, pooled
-from .recurrent import Pass, has_modules_that_use, replace_forwards
-
-_NAMES = {"get_pooled_states", "get_visible_tokens"}  # that an indexer's forward uses
 
 
-def recognize(model: PreTrainedModel) -> bool:
-    """Return True if modules are indexers that select pools as those of GLM-5.3 do."""
-    return has_modules_that_use(model, _NAMES)
-
-
-def bind_to_cache(copied: nn.Module, running: Pass) -> None:
-    """Give the indexers of a copy a forward that keeps what they pool in the cache of the pass."""
-    replace_forwards(copied, _NAMES, _select, running)
-
-
-def _select(
+def select(
     self: nn.Module, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, cache: CacheView,  # noqa: ARG001
 ) -> Tensor:  # fmt: skip
-    """Return the slots that each row attends to, ``[batch, rows, n]``, and -1."""
+    """Return the slots that each row attends to, ``[batch, rows, n]``, and -1.
+
+    Indexers of a copy run this: it keeps what they pool in the cache of the pass.
+    """
     rate, positions, device = self.index_kpool, cache.slots, hidden_states.device
 
     def pool(keys: Tensor, gate: Tensor, _windows: Tensor) -> Tensor:

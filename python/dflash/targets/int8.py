@@ -239,14 +239,11 @@ def int8_obstacle(model: nn.Module) -> str:
                 continue
             if isinstance(module, nn.Linear) and (type(module) is not nn.Linear or key != "weight"):
                 return f"{name}.{key} is a weight of {type(module).__name__}"
-            if type(module) is nn.Linear and not _is_plain(weight):
+            is_plain = type(weight) in PLAIN_TENSORS and weight.dtype in KERNEL_DTYPES["cpu"]
+            if type(module) is nn.Linear and not is_plain:
                 return f"{name}.{key} is a {type(weight).__name__} of {weight.dtype}"
             if is_stored:
                 stored += weight.numel()
             elif key in module._parameters:
                 others.append((weight.numel(), f"{name}.{key} is a weight of {type(module).__name__}"))
     return max(others)[1] if sum(size for size, _ in others) > _MOST_OTHERS * stored else ""
-
-
-def _is_plain(weight: Tensor) -> bool:
-    return type(weight) in PLAIN_TENSORS and weight.dtype in KERNEL_DTYPES["cpu"]

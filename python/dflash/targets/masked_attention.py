@@ -8,33 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from ..state import Tree
-
 ATTENTION = "masked_verify"  # must contain no "flash", and be neither "eager" nor "sdpa": modules then pass indices on
 
 _SCORES = 2**27  # that are held at once where attention has sinks
-
-
-def visible(lengths: Tensor, rows: int, capacity: int, tree: Tree | None, window: int = 0) -> Tensor:
-    """Return which slots each row of a pass sees, ``[batch, 1, rows, capacity]`` bool.
-
-    These are the slots before the block, and in it the rows up to its own, or those on its path in a tree.
-
-    Args:
-        lengths: ``[batch]`` int64, positions before the first row.
-        rows: of the pass.
-        capacity: slots of the cache.
-        tree: see `Tree`; None for a chain.
-        window: how many of the last positions; 0 for all. A chain only.
-    """
-    chain = torch.ones(rows, rows, dtype=torch.bool, device=lengths.device).tril()
-    among = chain.expand(len(lengths), rows, rows) if tree is None else tree.visible
-    offset = (torch.arange(capacity, device=lengths.device) - lengths[:, None])[:, None]  # from the first row
-    inside = offset.clamp(0, rows - 1).expand(-1, rows, -1)
-    seen = (offset < 0) | (among.gather(2, inside) & (offset < rows))
-    if window:
-        seen &= offset > torch.arange(rows, device=lengths.device)[:, None] - window
-    return seen[:, None]
 
 
 def _attend(

@@ -146,20 +146,17 @@ def tap_(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[Tensor | No
 
 
 def _tap_hook(taps: list[Tensor | None], index: int, hidden_size: int) -> Callable[..., None]:
-    def store(_module: nn.Module, _arguments: tuple, output: Any) -> None:
-        taps[index] = _tap_of(output, hidden_size)
-
-    return store
-
-
-def _tap_of(output: Any, hidden_size: int) -> Tensor:
-    """Return the features ``[batch, rows, hidden]`` of a tapped module's output.
+    """Return a hook that puts the features ``[batch, rows, hidden]`` of a module's output into ``taps[index]``.
 
     Of hyper-connections these are the mean of the streams, as SGLang takes them (pull request 36708).
     """
-    tap: Tensor = output[0] if isinstance(output, tuple) else output
-    streams = tap.flatten(2).unflatten(-1, (-1, hidden_size))
-    return tap if tap.shape[2:] == (hidden_size,) else streams.mean(2)
+
+    def store(_module: nn.Module, _arguments: tuple, output: Any) -> None:
+        tap: Tensor = output[0] if isinstance(output, tuple) else output
+        streams = tap.flatten(2).unflatten(-1, (-1, hidden_size))
+        taps[index] = tap if tap.shape[2:] == (hidden_size,) else streams.mean(2)
+
+    return store
 
 
 def library(value: object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,19 +73,15 @@ class PackedExperts(nn.Module):
     Takes the fields of `ExpertWeights`.
     """
 
-    def __init__(
-        self, gate_up: PackedWeight, down: PackedWeight, gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None, gate: str = "silu", alpha: float = 0.0, limit: float = 0.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, *fields: Any, **named: Any) -> None:
         super().__init__()
-        self.form = gate, alpha, limit
-        self.sizes = [(weight.format, weight.columns) for weight in (gate_up, down)]
-        self.register_buffer("gate_up", gate_up.packed)
-        self.register_buffer("down", down.packed)
-        self.register_buffer("gate_up_scales", gate_up.scales)
-        self.register_buffer("down_scales", down.scales)
-        self.register_buffer("gate_up_bias", gate_up_bias)
-        self.register_buffer("down_bias", down_bias)
+        given = ExpertWeights(*fields, **named)
+        self.form, both = given[4:], given[:2]
+        self.sizes = [(weight.format, weight.columns) for weight in both]
+        tensors = *(weight.packed for weight in both), *(weight.scales for weight in both), *given[2:4]
+        names = "gate_up", "down", "gate_up_scales", "down_scales", "gate_up_bias", "down_bias"
+        for name, tensor in zip(names, tensors, strict=True):
+            self.register_buffer(name, tensor)
 
     @property
     def weights(self) -> ExpertWeights:

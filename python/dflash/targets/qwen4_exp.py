@@ -12,18 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..cache import KVCache, further_index
 from .copies import CacheView
-from .recurrent import has_modules_that_use
 
 _INPUTS, _IDS = 1, 2  # states of the convolution and of the n-grams, as the family numbers them
-
-
-def recognize(model: PreTrainedModel) -> bool:
-    """Return True if modules are indexers that select blocks as those of Qwen4 do."""
-    return has_modules_that_use(model, {"update_indexer", "block_topk"})
 
 
 class BlockView(CacheView):
@@ -32,12 +25,8 @@ class BlockView(CacheView):
     def __init__(self, cache: KVCache, slots: Tensor, config: Any) -> None:
         super().__init__(cache, slots, config)
         positions = torch.arange(cache.capacity, device=slots.device).expand(3, len(slots), -1)
-        self._layer = types.SimpleNamespace(indexer_position_ids=positions)  # of all slots, then of the rows
-
-    @property
-    def layers(self) -> Any:
-        """What has the positions of a layer's keys, by the layer's index."""
-        return _Same(self._layer)
+        # By layer, what has the positions of its keys: of all slots, then of the rows
+        self.layers = [types.SimpleNamespace(indexer_position_ids=positions)] * len(config.layer_types)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the ids of the last tokens, ``[batch, n]``; None for a recurrent layer's own state."""
@@ -68,13 +57,3 @@ class BlockView(CacheView):
         places = self.slots[:, :1] - count + torch.arange(count, device=self.slots.device)
         found = buffer.gather(1, places.clamp(min=0)[..., None].expand(-1, -1, buffer.shape[-1]))
         return found.masked_fill((places < 0)[..., None], filler)
-
-
-class _Same:
-    """A list that has the same item everywhere."""
-
-    def __init__(self, item: object) -> None:
-        self._item = item
-
-    def __getitem__(self, _index: int) -> object:
-        return self._item

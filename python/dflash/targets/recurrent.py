@@ -142,18 +142,6 @@ def give_forward(module: nn.Module, forward: types.FunctionType) -> None:
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def has_modules_that_use(model: nn.Module, names: set[str]) -> bool:
-    """Return True if the forward of a module of the model uses all these names."""
-    return any(names <= forward_names(kind) for kind in set(map(type, modules_of(model))))
-
-
-def replace_forwards(copied: nn.Module, names: set[str], forward: types.FunctionType, running: Pass) -> None:
-    """Give the modules of a copy whose forward uses these names another, which finds the pass as ``running_pass``."""
-    for module in [module for module in copied.modules() if names <= forward_names(type(module))]:
-        module.running_pass = running
-        give_forward(module, forward)
-
-
 def forward_names(kind: type) -> set[str]:
     """Return the names that the forward of a class uses: attributes, globals and texts."""
     code = getattr(inner_function(kind.forward), "__code__", None)

@@ -197,25 +197,23 @@ def _refusal_of_quantization(model: nn.Module) -> str | None:
 def _refusal_of_layer(module: nn.Module) -> str | None:
     if library(module) == "bitsandbytes":
         threshold = getattr(getattr(module, "state", None), "threshold", 0.0)
-        return _OUTLIERS.format(threshold=threshold) if threshold else None
+        if not threshold:
+            return None
+        return (
+            f"is an int8 layer of bitsandbytes with an outlier threshold of {threshold}: all rows decide together "
+            "which columns are outliers, so that a row's numbers depend on the rows next to it: load the model with "
+            "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
+        )
     if library(module) == "compressed_tensors":
         return (
             "quantizes keys and values in a cache of compressed-tensors (kv_cache_scheme), which dflash replaces with "
             "its own: use the checkpoint without kv_cache_scheme"
         )
     setting = next(filter(None, map(_scale_for_all_rows, _activation_settings(module))), None)
-    return setting and _ONE_SCALE.format(setting=setting)
-
-
-_OUTLIERS = (
-    "is an int8 layer of bitsandbytes with an outlier threshold of {threshold}: all rows decide together which columns "
-    "are outliers, so that a row's numbers depend on the rows next to it: load the model with "
-    "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
-)
-_ONE_SCALE = (
-    "quantizes activations with one scale for all rows ({setting}), so that a row's numbers depend on the rows next to "
-    "it: use one scale per row, or a model whose weights alone are quantized"
-)
+    return setting and (
+        f"quantizes activations with one scale for all rows ({setting}), so that a row's numbers depend on the rows "
+        "next to it: use one scale per row, or a model whose weights alone are quantized"
+    )
 
 
 def _activation_settings(module: nn.Module) -> Iterator[Any]:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import KVCache, RecurrentCache
+from ..ops import reference
 from ..settings import WeightStorage
 from ..state import Block, State, Tree, scatter_rows
 from .copies import CacheView, structural_copy, use_attention
 from .fingerprint import describe_config, sample_digest
 from .fused import NOT_FUSED, fuse, use_experts_op
 from .int8 import Int8Weights, check_int8
-from .masked_attention import ATTENTION, visible
+from .masked_attention import ATTENTION
 from .model import (
     UnsupportedTargetError,
     cache_argument,
@@ -110,7 +111,7 @@ class Target:
         if sparse is not None:
             self.compile_obstacle = sparse.compile_obstacle
             self._window = getattr(self.config, sparse.window) if sparse.window else 0
-            if sparse.bind_to_cache is not None:
+            if sparse.forward is not None:
                 sparse.bind_to_cache(self.model, self._pass)
             use_attention(self.model, ATTENTION)
         may_run_ops = fused is not False and not replaced and not has_global_hooks()
@@ -173,8 +174,7 @@ class Target:
 
     def refresh(self, cache: KVCache) -> None:
         """Notice changed weights, and fit a cache that may be an earlier target's. Called once per call."""
-        if self.ranks.count > 1:
-            self.ranks.refresh()
+        self.ranks.refresh()
         if self._int8 is not None:
             self._int8.refresh()
         if self._fused is not None:
@@ -185,10 +185,7 @@ class Target:
 
         It does not with experts, whose routers are transformers' modules.
         """
-        fused = self._fused
-        if fused is None or not fused.handles(rows):
-            return False
-        return not [layer for layer in fused.stack.layers if layer.experts is not None]
+        return self._fused is not None and self._fused.handles(rows) and not self._fused.has_experts
 
     def forward(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor = 0,
@@ -269,8 +266,9 @@ class Target:
         if sparse is not None and sparse.mask_type is not None:
             if self._window and tree is not None:
                 raise UnsupportedTargetError(f"{type(self.model).__name__} pools rows of one path: verify chains")
-            mask = visible(lengths, rows, cache.capacity, tree, self._window)
-            options["attention_mask"] = {sparse.mask_type: mask}
+            ancestors = None if tree is None else tree.ancestors
+            mask = reference.visible(lengths, rows, cache.capacity, window=self._window, ancestors=ancestors)
+            options["attention_mask"] = {sparse.mask_type: mask[:, None]}
         elif tree is not None:
             options["block_ancestors"] = tree.ancestors
         running = self._pass
