@@ -62,11 +62,14 @@ def test_help_and_wrong_options_import_nothing_slow(tmp_path):
     cases = [*([0, name, "--help"] for name in commands), [0, "-h"], [0, "--version"], [0, "--help", "serve"]]
     cases += [[2, "generat"], [2, "chat", "--temprature", "1"], [2, "serve", "--port", "0"], [2, *train]]
     cases += [[2, "chat", "--draft", "d"], [2, "generate", "--temperature", "-1", "text"]]
+    cases += [[2, "generate", "--draft", "d", "text"], [2, "generate", "m", "text", "--draft", "/no/such"]]
+    cases += [[2, "serve", "/no/such.gguf", "--port", "1"], [2, "benchmark", "m", "--draft", "/no", "--dataset", "d"]]
     arguments = json.dumps([["dflash", *case] for _, *case in cases])
     done = subprocess.run([sys.executable, "-c", QUICK, arguments], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [[code, []] for code, *_ in cases], done.stderr
     assert "pip install '.[serve]'" in done.stderr
     assert "there is no command generat: did you mean generate?" in done.stderr
+    assert "dflash: --draft: there is no file or folder /no/such" in done.stderr
     assert "<bool>" not in re.sub(r".*--(help|install-completion|show-completion).*", "", done.stdout)
 
 
@@ -398,8 +401,8 @@ def test_chat_needs_a_template(shell, folders):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (["--model", "./nowhere"], "dflash: no folder './nowhere', and it is not a hub id"),
-    (["--draft", "./nowhere"], "dflash: draft './nowhere' is neither a folder nor a reachable hub repository"),
+    (["--model", "./nowhere"], "dflash: --model: there is no file or folder ./nowhere"),
+    (["--draft", "./nowhere"], "dflash: --draft: there is no file or folder ./nowhere"),
     (["--temperature", "-1"], "dflash: temperature must be a finite number of at least 0, got -1.0"),
     (["--max-new-tokens", "0"], "dflash: max_new_tokens must be an integer of at least 1, got 0"),
     (["--dtype", "int8"], "dflash: --dtype must be auto, float32, bfloat16 or float16, got 'int8'"),

@@ -70,7 +70,9 @@ def known_draft(model: str, draft: str | None) -> str | None:
         return draft
     from ..loading import require_known_draft
 
-    return require_known_draft(model)
+    found = require_known_draft(model)
+    typer.echo(f"--draft auto: {printable(found)}", err=True)
+    return found
 
 
 def check_pair(model: str | None, draft: str | None, otherwise: str) -> None:
@@ -108,6 +110,9 @@ class _Models:
         Fills in the packaged pair if none is named, and says so on standard error. ``draft_sharpness`` is that of the
         call, if all of it drafts trees where these are asked for. ``needs_draft``: a target may not come without one.
         """
+        for option, name in (("--model", self.model), ("--draft", self.draft)):
+            if name is not None and name.startswith((".", "/")) and not Path(name).exists():
+                raise FileNotFoundError(f"{option}: there is no file or folder {printable(name)}")
         # 1. What the table of options has.
         given = {name: as_number(getattr(self, name)) for name in (*OneShotOptions.__annotations__, "tree")}
         options = resolve_options(given)

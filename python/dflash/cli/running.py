@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 
 import typer
@@ -22,6 +23,7 @@ def set_debug(debug: bool) -> None:
 def run(command: Callable[[], None]) -> None:
     """Run a command on the command line's arguments. A user's mistake exits with code 2, an interrupt with 130."""
     _replace_closed_streams()
+    warnings.showwarning = _show_warning
     try:
         command()
     except (ValueError, TypeError, OSError) as error:
@@ -36,6 +38,12 @@ def print_error(error: Exception) -> None:
     if _state["debug"]:
         raise error
     typer.echo(f"dflash: {printable(' '.join(str(error).split()))}", err=True)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *place: object) -> None:
+    """Print a warning's message as one line on standard error, with ``--debug`` its place too."""
+    where = f" ({category.__name__}, {place[0]}:{place[1]})" if _state["debug"] else ""
+    typer.echo(f"dflash: warning: {printable(' '.join(str(message).split()))}{where}", err=True)
 
 
 def require_output() -> None:

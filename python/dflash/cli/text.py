@@ -51,8 +51,8 @@ def generate(
     running.require_output()
     options.check_sampling(max_new_tokens, draft_sharpness=draft_sharpness, **dataclasses.asdict(sampling))
     models, prompt = _read_words(models, words or [])
-    text = _read_prompt(prompt, file)
     models = models.resolve(draft_sharpness)
+    text = _read_prompt(prompt, file)
     import torch
 
     from ..api import stream
@@ -157,14 +157,14 @@ def chat(
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     check_template(tokenizer, "user", "assistant")
     check_system(tokenizer, system)
+    if not as_json:
+        drafts = "no drafter" if models.draft is None else f"drafter {printable(models.draft)}"
+        typer.echo(f"{printable(models.model)}, {drafts}; /help lists the commands, /bye leaves", err=True)
     model, drafter, device = models.load(source)
     length = sources.room_of(model, max_length)
     generator = Generator(model, drafter, max_length=length, tree=models.tree, **models.generator(drafter))
     arguments = {"max_new_tokens": max_new_tokens, **dataclasses.asdict(sampling)}
     conversation = Chat(generator, tokenizer, device, system, arguments, as_json)
-    if not as_json:
-        drafts = "no drafter" if drafter is None else f"drafter {printable(models.draft)}"
-        typer.echo(f"{printable(models.model)}, {drafts}; /help lists the commands, /bye leaves", err=True)
     # 2. Answer message by message.
     all_answered = True
     for message in read_messages(conversation.console):
