@@ -281,6 +281,7 @@ FAILED = {  # how a stream begins, and its last event
 def test_an_answer_that_fails_in_the_stream_ends_in_an_error(service, path, monkeypatch):
     monkeypatch.setattr(service, "timeout", 0.0)
     begin, expected = FAILED[path]
+    threading.Timer(0.2, Gate(service.scheduler).open).start()
     text = ask(service, path, BODIES[path] | {"stream": True}).text
     assert text.startswith(begin)
     *_, before, last = ["", *text.strip().split("\n")]

@@ -51,7 +51,7 @@ def answers_of(folder, pair, count, **arguments) -> AnswerRecorder:
     for seed in range(count):
         given = {"max_new_tokens": 24, "temperature": 1.0, "seed": seed} | arguments
         generator.generate(prompt(9, seed=seed)[None], **given)
-    recorder.flush()
+        recorder.flush()  # few may wait for a slow disk
     return recorder
 
 
@@ -74,7 +74,7 @@ def test_a_replay_has_the_steps_that_serving_had(pair, options, tmp_path):
     given = {"max_length": 72, "prefill_chunk": 8, **options}
     session = Session(dflash.Generator(target, draft, batch_size=4, on_answer=recorder, **given))
     wanted = [request for request in requests(vocab, tokenizer) if "grammar" not in request.arguments]
-    count = sum(1 for _ in play(session, wanted, random.Random(1)))
+    count = sum(1 for _ in play(session, wanted, random.Random(1), meanwhile=recorder.flush))
     recorder.flush()
     answers = [recorder.store.read(path, vocab) for path in recorder.store.answers()]
     assert len(answers) >= count > 30
@@ -240,6 +240,7 @@ def lesson(folder, count: int, new: int = 60) -> tuple:
     generator = dflash.Generator(target, draft, max_length=200, on_answer=recorder)
     for ids in sums(count, 0, encode):
         generator.generate(ids[None], max_new_tokens=new)
+        recorder.flush()
     recorder.close()
     asked = sums(100, 1, encode)
     rows = [dflash.generate(target, draft, ids[None], max_new_tokens=new)[0].tolist() for ids in asked]
