@@ -137,6 +137,16 @@ def some_calls(draw: random.Random, words: list[str], names: list[str]) -> list[
     return made
 
 
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMS.items() if form.mark])
+def test_a_mark_without_a_call_stays_text(name):
+    form, calls = TOOL_FORMS[name], [("weather", {"city": "Oslo"})]
+    said = f"I will use {form.mark} as in the docs."
+    text = f"{said} {written(form, calls)}"
+    for size in (1, 2, 7, len(text)):
+        content, _, found = parsed(text, form, range(0, len(text), size))
+        assert (content.strip(), found) == (said, calls)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", TOOL_FORMS)
 def test_every_cut_of_a_text_gives_the_same_calls(name):
