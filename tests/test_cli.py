@@ -69,7 +69,7 @@ def test_help_and_wrong_options_import_nothing_slow(tmp_path):
     assert json.loads(done.stdout.splitlines()[-1]) == [[code, []] for code, *_ in cases], done.stderr
     assert "pip install '.[serve]'" in done.stderr
     assert "there is no command generat: did you mean generate?" in done.stderr
-    assert "dflash: --draft: there is no file or folder /no/such" in done.stderr
+    assert "dflash: the drafter: there is no file or folder /no/such" in done.stderr
     assert "<bool>" not in re.sub(r".*--(help|install-completion|show-completion).*", "", done.stdout)
 
 
@@ -196,7 +196,7 @@ def test_a_head_in_the_targets_files_drafts_unless_something_else_is_asked_for(s
             take("mtp")
 
 
-def test_a_damaged_head_ends_only_a_command_that_asked_for_it(shell, folders, tmp_path):
+def test_a_damaged_head_ends_only_a_command_that_asked_for_it(shell, folders, tmp_path, monkeypatch, caplog):
     model = save_with_head(tmp_path / "target", "qwen3_5")
     for file in Path(folders[0]).glob("tokenizer*"):
         shutil.copy(file, model)
@@ -204,10 +204,17 @@ def test_a_damaged_head_ends_only_a_command_that_asked_for_it(shell, folders, tm
     save_file({name: x for name, x in tensors.items() if name != "mtp.norm.weight"}, model / "model.safetensors")
     done = shell("generate", model, "w5 w6 w7", "-n", "5", "--json").assert_done()
     assert json.loads(done.out)["text"] == answer(model, [5, 6, 7], 5)
-    assert "warning: it is left out: " in done.err
+    left_out = "the target's own head is left out, and nothing drafts: "
+    assert f"dflash: warning: {left_out}" in done.err
+    monkeypatch.setattr("dflash_serve.app.Server.run", lambda *_, **__: None)
+    shell("serve", model, "--port", "0").assert_done()
+    assert left_out in caplog.text
+    assert "drafts for this model" not in caplog.text
     message = "(--draft none answers without the target's own head)"
-    assert message in done.err
     shell("generate", model, "w5", "--draft", "mtp").assert_refused(message)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"conversations": [{"from": "human", "value": "w5 w6"}]}))
+    shell("benchmark", model, "--dataset", rows, "-n", "4", "--raw").assert_refused(message)
 
 
 @pytest.mark.parametrize(("name", "published"), [
@@ -401,8 +408,8 @@ def test_chat_needs_a_template(shell, folders):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (["--model", "./nowhere"], "dflash: --model: there is no file or folder ./nowhere"),
-    (["--draft", "./nowhere"], "dflash: --draft: there is no file or folder ./nowhere"),
+    (["--model", "./nowhere"], "dflash: the model: there is no file or folder ./nowhere"),
+    (["--draft", "./nowhere"], "dflash: the drafter: there is no file or folder ./nowhere"),
     (["--temperature", "-1"], "dflash: temperature must be a finite number of at least 0, got -1.0"),
     (["--max-new-tokens", "0"], "dflash: max_new_tokens must be an integer of at least 1, got 0"),
     (["--dtype", "int8"], "dflash: --dtype must be auto, float32, bfloat16 or float16, got 'int8'"),

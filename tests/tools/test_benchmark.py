@@ -91,7 +91,7 @@ def test_without_a_folder_the_hub_is_asked(monkeypatch):
 @pytest.mark.parametrize(("text", "message"), [
     ('{"prompt": "a"}\n\n{"prompt": \n', r"x\.jsonl, line 3: not JSON"),
     ('{"prompt": "a"}\n["b"]\n', r"x\.jsonl, line 2: must be a JSON object, got list"),
-    ('{"text": "a"}\n', r"x\.jsonl, line 1: a prompt needs prompt, messages, question or turns, got text"),
+    ('{"text": "a"}\n', r"line 1: a prompt needs prompt, messages, conversations, question or turns, got text"),
     ('{"turns": ["a", 1]}\n', r"x\.jsonl, line 1: turns must be non-empty text"),
     ('{"messages": [{"role": "user"}]}\n', r"x\.jsonl, line 1: message 1 must have role and content"),
     ("\n", r"x\.jsonl' has no prompts"),

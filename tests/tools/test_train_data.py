@@ -118,6 +118,11 @@ def test_conversations_are_messages(names, jsonl):
     path = jsonl({"id": "a", "conversations": said})
     assert only(path, spoken()) == only(jsonl({"messages": messages}, name="other.jsonl"), spoken())
     assert load_prompts(path)[0]["messages"] == messages[:2]
+    # Beside another prompt they are a field like any other
+    answered = jsonl({"prompt": "w7", "response": "w8", "conversations": [{who: user, what: "w9"}]})
+    assert only(answered, spoken()) == only(jsonl({"prompt": "w7", "response": "w8"}, name="other.jsonl"), spoken())
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: message 1 must have role and content as text"):
+        only(jsonl({"conversations": [{who: ["a"], what: "w9"}]}), spoken())
 
 
 def test_arguments_of_the_chat_template_are_used(jsonl):
@@ -260,7 +265,7 @@ def test_long_prompts_are_an_error_or_left_out(jsonl):
     ('{"prompt": "w7"}', "line 2: the prompt has no response: .*dflash regenerate"),
     ('{"prompt": "w7", "response": 3}', "line 2: response must be text, got 3"),
     ('{"prompt": "", "response": "w8"}', "line 2: prompt must be non-empty text"),
-    ('{"response": "w8"}', "line 2: a prompt needs prompt, messages, question or turns, got response"),
+    ('{"response": "w8"}', "line 2: a prompt needs prompt, messages, conversations, question or turns, got response"),
     ('{"messages": []}', "line 2: messages must be a list of role and content"),
     ('{"messages": [{"role": "user", "content": "w7"}]}', "line 2: messages has no assistant turn"),
     ('{"text": 5}', "line 2: text must be a non-empty string"),

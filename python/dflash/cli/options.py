@@ -96,7 +96,7 @@ class _Models:
     dtype: Dtype = "auto"
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
-    asks_draft: bool = True  # False once resolved without --draft; not an option
+    may_lack_draft: bool = False  # once resolved without --draft: a damaged head is left out; not an option
 
     def named(self, target: str | None) -> Any:
         """Return these options with the positional MODEL, if there is one, as the target."""
@@ -110,9 +110,9 @@ class _Models:
         Fills in the packaged pair if none is named, and says so on standard error. ``draft_sharpness`` is that of the
         call, if all of it drafts trees where these are asked for. ``needs_draft``: a target may not come without one.
         """
-        for option, name in (("--model", self.model), ("--draft", self.draft)):
-            if name is not None and name.startswith((".", "/")) and not Path(name).exists():
-                raise FileNotFoundError(f"{option}: there is no file or folder {printable(name)}")
+        for what, name in (("model", self.model), ("drafter", self.draft)):
+            if name is not None and name.startswith((".", "/", "~")) and not Path(name).exists():
+                raise FileNotFoundError(f"the {what}: there is no file or folder {printable(name)}")
         # 1. What the table of options has.
         given = {name: as_number(getattr(self, name)) for name in (*OneShotOptions.__annotations__, "tree")}
         options = resolve_options(given)
@@ -120,21 +120,21 @@ class _Models:
         check_combination(tree, block_size, draft_sharpness=draft_sharpness)
         # 2. The weights.
         self.check_storage()
-        needy = [name for name in ("draft_weights", "drafter_window", "tree") if options[name] is not None]
-        if needy and needy[0] != "tree" and block_size == 1:
-            option = f"{option_of(needy[0])} {options[needy[0]]}"
+        of_drafter = [name for name in ("draft_weights", "drafter_window") if options[name] is not None]
+        if of_drafter and block_size == 1:
+            option = f"{option_of(of_drafter[0])} {options[of_drafter[0]]}"
             raise ValueError(f"{option} needs a drafter, and --block-size 1 has none: leave one of them out")
         # 3. The models.
         own = None if needs_draft else self._own_head(block_size)
         draft = own or (None if self.draft == "none" else self.draft)
         if draft == MTP and self.draft is None and block_size is None:
             block_size = "auto"
-        asks = self.draft is not None
-        resolved = dataclasses.replace(self, draft=draft, tree=tree, block_size=block_size, asks_draft=asks)
+        how = {"tree": tree, "block_size": block_size, "may_lack_draft": self.draft is None}
+        resolved = dataclasses.replace(self, draft=draft, **how)
         if needs_draft or self.model is None:
             check_pair(self.model, draft, "without both, the pair inside the package answers")
-        elif needy and draft is None:
-            raise ValueError(f"{option_of(needy[0])} needs a drafter: name one with --draft")
+        elif draft is None and (of_drafter or tree is not None):
+            raise ValueError(f"{option_of([*of_drafter, 'tree'][0])} needs a drafter: name one with --draft")
         elif draft is None and self.prompt_lookup is None and block_size not in (None, 1):
             raise ValueError(f"--block-size {block_size} needs drafts: name a drafter with --draft, or --prompt-lookup")
         if self.model is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,20 +141,18 @@ def load_models(models: Any, source: Source) -> tuple[Any, Any, str]:
         with waiting("drafter", draft, source):
             asked = None if dtype == "auto" else getattr(torch, dtype)
             drafter = load_draft(draft, dtype=asked, device=device, keeps_blocks=source.keeps_blocks)
-    elif not models.asks_draft and source.is_logged and (found := find_known_draft(models.model)) is not None:
+    may_suggest = draft is None and models.may_lack_draft and source.is_logged
+    if may_suggest and (found := find_known_draft(models.model)) is not None:
         _LOG.info("%s drafts for this model: --draft %s", found.name, "auto" if found.is_local else found.name)
     target = load_target(source, dtype, device)
     if draft == MTP:
         try:
             drafter = load_mtp(target)
         except ValueError as error:
-            text = f"{error} (--draft none answers without the target's own head)"
-            if models.asks_draft:
-                raise ValueError(text) from error
-            if source.is_logged:
-                _LOG.warning("it is left out: %s", text)
-            else:
-                typer.echo(f"warning: it is left out: {text}", err=True)
+            if not models.may_lack_draft:
+                raise ValueError(f"{error} (--draft none answers without the target's own head)") from error
+            text = f"the target's own head is left out, and nothing drafts: {printable(error)}"
+            _LOG.warning(text) if source.is_logged else warnings.warn(text, stacklevel=2)
     elif drafter is not None and dtype == "auto":
         drafter = load_draft(drafter, dtype=target.dtype, keeps_blocks=source.keeps_blocks)
     return target, drafter, device

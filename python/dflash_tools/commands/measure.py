@@ -142,7 +142,7 @@ def benchmark(
     """
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
     models = models.named(target)
-    models = dataclasses.replace(models.resolve(), asks_draft=True)  # without drafts there is nothing to compare
+    models = dataclasses.replace(models.resolve(), may_lack_draft=False)  # there is nothing to compare without
     if models.draft is None and models.prompt_lookup is None:
         raise ValueError(
             "a benchmark compares drafts with one-token decoding: name a drafter with --draft (auto: a known one), or "

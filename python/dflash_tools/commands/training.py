@@ -203,7 +203,7 @@ class _Asking:
 @options.command(config=("temperatures",))
 def regenerate(
     prompts: Annotated[
-        str | None, typer.Argument(help="JSONL with prompt, messages, question or turns; or a hub name.")
+        str | None, typer.Argument(help="JSONL with prompt, messages, conversations, question or turns; or a hub name.")
     ] = None,
     *,
     asking: _Asking,

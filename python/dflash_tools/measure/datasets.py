@@ -14,7 +14,7 @@ from dflash.internals import files
 from dflash.light import terminal
 
 _TURNS = ("turns", "prompt", "question")
-PROMPT_FIELDS = "prompt, messages, question or turns"
+PROMPT_FIELDS = "prompt, messages, conversations, question or turns"
 _TEXT_SUFFIXES = (".txt", ".txt.gz")
 _JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -164,7 +164,7 @@ def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, i
         raise ValueError(f"data {name!r} is a folder: name its files")
     if path.is_file():
         if not name.endswith(_TEXT_SUFFIXES):
-            yield from ((where, line, _with_messages(row)) for where, line, row in read_jsonl(path))
+            yield from read_jsonl(path)
         elif (text := "".join(line for _, line in read_lines(path))).strip():
             yield str(path), 1, {"text": text}
         return
@@ -174,23 +174,28 @@ def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, i
     failed = f"data {name!r} is neither a file nor a data set within reach"
     rows = _from_hub(failed, "train", hub, config or None, split=split)
     for line, row in enumerate(rows, 1):
-        yield f"{name}, row {line}", line, _with_messages({k: v for k, v in row.items() if v is not None})
+        yield f"{name}, row {line}", line, {key: value for key, value in row.items() if value is not None}
 
 
 _SPEAKERS = {"human": "user", "gpt": "assistant"}  # of ShareGPT
 
 
-def _with_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose ``conversations``, if it has any, are ``messages``: turns of ``from`` and ``value`` too."""
-    if not isinstance(row.get("conversations"), list) or "messages" in row:
+def with_messages(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without what is None; if it has only ``conversations`` to read, they become its ``messages``."""
+    row = {key: value for key, value in row.items() if value is not None}
+    if not row.get("conversations") or row.keys() & {*_TURNS, "messages", "response", "text", "input_ids"}:
         return row
-    turns = [
-        {"role": _SPEAKERS.get(turn["from"], turn["from"]), "content": turn["value"]}
-        if isinstance(turn, dict) and turn.keys() >= {"from", "value"}
-        else turn
-        for turn in row["conversations"]
-    ]
-    return {key: value for key, value in row.items() if key != "conversations"} | {"messages": turns}
+    turns = row.pop("conversations")
+    if isinstance(turns, list):
+        turns = [_message(turn) if isinstance(turn, dict) else turn for turn in turns]
+    return row | {"messages": turns}
+
+
+def _message(turn: dict[str, Any]) -> dict[str, Any]:
+    if not turn.keys() >= {"from", "value"}:
+        return turn
+    speaker = turn["from"]
+    return {"role": _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker, "content": turn["value"]}
 
 
 def parse_prompt(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, list[str]]:
@@ -199,7 +204,7 @@ def parse_prompt(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any
     A row has ``messages`` (or a ``prompt`` that is a list of them); or ``turns``, ``prompt`` or ``question``, a text or
     a list of texts. Anything else raises ``ValueError``, beginning with ``where``.
     """
-    row = {key: value for key, value in row.items() if value is not None}
+    row = with_messages(row)
     prompt = row.get("prompt")
     if "messages" in row or (isinstance(prompt, list) and any(isinstance(turn, dict) for turn in prompt)):
         messages = parse_messages(row, where)

@@ -17,7 +17,7 @@ import torch
 from dflash.internals import as_messages, prompt_ids, render_prompt, targets, text_ids
 from dflash.light import terminal
 
-from ..measure.datasets import first_prompt, import_datasets, parse_messages, parse_tools, read_records
+from ..measure.datasets import first_prompt, import_datasets, parse_messages, parse_tools, read_records, with_messages
 
 if TYPE_CHECKING:
     import datasets
@@ -193,6 +193,7 @@ class RowEncoder:
         raise ValueError(f"{where}: the prompt has {prompt} tokens, a row with its response at most {self.max_length}")
 
     def supervised(self, row: Mapping[str, Any], where: str) -> _Row:
+        row = with_messages(row)
         if "input_ids" in row:
             ids, mask = self.ids(row, "input_ids"), row.get("loss_mask")
             if not isinstance(mask, list) or len(mask) != len(ids) or not all(mark in (0, 1) for mark in mask):
@@ -211,7 +212,7 @@ class RowEncoder:
             return self.conversation(parse_messages(row, where), parse_tools(row, where), where)
         if any(field in row for field in ("prompt", "question", "turns")):
             raise ValueError("the prompt has no response: let the target write one with dflash regenerate")
-        known = "prompt and response, messages, text or input_ids and loss_mask"
+        known = "prompt and response, messages, conversations, text or input_ids and loss_mask"
         raise ValueError(f"a row has {known}, got {terminal.listed(row)}")
 
     def ids(self, row: Mapping[str, Any], field: str) -> list[int]:
