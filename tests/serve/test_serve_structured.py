@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
-from served import CHAT, SUM, ask, chat, cut, direct, pair, prompt_ids, refused, serve, serving
+from served import CHAT, SUM, ask, chat, chunks, cut, direct, pair, prompt_ids, refused, serve, serving
 
 import dflash
+from dflash.sampling import LogitRules
 from dflash_serve.prompts import EncodedPrompt, answer_grammar, read_tools
 from dflash_serve.reasoning import REASONING_FORMS
 from dflash_serve.requests import ApiError, ChatRequest
@@ -287,6 +288,41 @@ def test_a_grammar_does_not_bind_the_reasoning():
     assert len(choice["message"]["reasoning_content"]) > 20
     (choice,) = optional["choices"]
     assert re.fullmatch("<[0-9]>", choice["message"]["content"])
+
+
+def test_a_schema_binds_what_follows_a_thought_whatever_is_drafted(monkeypatch):
+    """The end of a thought is several tokens, and drafts may cross it."""
+    apply, end = LogitRules.apply, pair()[2].encode("</think>", add_special_tokens=False)
+
+    def ending(rules, logits, block, state):
+        first = 1 + state.length - state.prompt_length  # of a row's logits, in its answer
+        for row, number in enumerate(first.tolist()):
+            for at, token in enumerate(end, 6 - number):
+                if 0 <= at < logits.shape[1]:
+                    logits[row, at, token] = 1e4
+        return apply(rules, logits, block, state)
+
+    assert len(end) > 1
+    monkeypatch.setattr(LogitRules, "apply", ending)
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": {"enum": ["Oslo", "Rome"]}}}
+    bodies = [
+        asked("a", response_format=form, temperature=1, seed=seed, max_tokens=60, chat_template_kwargs={"thinks": True})
+        for seed in range(5)
+    ]
+    found = []
+    for options in ({}, {"block_size": 1}):
+        with serving(template=THINKING, **options) as service:
+            for body in bodies:
+                whole = ask(service, CHAT, body).json()["choices"][0]
+                deltas = [chunk["choices"][0]["delta"] for chunk in chunks(ask(service, CHAT, body | {"stream": True}))]
+                texts = [whole["message"].get(field) or "" for field in ("reasoning_content", "content")]
+                assert whole["finish_reason"] == "stop"
+                assert json.loads(texts[1]) in ("Oslo", "Rome")
+                assert texts[0]
+                streamed = ["".join(d.get(field) or "" for d in deltas) for field in ("reasoning_content", "content")]
+                assert streamed == texts
+                found.append(texts)
+    assert found[:5] == found[5:]
 
 
 # ---------------------------------------------------------------------------------------------- refusals

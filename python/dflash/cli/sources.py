@@ -123,7 +123,7 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
         target.generation_config.update(do_sample=found["temperature"] > 0, **found)
         values = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
         how = "the keys of the file" if keys else "default"
-        say(f"unless options or requests set others, sampling is llama.cpp's by {how}: {values}")
+        say(f"sampling: {values}, as llama.cpp by {how}, unless options or requests set others")
     if targets.is_packed(target):
         sizes = targets.weight_bytes_per_token(target)
         kinds = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items())
