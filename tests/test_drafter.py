@@ -101,6 +101,18 @@ def test_context_without_a_block_is_appended_as_by_a_pass(config, batch):
             assert ours[row, :, count:].isnan().all(), "nothing else is written"
 
 
+def test_injected_context_equals_a_passs_in_bfloat16():
+    draft, counts = random_drafter(KINDS[0], dtype=torch.bfloat16), torch.tensor([0, 3, 8])
+    context, block = inputs(draft.config, 3, 8, dtype=torch.bfloat16)
+    features, index = draft.fuse(context, counts), torch.arange(8)
+    injected, by_pass = poisoned(draft, 3, 32), poisoned(draft, 3, 32)
+    draft.inject_(features, torch.where(index < counts[:, None], index, -1), injected)
+    draft(features, counts, block, counts, by_pass)
+    for ours, expected in zip(injected.buffers, by_pass.buffers, strict=True):
+        for row, count in enumerate(counts.tolist()):
+            torch.testing.assert_close(ours[row, :, :count], expected[row, :, :count])
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("config", "weights"),

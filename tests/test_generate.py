@@ -115,6 +115,23 @@ def test_a_generator_refuses_calls_that_do_not_fit(target, draft):
         dflash.Generator(target, draft, max_length=20, batch_size=0)
 
 
+@pytest.mark.parametrize(
+    "name", ["batch_size", "denoise_steps", "prefill_chunk", "compile", "graph", "fused", "reuse_prefix"]
+)
+def test_none_is_no_value_of_an_option_that_is_never_off(target, draft, name):
+    with pytest.raises(TypeError, match=f"{name} must have a value, got None: leave it out for the default"):
+        dflash.Generator(target, draft, max_length=20, **{name: None})
+
+
+def test_options_are_compared_by_value_and_may_be_none_where_that_is_off(target, draft):
+    unset = dict.fromkeys(("block_size", "tree", "weights", "draft_weights", "drafter_window", "prompt_lookup"))
+    generator = dflash.Generator(target, draft, max_length=20, graph=0, fused=0, **unset)
+    assert generator.block_size == 16
+    assert generator.fused_reason == dflash.Generator(target, draft, max_length=20, fused=False).fused_reason
+    with pytest.raises(ValueError, match="graph=True needs a target on a GPU"):
+        dflash.Generator(target, draft, max_length=20, graph=1)
+
+
 def untied(target, missing: str, **settings) -> dflash.Drafter:
     """Return a drafter whose config does not say ``missing``, so that only its settings can be compared."""
     config = {name: value for name, value in draft_config(target).items() if name != missing}

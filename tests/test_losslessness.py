@@ -69,6 +69,10 @@ def own_text(way: str) -> tuple:
     """Return a target, prompts, and what it writes after them by itself."""
     call = {name: value for name, value in WAYS[way][1].items() if name != "draft_sharpness"}
     target, prompts = make_target("qwen3"), [prompt(3, seed=2), prompt(60, seed=2)]
+    if not call:
+        return target, prompts, [greedy(target, p, NEW) for p in prompts]
+    if call == DRAWN:
+        return target, prompts, [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)]
     ids, mask = left_padded(prompts)
     alone = dflash.Generator(target, None, max_length=110, batch_size=2)
     text = alone.generate(ids, attention_mask=mask, max_new_tokens=NEW, **call)
@@ -84,6 +88,14 @@ def test_no_drafter_changes_the_text(drafter, way, tmp_path):
     generator = hinted(target, DRAFTERS[drafter](target, tmp_path), texts, **made)
     output = check_batch(generator.generate, prompts, answers, max_new_tokens=NEW, **call)
     assert "some tokens" in drafter or output.statistics.acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("drafter", ["Qwen3-4B", "DFlash2", "DSpark", "DSpark of some tokens", "own head"])
+def test_rejection_repeats_itself_with_one_seed(drafter, tmp_path):
+    target, p = make_target("qwen3"), prompt(9, seed=2)[None]
+    generator = dflash.Generator(target, DRAFTERS[drafter](target, tmp_path), max_length=40)
+    call = DRAWN | {"max_new_tokens": NEW, "acceptance": "rejection"}
+    assert torch.equal(generator.generate(p, **call), generator.generate(p, **call))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "deepseek_v32", "glm4_moe"])

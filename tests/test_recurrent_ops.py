@@ -49,7 +49,7 @@ def draw(kind, shape, batch=2, rows=5, block=6, seed=0, pending=0, keep=0) -> Ca
 def draw_convolution(
     shape, batch=2, rows=5, block=6, seed=0, pending=0, keep=0, dtype=torch.float32, bias=True, silu=True
 ) -> Call:
-    """Draw a call of the convolution. SiLU is torch's own in the twin, which rounds the end of a tensor differently."""
+    """Draw a call of the convolution."""
     (channels, width), generator = shape, torch.Generator().manual_seed(seed)
 
     def floats(*sizes):
@@ -62,12 +62,19 @@ def draw_convolution(
     }  # fmt: skip
 
 
-# Calls of both, for what both promise: by name, a function of the same options.
-CALLS = {kind: lambda kind=kind, **options: draw(kind, (2, 4, 16, 40), **options) for kind in KINDS}
-for dtype in (torch.float32, torch.bfloat16):
-    CALLS[f"convolution in {dtype}"] = lambda dtype=dtype, **options: draw_convolution(
-        (70, 4), dtype=dtype, silu=False, **options
-    )
+# Calls of both, for what both promise: a recurrence, or the shape and dtype of a convolution.
+CALLS = {kind: kind for kind in KINDS} | {
+    f"convolution {shape} in {dtype}": (shape, dtype)
+    for shape, dtype in (((70, 4), torch.float32), ((70, 4), torch.bfloat16), ((7, 8), torch.float32))
+}
+
+
+def draw_any(name, place, **options) -> Call:
+    """Draw a call. SiLU is torch's own in the twin, which rounds the end of a tensor differently."""
+    if name in KINDS:
+        return draw(name, (2, 4, 16, 40), **options)
+    shape, dtype = CALLS[name]
+    return draw_convolution(shape, dtype=dtype, silu=place is not reference, **options)
 
 
 def go_on(place, call, **changes):
@@ -181,7 +188,7 @@ def test_the_convolution_against_float64(shape, dtype, kernels):
 def test_rows_have_the_same_bits_however_they_are_divided_into_passes(name, implementation):
     places = {ops: (520, (512, 64, 7, 1)), reference: (9, (4, 1))}
     rows, sizes = places.get(implementation, (71, (64, 7, 1)))
-    call = CALLS[name](rows=rows, pending=[2, 5], keep=rows)
+    call = draw_any(name, implementation, rows=rows, pending=[2, 5], keep=rows)
     whole, written = run(implementation, call)
     for size in sizes:
         divided, parts = sequences(call, slice(None)), []
@@ -196,7 +203,9 @@ def test_rows_have_the_same_bits_however_they_are_divided_into_passes(name, impl
 def test_accepted_rows_give_the_bits_of_rows_run_one_by_one(name, implementation):
     """Sequence m accepts m rows of its block; the next pass has to find the state that m single rows leave."""
     block = 6
-    blocks, after = (CALLS[name](batch=block + 1, rows=rows, block=block, seed=rows) for rows in (block, 3))
+    blocks, after = (
+        draw_any(name, implementation, batch=block + 1, rows=rows, block=block, seed=rows) for rows in (block, 3)
+    )
     _, verified = run(implementation, blocks)
     assert torch.equal(held(verified), held(blocks)), "a block keeps none of its rows"
     accepted, two = counts([*range(block + 1)], block + 1), counts(2, block + 1)
@@ -213,7 +222,7 @@ def test_accepted_rows_give_the_bits_of_rows_run_one_by_one(name, implementation
 
 @pytest.mark.parametrize("name", CALLS)
 def test_bits_do_not_depend_on_the_batch_or_the_threads(name, kernels, set_threads):
-    call = CALLS[name](batch=3, rows=6, block=4, pending=[1, 0, 4], keep=[0, 6, 2])
+    call = draw_any(name, kernels, batch=3, rows=6, block=4, pending=[1, 0, 4], keep=[0, 6, 2])
     want, written = run(kernels, call)
     for count in (1, 2, 3, 7) if kernels is ops else ():
         set_threads(count)
@@ -251,10 +260,23 @@ def test_bits_do_not_depend_on_the_number_of_channels(dtype, kernels):
         assert torch.equal(few["window"], written["window"][..., some])
 
 
+def test_the_convolution_takes_strided_inputs(dtype, kernels):
+    call = draw_convolution((70, 4), dtype=dtype, pending=3, keep=2)
+    (want, written), x = run(kernels, call), call["x"]
+    strided = {name: torch.stack([call[name]] * 2, -1)[..., 0] for name in ("bias", "pending", "keep")}
+    strided["weight"] = call["weight"].mT.contiguous().mT
+    for view in (torch.cat([x, x], -1)[..., 70:], x.mT.contiguous().mT, torch.stack([x, x], 1).flatten(0, 1)[::2]):
+        assert not view.is_contiguous()
+        window = call["window"].clone()
+        out = go_on(kernels, call, **strided, x=view, window=window)
+        assert torch.equal(out, want)
+        assert torch.equal(window, written["window"])
+
+
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("name", CALLS)
 def test_rows_that_are_not_kept_may_hold_anything(name, bad, implementation):
-    clean = CALLS[name](pending=[2, 0], keep=[3, 0])
+    clean = draw_any(name, implementation, pending=[2, 0], keep=[3, 0])
     spoilt = sequences(clean, slice(None))
     for each in some_rows(spoilt, slice(3, None)).values():
         if each is not None:
@@ -275,7 +297,7 @@ def test_rows_that_are_not_kept_may_hold_anything(name, bad, implementation):
 @pytest.mark.parametrize(("rows", "block"), [(0, 4), (3, 0), (9, 4), (4, 4), (1, 6)])
 @pytest.mark.parametrize("name", CALLS)
 def test_only_the_first_rows_of_a_pass_are_stored(name, rows, block, implementation):
-    call = CALLS[name](rows=rows, block=block, pending=[0, block], keep=rows)
+    call = draw_any(name, implementation, rows=rows, block=block, pending=[0, block], keep=rows)
     out, written = run(implementation, call)
     stored, inputs = min(rows, block), call.get("x", call.get("v"))
     assert out.shape == inputs.shape

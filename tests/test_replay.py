@@ -80,13 +80,14 @@ def test_every_kind_of_step_is_captured_and_writes_the_same(target, draft, batch
     assert late.graph_reason == ""
 
 
-@pytest.mark.parametrize(("family", "options"), [
-    ("gemma2", {"denoise_steps": 3}), ("gpt_oss", {}), ("glm4_moe", {"block_size": 4}), ("lfm2_moe", {}),
-    ("qwen3_5", {}), ("kimi_linear", {}), ("nemotron_h (dt under its limit)", {}),
+@pytest.mark.parametrize(("family", "sizes", "options"), [
+    ("gemma2", {}, {"denoise_steps": 3}), ("gpt_oss", {}, {}), ("glm4_moe", {}, {"block_size": 4}),
+    ("lfm2_moe", {}, {}), ("qwen3_5", {}, {}), ("kimi_linear", {}, {}), ("nemotron_h (dt under its limit)", {}, {}),
+    ("qwen3_moe", {"num_hidden_layers": 2}, {}), ("minimax_m2", {"num_hidden_layers": 2}, {}),
 ])  # fmt: skip
-def test_a_captured_step_of_any_family_writes_the_greedy_text(family, options):
+def test_a_captured_step_of_any_family_writes_the_greedy_text(family, sizes, options):
     """Modules of the model's own, experts, and states that go back."""
-    target, prompts = make_target(family), [prompt(length) for length in (1, 17, 30)]
+    target, prompts = make_target(family, **sizes), [prompt(length) for length in (1, 17, 30)]
     answers = [greedy(target, p, 24) for p in prompts]
     generator = families.cheat(target, make_draft(target), prompts, answers, ahead=True, **options)
     for generator.spoil in (5, 3):

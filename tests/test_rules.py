@@ -351,6 +351,16 @@ def test_greedy_equals_transformers_generate(target, draft, prompts, plain, name
         check_answers(alone, len(prompts[row]), [expected[row]])
 
 
+def test_sampled_equals_one_token_decoding(target, draft, prompts, plain):
+    rule = biting(plain)["together"] | {"frequency_penalty": 1.2}
+    sampling = {"temperature": 0.9, "top_k": 30, "top_p": 0.95}
+    expected = [
+        one_token_decoding(target, p, NEW, rule, seed=fold(5, row), **sampling) for row, p in enumerate(prompts)
+    ]
+    generator = cheat(target, draft, prompts, expected, block_size=5, spoil=7)
+    check_batch(generator.generate, prompts, expected, max_new_tokens=NEW, seed=5, **sampling, **rule)
+
+
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("rule", [{"min_length": 30}, {"min_new_tokens": 12}, {"min_length": 40, "min_new_tokens": 3}])
 def test_no_stop_token_before_the_shortest_length(target, draft, prompts, plain, rule):

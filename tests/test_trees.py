@@ -391,6 +391,13 @@ def test_targets_that_take_chains_only_are_refused(family, reason):
             attempt()
 
 
+def test_a_generator_made_for_chains_names_the_recurrent_layers_that_rule_out_trees():
+    target = make_target("qwen3_5")
+    generator = dflash.Generator(target, make_draft(target), max_length=64)
+    with pytest.raises(ValueError, match="tree=16 needs a target whose layers are all attention, Qwen3_5For"):
+        generator.generate(prompt(5)[None], max_new_tokens=4, tree=16)
+
+
 def test_one_shot_calls_grow_their_generator_for_larger_trees(target, draft, prompts, plain, kept):
     p = prompts[1][None]
     for tree in (None, 16, 64, 9, None):

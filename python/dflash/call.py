@@ -255,16 +255,19 @@ def _check_together(values: Mapping[str, Any]) -> None:
     if repeats > 1 and not values["temperature"]:
         raise ValueError(f"at temperature 0 every answer is the same: num_return_sequences must be 1, got {repeats}")
     if values["acceptance"] == "rejection":
-        has_host_rules = values["logits_processor"] or values["stopping_criteria"]
-        own = "draws drafts from the drafter's own distribution: draft_sharpness must be 1 there, got"
-        for is_wrong, why in (
-            (steps > 1, f"needs denoise_steps=1, got {steps}: the tokens would be biased"),
-            (sharpness != 1, f"{own} {sharpness!r}"),
-            (has_host_rules, "cannot be combined with logits_processor or stopping_criteria"),
-            (values["grammar"] is not None, "cannot be combined with grammar: the drafts are not masked"),
-        ):
-            if is_wrong:
-                raise ValueError(f'acceptance="rejection" {why}')
+        reason = ""
+        if steps > 1:
+            reason = f"needs denoise_steps=1, got {steps}: the tokens would be biased"
+        elif sharpness != 1:
+            reason = (
+                f"draws drafts from the drafter's own distribution: draft_sharpness must be 1 there, got {sharpness!r}"
+            )
+        elif values["logits_processor"] or values["stopping_criteria"]:
+            reason = "cannot be combined with logits_processor or stopping_criteria"
+        elif values["grammar"] is not None:
+            reason = "cannot be combined with grammar: the drafts are not masked"
+        if reason:
+            raise ValueError(f'acceptance="rejection" {reason}')
     check_combination(values["tree"], None, steps, values["acceptance"], sharpness)
     tokenizer = values["tokenizer"]
     if values["stop_strings"] and not hasattr(tokenizer, "convert_tokens_to_ids"):

@@ -125,8 +125,8 @@ def _check_vocabulary(config: DraftConfig, rows: Sequence[int]) -> None:
         )
 
 
-def _check_equal(what: str, theirs: object, needed: object) -> None:
-    _expect(theirs == needed, f"its {what} is {theirs}, the target's is {needed}")
+def _check_equal(what: str, drafters: object, needed: object) -> None:
+    _expect(drafters == needed, f"its {what} is {drafters}, the target's is {needed}")
 
 
 def _expect(fits: bool, what: str) -> None:

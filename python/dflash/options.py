@@ -32,7 +32,9 @@ def _rows(name: str, value: object, _: int) -> object:
     return value if isinstance(value, str) else integer_from(1, name, value)
 
 
-_switch, _weights, _positive = one_of(True, False, "auto"), one_of("int8", None), at_least(1)
+_switch = one_of(True, False, "auto")
+_weights = one_of("int8", None)
+_positive = at_least(1)
 
 
 # -------------------------------------------------------------------------------------------------------------- table
@@ -138,6 +140,9 @@ def resolve_options(given: Mapping[str, object]) -> GeneratorArguments:
         TypeError: a name is unknown, or a value has the wrong type.
     """
     options = cast(GeneratorArguments, resolve(given, {}, table=OPTIONS, caller="Generator"))
+    for name, value in given.items():
+        if value is None and (default := OPTIONS[name].off) is not None:
+            raise TypeError(f"{name} must have a value, got None: leave it out for the default, {default!r}")
     check_combination(options["tree"], options["block_size"], options["denoise_steps"])
     lookup, tree = options["prompt_lookup"], options["tree"]
     if lookup is not None and tree is not None:

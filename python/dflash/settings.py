@@ -146,10 +146,11 @@ def _number(wanted: str, holds: Callable[[float], bool]) -> Callable[[str, objec
 
 def one_of(*choices: object) -> Check:
     def check(name: str, value: object, _: int) -> object:
-        if not any(type(value) is type(choice) and value == choice for choice in choices):
-            *first, last = (f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices)
-            raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
-        return value
+        for choice in choices:
+            if _listed(value) == choice:
+                return choice
+        *first, last = (f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
 
     return check
 

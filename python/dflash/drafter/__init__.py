@@ -5,7 +5,6 @@ from .config import DFlash2Config, DraftConfig
 from .drafter import (
     CandidateSelector,
     Drafter,
-    GroupedConv,
     PairWeights,
     check_draft_weights,
     quantized_draft,

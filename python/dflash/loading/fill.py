@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..ops import PackedWeight
 from ..targets import PackedEmbedding, PackedExperts, PackedLinear, experts_layout
 from ..targets.model import KERNEL_DTYPES
+from ..targets.packed import ExpertWeights
 
 T = TypeVar("T")
 
@@ -66,18 +67,20 @@ def fill_module(
         if not isinstance(weight, Tensor) and getattr(module, "is_transposed", False):  # of gpt-oss
             values = gate_by_turns(values) if key.startswith("gate_up") else values
             values = values if key.endswith("bias") else values.mT
-        set_values(model, f"{path}.{key}" if path else key, values)
+        set_values(model, f"{path}.{key}" if path else key, values, copy=isinstance(weight, Tensor))
     return [weight for weight in weights.values() if not isinstance(weight, Tensor)]
 
 
-def set_values(model: Any, name: str, values: Tensor) -> None:
-    """Give a model a parameter or a buffer, in the dtype that the model has it in."""
+def set_values(model: Any, name: str, values: Tensor, *, copy: bool = True) -> None:
+    """Give a model a parameter or a buffer, in the dtype that the model has it in.
+
+    ``copy`` values that may be the memory of a file, which must not stay.
+    """
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     like = getattr(module, key)
     is_wide = any(re.search(rf"(^|\.){each}(\.|$)", name) for each in model._keep_in_fp32_modules_strict or ())
-    # A copy: the memory of the file must not stay
-    values = values.reshape(like.shape).to(torch.float32 if is_wide else like.dtype, copy=True)
+    values = values.reshape(like.shape).to(torch.float32 if is_wide else like.dtype, copy=copy)
     if key in module._buffers:
         module._buffers[key] = values
     else:
@@ -128,7 +131,7 @@ def _packed_experts(module: Any, weights: Mapping[str, Tensor | StoredWeight]) -
     gate_up, down = (_bias(module, f"{name}_proj_bias", weights) for name in ("gate_up", "down"))
     if gate_up is not None and form.transposed and isinstance(weights["gate_up_proj_bias"], Tensor):
         gate_up = gate_above_up(gate_up)
-    return PackedExperts(both[0][0], both[1][0], gate_up, down, *form[:3])
+    return PackedExperts(ExpertWeights(both[0][0], both[1][0], gate_up, down, *form[:3]))
 
 
 def _packed(weight: Tensor | StoredWeight | None) -> Any:

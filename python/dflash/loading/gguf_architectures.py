@@ -91,8 +91,8 @@ _COMMON: dict[str, tuple[str, ...]] = {
     "embedding_length": ("hidden_size",), "feed_forward_length": ("intermediate_size", "ffn_hidden_size"),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
-    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"),
     "attention.clamp_kqv": ("clip_qkv",), "attention.sliding_window": ("sliding_window",),
     "attention.shared_kv_layers": ("num_kv_shared_layers",), "attention.kv_lora_rank": ("kv_lora_rank",),
     "attn_logit_softcapping": ("attn_logit_softcapping",), "final_logit_softcapping": ("final_logit_softcapping",),
@@ -156,9 +156,12 @@ def read_config(file: GgufFile) -> Any:
     absent = [key for key in _COUNTS if keys.peek(key) == 0]
     for key in (row.needs, *_UNUSED, *absent):
         keys.get(key)
+    is_mixture = not known.keys().isdisjoint(_COMMON["expert_count"])
     for key, names in _COMMON.items():
         name = next((name for name in names if name in known), None)
-        if name is not None and key not in absent and (value := keys.get(key)) is not None:
+        if name is None or key in absent or (key.startswith("expert_") and not is_mixture):
+            continue
+        if (value := keys.get(key)) is not None:
             config[name] = value
     for key, expected in row.same.items():
         if keys.get(key, expected) != expected:
@@ -444,7 +447,12 @@ def _exaone4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 def _lfm2(keys: Keys, _: dict[str, Any]) -> dict[str, Any]:
     counts = keys.peek("attention.head_count_kv")
     types = ["full_attention" if count else "conv" for count in counts]
-    return {"num_key_value_heads": max(counts), "layer_types": types}
+    epsilon = keys.need("attention.layer_norm_rms_epsilon")
+    return {"num_key_value_heads": max(counts), "layer_types": types, "norm_eps": epsilon}
+
+
+def _nemotron(keys: Keys, _: dict[str, Any]) -> dict[str, Any]:
+    return {"norm_eps": keys.need("attention.layer_norm_epsilon")}
 
 
 _LATENT = {"attn_k_b.weight": _kv_b}
@@ -501,7 +509,7 @@ ARCHITECTURES: dict[str, tuple[Architecture, ...]] = {
         "falcon", fixed={"alibi": False, "bias": False, "parallel_attn": True}, rest=_falcon,
         rows={"attn_qkv.weight": _falcon_rows},
     ),),
-    "nemotron": (Architecture("nemotron", values=_PLUS_ONE),),
+    "nemotron": (Architecture("nemotron", rest=_nemotron, values=_PLUS_ONE),),
     "exaone4": (Architecture("exaone4", rest=_exaone4),),
     "lfm2": (Architecture("lfm2", fixed={"block_auto_adjust_ff_dim": False}, rest=_lfm2),),
 }  # fmt: skip

@@ -27,11 +27,12 @@ class Order:
         packed = torch.empty_like(values)
         for natural, memory in self._views(values, packed):
             memory.copy_(natural)
-        return packed.view(torch.uint8).bitwise_xor_(self.flipped)
+        packed = packed.view(torch.uint8)
+        return packed.bitwise_xor_(self.flipped) if self.flipped else packed
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Return the values ``[out, size]`` uint8 that `pack` was given, those past ``in`` too."""
-        packed = packed ^ self.flipped
+        packed = packed ^ self.flipped if self.flipped else packed
         values = torch.empty_like(packed)
         for natural, memory in self._views(values, packed):
             natural.copy_(memory)

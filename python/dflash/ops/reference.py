@@ -1,8 +1,8 @@
 """The ops of `dflash.ops` in plain torch: the oracle of the tests, and what runs on devices without a kernel.
 
-Same names and arguments, whose types are those of the ops; any floating dtype; sums in at least fp32. Nothing here
-depends on data: each twin runs under ``FakeTensorMode`` and inside a CUDA graph. Imports torch and the formats of
-weights.
+Same names and arguments, whose types are those of the ops; any floating dtype; sums in at least fp32. `visible` is not
+an op: attention here and the masks of targets share it. Nothing here depends on data: each twin runs under
+``FakeTensorMode`` and inside a CUDA graph. Imports torch and the formats of weights.
 """
 
 from __future__ import annotations
@@ -758,7 +758,7 @@ def swiglu(x, gate, up, prefetch=False, scales=None, format=DENSE.name):
 
 
 def experts(
-    x, ids, scores, gate_up, down, gate_up_bias=None, down_bias=None, gate='silu', alpha=1.702, limit=7.0,
+    x, ids, scores, gate_up, down, gate_up_bias=None, down_bias=None, gate="silu", alpha=1.702, limit=7.0,
     transposed=False, gate_up_scales=None, down_scales=None, format=DENSE.name, down_format=DENSE.name,
 ):  # fmt: skip
     """The sum over slots of ``scores * down(gate(gate_up(x)))`` of the expert in each. Copies the chosen weights."""

@@ -191,7 +191,7 @@ def store_int8_(model: nn.Module) -> None:
         if isinstance(found, PackedWeight):
             made = PackedLinear(found, layer.bias, getattr(layer, "order", None))
         else:
-            made = PackedExperts(*found)
+            made = PackedExperts(found)
         model.set_submodule(name, made)
     # glibc keeps what was freed in pieces: a quarter of a small model's memory.
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,20 +68,18 @@ class ExpertWeights(NamedTuple):
 
 
 class PackedExperts(nn.Module):
-    """The experts of a mixture on CPU, in packed weights.
+    """The experts of a mixture on CPU, in packed weights."""
 
-    Takes the fields of `ExpertWeights`.
-    """
-
-    def __init__(self, *fields: Any, **named: Any) -> None:
+    def __init__(self, weights: ExpertWeights) -> None:
         super().__init__()
-        given = ExpertWeights(*fields, **named)
-        self.form, both = given[4:], given[:2]
-        self.sizes = [(weight.format, weight.columns) for weight in both]
-        tensors = *(weight.packed for weight in both), *(weight.scales for weight in both), *given[2:4]
-        names = "gate_up", "down", "gate_up_scales", "down_scales", "gate_up_bias", "down_bias"
-        for name, tensor in zip(names, tensors, strict=True):
-            self.register_buffer(name, tensor)
+        self.form = weights.gate, weights.alpha, weights.limit
+        self.sizes = [(weight.format, weight.columns) for weight in (weights.gate_up, weights.down)]
+        self.register_buffer("gate_up", weights.gate_up.packed)
+        self.register_buffer("down", weights.down.packed)
+        self.register_buffer("gate_up_scales", weights.gate_up.scales)
+        self.register_buffer("down_scales", weights.down.scales)
+        self.register_buffer("gate_up_bias", weights.gate_up_bias)
+        self.register_buffer("down_bias", weights.down_bias)
 
     @property
     def weights(self) -> ExpertWeights:
