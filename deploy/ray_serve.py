@@ -47,7 +47,7 @@ class Replica:
     def _is_loaded(url: str) -> bool:
         try:
             return httpx.get(f"{url}/health").status_code == 200
-        except httpx.ConnectError:
+        except httpx.TransportError:
             return False
 
     def check_health(self) -> None:

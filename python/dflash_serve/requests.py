@@ -1,6 +1,7 @@
 """Requests that the server reads, and the error that refuses one: OpenAI's, which other APIs' are translated to.
 
-Fields that would change the text and cannot be applied are refused by name. Unknown ones are taken and named.
+Fields that would change the text and cannot be applied are refused by name. Unknown ones and other engines' ways to
+sample are left out and named.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pydantic_core import PydanticCustomError
 
 from dflash.internals import MAX_STOP_STRINGS, GenerateArguments
 from dflash.light import SETTINGS, terminal
+
+NOT_APPLIED = "this server does not apply it: leave it out"
 
 
 @dataclass(eq=False)
@@ -68,7 +71,7 @@ def not_applied(base: type[BaseModel], **fields: tuple[Any, ...]) -> Any:
         def check(value: object) -> None:
             same = (isinstance(value, bool) == isinstance(other, bool) and value == other for other in neutral)
             if value is not None and not any(same):
-                raise PydanticCustomError("unsupported", "this server does not apply it: leave it out")
+                raise PydanticCustomError("unsupported", NOT_APPLIED)
 
         schema = pydantic.WithJsonSchema({"enum": [None, *neutral], "description": "Not applied."})
         return Annotated[Any, AfterValidator(check), schema], None
@@ -151,7 +154,7 @@ Top = Annotated[int, Field(ge=0, le=20), Number]
 
 
 class Fields(BaseModel):
-    """Takes unknown fields too, see `unknown_fields`."""
+    """Takes unknown fields too, see `leave_out`."""
 
     model_config = pydantic.ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -164,21 +167,24 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def unknown_fields(model: BaseModel, place: str = "") -> list[str]:
-    """Take the fields that its types do not know out of a request, and return their names, such as ``messages[].id``.
+def leave_out(model: BaseModel, place: str = "") -> dict[str, str]:
+    """Take the fields that its types do not know out of a request. Return their names, such as ``messages[].id``.
 
-    null, and what else asks for nothing, is not named.
+    Each comes with the reason: "unknown", or "not applied" for those of `_HARMLESS`. null, and what else asks for
+    nothing, is not named.
     """
-    extra = model.__pydantic_extra__ or {}
-    found = [f"{place}{name}" for name, value in extra.items() if value not in (None, *_HARMLESS.get(name, ()))]
+    extra, found = model.__pydantic_extra__ or {}, {}
+    for name, value in extra.items():
+        if value not in (None, *_HARMLESS.get(name, ())):
+            found[f"{place}{name}"] = "not applied" if name in _HARMLESS else "unknown"
     extra.clear()
     for name in model.model_fields_set & type(model).model_fields.keys():
         value = getattr(model, name)
         inside = f"{place}{name}[]." if isinstance(value, list) else f"{place}{name}."
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, BaseModel):
-                found += unknown_fields(part, inside)
-    return list(dict.fromkeys(found))
+                found |= leave_out(part, inside)
+    return found
 
 
 class StreamOptions(Fields):

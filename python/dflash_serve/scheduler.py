@@ -114,22 +114,19 @@ class Scheduler:
             QueueFullError: one work is being done and ``max_waiting`` others wait.
             RuntimeError: the scheduler is closed.
         """
-        future: Future[_Result] = Future()
         with self._changed:
-            self._expect_open()
             if len(self._works) > self.max_waiting:
                 raise QueueFullError(f"{len(self._works)} checks wait already: try again later")
-            self._works.append((parts, cast("Future[object]", future)))
-            self._changed.notify()
-        return future
+            return self._queue_work(parts)
 
     def run_alone(self, work: Callable[[], None]) -> Future[None]:
         """Call ``work`` from the scheduler's thread while no request has a row, then begin a new session.
 
-        Requests that run end first, and those that wait go on waiting.
+        Requests that run end first, and those that wait go on waiting. It is done in the order of `run_between_steps`,
+        however many wait there.
 
         Raises:
-            QueueFullError, RuntimeError: as `run_between_steps`, in whose order it is done.
+            RuntimeError: the scheduler is closed.
         """
 
         def parts() -> Generator[None, None, None]:
@@ -142,7 +139,15 @@ class Scheduler:
             finally:
                 self._is_draining = False
 
-        return self.run_between_steps(parts())
+        return self._queue_work(parts())
+
+    def _queue_work(self, parts: Generator[None, None, _Result]) -> Future[_Result]:
+        future: Future[_Result] = Future()
+        with self._changed:
+            self._expect_open()
+            self._works.append((parts, cast("Future[object]", future)))
+            self._changed.notify()
+        return future
 
     def _expect_open(self) -> None:
         if self._is_closing:

@@ -26,7 +26,7 @@ from . import requests
 from .adopt import Adopter
 from .answer_text import AnswerText, AnswerTokens, BlockEvent, BlockWriter, Delta, Pieces, ShownToken
 from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, grammar_field, read_tools
-from .requests import ApiError, ChatRequest, GenerationRequest, bad_request, unknown_fields
+from .requests import NOT_APPLIED, ApiError, ChatRequest, GenerationRequest, bad_request, leave_out
 from .scheduler import Item, QueueFullError, Scheduler, Ticket
 from .tool_calls import CallText
 
@@ -398,16 +398,16 @@ class Service:
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_fields(self, request: BaseModel) -> list[str]:
-        """Take unknown fields out of a request; return warnings that name them. Raises ApiError if it is strict."""
-        unknown = unknown_fields(request)
-        if self.is_strict and unknown:
-            raise bad_request(f"{unknown[0]}: Extra inputs are not permitted", unknown[0].split("[")[0].split(".")[0])
-        for name in unknown:
+        """Take fields that are not applied out of a request; return warnings that name them, or raise ApiError."""
+        found = leave_out(request)
+        for name, why in found.items():
+            if self.is_strict:
+                message = "Extra inputs are not permitted" if why == "unknown" else NOT_APPLIED
+                raise bad_request(f"{name}: {message}", name.split("[")[0].split(".")[0])
             if name not in self._said and len(self._said) < _MAX_NAMES:
                 self._said.add(name)
-                field = terminal.named(name)
-                _LOG.warning("requests have the field %s, which this server does not know: it is left out", field)
-        return [f"{name[:_MAX_NAME]}: unknown, left out" for name in unknown]
+                _LOG.warning("requests have the field %s, which is %s: it is left out", terminal.named(name), why)
+        return [f"{name[:_MAX_NAME]}: {why}, left out" for name, why in found.items()]
 
     def _prompts(self, request: GenerationRequest, warnings: list[str]) -> tuple[list[EncodedPrompt], Tools | None]:
         """Return a request's prompts, and its tools."""

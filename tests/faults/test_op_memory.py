@@ -43,7 +43,9 @@ def test_a_tensor_whose_storage_was_freed_or_cut_is_refused_by_name(name):
     layers = packed_for(name)
     plain = CALLS[name]() | ({"layers": layers.handle} if layers else {})
     for change in FREED.values():
-        for argument, call in replaced(plain, change):
+        changed = list(replaced(plain, change))
+        assert changed
+        for argument, call in changed:
             wanted = f"{op_of(name)}: {argument} must be in memory, but its storage holds"
             with pytest.raises(ValueError, match=f"^{re.escape(wanted)}"):
                 run(name, call)
@@ -108,15 +110,15 @@ WEIGHTS = {
 VECTORS = ("input_norm", "k_norm", "o_bias", "sinks", "dt_bias")
 ALL = [name for *_, names in WEIGHTS.values() for name in names]
 SPOILED = {
-    "transposed": (lambda x: x.t_(), VECTORS), "transposed data": (set_data(torch.Tensor.t), VECTORS),
+    "transposed": (lambda x: x.transpose_(0, -1), VECTORS), "flat": (set_data(torch.Tensor.flatten), VECTORS),
+    "transposed data": (set_data(lambda x: x.transpose(0, -1)), VECTORS),
     "smaller": (set_data(lambda x: x[:-1]), ()), "empty": (set_data(lambda x: x[:0]), ()),
-    "flat": (set_data(torch.Tensor.flatten), VECTORS), "double": (set_data(torch.Tensor.double), ("sinks",)),
+    "double": (set_data(torch.Tensor.double), ("sinks",)),
     "half": (set_data(torch.Tensor.half), ("sinks",)), "emptied": (lambda x: x.resize_(0), ()),
     "strided": (set_data(lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]]), VECTORS),
     "expanded": (set_data(lambda x: x[:1].expand(x.shape)), ()), "freed twice": (freed_twice, ()),
     "freed": (lambda x: x.untyped_storage().resize_(0), ()), "cut": (lambda x: x.untyped_storage().resize_(8), ()),
-    "set": (lambda x: x.set_(torch.zeros(2)), ()), "meta": (set_data(lambda x: x.to("meta")), ()),
-    "sparse": (set_data(torch.Tensor.to_sparse), ()), "replaced": (set_data(lambda x: x * 2), ALL),
+    "set": (lambda x: x.set_(torch.zeros(2)), ()), "replaced": (set_data(lambda x: x * 2), ALL),
     "in place": (lambda x: x.mul_(0.5), ALL), "moved": (moved, ALL),
 }  # fmt: skip
 
@@ -130,10 +132,7 @@ def test_weights_spoiled_after_their_handle_was_made_are_refused_by_name(kind):
             packed = pack(layers, norm)
             call = CALLS[op]() | {"layers": packed.handle}
             run(op, copied(call))
-            try:
-                change(getattr(layers[index], name))
-            except RuntimeError:
-                continue  # torch refuses
+            change(getattr(layers[index], name))
             if name in harmless:
                 assert_same(run(op, copied(call)), run_twin(op, copied(call), packed))
                 continue

@@ -139,6 +139,7 @@ def test_work_that_fails_or_is_cancelled_ends_alone(scheduler):
     scheduler.run_between_steps(endless())
     with pytest.raises(QueueFullError, match="4 checks wait already"):
         scheduler.run_between_steps(endless())
+    swap = scheduler.run_alone(lambda: None)  # is never refused
     gate.open()
     assert began.wait(60)
     running.cancel()
@@ -148,6 +149,7 @@ def test_work_that_fails_or_is_cancelled_ends_alone(scheduler):
     assert len(written(ticket)) == NEW
     scheduler.close(drain=False)
     assert waiting.cancelled()
+    assert swap.cancelled()
     with pytest.raises(RuntimeError, match="the scheduler is closed"):
         scheduler.run_between_steps(endless())
 

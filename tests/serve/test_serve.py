@@ -281,7 +281,7 @@ STRANGE = {
     **{"messages": [{"role": "user", "content": SUM, "id": "m", "annotations": [], "tool_calls": None}]},
     **{"cache_prompt": True, "nothing": None, "store": False, "service_tier": "flex", "mirostat": 2},
 }
-NAMED = ["cache_prompt", "service_tier", "mirostat", "messages[].id"]
+NAMED = ["cache_prompt: unknown", "service_tier: not applied", "mirostat: not applied", "messages[].id: unknown"]
 
 
 def test_unknown_fields_are_taken_and_named(service, caplog):
@@ -289,9 +289,10 @@ def test_unknown_fields_are_taken_and_named(service, caplog):
     responses = [ask(service, CHAT, chat(**STRANGE, stream=stream)) for stream in (False, True)]
     assert answer(responses[0]) == direct(prompt_ids(), max_new_tokens=300)
     for found in (responses[0].json(), chunks(responses[1])[0]):
-        assert found["warnings"] == [f"{name}: unknown, left out" for name in NAMED]
+        assert found["warnings"] == [f"{words}, left out" for words in NAMED]
     assert json.loads(responses[0].headers["X-DFlash-Warnings"]) == found["warnings"]
-    assert sum("the field cache_prompt" in line for line in caplog.messages) == 1
+    for field, why in (words.split(": ") for words in NAMED):
+        assert caplog.messages.count(f"requests have the field {field}, which is {why}: it is left out") == 1
     assert "X-DFlash-Warnings" not in ask(service, CHAT, chat()).headers
 
 
@@ -341,6 +342,7 @@ def test_a_strict_server_refuses_what_others_take():
     with serving(tolerance={"is_strict": True}) as service:
         for fields, param, message in (
             ({"cache_prompt": True}, "cache_prompt", "cache_prompt: Extra inputs are not permitted"),
+            ({"typical_p": 0.9}, "typical_p", "typical_p: this server does not apply it: leave it out"),
             ({"messages": [{"role": "user", "content": SUM, "id": 1}]}, "messages", "messages[].id: Extra inputs"),
             ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "4 at most, got 5"),
             ({"max_tokens": 512}, "messages", "context is 512 tokens: the prompt has 18 and 512 are asked for"),

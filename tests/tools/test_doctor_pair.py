@@ -212,9 +212,10 @@ def test_a_drafter_may_have_another_dtype_than_the_target():
     assert replay.score(wiring).tokens.numel() > 0
 
 
-def test_every_wiring_is_tried_on_a_target_whose_config_does_not_list_its_layers():
-    pair = random_pair("nemotron_h", 97)
-    assert "num_hidden_layers" not in pair.target.config.to_dict()
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen4_exp"])
+def test_every_wiring_is_tried_on_targets_that_list_no_layers_or_have_streams(family):
+    pair = random_pair(family, 97)
+    assert ("num_hidden_layers" in pair.target.config.to_dict()) == (family == "qwen4_exp")
     prompts = Prompts([{"prompt": "abc"}, {"prompt": "cab de"}], byte_level())
     found = diagnose(pair, prompts, 16, 16)
     assert found.tried > 20

@@ -573,7 +573,8 @@ def test_mistakes_are_told_before_models_are_loaded(shell, tmp_path, monkeypatch
 def test_settings_out_of_range_are_refused(pair):
     for given, message in (
         ({"learning_rate": 0.0}, "learning_rate must be above 0"), ({"steps": 0}, "steps must be at least 1"),
-        ({"rank": -1}, "rank must be at least 0"),
+        ({"rank": -1}, "rank must be at least 0"), ({"minutes": 0.0}, "minutes must be above 0"),
+        ({"batch_tokens": 0}, "batch_tokens must be above 0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             LearnOptions(**given)

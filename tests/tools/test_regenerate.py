@@ -58,11 +58,11 @@ def test_prompts_that_lose_their_text_are_not_asked(target, prompts, tmp_path):
     assert regenerate(twice, writer, out, MIXED).written == 6
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-def test_a_response_does_not_depend_on_its_batch(target, prompts, tmp_path, drafted):
+@pytest.mark.parametrize(("drafted", "weights"), [(False, None), (True, None), (False, "int8")])
+def test_a_response_does_not_depend_on_its_batch(target, prompts, tmp_path, drafted, weights):
     tokenizer, out = spoken(), tmp_path / "out.jsonl"
     draft = make_draft(target) if drafted else None
-    writer = LocalWriter(target, tokenizer, draft, name="tiny", batch_size=4, raw=True, bos=True)
+    writer = LocalWriter(target, tokenizer, draft, name="tiny", batch_size=4, raw=True, bos=True, weights=weights)
     summary = regenerate(load_prompts(prompts), writer, out, MIXED)
     rows = rows_of(out)
     assert set(rows) == {(line, sample) for line in range(1, 6) for sample in range(3)}
@@ -72,7 +72,7 @@ def test_a_response_does_not_depend_on_its_batch(target, prompts, tmp_path, draf
         assert row["temperature"] == (0.0 if sample == 0 else 1.0)
         ids = prompt_ids(tokenizer, {"prompt": row["prompt"]}, raw=True, bos=True)
         arguments = {"temperature": row["temperature"], "top_k": 20, "seed": row["seed"], "max_new_tokens": 12}
-        alone = dflash.generate(target, None, torch.tensor([ids]), **arguments)[0].tolist()
+        alone = dflash.generate(target, None, torch.tensor([ids]), weights=weights, **arguments)[0].tolist()
         assert row["prompt_ids"] + row["response_ids"] == alone
         assert row["response"] == tokenizer.decode(row["response_ids"], skip_special_tokens=True)
         assert (row["response_ids"][-1] == 1) == (row["finish_reason"] == "stop")

@@ -168,11 +168,16 @@ def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[
 
     The outputs of ``layers`` are kept; the last layer's twice, after the final norm and before it.
     """
-    compute, last = TargetFeatures(target, tuple(layers)), targets.text_config(target).num_hidden_layers - 1
+    compute, config = TargetFeatures(target, tuple(layers)), targets.text_config(target)
     before_norm: list[Tensor] = []
-    if last in layers:
-        (norm,) = targets.tapped_modules(compute.model, (last,))
-        norm.register_forward_pre_hook(lambda _norm, arguments: before_norm.append(arguments[0][0]))
+
+    def keep(_layer: nn.Module, _arguments: tuple, output: Any) -> None:
+        raw: Tensor = output[0] if isinstance(output, tuple) else output
+        streams = raw[0].flatten(1).unflatten(-1, (-1, config.hidden_size))  # one, or those of hyper-connections
+        before_norm.append(streams.mean(1))  # as the engine taps them
+
+    if config.num_hidden_layers - 1 in layers:
+        targets.find_layers(compute.model)[-1].register_forward_hook(keep)
     recordings = []
     for one in sequences:  # one by one: padding would cost memory, and on a CPU more time than it saves
         ids = torch.tensor(one.ids, dtype=torch.int64, device=compute.embedding_weight.device)

@@ -401,7 +401,7 @@ def convolve(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
     return sum(terms[1:], terms[0]).flatten(-2)
 
 
-def prepare(conv: Any, hidden: Tensor, block: int) -> tuple[Tensor, Tensor | None]:
+def prepare(conv: nn.Module | None, hidden: Tensor, block: int) -> tuple[Tensor, Tensor | None]:
     """Convolve a sublayer's input ``[batch, anchors * block, hidden]``; return it and both sides' dynamic kernels."""
     if conv is None:
         return hidden, None
@@ -410,7 +410,7 @@ def prepare(conv: Any, hidden: Tensor, block: int) -> tuple[Tensor, Tensor | Non
     return convolve(blocks, conv.base_kernel[0], kernels[..., 0, :, :]).flatten(1, 2), kernels
 
 
-def finish(conv: Any, hidden: Tensor, kernels: Tensor | None) -> Tensor:
+def finish(conv: nn.Module | None, hidden: Tensor, kernels: Tensor | None) -> Tensor:
     """Convolve a sublayer's output with the kernels that `prepare` made of its input."""
     if conv is None or kernels is None:
         return hidden
