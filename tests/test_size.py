@@ -41,12 +41,12 @@ BUDGETS = {
     # The twins of trees over pairs 30, their op 10. Heads that targets bring 290: layers, caches,
     # kernels and readers of files are those of targets, and what is left are pairs, passes in a row, names, and what a
     # command says.
-    "engine": 15_100,
+    "engine": 15_120,
     # Of packed experts with biases and other gates, scaled embeddings and weights with another order of columns: 25.
     # Names of drafters' classes and keys, and why some are refused: 60; a window of the drafter: 20; threads 85; tables
     # of settings that are read without torch 16; Gemma 3's layers 45; packed weights of drafters 40;
     # trees over pairs 15; heads that targets bring 170.
-    "core": 9_220,
+    "core": 9_230,
     # What strangers send took 150: calls read the same for every cut of a text, in linear time; values, limits and
     # connections refused before an answer begins. uvicorn has no bound for the rest of a request. What agents and
     # operators expect took 310: pictures in each API's own types 60, system messages as a template takes them and
@@ -54,13 +54,13 @@ BUDGETS = {
     # Clients that close their half while they read, and PNG files that Pillow refuses and browsers show, took 30; keys
     # that a file of options does not change or show, 10. Documents of text, whose models state the API, took 25, and
     # items of responses that are continued and kept as one message 10.
-    "server": 3_980,
+    "server": 3_990,
     # The demo (170) measures, so it is not in the engine, and JSON lines (20) are read here only. What is left is
     # tables, fields of reports and checks; imports are 450. What becomes of a file's weights (120) must be told without
     # loading them. A run that is stopped, its end and free ids of mask tokens take 75; imports inside of functions 50.
     # What each instruction set has 15: doctor ended in an error on Arm. Rows of conversations, and thoughts that only a
     # template writes, 30.
-    "workshop": 5_390,
+    "workshop": 5_400,
     # All lines. Eight formats of blocks took 780: rows, kernels and packing. Their kernels are one template, to which
     # tables, exponents and zero points of seven more formats added 170, AVX-VNNI 35, and Arm 140, half of it
     # pairs of rows by smmla. Threads without OpenMP 60, which macOS needs; minima in float 20. Trees over pairs 190,
@@ -73,7 +73,7 @@ BUDGETS = {
     # and limits asked of every API, 300; what agents send and operators set 400; kernels for Arm under an emulator
     # 180; heads of targets, against transformers' and llama.cpp's, 210; learners and servers that are killed on one
     # folder 160.
-    "tests": 38_190,
+    "tests": 38_350,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
