@@ -214,7 +214,8 @@ def test_a_damaged_head_ends_only_a_command_that_asked_for_it(shell, folders, tm
     shell("generate", model, "w5", "--draft", "mtp").assert_refused(message)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"conversations": [{"from": "human", "value": "w5 w6"}]}))
-    shell("benchmark", model, "--dataset", rows, "-n", "4", "--raw").assert_refused(message)
+    done = shell("benchmark", model, "--dataset", rows, "-n", "4", "--raw")
+    assert (done.code, message in done.err) == (2, True)
 
 
 @pytest.mark.parametrize(("name", "published"), [

@@ -169,6 +169,7 @@ def trained(tmp_path_factory):
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("trained")
     drafter = new_drafter(dataclasses.replace(shape, dflash2=PARTS))
+    AcceleratorState._reset_state(reset_partial_state=True)  # as the fixture another_run, which lives for a test only
     Trainer(target, drafter, datasets.Dataset.from_list(rows), config, folder, quiet=True).train()
     AcceleratorState._reset_state(reset_partial_state=True)
     save_draft(drafter, folder, dtype=torch.float32)
