@@ -452,6 +452,7 @@ def _lfm2(keys: Keys, _: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nemotron(keys: Keys, _: dict[str, Any]) -> dict[str, Any]:
+    keys.get("attention.layer_norm_rms_epsilon")  # converters write the number under both names
     return {"norm_eps": keys.need("attention.layer_norm_epsilon")}
 
 
