@@ -111,7 +111,7 @@ class ServeOptions:
     host: Annotated[str, "Address to listen on; 0.0.0.0 for all."] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000
     name: Annotated[
-        list[str] | None, "A name of the model for clients, may be given several times; default: the target's."
+        list[str] | None, "A name of the model for clients, may be repeated; default: the target's, without .gguf."
     ] = None
     any_name: Annotated[bool, "Answer requests for any other model too."] = False
     config: Annotated[

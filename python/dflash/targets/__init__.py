@@ -24,7 +24,6 @@ from .model import (
     max_positions,
     modules_of_text,
     tap_,
-    tapped_modules,
     text_config,
     transformers_version,
     unwrap,
