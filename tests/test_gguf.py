@@ -95,7 +95,7 @@ YARN = {"type": "yarn", "factor": 32.0, "original_context_length": 4096, "yarn_b
      {"moe_intermediate_size": 96, "num_experts": 4}),
     ("qwen2moe", {"expert_shared_feed_forward_length": 40}, {"shared_expert_intermediate_size": 40}),
     ("qwen3", {"attention.key_length": 64}, {"head_dim": 64}),
-    ("nemotron", {"attention.layer_norm_epsilon": 0.5}, {"norm_eps": 0.5}),
+    ("nemotron", {"attention.layer_norm_epsilon": 0.5, "attention.layer_norm_rms_epsilon": 0.5}, {"norm_eps": 0.5}),
     ("gpt-oss", {f"rope.scaling.{key}": value for key, value in YARN.items()},
      {"rope_parameters.factor": 32.0, "rope_parameters.truncate": False, "rope_parameters.beta_fast": 32.0}),
     ("granite", {"attention.scale": 0.015625, "logit_scale": 8.0},
@@ -111,13 +111,10 @@ def test_keys_of_an_architecture_are_read(tmp_path, arch, keys, expected):
         assert (found[second] if second else found) == value
 
 
-EPSILONS = {"attention.layer_norm_rms_epsilon": 1e-5, "attention.layer_norm_epsilon": 1e-5}
-
-
 @pytest.mark.parametrize(("arch", "keys", "unread"), [
     ("granite", {"expert_feed_forward_length": 96}, "expert_feed_forward_length"),
-    ("lfm2", EPSILONS | {"attention.head_count_kv": [0, 2]}, "attention.layer_norm_epsilon"),
-    ("nemotron", EPSILONS, "attention.layer_norm_rms_epsilon"),
+    ("lfm2", {"attention.layer_norm_rms_epsilon": 1e-5, "attention.layer_norm_epsilon": 1e-5,
+              "attention.head_count_kv": [0, 2]}, "attention.layer_norm_epsilon"),
 ], ids=str)  # fmt: skip
 def test_keys_that_a_model_type_does_not_have_are_refused(tmp_path, arch, keys, unread):
     given = {f"{arch}.{key}": value for key, value in (SIZES | keys).items()}
