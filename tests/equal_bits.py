@@ -1,7 +1,7 @@
 """What targets in few bits answer with every instruction set, as JSON: one line for each set and dtype.
 
-A process of its own: it chooses an instruction set once. The models are loaded once, and each set runs in a fork, which
-must be the first to run a kernel.
+A process of its own: it chooses an instruction set once, and each set runs in a fork, which must be the first to run a
+kernel. Files are packed by one, so each loads its models.
 """
 
 from __future__ import annotations
@@ -85,22 +85,23 @@ def answer(target, draft, prompts: list[torch.Tensor], new: int, run: tuple[int,
     return found
 
 
-def run_set(isa: str, models: list[tuple], new: int, weights: str | None, receipts: list[str]) -> list[dict]:
+def run_set(isa: str, dtypes: str, new: int, model: str, weights: str, receipts: list[str]) -> list[dict]:
     """Return one dict for each dtype. Receipts of the first set are checked by the others."""
     os.environ["DFLASH_ISA"] = isa
     if isa in ARM_SETS:
         importlib.import_module("remote").install(isa)
     assert _C.isa() == isa
     lines = []
-    for number, (target, draft, prompts) in enumerate(models):
-        found = [answer(target, draft, prompts, new, run, weights) for run in RUNS]
+    for number, dtype in enumerate(dtypes.split(",")):
+        target, draft, prompts = load(getattr(torch, dtype), model)
+        found = [answer(target, draft, prompts, new, run, weights or None) for run in RUNS]
         line = {"isa": isa, "dtype": str(target.dtype), "runs": found}
         if receipts:
             line["is_exact"] = dflash.verify(dflash.Receipt.parse(json.loads(receipts[number])), target).is_exact
         else:
             ids, mask = left_padded(prompts)
             recorder = dflash.Recorder(target, ids, attention_mask=mask, temperature=1.0, seed=3, max_new_tokens=new)
-            options = {"weights": weights, "return_dict_in_generate": True}
+            options = {"weights": weights or None, "return_dict_in_generate": True}
             out = dflash.generate(target, draft, ids, **options, **recorder.arguments)
             line["receipt"] = recorder.receipt(out).to_json()
         lines.append(line)
@@ -109,11 +110,10 @@ def run_set(isa: str, models: list[tuple], new: int, weights: str | None, receip
 
 def main(dtypes: str, new: str, model: str, weights: str) -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
-    models = [load(getattr(torch, dtype), model) for dtype in dtypes.split(",")]
     receipts: list[str] = []
     for isa in (*_C.isas(), *ARM_SETS):
         with ProcessPoolExecutor(1, get_context("fork")) as pool:
-            lines = pool.submit(run_set, isa, models, int(new), weights or None, receipts).result()
+            lines = pool.submit(run_set, isa, dtypes, int(new), model, weights, receipts).result()
         receipts = receipts or [line["receipt"] for line in lines]
         for line in lines:
             print(json.dumps(line), flush=True)

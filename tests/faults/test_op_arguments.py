@@ -97,7 +97,7 @@ RANGES: dict[str, tuple[int | str, int | str] | list[float] | str] = {
     # numbers
     "eps": [1e-6], "scale": [0.3, 0.0, -1.0], "window": [0, 1, 5, 80, 2**62, 2**63 - 1], "softcap": [0.0, 5.0],
     "draft_rows.rows": (0, "num_drafts + 1"), "mask_id": (0, "vocab - 1"), "count": (1, 6), "stream": (0, 1),
-    "noise_weight": [0.0, 0.1, 0.5, 1.0],
+    "noise_weight": [0.0, 0.1, 0.5, 1.0], "silu_mul.gate": ["silu", "gelu_tanh"],
     # integers of the device
     "counts": (-1, "rows_per_sequence + 1"), "compact_kv_.counts": (-1, "path_rows + 1"), "first": (-2, "capacity"),
     "num_context": (-1, "rows + 1"), "lengths": ("-rows - 1", "capacity + 9"), "length": (-2, "capacity + 1"),
