@@ -25,19 +25,90 @@ constexpr int64_t padded_rows(int64_t rows) { return rows == 1 ? 1 : (rows + 1) 
 // What formats take off a sum: offset * the sum of the row's integers, negated. By 1 zero points are multiplied.
 constexpr int kOffsets[] = {1, 8, 16, 128};
 
+// How often a row's number is stored, so that a vector of the sums that it belongs to takes it in one load.
+constexpr int kScaleLanes = kInPairs ? 2 : 1, kStartLanes = kOnArm ? 4 : 1;
+
+static inline Vec broadcast(float x) { return splat(x); }
+static inline IVec broadcast(int32_t x) { return IVec{} + x; }
+
+// The sums of ROWS rows with a vector of features: a vector per row. With smmla two for a pair of rows, the first two
+// features and the last two: [2 features, 2 rows].
+template <int ROWS>
+struct Lanes {
+  static constexpr bool kPairs = kInPairs && ROWS > 1;
+
+  // What belongs to sum I of a vector with a number per feature.
+  template <int I, typename V>
+  static inline V of_features(V x) {
+#if DFLASH_MATMUL
+    if (kPairs)
+      return I % 2 ? (V)vzip2q_f32((float32x4_t)x, (float32x4_t)x) : (V)vzip1q_f32((float32x4_t)x, (float32x4_t)x);
+#endif
+    return x;
+  }
+
+  // What belongs to sum I of numbers of the rows, LANES times each.
+  template <int I, int LANES, typename T>
+  static inline auto of_rows(const T* x) {
+    typedef T V __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+    if constexpr (LANES == kWidth)
+      return *reinterpret_cast<const V*>(x + I * kWidth);
+    else if constexpr (kPairs)
+      return *reinterpret_cast<const V*>(x + I / 2 * kWidth);
+#if defined(__aarch64__)
+    else if constexpr (ROWS > 1)
+      return (V)vdupq_laneq_f32(vld1q_f32((const float*)x + I / 4 * 4), I % 4);
+#endif
+    else
+      return broadcast(x[I * LANES]);
+  }
+
+  // Between a vector per row and such sums.
+  static inline void join([[maybe_unused]] Vec (&x)[ROWS]) {
+#if DFLASH_MATMUL
+    for (int i = 0; kPairs && i < ROWS; i += 2) {
+      const float32x4_t first = (float32x4_t)x[i], second = (float32x4_t)x[i + 1];
+      x[i] = (Vec)vzip1q_f32(first, second), x[i + 1] = (Vec)vzip2q_f32(first, second);
+    }
+#endif
+  }
+  static inline void part([[maybe_unused]] Vec (&x)[ROWS]) {
+#if DFLASH_MATMUL
+    for (int i = 0; kPairs && i < ROWS; i += 2) {
+      const float32x4_t low = (float32x4_t)x[i], high = (float32x4_t)x[i + 1];
+      x[i] = (Vec)vuzp1q_f32(low, high), x[i + 1] = (Vec)vuzp2q_f32(low, high);
+    }
+#endif
+  }
+
+  // Where the `time`-th copy of a row's number is stored.
+  static int64_t place(int64_t r, int time, int lanes) {
+    return kPairs ? r / 2 * 2 * lanes + r % 2 + 2 * time : r * lanes + time;
+  }
+};
+
 // Rows in 8 bits, padded with zeros to whole chunks. Blocks of rows that are multiplied at once, the last padded with
 // rows of zeros to a number of rows that the kernels have.
 struct BlockRows {
-  static constexpr int kWords = kBlockGroupWords + 8;  // of a row's group
+  static constexpr int kWords = kBlockGroupWords + 2 * kScaleLanes + 6 * kStartLanes;  // of a row's group
 
   struct Block {
     int64_t rows, groups;
     uint32_t* words;  // [groups, rows, kBlockGroupWords], with smmla in pairs of rows, see join_pair
 
     float* scales() const { return reinterpret_cast<float*>(words + rows * groups * kBlockGroupWords); }
-    float* wide() const { return scales() + rows * groups; }  // scales * sums
-    int32_t* starts(int i) const { return reinterpret_cast<int32_t*>(wide()) + (i + 1) * rows * groups; }
-    int32_t* halves() const { return starts(4); }  // [groups, rows, 2]: of 16 elements, for the offset 32
+    float* wide() const { return scales() + rows * groups * kScaleLanes; }  // scales * sums
+    int32_t* starts(int i) const {
+      return reinterpret_cast<int32_t*>(wide()) + (kScaleLanes + i * kStartLanes) * rows * groups;
+    }
+    int32_t* halves() const { return starts(4); }  // [groups, 2, rows]: of 16 elements, for the offset 32
+
+    // A number of a row's group, as often as it is stored. `at`: numbers of all rows before it.
+    template <int LANES, typename T>
+    void set(T* numbers, int64_t at, int64_t r, T x) const {
+      for (int time = 0; time < LANES; ++time)
+        numbers[at * LANES + (rows == 1 ? time : Lanes<2>::place(r, time, LANES))] = x;
+    }
 
     template <Format F>
     const int32_t* starts_of() const {
@@ -90,15 +161,17 @@ struct BlockRows {
             if (left > 0) std::memcpy(some, from, left * sizeof(T));
             from = some;
           }
-          const int64_t at = g * to.rows + r;
+          const int64_t at = g * to.rows;
           int32_t sums[2];
-          uint32_t* words = to.words + at * kBlockGroupWords;
-          round_to_bytes<kBlockGroup>(from, reinterpret_cast<int8_t*>(words), to.scales()[at], sums);
+          uint32_t* words = to.words + (at + r) * kBlockGroupWords;
+          float scale;
+          round_to_bytes<kBlockGroup>(from, reinterpret_cast<int8_t*>(words), scale, sums);
           if (kInPairs && r % 2) join_pair(words - kBlockGroupWords);
           const int32_t sum = sums[0] + sums[1];
-          to.wide()[at] = to.scales()[at] * float(sum);
-          for (int i = 0; i < 4; ++i) to.starts(i)[at] = -kOffsets[i] * sum;
-          for (int i = 0; i < 2; ++i) to.halves()[2 * at + i] = -32 * sums[i];
+          to.set<kScaleLanes>(to.scales(), at, r, scale);
+          to.set<kScaleLanes>(to.wide(), at, r, scale * float(sum));
+          for (int i = 0; i < 4; ++i) to.set<kStartLanes>(to.starts(i), at, r, -kOffsets[i] * sum);
+          for (int i = 0; i < 2; ++i) to.set<kStartLanes>(to.halves(), 2 * at + i * to.rows, r, -32 * sums[i]);
         }
     }
   }
@@ -125,6 +198,15 @@ static inline Vec load_halves(const void* from) {
 #endif
 }
 
+// Two bytes of each feature.
+static inline UVec load_pairs(const uint8_t* from) {
+#if defined(__aarch64__)
+  return (UVec)vmovl_u16(vld1_u16(reinterpret_cast<const uint16_t*>(from)));  // GCC 12 would load one by one
+#else
+  return __builtin_convertvector(*reinterpret_cast<const HVec*>(from), UVec);
+#endif
+}
+
 // Byte i of each feature's word.
 static inline IVec load_bytes(const uint8_t* line, int i, int v) {
   return load_ints(line + v * 4 * kWidth) >> 8 * i & 0xff;
@@ -147,25 +229,54 @@ static inline UVec look_up(const uint8_t* table, UVec codes) {
 #endif
 }
 
+// The low bits of codes of word W, of lines of words.
+template <Format F, int W>
+static inline UVec low_bits(UVec lines) {
+  const UVec codes = W < 4 ? lines & 0x0f0f0f0f : kOnArm ? (UVec)((ByteLine)lines >> 4) : lines >> 4 & 0x0f0f0f0f;
+  if constexpr (blocks_of(F).table != nullptr) return look_up(blocks_of(F).table, codes);
+  return codes;
+}
+
+// x, and those bits of others that the mask has.
+static inline UVec insert_bits(UVec x, UVec others, uint32_t mask) {
+#if defined(__aarch64__)
+  return (UVec)vbslq_u32((uint32x4_t)(UVec{} + mask), (uint32x4_t)others, (uint32x4_t)x);
+#else
+  return x | (others & mask);
+#endif
+}
+
 // The codes of word W of a group, a byte each.
 template <Format F, int W>
 static inline IVec load_codes(const uint8_t* group, int v) {
   constexpr int BITS = blocks_of(F).bits;
   const uint8_t* at = group + v * 4 * kWidth;
   if constexpr (BITS == 8) return load_ints(at + W * kLine);
-  const UVec line = (UVec)load_ints(at + W % 4 * kLine);
-  UVec codes = W < 4 ? line & 0x0f0f0f0f : kOnArm ? (UVec)((ByteLine)line >> 4) : line >> 4 & 0x0f0f0f0f;
+  const UVec codes = low_bits<F, W>((UVec)load_ints(at + W % 4 * kLine));
   if constexpr (BITS == 5) {
     const UVec high = (UVec)load_ints(at + 4 * kLine);
-    codes |= (W < 4 ? high << (W < 4 ? 4 - W : 0) : high >> (W < 4 ? 0 : W - 4)) & 0x10101010;
+    return (IVec)insert_bits(codes, W < 4 ? high << (W < 4 ? 4 - W : 0) : high >> (W < 4 ? 0 : W - 4), 0x10101010);
   } else if constexpr (BITS == 6) {
     const UVec high = (UVec)load_ints(at + (4 + W / 4) * kLine);
     constexpr int kLeft = 4 - 2 * (W % 4);
-    codes |= (kLeft >= 0 ? high << (kLeft >= 0 ? kLeft : 0) : high >> (kLeft >= 0 ? 0 : -kLeft)) & 0x30303030;
+    return (IVec)insert_bits(codes, kLeft >= 0 ? high << (kLeft >= 0 ? kLeft : 0) : high >> (kLeft >= 0 ? 0 : -kLeft),
+                             0x30303030);
   }
-  if constexpr (blocks_of(F).table != nullptr) codes = look_up(blocks_of(F).table, codes);
   return (IVec)codes;
 }
+
+#if DFLASH_MATMUL
+// Those of words W and W + 1.
+template <Format F, int W>
+static inline TwoWords load_two(const uint8_t* group, int v) {
+  if constexpr (blocks_of(F).bits != 4) return TwoWords(load_codes<F, W>(group, v), load_codes<F, W + 1>(group, v));
+  const uint8_t* at = group + v * 4 * kWidth + W % 4 * kLine;
+  TwoWords lines(load_ints(at), load_ints(at + kLine));  // words W + 4 and W + 5 too
+  lines.low = (uint8x16_t)low_bits<F, W>((UVec)lines.low);
+  lines.high = (uint8x16_t)low_bits<F, W>((UVec)lines.high);
+  return lines;
+}
+#endif
 
 // The scale of a part of group g of a chunk.
 template <Format F>
@@ -179,9 +290,8 @@ static inline Vec scale_of(const uint8_t* chunk, int g, int part, int v) {
   }
   if constexpr (!L::kIsSuper) return load_halves(chunk + g * kHalves + at);
   const int index = g * L::kParts + part;
-  const UVec pair =
-      __builtin_convertvector(*reinterpret_cast<const HVec*>(chunk + L::kScales + index / 2 * kHalves + at), UVec);
-  const UVec top = index % 2 ? pair << 16 : pair << 24;  // the byte is the upper one
+  const UVec pair = load_pairs(chunk + L::kScales + index / 2 * kHalves + at);
+  const UVec top = pair << (index % 2 ? 16 : 24);  // the byte is the upper one
   const IVec whole = L::kCode.has_minima ? (IVec)(top >> 24) : (IVec)top >> 24;
   return load_halves(chunk + at) * __builtin_convertvector(whole, Vec);
 }
@@ -193,9 +303,8 @@ static inline Vec minimum_of(const uint8_t* chunk, int g, int v) {
   if constexpr (L::kIsFloat)
     return load(reinterpret_cast<const float*>(chunk + L::kMinima + L::float_line(g)) + v * kWidth);
   if constexpr (!L::kIsSuper) return load_halves(chunk + L::kMinima + g * kHalves + at);
-  const UVec pair =
-      __builtin_convertvector(*reinterpret_cast<const HVec*>(chunk + L::kMinima + g / 2 * kHalves + at), UVec);
-  const IVec whole = (IVec)(g % 2 ? pair >> 8 : pair & 0xff);
+  const UVec pair = load_pairs(chunk + L::kMinima + g / 2 * kHalves + at);
+  const IVec whole = (IVec)(pair >> (g % 2 ? 8 : 0) & 0xff);
   return -load_halves(chunk + kHalves + at) * __builtin_convertvector(whole, Vec);
 }
 
@@ -207,25 +316,25 @@ static inline IVec zeros_of(const uint8_t* chunk, int g, int v) {
 
 // ---- products
 
-// sum + zeros * start, the negated sum of a row's group: both fit in 16 bits.
-static inline IVec add_zeros(IVec sum, IVec zeros, int32_t start) {
+// zeros * starts, the negated sums of rows' groups: both fit in 16 bits.
+static inline IVec times_zeros(IVec zeros, IVec starts) {
 #if defined(__AVX512VNNI__)
-  return (IVec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)zeros, _mm512_set1_epi32(start));
+  return (IVec)_mm512_dpwssd_epi32(__m512i{}, (__m512i)zeros, (__m512i)starts);
 #elif defined(__AVXVNNI__)
-  return (IVec)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)zeros, _mm256_set1_epi32(start));
+  return (IVec)_mm256_dpwssd_avx_epi32(__m256i{}, (__m256i)zeros, (__m256i)starts);
 #elif defined(__AVX512F__)
-  return sum + (IVec)_mm512_madd_epi16((__m512i)zeros, _mm512_set1_epi32(start));
+  return (IVec)_mm512_madd_epi16((__m512i)zeros, (__m512i)starts);
 #elif defined(__AVX2__)
-  return sum + (IVec)_mm256_madd_epi16((__m256i)zeros, _mm256_set1_epi32(start));
+  return (IVec)_mm256_madd_epi16((__m256i)zeros, (__m256i)starts);
 #else
-  return sum + zeros * start;
+  return zeros * starts;
 #endif
 }
 
 // The sum of a row's products with the words of a group, or of a part of it.
 template <int BITS>
 struct Dots {
-  IVec whole;
+  IVec whole{};
 
 #if DFLASH_DOTS
   template <int W>
@@ -275,16 +384,22 @@ __attribute__((noinline)) static void multiply_blocks(const BlockRows::Block& ro
                                                       const uint8_t* tile, int64_t ahead, int pass, int passes,
                                                       float* sums) {
   using L = Layout<F>;
+  using Sum = Lanes<ROWS>;
+  constexpr int kVecs = kOnArm && ROWS == 1 ? kInt8Vecs : 1;  // at once
   constexpr int kPartWords = kBlockGroupWords / L::kParts, kTaken = L::kCodeBits == 8 ? kTakenOff : 0;
-  for (int v = 0; v < kInt8Vecs; ++v) {
+  constexpr int kTimes = L::kCode.offset == kTaken ? 0 : L::kCode.offset ? 1 : -kTaken;  // of the starts
+  for (int v = 0; v < kInt8Vecs; v += kVecs) {
     const uint8_t* chunk = tile;
     const uint32_t* words = rows.words + first * ROWS * kBlockGroupWords;
-    const float *scales = rows.scales() + first * ROWS, *wide = rows.wide() + first * ROWS;
-    const int32_t* starts = rows.starts_of<F>() + first * ROWS * L::kParts;
+    const float *scales = rows.scales() + first * ROWS * kScaleLanes, *wide = rows.wide() + first * ROWS * kScaleLanes;
+    const int32_t* starts = rows.starts_of<F>() + first * ROWS * L::kParts * kStartLanes;
     int turn = v == 0 ? pass : -1;
-    Vec total[ROWS];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) total[r] = load(sums + r * kQuantTile + v * kWidth);
+    Vec total[kVecs][ROWS];
+    float* to = sums + v * kWidth;
+    unroll<kVecs>([&](auto u) {
+      unroll<ROWS>([&](auto r) { total[u][r] = load(to + u * kWidth + r * kQuantTile); });
+      Sum::join(total[u]);
+    });
     for (int64_t c = 0; c < chunks; ++c, chunk += L::kBytes) {
 #pragma GCC unroll 1
       for (int g = 0; g < L::kGroups; ++g) {
@@ -294,54 +409,64 @@ __attribute__((noinline)) static void multiply_blocks(const BlockRows::Block& ro
           for (int line = 0; line < L::kGroupBytes; line += kLine) __builtin_prefetch(codes + ahead + line);
           if (g * kLine < L::kCodes) __builtin_prefetch(chunk + ahead + g * kLine);
         }
-        const IVec zeros = zeros_of<F>(chunk, g, v) - kTaken;
         unroll<L::kParts>([&](auto part) {
-          Dots<L::kCodeBits> sum[ROWS];
-#pragma GCC unroll 8
-          for (int r = 0; r < ROWS; ++r) {
-            constexpr int kTimes = L::kCode.offset == kTaken ? 0 : L::kCode.offset ? 1 : -kTaken;
-            const int32_t start = kTimes ? kTimes * starts[r * L::kParts + part] : 0;
-            sum[r].whole = L::kHasZeros ? add_zeros(IVec{}, zeros, start) : IVec{} + start;
-          }
-          if constexpr (ROWS == 1 || !kInPairs)
+          Dots<L::kCodeBits> sum[kVecs][ROWS];
+          if constexpr (L::kHasZeros || kTimes != 0)
+            unroll<kVecs>([&](auto u) {
+              const IVec zeros = zeros_of<F>(chunk, g, v + u) - kTaken;
+              unroll<ROWS>([&](auto i) {
+                const IVec start = Sum::template of_rows<i, kStartLanes>(starts + part * ROWS * kStartLanes);
+                sum[u][i].whole =
+                    L::kHasZeros ? times_zeros(Sum::template of_features<i>(zeros), start) : kTimes * start;
+              });
+            });
+          if constexpr (!Sum::kPairs)
             unroll<kPartWords>([&](auto word) {
               constexpr int kWord = part * kPartWords + word;
-              const IVec some = load_codes<F, kWord>(codes, v);
-#pragma GCC unroll 8
-              for (int r = 0; r < ROWS; ++r) sum[r].template add<kWord>(some, words + r * kBlockGroupWords);
+              unroll<kVecs>([&](auto u) {
+                const IVec some = load_codes<F, kWord>(codes, v + u);
+                unroll<ROWS>([&](auto r) { sum[u][r].template add<kWord>(some, words + r * kBlockGroupWords); });
+              });
             });
 #if DFLASH_MATMUL
-          else {
-            PairDots both[ROWS / 2];
-            unroll<kPartWords / 2>([&](auto two) {
-              constexpr int kWord = part * kPartWords + 2 * two;
-              const TwoWords some(load_codes<F, kWord>(codes, v), load_codes<F, kWord + 1>(codes, v));
-#pragma GCC unroll 4
-              for (int r = 0; r < ROWS; r += 2)
-                both[r / 2].add(some, vld1q_u32(words + r * kBlockGroupWords + 2 * kWord));
+          else
+            unroll<kPartWords / 4>([&](auto four) {
+              constexpr int kWord = part * kPartWords + 4 * four;
+              const TwoWords some[2] = {load_two<F, kWord>(codes, v), load_two<F, kWord + 2>(codes, v)};
+              unroll<ROWS>([&](auto i) {
+                const uint32_t* both = words + i / 2 * 2 * kBlockGroupWords + 2 * kWord;
+                for (int j = 0; j < 2; ++j)
+                  sum[0][i].whole =
+                      add_pair(sum[0][i].whole, i % 2 ? some[j].high : some[j].low, vld1q_u32(both + 4 * j));
+              });
             });
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; r += 2) {
-              sum[r].whole += both[r / 2].first();
-              sum[r + 1].whole += both[r / 2].second();
-            }
-          }
 #endif
-          const Vec scale = scale_of<F>(chunk, g, part, v);
-#pragma GCC unroll 8
-          for (int r = 0; r < ROWS; ++r)
-            total[r] = fma_vec(__builtin_convertvector(sum[r].whole, Vec), scale * scales[r], total[r]);
+          unroll<kVecs>([&](auto u) {
+            const Vec scale = scale_of<F>(chunk, g, part, v + u);
+            unroll<ROWS>([&](auto i) {
+              const Vec both = Sum::template of_features<i>(scale) * Sum::template of_rows<i, kScaleLanes>(scales);
+              total[u][i] = fma_vec(__builtin_convertvector(sum[u][i].whole, Vec), both, total[u][i]);
+            });
+          });
+          // GCC 12 would mix the parts, and run out of registers.
+          if (L::kParts > 1 && kOnArm && (Sum::kPairs || ROWS == 1)) asm volatile("" ::: "memory");
         });
-        if constexpr (L::kCode.has_minima) {
-          const Vec minimum = minimum_of<F>(chunk, g, v);
-#pragma GCC unroll 8
-          for (int r = 0; r < ROWS; ++r) total[r] = fma_vec(minimum, splat(wide[r]), total[r]);
-        }
-        words += ROWS * kBlockGroupWords, scales += ROWS, wide += ROWS, starts += ROWS * L::kParts;
+        if constexpr (L::kCode.has_minima)
+          unroll<kVecs>([&](auto u) {
+            const Vec minimum = minimum_of<F>(chunk, g, v + u);
+            unroll<ROWS>([&](auto i) {
+              const Vec sum = Sum::template of_rows<i, kScaleLanes>(wide);
+              total[u][i] = fma_vec(Sum::template of_features<i>(minimum), sum, total[u][i]);
+            });
+          });
+        words += ROWS * kBlockGroupWords, scales += ROWS * kScaleLanes, wide += ROWS * kScaleLanes;
+        starts += ROWS * L::kParts * kStartLanes;
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) store(sums + r * kQuantTile + v * kWidth, total[r]);
+    unroll<kVecs>([&](auto u) {
+      Sum::part(total[u]);
+      unroll<ROWS>([&](auto r) { store(to + u * kWidth + r * kQuantTile, total[u][r]); });
+    });
   }
 }
 

@@ -92,18 +92,21 @@ struct TwoWords {
         high((uint8x16_t)vzip2q_s32((int32x4_t)first, (int32x4_t)second)) {}
 };
 
+// sum [two features, two rows] + products. `words`: two of the one row, then of the other.
+static inline IVec add_pair(IVec sum, uint8x16_t codes, uint32x4_t words) {
+  return (IVec)vusmmlaq_s32((int32x4_t)sum, codes, (int8x16_t)words);
+}
+
 // The sums of products of two rows with four features.
 struct PairDots {
-  int32x4_t low{}, high{};  // [two features, two rows]
+  IVec low{}, high{};
 
-  // `both`: two words of the one row, then of the other.
   void add(const TwoWords& codes, uint32x4_t words) {
-    const int8x16_t both = (int8x16_t)words;
-    low = vusmmlaq_s32(low, codes.low, both);
-    high = vusmmlaq_s32(high, codes.high, both);
+    low = add_pair(low, codes.low, words);
+    high = add_pair(high, codes.high, words);
   }
-  IVec first() const { return (IVec)vuzp1q_s32(low, high); }
-  IVec second() const { return (IVec)vuzp2q_s32(low, high); }
+  IVec first() const { return (IVec)vuzp1q_s32((int32x4_t)low, (int32x4_t)high); }
+  IVec second() const { return (IVec)vuzp2q_s32((int32x4_t)low, (int32x4_t)high); }
 };
 #else
 constexpr bool kInPairs = false;
