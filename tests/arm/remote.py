@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import build
 import torch
 
-from dflash import _C
+from dflash import _C, ops
 from dflash.ops import registry
 
 AT, SIZE = 0x200000000000, 1 << 30  # of the memory that both processes map, as the program has it
@@ -95,7 +95,8 @@ class Layers(type(_C.DecoderLayers([], []))):
 def install(isa: str) -> None:
     """Put the program in the place of this process's kernels."""
     remote = Remote(isa)
-    _C.run, _C.DecoderLayers, _C.isa = remote.run, Layers, lambda: isa
+    _C.run, _C.DecoderLayers = remote.run, Layers
+    _C.isa = ops.isa = lambda: isa
     registry.dispatches_all = True
     for op in registry.OPS.values():
         op.op.direct = lambda *_: NotImplemented
