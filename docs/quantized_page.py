@@ -41,10 +41,12 @@ one scale. Scales that a checkpoint has for its inputs are left out. What become
 | NVFP4 | dense | compressed-tensors |
 | bitsandbytes, torchao, quanto | read by transformers and the library | |
 | AWQ and GPTQ in other layouts or bits, sparse weights | refused by name | |
+| Model-Optimizer in integers or with AWQ (`quant_algo`) | refused by name | |
 | `kv_cache_scheme`, `transform_config`, `pre_quant_scale` | refused by name | |
 
 `tests/quantized` compares; GPTQ, and `weight_g_idx` with compressed-tensors 0.12.2, were compared by hand. FP8 and
-NVFP4 of Model-Optimizer are read by their published layout, and were not compared with the library.
+NVFP4 of Model-Optimizer are read by their published layout, and were not compared with the library. A hub id that says
+so only in `hf_quant_config.json` is recognized, or refused, before its weights are downloaded.
 
 Folders of [mlx-community](https://huggingface.co/mlx-community) open by their names. Bits and groups of a layer follow
 from its tensors, and experts stay stacked as MLX has them. A weight of 4 bits takes 5 bits of memory, or 6 in groups of
