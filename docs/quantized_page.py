@@ -56,9 +56,10 @@ changes too, such as Qwen3-Next and gpt-oss, are refused by name.
 
 Groups and inputs that are not multiples of 32 make a layer dense, as do a `g_idx` with groups of several sizes, and
 experts of one layer that are stored in several ways or orders. Experts of Qwen's mixtures and of gpt-oss stay packed;
-so do embeddings. A layer whose input is reordered keeps the model out of the fused path, and is slower for it. The head
-is dense in most of these checkpoints, so text is that of one-token decoding at the same block size. A checkpoint in
-float16 runs in float32 unless `dtype` says otherwise. float16, `dflash train` and `dflash learn` make all of it dense.
+so do embeddings. Columns of one group lie next to each other in memory: where a `g_idx` reorders them, rows are
+reordered once for all weights of the same order, and the layers run op by op. The head is dense in most of these
+checkpoints, so text is that of one-token decoding at the same block size. A checkpoint in float16 runs in float32
+unless `dtype` says otherwise. float16, `dflash train` and `dflash learn` make all of it dense.
 
 On a GPU, and under a PEFT adapter, transformers loads these with the library, except for MLX's, which it cannot read,
 and Model-Optimizer's, whose scales it leaves out: they are read here, and become dense.

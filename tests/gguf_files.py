@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
 from tiny_tokenizers import byte_level
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -182,3 +183,49 @@ def write_llama(
             writer.add_tensor(name, data)
     write(writer)
     return model
+
+
+def write_qwen35(path: Path) -> Path:
+    """Write a random Qwen3.5 of a recurrent layer and one with attention.
+
+    Each block of ``ssm_out`` (Q4_K) has the columns of two value heads, which transformers has in another order.
+    """
+    keys = {
+        "block_count": 2, "context_length": 256, "embedding_length": 256, "feed_forward_length": 256,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 64,
+        "attention.value_length": 64, "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.recurrent_layers": [True, False], "rope.freq_base": 10000.0, "rope.dimension_count": 16,
+        "rope.dimension_sections": [3, 3, 2, 0],
+        "ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 2, "ssm.time_step_rank": 4,
+        "ssm.inner_size": 512,
+    }  # fmt: skip
+    mlp = {"ffn_gate": (256, 256), "ffn_up": (256, 256), "ffn_down": (256, 256)}
+    layers = (
+        {"attn_qkv": (1024, 256), "attn_gate": (512, 256), "ssm_alpha": (4, 256), "ssm_beta": (4, 256),
+         "ssm_out": (256, 512), "ssm_conv1d": (1024, 4), "ssm_norm": (128,), **mlp},
+        {"attn_q": (512, 256), "attn_k": (128, 256), "attn_v": (128, 256), "attn_output": (256, 256),
+         "attn_q_norm": (64,), "attn_k_norm": (64,), **mlp},
+    )  # fmt: skip
+    shapes = {"token_embd": (97, 256), "output": (97, 256), "output_norm": (256,)}
+    for i, layer in enumerate(layers):
+        own = {**layer, "attn_norm": (256,), "post_attention_norm": (256,)}
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in own.items()}
+    writer, random = gguf.GGUFWriter(path, "qwen35"), np.random.default_rng(0)
+    for key, value in keys.items():
+        writer.add_key_value(f"qwen35.{key}", value, gguf.GGUFValueType.get_type(value))
+    add_tokenizer(writer)
+    writer.add_tensor("blk.0.ssm_a", -random.random(4, np.float32))
+    writer.add_tensor("blk.0.ssm_dt.bias", random.random(4, np.float32))
+    for name, shape in shapes.items():
+        kind = gguf.GGMLQuantizationType.Q8_0
+        if name.endswith(("ssm_out", "attn_gate")):
+            made, kind = random.integers(0, 256, (shape[0], shape[1] // 256, 144), np.uint8), kind.Q4_K
+            made[..., :4] = np.array([3e-4, 22e-4], np.float16).view(np.uint8)  # scale, and half of the codes' range
+            made = made.reshape(shape[0], -1)
+        elif len(shape) == 1 or "conv" in name:
+            made, kind = 1 + random.normal(0, 0.1, shape).astype(np.float32), kind.F32
+        else:
+            made = gguf.quants.quantize(random.normal(0, 0.1, shape).astype(np.float32), kind)
+        writer.add_tensor(f"{name}.weight", made, raw_dtype=kind)
+    write(writer)
+    return path

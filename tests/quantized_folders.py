@@ -43,8 +43,10 @@ def values(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor | None =
     return (codes - zeros[:, groups]) * scales.float()[:, groups]
 
 
-def shuffled(inputs: int, group: int) -> Tensor:
-    return (torch.arange(inputs) // group)[torch.randperm(inputs)]
+def shuffled(inputs: int, group: int, seed: int | None = None) -> Tensor:
+    """Return the group of each column; with a seed the same for all weights of so many inputs."""
+    random = None if seed is None else torch.Generator().manual_seed(seed)
+    return (torch.arange(inputs) // group)[torch.randperm(inputs, generator=random)]
 
 
 def awq(out: int, inputs: int, group: int = 32) -> tuple[Parts, Tensor]:
@@ -69,7 +71,7 @@ def packed(
     parts = {"weight_packed": words(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor([out, inputs])}
     if not symmetric:
         parts["weight_zero_point"] = words(zeros.T, bits).T
-    groups = None if ordered else shuffled(inputs, group)
+    groups = None if ordered else shuffled(inputs, group, 0)  # of q, k and v one, as libraries have it
     parts |= {} if groups is None else {"weight_g_idx": groups.int()}
     return parts, values(codes, scales, zeros, groups)
 

@@ -395,6 +395,8 @@ def test_bad_input_is_named(options, change, message):
     ({"window": -1}, r"layers\[1\]: window >= 0 must hold, got window = -1"),
     ({"q_norm": None}, r"layers\[1\]: q_norm and k_norm come together"),
     ({"mlp_conv": BlockConv(torch.ones(3, 2, 40), torch.ones(16, 40))}, r"layers\[1\]\.mlp_conv\.base must be"),
+    ({"down": PackedWeight.of(torch.ones(HIDDEN, WIDTH), "w8a8")._replace(order=torch.arange(WIDTH))},
+     r"layers\[1\]\.down must have its columns in order"),
 ])  # fmt: skip
 def test_a_bad_layer_is_named(change, message):
     call = make_call(torch.float32)
@@ -403,12 +405,23 @@ def test_a_bad_layer_is_named(change, message):
         call.run()
 
 
-def test_packed_joined_projections_are_refused():
+@pytest.mark.parametrize("names", [("qkv", "b"), ("b",)])
+def test_packed_joined_projections_are_refused(names):
     call = make_call(torch.float32, delta="together", context_rows=0)
-    joined = {name: PackedWeight.of(getattr(call.layers[0], name), "w8a8") for name in ("qkv", "b")}
+    joined = {name: PackedWeight.of(getattr(call.layers[0], name), "w8a8") for name in names}
     call.layers[0] = call.layers[0]._replace(**joined)
     with pytest.raises(TypeError, match=r"layers\[0\]\.qkv and z, b and a must be separate where they are packed"):
         call.run()
+
+
+@pytest.mark.parametrize("name", ["qkv", "b"])
+def test_of_joined_projections_one_may_be_packed(name):
+    call = make_call(torch.float32, delta="together", context_rows=0)
+    packed = changed(call, torch.clone)
+    layer = packed.layers[0]
+    packed.layers[0] = ops.separate_packed(layer._replace(**{name: PackedWeight.of(getattr(layer, name), "w8a8")}))
+    got, wanted = packed.run_stack()[0], call.run_stack()[0]
+    assert (got - wanted).norm() < 0.1 * wanted.norm()  # rows and weights are rounded to 8 bits
 
 
 def test_a_handle_without_layers_is_named():

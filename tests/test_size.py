@@ -73,8 +73,8 @@ BUDGETS = {
     # here, took 500; architectures that llama.cpp has converted 350; texts that are cut at every place, and values
     # and limits asked of every API, 300; what agents send and operators set 400; kernels for Arm under an emulator
     # 180; heads of targets, against transformers' and llama.cpp's, 210; learners and servers that are killed on one
-    # folder 160.
-    "tests": 38_350,
+    # folder 160; a Qwen3.5 in K-quants, which the gguf package does not write, 45.
+    "tests": 38_440,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

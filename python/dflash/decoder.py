@@ -35,8 +35,9 @@ class DecoderStack:
     """Decoder layers and the final norm: one op on the CPU for few rows, else op by op.
 
     A layer with attention is 9 launches then (13 with convolutions over the block), one with a Gated DeltaNet 10.
-    With experts, norms after its sublayers (Gemma) or another gate than SiLU it always goes op by op. Context rows
-    are put in front of the block's by whatever makes the input of q, k and v.
+    With experts, norms after its sublayers (Gemma), another gate than SiLU, or a weight whose columns are in another
+    order it always goes op by op. Context rows are put in front of the block's by whatever makes the input of q, k and
+    v.
 
     Args:
         layers: the weights, used where they are.
@@ -215,32 +216,38 @@ def _prepare(conv: BlockConv | None, hidden: Tensor, front: Tensor | None = None
 def _mlp(layer: DecoderLayer | DeltaNetLayer, hidden: Tensor) -> Tensor:
     if layer.experts is not None:
         return layer.experts(hidden)
-    if layer.gate_kind != "silu" or format_name(layer.gate) != format_name(layer.up):
+    if layer.gate_kind != "silu" or not _are_alike(layer.gate, layer.up):
         return product(ops.silu_mul(products(hidden, (layer.gate, layer.up)), layer.gate_kind), layer.down)
     (gate, up), *stored = split_weights(layer.gate, layer.up)
-    return product(ops.swiglu(hidden, gate, up, True, *stored), layer.down)
+    return product(ops.swiglu(_ordered(hidden, layer.gate), gate, up, True, *stored), layer.down)
 
 
 def products(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] = ()) -> Tensor:
     """Return `ops.linears` of weights in any formats, which no kernel writes: ``[rows.., sum of out]``."""
-    if len(set(map(format_name, weights))) > 1:
+    if not _are_alike(*weights):
         every = zip(weights, biases or [None] * len(weights), strict=True)
         return torch.cat([product(x, weight, bias) for weight, bias in every], -1)
     values, *stored = split_weights(*weights)
-    return ops.linears(x, values, biases, True, *stored)
+    return ops.linears(_ordered(x, weights[0]), values, biases, True, *stored)
 
 
 def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Return `ops.linear` of a weight in any format, which no kernel writes."""
-    if isinstance(weight, Tensor):
-        return ops.linear(x, weight, bias, True)
     (values,), *stored = split_weights(weight)
-    return ops.linear(x, values, bias, True, *stored)
+    return ops.linear(_ordered(x, weight), values, bias, True, *stored)
 
 
-def format_name(weight: Weight) -> str:
-    """Return the name of a weight's format."""
-    return weight.format if isinstance(weight, PackedWeight) else "dense"
+def _are_alike(*weights: Weight) -> bool:
+    """Return True if one op multiplies rows by all weights: they have one format, and share an order of columns."""
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    if len(packed) < len(weights):
+        return not packed
+    return all(weight.format == packed[0].format and weight.order is packed[0].order for weight in packed)
+
+
+def _ordered(x: Tensor, weight: Weight) -> Tensor:
+    """Return the elements of rows ``[rows.., in]`` in the order of a weight's columns."""
+    return x if isinstance(weight, Tensor) or weight.order is None else x.gather(-1, weight.order.expand_as(x))
 
 
 def split_weights(*weights: Weight) -> tuple[list[Tensor], Tensor | None, str]:

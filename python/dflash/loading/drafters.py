@@ -267,8 +267,7 @@ def _fill(
     kept: dict[str, PackedWeight] = {}
     for name, weight in tensors.items():
         takes = packs and not isinstance(weight, (Tensor, PackedWeight)) and all(map(drafter.can_pack, sizes[name]))
-        packed, order = (weight.pack() if takes else None) or (None, None)
-        if packed is not None and order is None:
+        if takes and (packed := weight.pack()) is not None and packed.order is None:
             rows = torch.arange(packed.shape[0]).split([*sizes[name].values()])
             for part, ids in zip(sizes[name], rows, strict=True):
                 kept[part] = packed.select(ids) if len(rows) > 1 else packed

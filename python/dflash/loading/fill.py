@@ -26,11 +26,8 @@ class StoredWeight(Protocol):
     def dense(self) -> Tensor:
         """Return the values in float32."""
 
-    def pack(self) -> tuple[PackedWeight, Tensor | None] | None:
-        """Return it packed, and the column that each of its columns is, None if they are in order.
-
-        None if it cannot stay packed.
-        """
+    def pack(self) -> PackedWeight | None:
+        """Return it packed; None if it cannot stay packed."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
@@ -117,21 +114,21 @@ def _packed_module(module: Any, weights: Mapping[str, Tensor | StoredWeight]) ->
     if packed is None:
         return None
     if not isinstance(module, nn.Embedding):
-        return PackedLinear(packed[0], _bias(module, "bias", weights), packed[1])
+        return PackedLinear(packed, _bias(module, "bias", weights))
     scale = module.embed_scale if is_scaled else None
-    return None if packed[1] is not None else PackedEmbedding(packed[0], module.weight.dtype, scale)
+    return None if packed.order is not None else PackedEmbedding(packed, module.weight.dtype, scale)
 
 
 def _packed_experts(module: Any, weights: Mapping[str, Tensor | StoredWeight]) -> nn.Module | None:
     if (form := experts_layout(module)) is None:
         return None
     both = [_packed(weights[name]) for name in ("gate_up_proj", "down_proj")]
-    if None in both or any(order is not None for _, order in both):
+    if any(packed is None or packed.order is not None for packed in both):
         return None
     gate_up, down = (_bias(module, f"{name}_proj_bias", weights) for name in ("gate_up", "down"))
     if gate_up is not None and form.transposed and isinstance(weights["gate_up_proj_bias"], Tensor):
         gate_up = gate_above_up(gate_up)
-    return PackedExperts(ExpertWeights(both[0][0], both[1][0], gate_up, down, *form[:3]))
+    return PackedExperts(ExpertWeights(*both, gate_up, down, *form[:3]))
 
 
 def _packed(weight: Tensor | StoredWeight | None) -> Any:

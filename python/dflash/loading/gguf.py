@@ -170,13 +170,13 @@ class BlocksOfFile:
         return self.file.tensor(self.name)
 
     @functools.cached_property
-    def _packed(self) -> tuple[PackedWeight, None] | None:
+    def _packed(self) -> PackedWeight | None:
         if (kind := self.file.kind(self.name)) not in BLOCKS:
             return None
         rows = torch.from_numpy(self.file.rows(self.name).copy())
-        return PackedWeight.of_blocks(rows, BLOCKS[kind], self.shape[-1]), None
+        return PackedWeight.of_blocks(rows, BLOCKS[kind], self.shape[-1])
 
-    def pack(self) -> tuple[PackedWeight, None] | None:
+    def pack(self) -> PackedWeight | None:
         return self._packed  # the same for all parameters that it is
 
 

@@ -104,8 +104,8 @@ class _Part(NamedTuple):
             made = made[..., order]
         return made
 
-    def pack(self) -> tuple[PackedWeight, Tensor | None] | None:
-        """Return the weight in blocks, and the order of its inputs if it is not the model's; None if it is dense.
+    def pack(self) -> PackedWeight | None:
+        """Return the weight in blocks; None if it is dense.
 
         Tensors that no format holds, or that change on the way, become Q8_0.
         """
@@ -123,14 +123,14 @@ class _Part(NamedTuple):
             packed = PackedWeight.of_blocks(_tensor_of(rows), BLOCKS[kind], self.shape[-1])
             for name in self.names:
                 self.file.give_back(name)
-            return packed, None if order is None else order.argsort()
+            return packed if order is None else packed._replace(order=order.argsort())
         values = self.dense()
         if values.shape[-1] % 32:
             return None
         self.changed.update(self.kinds - PLAIN.keys())
         gguf = require_gguf()
         rows = gguf.quants.quantize(values.contiguous().numpy(), gguf.GGMLQuantizationType.Q8_0)
-        return PackedWeight.of_blocks(_tensor_of(rows), BLOCKS["Q8_0"], values.shape[-1]), None
+        return PackedWeight.of_blocks(_tensor_of(rows), BLOCKS["Q8_0"], values.shape[-1])
 
 
 def _order_of_blocks(order: Tensor, kind: str) -> np.ndarray | None:

@@ -7,6 +7,7 @@ import copy
 import functools
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -192,14 +193,15 @@ class Integers(NamedTuple):
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros[..., groups].float()
         return (self.codes.float() - zeros) * self.scales[..., groups].float()
 
-    def pack(self) -> tuple[PackedWeight, Tensor | None] | None:
-        """Return the weight with the columns of a group side by side, and which columns these are."""
+    def pack(self) -> PackedWeight | None:
+        """Return the weight with the columns of a group side by side."""
         if self.obstacle:
             return None
         order = None if self.groups is None else torch.argsort(self.groups, stable=True)
+        order = order if order is None else _ORDERS.setdefault(order.numpy().tobytes(), order)
         codes = self.codes if order is None else self.codes[..., order]
         numbers = self.scales, self.zeros, self.minima
-        return PackedWeight.of_integers(codes, *numbers, group=self.size, bits=self.bits), order
+        return PackedWeight.of_integers(codes, *numbers, group=self.size, bits=self.bits)._replace(order=order)
 
 
 class Floats(NamedTuple):
@@ -218,8 +220,8 @@ class Floats(NamedTuple):
         """Return the values in float32."""
         return _e2m1(self.codes) * _powers(self.exponents).repeat_interleave(32, -1)
 
-    def pack(self) -> tuple[PackedWeight, None]:
-        return PackedWeight.of_mxfp4(self.codes, self.exponents), None
+    def pack(self) -> PackedWeight:
+        return PackedWeight.of_mxfp4(self.codes, self.exponents)
 
 
 class Values(NamedTuple):
@@ -239,6 +241,8 @@ class Values(NamedTuple):
         return None
 
 
+# Weights that meet one input share the order of their columns, so that rows are reordered once
+_ORDERS = weakref.WeakValueDictionary[bytes, Tensor]()
 Quantized = Integers | Floats | Values
 Parts = Mapping[str, Tensor]
 _AWQ = [0, 4, 1, 5, 2, 6, 3, 7]  # the nibbles of a word in which eight neighbors lie

@@ -225,13 +225,15 @@ class NotFiniteError(ValueError):
 class PackedWeight(NamedTuple):
     """A weight, or one per expert, in a format that is not dense.
 
-    It stands for ``values() * scales[..., None]``, or for what a file's blocks do, whose scales are in ``packed``.
+    It stands for ``values() * scales[..., None]``, or for what a file's blocks do, whose scales are in ``packed``. With
+    an ``order`` its columns lie in memory in that order, and whoever multiplies by it reorders rows first.
     """
 
     packed: Tensor  # [..., out, size] uint8
     scales: Tensor | None  # [..., out] float32
     format: str
     columns: int
+    order: Tensor | None = None  # [in] int64, the element of a row that each column meets; None if they are in order
 
     @classmethod
     @torch.inference_mode(False)  # the tensors outlive a call
@@ -244,9 +246,9 @@ class PackedWeight(NamedTuple):
         Raises:
             NotFiniteError: a value is infinite or NaN.
         """
-        made, columns, blocks = FORMATS[format], weight.shape[-1], ""
+        made, columns, blocks, order = FORMATS[format], weight.shape[-1], "", None
         if isinstance(weight, PackedWeight):
-            weight, blocks = weight.packed, weight.format
+            weight, blocks, order = weight.packed, weight.format, weight.order
         largest = 127  # of 8 bits
         packed = weight.new_empty(*weight.shape[:-1], made.size(columns), dtype=torch.uint8)
         scales = weight.new_empty(weight.shape[:-1], dtype=torch.float32)
@@ -259,7 +261,7 @@ class PackedWeight(NamedTuple):
                     raise NotFiniteError(weight, "NaN" if scale.isnan().any() else "infinity")
                 values = (wide / torch.where(scale > 0, scale, 1)).round_().clamp_(-largest, largest)
                 to.copy_(made.order.pack(values.to(torch.int8), to.shape[1]))
-        return cls(packed, scales, format, columns)
+        return cls(packed, scales, format, columns, order)
 
     @classmethod
     @torch.inference_mode(False)
@@ -397,7 +399,7 @@ class PackedWeight(NamedTuple):
         return torch.Size((*self.packed.shape[:-1], self.columns))
 
     def values(self) -> Tensor:
-        """Return the integers ``[..., out, in]`` int8 of a weight that has scales."""
+        """Return the integers ``[..., out, in]`` int8 of a weight that has scales, columns as they lie in memory."""
         unpacked = map(FORMATS[self.format].order.unpack, _matrices(self.packed))
         return torch.stack([*unpacked]).view(torch.int8).view(self.packed.shape)[..., : self.columns]
 
@@ -405,9 +407,10 @@ class PackedWeight(NamedTuple):
         """Return the values that this stands for, ``[..., out, in]``, each rounded."""
         if self.scales is None:
             matrices = [unpack(one, self.format).dense()[:, : self.columns] for one in _matrices(self.packed)]
-            return torch.stack(matrices).view(self.shape).to(dtype)
-        out = self.scales.new_empty(self.shape, dtype=dtype)
-        return torch.mul(self.values(), self.scales[..., None], out=out)
+            out = torch.stack(matrices).view(self.shape).to(dtype)
+        else:
+            out = torch.mul(self.values(), self.scales[..., None], out=self.scales.new_empty(self.shape, dtype=dtype))
+        return out if self.order is None else out[..., self.order.argsort()]
 
     def record(self) -> tuple[Tensor, Tensor | None, int]:
         """Return the fields of ``LinearWeight``, as in params.h."""

@@ -32,6 +32,13 @@ class BlockConv(NamedTuple):
         return self.base, self.projection, taps, self.projection.shape[0] // (2 * taps)
 
 
+def _is_plain(layer: DecoderLayer | DeltaNetLayer) -> bool:
+    """Return True if `decoder_layers` can run a layer."""
+    is_usual = layer.experts is None and layer.attention_out_norm is None and layer.gate_kind == "silu"
+    is_in_order = all(weight.order is None for weight in layer if isinstance(weight, PackedWeight))
+    return is_usual and is_in_order and not layer.is_packed_together
+
+
 class DecoderLayer(NamedTuple):
     """The weights of one pre-norm decoder layer with attention, every matrix ``[out, in]``."""
 
@@ -61,12 +68,8 @@ class DecoderLayer(NamedTuple):
     mlp_out_norm: Tensor | None = None  # [hidden]
     gate_kind: str = "silu"  # or "gelu_tanh"
 
-    is_recurrent = False
-
-    @property
-    def is_plain(self) -> bool:
-        """True if `decoder_layers` can run the layer."""
-        return self.experts is None and self.attention_out_norm is None and self.gate_kind == "silu"
+    is_recurrent = is_packed_together = False
+    is_plain = property(_is_plain)
 
 
 class DeltaNetLayer(NamedTuple):
@@ -96,11 +99,12 @@ class DeltaNetLayer(NamedTuple):
     is_recurrent = True
     attention_conv = mlp_conv = attention_out_norm = mlp_out_norm = None
     gate_kind = "silu"
+    is_plain = property(_is_plain)
 
     @property
-    def is_plain(self) -> bool:
-        """True if `decoder_layers` can run the layer."""
-        return self.experts is None
+    def is_packed_together(self) -> bool:
+        """True if packed weights hold rows that `decoder_layers` needs apart."""
+        return self.z is None and any(isinstance(weight, PackedWeight) for weight in (self.qkv, self.b))
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -191,7 +195,9 @@ def _check_weights(at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv, n
     for name, weight in weights._asdict().items():
         if name in _PROJECTIONS and isinstance(weight, Tensor) and weight.dtype != norm.dtype:
             raise TypeError(f"{_OP}: {at}{name} must be {norm.dtype} or a PackedWeight, got {weight.dtype}")
-    if isinstance(weights, DeltaNetLayer) and isinstance(weights.qkv, PackedWeight) and weights.z is None:
+        if isinstance(weight, PackedWeight) and weight.order is not None:
+            raise ValueError(f"{_OP}: {at}{name} must have its columns in order: DecoderStack goes op by op")
+    if isinstance(weights, DeltaNetLayer) and weights.is_packed_together:
         raise TypeError(f"{_OP}: {at}qkv and z, b and a must be separate where they are packed: use packed_layer")
     plain = [x.packed.new_empty(x.shape) if isinstance(x, PackedWeight) else x for x in weights]  # only looked at
     scope = vars(_CONTRACTS[type(weights)].check([norm, *plain], at))
@@ -215,9 +221,10 @@ def packed_layer(layer: DecoderLayer | DeltaNetLayer, format: str) -> DecoderLay
 def separate_packed(layer: DecoderLayer | DeltaNetLayer) -> DecoderLayer | DeltaNetLayer:
     """Return the layer with ``qkv`` and ``z``, ``b`` and ``a`` of a Gated DeltaNet apart if they are packed.
 
-    Each then begins with a tile of its own (`DeltaNetLayer.split`). Other layers are returned as they are.
+    Each then begins with a tile of its own (`DeltaNetLayer.split`). Other layers are returned as they are, those with
+    one of both packed too: copies would not follow the dense one.
     """
-    if not layer.is_recurrent or layer.z is not None or not isinstance(layer.qkv, PackedWeight):
+    if not layer.is_recurrent or layer.z is not None or {type(layer.qkv), type(layer.b)} != {PackedWeight}:
         return layer
     rows = layer.qkv.shape[0]
     qkv, z, b, a = (x.flatten() for x in layer.split(torch.arange(rows + layer.b.shape[0])[None, None]))

@@ -89,11 +89,9 @@ class Family(NamedTuple):
     def fits(self, module: nn.Module, has_biases: bool = False) -> bool:
         """Return True if a module of a layer and all in it are of the family's own classes, or plain ones of torch."""
         if type(module) in _PLAIN:
-            return (has_biases or getattr(module, "bias", None) is None) and getattr(module, "order", None) is None
-        if self.is_a(module, "SparseMoeBlock"):  # runs as it is
-            return True
-        if self.sandwiched and type(module) is GELUTanh:
-            return True
+            return has_biases or getattr(module, "bias", None) is None
+        if self.is_a(module, "SparseMoeBlock") or (self.sandwiched and type(module) is GELUTanh):
+            return True  # the first runs as it is
         is_attention = self.is_a(module, "Attention")
         is_own = is_attention or any(self.is_a(module, name) for name in _PARTS)
         return is_own and all(self.fits(child, is_attention) for child in module.children())
@@ -113,7 +111,7 @@ class Family(NamedTuple):
         embed, config = decoder.embed_tokens, decoder.config
         is_scaled = self.sandwiched and self.is_a(embed, "TextScaledWordEmbedding")
         is_own = type(head) in _LINEARS and (is_scaled or type(embed) in (nn.Embedding, PackedEmbedding))
-        if not is_own or getattr(head, "order", None) is not None or any(getattr(config, key, None) for key in _CAPS):
+        if not is_own or any(getattr(config, key, None) for key in _CAPS):
             return False
         layers = layers_of(decoder)
         mixers = [getattr(layer, "self_attn", None) or getattr(layer, "linear_attn", None) for layer in layers]
@@ -334,8 +332,8 @@ class FusedTarget:
 
 NOT_FUSED = (
     "fused=True needs exactly a Llama, Mistral, Qwen2, Qwen3 (with experts or without), Qwen3-Next, Qwen3.5 or Gemma 3 "
-    "of transformers, with no function replaced and no hooks, with dense weights of one dtype that the kernels take, "
-    'and each layer tapped at most once, got {model}: pass fused=False or "auto"'
+    "of transformers, with no function replaced and no hooks, with weights that the kernels take, all packed or of one "
+    'dtype, and each layer tapped at most once, got {model}: pass fused=False or "auto"'
 )
 
 

@@ -188,10 +188,7 @@ def store_int8_(model: nn.Module) -> None:
             found = _run_by(layer, [_in_8_bits(*each) for each in _weights_of(layer)])
         except NotFiniteError as error:
             raise UnsupportedTargetError(not_finite("weights", model, error)) from error
-        if isinstance(found, PackedWeight):
-            made = PackedLinear(found, layer.bias, getattr(layer, "order", None))
-        else:
-            made = PackedExperts(found)
+        made = PackedLinear(found, layer.bias) if isinstance(found, PackedWeight) else PackedExperts(found)
         model.set_submodule(name, made)
     # glibc keeps what was freed in pieces: a quarter of a small model's memory.
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:

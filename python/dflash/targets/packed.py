@@ -21,16 +21,15 @@ class PackedLinear(nn.Module):
     Args:
         weight: ``[out, in]``.
         bias: ``[out]`` or None.
-        order: ``[in]`` int64, the element of a row that each column multiplies; None if they are in order.
     """
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None = None, order: Tensor | None = None) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.format = weight.format
         self.register_buffer("blocks", weight.packed)
         self.register_buffer("scales", weight.scales)
-        self.register_buffer("order", order)
+        self.register_buffer("order", weight.order)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     packed: PackedWeight | None = None  # what it multiplies by instead of its own weight, once it is set
@@ -38,10 +37,10 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> PackedWeight:
         """The weight ``[out, in]``."""
-        return PackedWeight(self.blocks, self.scales, self.format, self.in_features)
+        return PackedWeight(self.blocks, self.scales, self.format, self.in_features, self.order)
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(x if self.order is None else x[..., self.order], weight_of(self), self.bias)
+        return product(x, weight_of(self), self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
