@@ -152,10 +152,10 @@ class KVCache:
 class SlidingCache(KVCache):
     """Keys and values of the last positions, for layers that all have a window.
 
-    A row's slots hold the positions from ``origin`` on. Where the last ones would not fit, everything moves down by
-    multiples of 256 slots: a CPU kernel adds up such chunks, so no bit of attention changes. Keys are stored after
-    RoPE, so they move as they are. As many slots again are spare: rows may resume from a few positions before their
-    end. From further before, a drafter sees no more than is left.
+    A row's slots hold the positions from ``origin`` on. Where the last ones would not fit, all move down by a multiple
+    of 256 slots: the CPU kernel's sums are of such chunks, so no bit of attention changes there. Keys are stored after
+    RoPE, so they move as they are. At least 256 positions before the window are held too: a row that resumes from there
+    has its whole window. One that resumes from further back sees what is left.
 
     Args:
         batch_size: sequences.
@@ -171,14 +171,14 @@ class SlidingCache(KVCache):
         super().__init__(batch_size, self._most + rows, rotary)
         device = rotary[0].device
         self.origin: Tensor = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        # Slot i + 255 moves to slot i - 1, and further down in larger moves: row 0 of `ops.compact_kv_` stays
+        # Row 0 of `ops.compact_kv_` never moves, so its rows are the slots from -1 on
         self._rows_to_move = torch.arange(self.capacity - self._CHUNK + 1, device=device)
 
     def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:  # noqa: ARG002
         self._slide_(length)
 
     def slots_(self, positions: Tensor) -> Tensor:
-        # A row's first position is not after its origin if it begins another text
+        # A row that begins another text, or goes back in its own, holds nothing from there on
         first = torch.where(positions < 0, self.origin[:, None], positions).amin(1)
         torch.minimum(self.origin, first, out=self.origin)
         self._slide_(positions.amax(1) + 1)
@@ -193,6 +193,7 @@ class SlidingCache(KVCache):
 
     def save(self, row: int, start: int, stop: int) -> list[Tensor]:
         slots = torch.arange(max(start, stop - self._window), stop, device=self.origin.device) - self.origin[row]
+        # Negative where the row is far ahead of ``stop``: those positions are gone, and drafts a little worse
         return [buffer[row][:, slots.clamp(min=0)] for buffer in self.buffers]
 
     def load_(self, row: int, start: int, stop: int, saved: Sequence[Tensor]) -> None:
