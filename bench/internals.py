@@ -100,6 +100,7 @@ class ForcedStep:
         """Put every row between two steps at length ``context``, the last of which emitted ``accepted`` tokens."""
         state = self.state
         state.length.fill_(context)
+        state.draft_cache.slots_(state.length[:, None])  # one that slides goes there
         state.num_context.fill_(accepted)
         state.limits.fill_(state.tokens.shape[1])
         state.done.zero_()

@@ -21,7 +21,7 @@ def decoder_layers(
     taps: list[int] | tuple[int, ...], windows: list[Tensor] | tuple = (), states: list[Tensor] | tuple = (),
     saved_k: list[Tensor] | tuple = (), saved_d: list[Tensor] | tuple = (), saved_a: list[Tensor] | tuple = (),
     pending: Tensor | None = None, keep: Tensor | None = None, ancestors: Tensor | None = None,
-    zero_centered: bool = False,
+    zero_centered: bool = False, origin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Pre-norm decoder layers (``DecoderLayer`` and ``DeltaNetLayer`` of weights.py) and the final norm."""
     batch, rows, _ = hidden.shape
@@ -47,7 +47,8 @@ def decoder_layers(
             queries = hidden.new_empty(batch, rows, layer.o.shape[1] // head_dim, head_dim)
             norms, written = (layer.q_norm, layer.k_norm, eps), (queries, k_cache, v_cache)
             places = (lengths, num_context, depth, cos, sin)
-            reference.qkv_norm_rope_append_(qkv, *places, *norms, *written, zero_centered, layer.gated)
+            options = {"zero_centered": zero_centered, "gated": layer.gated, "origin": origin}
+            reference.qkv_norm_rope_append_(qkv, *places, *norms, *written, **options)
             out = reference.block_attention(
                 queries, k_cache, v_cache, lengths, scale, layer.causal, layer.window, 0.0, layer.sinks, ancestors
             )

@@ -377,6 +377,7 @@ def test_caches_take_the_memory_that_is_counted(folders):
         caches = [generator.state.target_cache] + [generator.state.draft_cache] * (draft is not None)
         each = sum(buffer.nbytes // cache.capacity // 2 for cache in caches for buffer in cache.buffers)
         assert each <= bytes_per_token(target, draft) <= each + 256
+    assert bytes_per_token(target, drafter, window=9) == bytes_per_token(target, None), "it does not grow"
 
 
 @pytest.mark.usefixtures("nothing_loads")

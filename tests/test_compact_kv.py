@@ -59,6 +59,18 @@ def test_random_paths_against_the_definition(kind, dtype, implementation):
         check(implementation.compact_kv_, path, counts, first, *make_caches(LAYERS[kind], 5, 150, dtype))
 
 
+def test_all_that_a_cache_holds_moves_down(implementation):
+    """As in a cache that slides: the first slot too, by less than what stays, by more than there is, or not at all."""
+    path, counts = torch.arange(131) + torch.tensor([[40], [0], [97], [500]]), torch.full((4,), 2**40)
+    check(
+        implementation.compact_kv_,
+        path,
+        counts,
+        torch.full((4,), -1),
+        *make_caches(LAYERS["unlike"], 4, 170, torch.float32),
+    )
+
+
 @pytest.mark.parametrize("count", [-(2**63), -1, 0, 1])
 def test_nothing_moves_without_an_accepted_node(count, implementation):
     path, first = torch.tensor([[0, 5, 7], [0, 1, 2]]), torch.tensor([2, 3])

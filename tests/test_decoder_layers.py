@@ -47,6 +47,7 @@ class Call:
     keep: Tensor | None = None
     tree: Tree | None = None
     sequences: Tensor | None = None
+    origin: Tensor | None = None
 
     @property
     def recurrent(self) -> tuple:
@@ -80,18 +81,20 @@ class Call:
 
     def run(self) -> tuple[Tensor, Tensor]:
         packed = self.packed()
-        return ops.decoder_layers(*self.varying, packed.handle, *self.recurrent, self.ancestors, self.sequences)
+        places = self.ancestors, self.sequences, self.origin
+        return ops.decoder_layers(*self.varying, packed.handle, *self.recurrent, *places)
 
     def run_twin(self) -> tuple[Tensor, Tensor]:
         fixed = (self.norm, self.eps, self.scale, self.taps)
         return layers_oracle.decoder_layers(
-            *self.varying, self.layers, *fixed, *self.recurrent, self.ancestors, self.zero_centered
+            *self.varying, self.layers, *fixed, *self.recurrent, self.ancestors, self.zero_centered, self.origin
         )
 
     def run_stack(self) -> tuple[Tensor, Tensor]:
         stack = DecoderStack(self.layers, self.norm, **self.fixed)
         cache = recurrent_cache(self) if self.windows else Cache(self)
-        return stack(self.hidden, self.lengths, cache, self.context, self.num_context, self.tree)
+        length = self.lengths if self.origin is None else self.lengths + self.origin
+        return stack(self.hidden, length, cache, self.context, self.num_context, self.tree)
 
 
 class Cache:
@@ -100,7 +103,7 @@ class Cache:
     def __init__(self, call: Call) -> None:
         self.keys, self.values = call.k_caches, call.v_caches
         self.rotary, self.local_rotary, self.capacity = (call.cos, call.sin), None, call.k_caches[0].shape[2]
-        self.sequences = call.sequences
+        self.sequences, self.origin = call.sequences, call.origin
 
 
 def recurrent_cache(call: Call) -> RecurrentCache:
@@ -122,12 +125,13 @@ def recurrent_cache(call: Call) -> RecurrentCache:
 
 def make_call(
     dtype, rows=16, context_rows=16, batch=3, head_norms=True, biases=False, sinks=False, causal=(1, 0, 1), seed=0,
-    delta="", tree=False, convs=False,
+    delta="", tree=False, convs=False, slides=False,
 ):  # fmt: skip
     """A call whose stale cache slots and dead context rows hold NaN.
 
     With ``delta`` all but the last layer have a Gated DeltaNet, whose projections are "apart" or "together", and the
-    last has gated attention; the norms are zero-centered. With ``convs`` there are convolutions of several shapes.
+    last has gated attention; the norms are zero-centered. With ``convs`` there are convolutions of several shapes. With
+    ``slides`` the first slot of each sequence has another position.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -175,11 +179,11 @@ def make_call(
             cache[b, :, lengths[b] - live[b] :] = float("nan")
         if context is not None:
             context[b, live[b] :] = float("nan")
-    angles = torch.arange(CAPACITY)[:, None] * 10000.0 ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+    angles = torch.arange(CAPACITY + 50)[:, None] * 10000.0 ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
     call = Call(
         normal(batch, rows, HIDDEN), context, live if context_rows else None, lengths, angles.cos(), angles.sin(),
         caches[:num_attention], caches[num_attention:], layers, normal(HIDDEN, scale=0.1, shift=1),
-        tree=random_shapes(rows, batch) if tree else None,
+        tree=random_shapes(rows, batch) if tree else None, origin=torch.tensor([50, 0, 7])[:batch] if slides else None,
     )  # fmt: skip
     call = with_convs(call, g) if convs else call
     return with_states(call, g) if delta else call
@@ -243,8 +247,8 @@ def widened(x):
 
 
 OPTIONS = [
-    {}, {"context_rows": 0, "head_norms": False}, {"biases": True, "rows": 5, "context_rows": 3},
-    {"sinks": True, "batch": 1, "rows": 1}, {"tree": True, "causal": (1, 1, 1), "rows": 20},
+    {}, {"context_rows": 0, "head_norms": False}, {"biases": True, "rows": 5, "context_rows": 3, "slides": True},
+    {"sinks": True, "batch": 1, "rows": 1}, {"tree": True, "causal": (1, 1, 1), "rows": 20, "slides": True},
     {"delta": "apart", "context_rows": 0}, {"delta": "together", "context_rows": 0, "rows": 5},
     {"convs": True}, {"convs": True, "rows": 3, "context_rows": 0},
 ]  # fmt: skip
@@ -351,12 +355,12 @@ def test_one_op_has_the_bits_of_op_by_op(weights, dtype, options, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"tree": True, "causal": (1, 1, 1), "rows": 20}])
+@pytest.mark.parametrize("options", [{"slides": True}, {"tree": True, "causal": (1, 1, 1), "rows": 20}])
 def test_some_sequences_have_the_bits_that_they_have_among_all(options, dtype):
     call, chosen = make_call(dtype, **options), torch.tensor([2, 0])
     whole, part = changed(call, torch.clone), changed(call, torch.clone)
     part = replace(part, sequences=chosen, tree=None if part.tree is None else Tree(*(x[chosen] for x in part.tree)))
-    for name in ("hidden", "context", "num_context", "lengths"):
+    for name in ("hidden", "context", "num_context", "lengths", *(["origin"] if "slides" in options else [])):
         setattr(part, name, getattr(part, name)[chosen])
     assert same(part.run(), [want[chosen] for want in whole.run()])
     for want, before in zip(whole.caches, call.caches, strict=True):

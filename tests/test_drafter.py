@@ -101,6 +101,37 @@ def test_context_without_a_block_is_appended_as_by_a_pass(config, batch):
             assert ours[row, :, count:].isnan().all(), "nothing else is written"
 
 
+@pytest.mark.parametrize("by", ["one op", "op by op"])
+def test_a_sliding_cache_gives_the_bits_of_a_whole_one(by, monkeypatch):
+    """Chunks of prompts and steps go through it several times over. It is as large for every length."""
+    if by == "op by op":
+        monkeypatch.setattr(decoder, "ops", OpByOp(decoder.ops))
+    config = VARIANTS["Qwen3-4B"] | {"layer_types": ["sliding_attention"] * 3, "num_hidden_layers": 3}
+    draft = random_drafter(config | {"use_sliding_window": True, "sliding_window": 40})
+    context, block = inputs(draft.config, 2, 2000)
+    whole, sliding = (draft.new_cache(2, 2016, slides=slides) for slides in (False, True))
+    assert [x.shape[2] for x in sliding.buffers] == [40 + 512 + 16] * 6
+    for buffer in (*whole.buffers, *sliding.buffers):
+        buffer.fill_(float("nan"))
+    live = torch.full((2,), 300)
+    for start in (0, 300, 600, 900):  # the second row's prompt is shorter
+        positions = start + torch.arange(300).expand(2, -1)
+        positions = torch.where(positions < torch.tensor([[1200], [700]]), positions, -1)
+        for cache in (whole, sliding):
+            draft.inject_(draft.fuse(context[:, start : start + 300], live), positions, cache)
+    length = torch.tensor([1200, 700])
+    for step in range(60):
+        counts = torch.tensor([step % 16 + 1, 15 - step % 16])
+        places = (length[:, None] + torch.arange(16))[..., None].expand(-1, -1, context.shape[2])
+        features = draft.fuse(context.gather(1, places), counts)
+        length = length + counts
+        for cache in (whole, sliding):
+            cache.commit_(length, counts)
+        hidden = [draft(features, counts, block, length, cache) for cache in (whole, sliding)]
+        assert hidden[0].isfinite().all()
+        assert torch.equal(*hidden)
+
+
 def test_injected_context_equals_a_passs_in_bfloat16():
     draft, counts = random_drafter(KINDS[0], dtype=torch.bfloat16), torch.tensor([0, 3, 8])
     context, block = inputs(draft.config, 3, 8, dtype=torch.bfloat16)

@@ -10,7 +10,9 @@ from families import DRAFTERS, FAMILIES, RECURRENT, cheat, hinted, make_draft, m
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import dflash
+from dflash.proposers.chain import DraftPass
 from dflash.sampling import fold
+from dflash.session import Session
 
 LENGTHS = [1, 2, 15, 16, 17, 70]
 BLOCK_SIZES = [2, 7, 16]
@@ -130,6 +132,71 @@ def test_a_window_of_the_drafter_hides_what_is_older(weights, shift):
         seen.append(each(features[:, :0], torch.tensor([0]), block, length, cache).isfinite().all(-1)[0].tolist())
     assert seen == [[not shift] * 16, [False] * 16]
     assert draft.config.window == (0, 0, 0)
+
+
+def _drafted(target, slides: bool, act, monkeypatch, **options) -> tuple:
+    """Return what ``act`` returns with a generator whose drafter sees a window, and the logits of all its passes."""
+    draft, logits, new_cache = make_draft(target), [], dflash.Drafter.new_cache
+    with monkeypatch.context() as patch:
+        if not slides:
+            patch.setattr(dflash.Drafter, "new_cache", lambda self, *sizes, slides: new_cache(self, *sizes))
+        generator = dflash.Generator(target, draft, drafter_window=9, max_length=1300, **options)
+    assert (generator.state.draft_cache.capacity < 600) == slides
+    chain = generator.engine.chain
+
+    def predict(*given):
+        predictions = DraftPass.predict(chain, *given)
+        logits.append(predictions.logits[generator.state.done == 0])
+        return predictions
+
+    monkeypatch.setattr(chain, "predict", predict)
+    return act(generator), logits
+
+
+def _batch(generator) -> list:
+    """Of two ragged prompts, one of which fills the drafter's cache while it is answered."""
+    ids, mask = left_padded([prompt(1150, seed=3), prompt(525, seed=3)])
+    return generator.generate(ids, attention_mask=mask, max_new_tokens=24).tolist()
+
+
+def _conversation(generator) -> list:
+    """Whose second turn takes back some of the first answer, and which then begins again."""
+    first = generator.generate(prompt(1000, seed=3)[None], max_new_tokens=24, temperature=1.0, seed=3)[0]
+    second = torch.cat([first[:-9], prompt(30)])[None]
+    return [generator.generate(ids, max_new_tokens=12).tolist() for ids in (second, prompt(40, seed=5)[None])]
+
+
+def _cached_prompts(generator) -> list:
+    """Of which the second begins with chunks of the first, in another row, beside a request that runs."""
+    session, texts = Session(generator), {}
+    for ids in (prompt(700, seed=3), prompt(60), torch.cat([prompt(700, seed=3)[:660], prompt(20)])):
+        session.admit(session.resolve(ids[None], max_new_tokens=40))
+        for _ in range(20):
+            for row, event, error in session.step():
+                assert not error
+                texts.setdefault(row, []).extend(event.ids[0])
+    return sorted(texts.items())
+
+
+@pytest.mark.parametrize(("act", "batch_size"), [(_batch, 2), (_conversation, 1), (_cached_prompts, 3)])
+def test_a_drafter_drafts_the_same_from_a_cache_that_slides(act, batch_size, monkeypatch):
+    target, options = make_target("qwen3", max_position_embeddings=1400), {"batch_size": batch_size}
+    (texts, logits), (wanted, others) = (
+        _drafted(target, slides, act, monkeypatch, prefill_chunk=64, **options) for slides in (True, False)
+    )
+    assert texts == wanted
+    assert len(logits) > 20
+    assert all(map(torch.equal, logits, others))
+
+
+def test_a_conversation_may_go_back_past_what_a_sliding_cache_holds():
+    target = make_target("qwen3", max_position_embeddings=1400)
+    generator = dflash.Generator(target, make_draft(target), drafter_window=9, max_length=1300)
+    generator.generate(prompt(1000, seed=3)[None], max_new_tokens=1)
+    ids = torch.cat([prompt(1000, seed=3)[:200], prompt(5)])
+    output = generator.generate(ids[None], max_new_tokens=NEW, return_dict_in_generate=True)
+    assert output.statistics.num_prefilled_tokens == [5]
+    assert output.sequences[0, 205:].tolist() == greedy(target, ids, NEW).tolist()
 
 
 RULES = [

@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from op_checks import Emulated, assert_as_exact_as_torch, same
@@ -127,6 +129,19 @@ def test_positions_outside_the_table_take_the_nearest_angles(dtype, kernels):
 
 
 @pytest.mark.parametrize("tree", [False, True])
+def test_angles_count_from_the_origin(tree, dtype, kernels):
+    """Slots do not."""
+    args = draw(SHAPES[0], 3, 20, 16, dtype, tree=tree)
+    args[4:6], origin = [x.nan_to_num(0.5) for x in args[4:6]], [0, 17, CAPACITY + 1]
+    results = run(functools.partial(kernels.qkv_norm_rope_append_, origin=torch.tensor(origin)), args)
+    for b, first in enumerate(origin):
+        tables = [torch.cat([x[first:], x[-1:]]) for x in args[4:6]]
+        each = [None if x is None else x[b : b + 1] for x in args[:4]]
+        alone = run(kernels.qkv_norm_rope_append_, [*each, *tables, *args[6:9], *(x[b : b + 1] for x in args[9:])])
+        assert same(alone, [x[b : b + 1] for x in results])
+
+
+@pytest.mark.parametrize("tree", [False, True])
 def test_a_row_does_not_depend_on_its_neighbours(tree, dtype, kernels):
     args = draw(SHAPES[1], 2, 16, 16, dtype, tree=tree)
     q_out, k_cache, _ = run(kernels.qkv_norm_rope_append_, args)
@@ -170,7 +185,7 @@ def test_emulated_rows_are_caught_when_they_read_early_what_is_written(written, 
 
 
 @pytest.mark.parametrize("switch", [True, False])
-@pytest.mark.parametrize("copied", [None, 1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("copied", [None, 1, 2, 3, 4, 5, 6, 7, 15])
 def test_nothing_is_read_early_of_what_is_copied_first(copied, switch, monkeypatch):
     """The copy is what the kernel ahead writes."""
     passed = []
@@ -181,7 +196,8 @@ def test_nothing_is_read_early_of_what_is_copied_first(copied, switch, monkeypat
 
     monkeypatch.setattr(switches, "PREFETCH", switch)
     arguments = draw(SHAPES[0], 2, 20, 16, torch.float32, tree=True)
+    arguments = [*arguments[:12], False, False, True, torch.tensor([0, 3])]
     if copied is not None:
         arguments[copied] = torch.stack([arguments[copied]] * 2, -1)[..., 0]
-    ops.qkv_norm_rope_append_.op.run(Recorder(), *arguments[:12], False, False, True)
+    ops.qkv_norm_rope_append_.op.run(Recorder(), *arguments)
     assert passed == [copied is None and switch]

@@ -139,13 +139,14 @@ struct SigmoidMulParams {
 // rows, the block; k heads (norm, RoPE) and v heads of all rows into the cache. Row i of sequence b's block is in slot
 // lengths[b] + i, at position lengths[b] + depth[b, i]. Row i in front of it is context, in slot and at position
 // lengths[b] - num_context[b] + i, and off if it is at or past num_context[b]. A slot outside [0, capacity) appends
-// nothing.
+// nothing. With an origin, these positions count from it.
 struct QkvNormRopeAppendParams {
   const void* qkv;         // [batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]: q heads, k heads, v heads; if
                            // gated, each q head is followed by its gate, which is not read
   const int64_t* lengths;  // [batch], clamped to -q_rows .. 2 * capacity + q_rows
   const int64_t* num_context;                 // [batch], clamped to 0 .. rows - q_rows; null if that is 0
   const int64_t* depth;                       // [batch, q_rows], clamped to 0 .. q_rows; null: 0, 1, 2, ...
+  const int64_t* origin;                      // [batch], the position of slot 0, clamped to 0 .. positions; null: 0
   const float *cos, *sin;                     // [positions, half]; a position that they do not have takes the nearest
   const void *q_norm_weight, *k_norm_weight;  // [head_dim] or null
   void* q_out;                                // [batch, q_rows, num_heads, head_dim]
@@ -155,9 +156,9 @@ struct QkvNormRopeAppendParams {
   int64_t positions, capacity;
   float eps;
   DType dtype;
-  DFLASH_PARAMS(qkv, lengths, num_context, depth, cos, sin, q_norm_weight, k_norm_weight, q_out, k_cache, v_cache,
-                batch, rows, q_rows, num_heads, num_kv_heads, head_dim, half, positions, capacity, eps, zero_centered,
-                gated, prefetch, dtype)
+  DFLASH_PARAMS(qkv, lengths, num_context, depth, origin, cos, sin, q_norm_weight, k_norm_weight, q_out, k_cache,
+                v_cache, batch, rows, q_rows, num_heads, num_kv_heads, head_dim, half, positions, capacity, eps,
+                zero_centered, gated, prefetch, dtype)
   bool zero_centered = false;
   bool gated = false;
   bool prefetch = false;  // CUDA only: no kernel that may still run writes what is read, but for qkv
@@ -764,7 +765,8 @@ struct DecoderLayersParams {
   const void* hidden;          // [batch, rows, hidden]
   const void* context;         // [batch, context_rows, hidden] or null: rows that every layer takes K/V from
   const int64_t* num_context;  // [batch], clamped to 0 .. context_rows: live ones, ahead of lengths[b]
-  const int64_t* lengths;      // [batch], the position of each sequence's first row, as in BlockAttentionParams
+  const int64_t* lengths;      // [batch], the slot of each sequence's first row, as in BlockAttentionParams
+  const int64_t* origin;       // [batch] or null, as in QkvNormRopeAppendParams
   const int64_t* ancestors;    // [batch, rows, ceil(rows / 64)] or null, as in BlockAttentionParams
   const int64_t* sequences;    // [batch], the place of each in the caches, clamped to 0 .. held - 1; null: in order
   const float *cos, *sin;      // [positions, half]
@@ -779,8 +781,8 @@ struct DecoderLayersParams {
   bool zero_centered;  // the norms over hidden states and heads add one to their weights
   DType dtype;
   DFLASH_PARAMS(layers, k_caches, v_caches, windows, states, saved_k, saved_d, saved_a, pending, keep, hidden, context,
-                num_context, lengths, ancestors, sequences, cos, sin, norm, out, taps, num_layers, batch, held, rows,
-                context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half, positions, capacity,
+                num_context, lengths, origin, ancestors, sequences, cos, sin, norm, out, taps, num_layers, batch, held,
+                rows, context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half, positions, capacity,
                 num_taps, key_heads, delta_heads, key_dim, value_dim, conv_width, block, scale, eps, zero_centered,
                 dtype)
 };

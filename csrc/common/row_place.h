@@ -26,13 +26,14 @@ DFLASH_ANYWHERE inline int64_t load_count(const int64_t* at) {
 DFLASH_ANYWHERE inline RowPlace place_of(const QkvNormRopeAppendParams& p, int64_t batch, int64_t row) {
   const int64_t context_rows = p.rows - p.q_rows, i = row - context_rows, last = p.positions - 1;
   const int64_t length = nearest(load_count(p.lengths + batch), -p.q_rows, 2 * p.capacity + p.q_rows);
+  const int64_t origin = p.origin ? nearest(load_count(p.origin + batch), 0, p.positions) : 0;
   if (i < 0) {
     const int64_t live = nearest(load_count(p.num_context + batch), 0, context_rows);
     const int64_t slot = row < live ? length - live + row : -1;
-    return {slot, nearest(slot, 0, last)};
+    return {slot, nearest(origin + slot, 0, last)};
   }
   const int64_t depth = p.depth ? nearest(load_count(p.depth + batch * p.q_rows + i), 0, p.q_rows) : i;
-  return {length + i, nearest(length + depth, 0, last)};
+  return {length + i, nearest(origin + length + depth, 0, last)};
 }
 
 // Row `index` of a result each of whose sequences begins with `front_rows` rows of another tensor.

@@ -88,6 +88,8 @@ class Pass {
 
   int64_t live(int64_t sequence) const { return p.context ? clamped(p.num_context[sequence], p.context_rows) : 0; }
 
+  int64_t origin(int64_t sequence) const { return p.origin ? clamped(p.origin[sequence], p.positions) : 0; }
+
   // The live context rows, then the block's.
   void find_rows() {
     static thread_local Buffer<Row> buffer;
@@ -97,12 +99,13 @@ class Pass {
     for (int64_t s = 0; s < p.batch; ++s) sequences[s] = p.sequences ? clamped(p.sequences[s], p.held - 1) : s;
     for (int64_t s = 0; s < p.batch; ++s)
       for (int64_t i = 0; i < live(s); ++i) {
-        const int64_t position = length_of(p, s) - live(s) + i;
-        rows[context++] = {sequences[s], position, position};
+        const int64_t slot = length_of(p, s) - live(s) + i;
+        rows[context++] = {sequences[s], slot, origin(s) + slot};
       }
     for (int64_t i = 0; i < n; ++i) {
-      const int64_t length = length_of(p, i / p.rows), slot = length + i % p.rows;
-      rows[context + i] = {sequences[i / p.rows], slot, p.ancestors ? length + depth_of(p.ancestors, p.rows, i) : slot};
+      const int64_t s = i / p.rows, row = i % p.rows, slot = length_of(p, s) + row;
+      const int64_t depth = p.ancestors ? depth_of(p.ancestors, p.rows, i) : row;
+      rows[context + i] = {sequences[s], slot, origin(s) + slot - row + depth};
     }
   }
 

@@ -33,6 +33,7 @@ class KVCache:
         rotary: ``(cos, sin)``, each ``[capacity, rotary / 2]`` float32, for layers on `dflash.ops`; else None.
         local_rotary: likewise, of layers with a window; None if it is that of the others.
         sequences: ``[batch]`` int64, those of the buffers that a pass runs (see `only`); None for all.
+        origin: ``[batch]`` int64, the position in slot 0; None if slots are positions.
 
     Args:
         batch_size: sequences.
@@ -46,6 +47,7 @@ class KVCache:
         self._whole: Self | None = None  # the cache that this one is `_rows` of
         self._rows = _ALL_ROWS
         self.sequences: Tensor | None = None
+        self.origin: Tensor | None = None
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -85,13 +87,22 @@ class KVCache:
         part = copy.copy(self)
         part.batch_size, part._whole, part._rows = rows.stop - rows.start, self, rows
         part.keys, part.values = ({i: x[rows] for i, x in buffers.items()} for buffers in (self.keys, self.values))
+        part.origin = None if self.origin is None else self.origin[rows]
         return part
 
     def only(self, sequences: Tensor) -> Self:
         """Return a cache for one pass of some sequences through `dflash.ops.decoder_layers`; it shares their memory."""
         part = copy.copy(self)
         part.sequences = sequences
+        part.origin = None if self.origin is None else self.origin[sequences]
         return part
+
+    def slots_(self, positions: Tensor) -> Tensor:
+        """Return the slots ``[batch, rows]`` int64 of ``positions``, negative for those that need none.
+
+        They are to be written next, and what the cache holds makes room for them.
+        """
+        return positions
 
     def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:
         """Follow a step that committed rows of its block, after the counters have advanced.
@@ -136,6 +147,60 @@ class KVCache:
 
     def keep_snapshot_(self, rows: Sequence[int]) -> None:
         """Remember the position of these rows, to resume from it later. Keys and values need nothing for it."""
+
+
+class SlidingCache(KVCache):
+    """Keys and values of the last positions, for layers that all have a window.
+
+    A row's slots hold the positions from ``origin`` on. Where the last ones would not fit, all move down by a multiple
+    of 256 slots: the CPU kernel's sums are of such chunks, so no bit of attention changes there. Keys are stored after
+    RoPE, so they move as they are. At least 256 positions before the window are held too: a row that resumes from there
+    has its whole window. One that resumes from further back sees what is left.
+
+    Args:
+        batch_size: sequences.
+        rotary: as in `KVCache`, for all positions.
+        window: of the layers, the widest.
+        rows: the most rows of a block.
+    """
+
+    _CHUNK = 256
+
+    def __init__(self, batch_size: int, rotary: tuple[Tensor, Tensor], window: int, rows: int) -> None:
+        self._window, self._most = window, window + 2 * self._CHUNK  # most: slots before a block
+        super().__init__(batch_size, self._most + rows, rotary)
+        device = rotary[0].device
+        self.origin: Tensor = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        # Row 0 of `ops.compact_kv_` never moves, so its rows are the slots from -1 on
+        self._rows_to_move = torch.arange(self.capacity - self._CHUNK + 1, device=device)
+
+    def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:  # noqa: ARG002
+        self._slide_(length)
+
+    def slots_(self, positions: Tensor) -> Tensor:
+        # A row that begins another text, or goes back in its own, holds nothing from there on
+        first = torch.where(positions < 0, self.origin[:, None], positions).amin(1)
+        torch.minimum(self.origin, first, out=self.origin)
+        self._slide_(positions.amax(1) + 1)
+        return torch.where(positions < 0, -1, positions - self.origin[:, None])
+
+    def _slide_(self, length: Tensor) -> None:
+        """Make room for a block at ``length [batch]``."""
+        shift = (length - self.origin + (self._CHUNK - 1 - self._most)).clamp(min=0) // self._CHUNK * self._CHUNK
+        path, caches = self._rows_to_move + shift[:, None], ([*self.keys.values()], [*self.values.values()])
+        ops.compact_kv_(path, shift * self.capacity, torch.full_like(shift, -1), *caches)  # 0 rows, or all
+        self.origin.add_(shift)
+
+    def save(self, row: int, start: int, stop: int) -> list[Tensor]:
+        slots = torch.arange(max(start, stop - self._window), stop, device=self.origin.device) - self.origin[row]
+        # Negative where the row is far ahead of ``stop``: those positions are gone, and drafts a little worse
+        return [buffer[row][:, slots.clamp(min=0)] for buffer in self.buffers]
+
+    def load_(self, row: int, start: int, stop: int, saved: Sequence[Tensor]) -> None:
+        part = self.rows(slice(row, row + 1))
+        slots = part.slots_(torch.arange(start, stop, device=self.origin.device)[None])[0]
+        for buffer, tensor in zip(part.buffers, saved, strict=True):
+            buffer[0][:, slots[-tensor.shape[1] :]] = tensor
 
 
 class RecurrentLayer:

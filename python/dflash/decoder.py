@@ -18,7 +18,7 @@ from .state import Tree
 class AttentionInputs(NamedTuple):
     """Inputs of attention that are the same in every layer of one pass."""
 
-    lengths: Tensor  # [batch]
+    lengths: Tensor  # [batch], slots
     context: Tensor | None  # [batch, context_rows, hidden]
     num_context: Tensor | None  # [batch]
     cache: KVCache
@@ -94,13 +94,14 @@ class DecoderStack:
             ``(out [batch, rows, hidden], tapped)``, ``out`` after the final norm.
         """
         rows = hidden.shape[1] + (0 if context is None else context.shape[1])
+        lengths = lengths if cache.origin is None else lengths - cache.origin  # slots from here on
         if self.is_one_op(hidden.shape[0] * rows, hidden):
             keys = list(map(cache.keys.__getitem__, self._attention_layers))
             values = list(map(cache.values.__getitem__, self._attention_layers))
             recurrent = self._recurrent(cache) if isinstance(cache, RecurrentCache) else ()
             out, taps = ops.decoder_layers(
                 hidden, context, num_context, lengths, *cache.rotary, keys, values, self._packed.handle, *recurrent,
-                ancestors=None if tree is None else tree.ancestors, sequences=cache.sequences,
+                ancestors=None if tree is None else tree.ancestors, sequences=cache.sequences, origin=cache.origin,
             )  # fmt: skip
             return out, taps if tapped is None else tapped.copy_(taps)
         if context is not None and context.device.type == "cpu":  # rows that are off may hold NaN: see reference.linear
@@ -182,6 +183,7 @@ class DecoderStack:
         ops.qkv_norm_rope_append_(
             qkv, inputs.lengths, inputs.num_context, None if inputs.tree is None else inputs.tree.depth,
             *rotary, *norms, query, keys, values, self.zero_centered, layer.gated, prefetch=True,
+            origin=inputs.cache.origin,
         )  # fmt: skip
         attended = ops.block_attention(
             query, keys, values, inputs.lengths, self.scale, layer.causal, layer.window, 0.0, layer.sinks,

@@ -56,8 +56,8 @@ class OneShotOptions(TypedDict, total=False):
         draft_weights: ``"int8"`` for the drafter's layers, its own head and what fuses the target's features, likewise,
             on GPUs too. Speed only.
         drafter_window: the last so many positions that full layers of the drafter see, besides the block; None for all.
-            A drafter that was trained on short texts may accept more so, and its attention stops growing with the
-            context. Speed only.
+            A drafter that was trained on short texts may accept more so, and its attention and memory stop growing with
+            the context. Speed only.
         prompt_lookup: draft what followed the last ``prompt_lookup`` tokens where they stood before in prompt or
             answer, in place of the drafter's tokens (prompt lookup, `dflash.proposers.lookup`). For chains with keyed
             acceptance. None never looks. Speed only.

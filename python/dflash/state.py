@@ -3,8 +3,8 @@
 The invariant between steps, per row, with ``s = length``:
 
 - ``tokens[: s + 1]`` are emitted: committed for good. ``tokens[s]`` is the anchor, the first row of the next block.
-- The target's cache covers positions ``0 .. s - 1``, the drafter's ``0 .. s - num_context - 1``, and ``context`` holds
-  the target's features of the ``num_context`` positions after that.
+- The target's cache covers positions ``0 .. s - 1``, the drafter's ``0 .. s - num_context - 1`` or the last of these,
+  and ``context`` holds the target's features of the ``num_context`` positions after that.
 - Slots beyond are stale and never read. Trimming a cache only means lowering this counter.
 """
 
@@ -184,7 +184,7 @@ class State:
         self.tree_choices = zeros(batch, block_size)  # [batch, rows] int64, the target's choices along that path
         self.sampling = Sampling.create(batch, device)
         self.target_cache = target.new_cache(batch, capacity, block_size)
-        self.draft_cache = None if draft is None else draft.new_cache(batch, capacity)
+        self.draft_cache = None if draft is None else draft.new_cache(batch, capacity, slides=True)
         self.report = Report(batch, block_size, len(TREE_SIZES) if tree_rows else 0, device)
         # [n] int64, the rows that the next step continues, where it may leave out the others; None for all.
         self.live: Tensor | None = None

@@ -311,7 +311,7 @@ def _make_scheduler(
     from .memory import bytes_per_token, free_memory
     from .scheduler import Scheduler
 
-    free, each = free_memory(target.device), asked.rows * bytes_per_token(target, drafter)
+    free, each = free_memory(target.device), asked.rows * bytes_per_token(target, drafter, models.drafter_window)
     if recorder is not None:  # it is given the features of each token
         each += asked.rows * len(drafter.config.target_layer_ids) * drafter.config.hidden_size * target.dtype.itemsize
     room = _room(target, asked.rows, asked.max_length, free, each)

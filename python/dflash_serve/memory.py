@@ -16,15 +16,16 @@ _SLOTS = 64  # of a cache that is looked at
 _OTHERS = 256  # bytes of ids and log probabilities per token
 
 
-def bytes_per_token(target: Any, drafter: Any) -> int:
+def bytes_per_token(target: Any, drafter: Any, window: int | None = None) -> int:
     """Return the bytes of a token in the caches of a target and its drafter (None for none), of one row.
 
-    Runs the target on one token. States of recurrent layers, which do not grow, are not counted.
+    Runs the target on one token. States of recurrent layers, which do not grow, are not counted, nor are drafters all
+    of whose layers have windows, their own or this ``window``.
     """
     size = _OTHERS + _slot_bytes(targets.Target(target))
     if (head := getattr(drafter, "target", None)) is not None:  # one in the target's own files, a layer of its family
         return size + _slot_bytes(head)
-    if drafter is not None:
+    if drafter is not None and not (window or min(drafter.config.window)):
         config = drafter.config
         size += 2 * config.num_hidden_layers * config.num_kv_heads * config.head_dim * drafter.dtype.itemsize
     return size

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..cache import KVCache
+from ..cache import KVCache, SlidingCache
 from ..decoder import BlockConv, DecoderLayer, DecoderStack, product, products, rotation
 from ..ops import NotFiniteError, PackedWeight, Weight, format_of, packed_layer, reference
 from ..settings import WeightStorage
@@ -82,11 +82,17 @@ class Drafter(nn.Module):
         """The module that links the tokens of a block; None if each is predicted without the others."""
         return self.candidate_selector if self.markov_head is None else self.markov_head
 
-    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
-        """Return an empty cache for ``batch_size`` sequences of ``capacity`` positions, lookahead included."""
+    def new_cache(self, batch_size: int, capacity: int, slides: bool = False) -> KVCache:
+        """Return an empty cache for ``batch_size`` sequences of ``capacity`` positions, lookahead included.
+
+        With ``slides`` it holds only the last positions if all layers have windows; see `SlidingCache`.
+        """
         config = self.config
-        rotary = self.rotary(torch.arange(capacity, device=self.device))
-        return KVCache(batch_size, capacity, rotary).allocate(
+        cache = KVCache(batch_size, capacity, self.rotary(torch.arange(capacity, device=self.device)))
+        if slides and min(config.window):
+            sliding = SlidingCache(batch_size, cache.rotary, max(config.window), config.rows_per_pass)
+            cache = min(cache, sliding, key=operator.attrgetter("capacity"))
+        return cache.allocate(
             config.num_hidden_layers, config.num_kv_heads, config.head_dim, dtype=self.dtype, device=self.device
         )
 
@@ -154,7 +160,7 @@ class Drafter(nn.Module):
         Args:
             features: ``[batch, rows, hidden]``, from `fuse`.
             positions: ``[batch, rows]`` int64, absolute. A negative one skips its row.
-            cache: written at ``positions``.
+            cache: written at ``positions``, those that it holds.
         """
         rows, each = features.flatten(0, 1), []
         for layer in self.layers:
@@ -164,8 +170,8 @@ class Drafter(nn.Module):
         cos, sin = self.rotary(positions)
         norms = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])
         ops.append_context_kv_(
-            torch.stack(each).unflatten(1, features.shape[:2]), positions, cos, sin, norms, self.config.rms_norm_eps,
-            list(cache.keys.values()), list(cache.values.values()),
+            torch.stack(each).unflatten(1, features.shape[:2]), cache.slots_(positions), cos, sin, norms,
+            self.config.rms_norm_eps, list(cache.keys.values()), list(cache.values.values()),
         )  # fmt: skip
 
     def follow_(self, context: Tensor, num_context: Tensor, length: Tensor, cache: KVCache) -> None:

@@ -71,8 +71,8 @@ class MtpHead(nn.Module):
     def forget_values(self) -> None:
         """Do nothing: there are no copies of its weights."""
 
-    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
-        """Return an empty cache for ``batch_size`` sequences of ``capacity`` pairs, lookahead included."""
+    def new_cache(self, batch_size: int, capacity: int, slides: bool = False) -> KVCache:  # noqa: ARG002
+        """Return an empty cache for ``batch_size`` sequences of ``capacity`` pairs, lookahead included: all of them."""
         return self.target.new_cache(batch_size, capacity, 1)
 
     def forward(self, tokens: Tensor, states: Tensor, start: Tensor, cache: KVCache) -> Tensor:

@@ -70,7 +70,7 @@ def block_attention(
 
 def _plan_append(launch: Launcher, s: Scope) -> None:
     """Read early only where nothing was copied: the copy would be what the kernel ahead writes."""
-    early = [x for x in s.arguments[1:8] if x is not None]
+    early = [x for x in (*s.arguments[1:8], s.arguments[-1]) if x is not None]
     s.prefetch = bool(s.prefetch) and switches.PREFETCH and all(x.is_contiguous() for x in early)
 
 
@@ -78,7 +78,8 @@ def _plan_append(launch: Launcher, s: Scope) -> None:
     "qkv[batch, rows, (num_heads * (2 if gated else 1) + 2 * num_kv_heads) * head_dim] lengths[batch]:i64 "
     "num_context[batch]:i64 depth[batch, q_rows]:i64 cos[positions, half]:f32 sin[positions, half]:f32 "
     "q_norm_weight[head_dim] k_norm_weight[head_dim] q_out[batch, q_rows, num_heads, head_dim]! "
-    "k_cache[batch, num_kv_heads, capacity, head_dim]! v_cache[batch, num_kv_heads, capacity, head_dim]!",
+    "k_cache[batch, num_kv_heads, capacity, head_dim]! v_cache[batch, num_kv_heads, capacity, head_dim]! "
+    "origin[batch]:i64",
     where="capacity >= 1; positions >= 1; 2 * half <= head_dim; q_rows <= rows; q_rows == rows or has(num_context)",
     prepare=_plan_append,
 )
@@ -86,6 +87,7 @@ def qkv_norm_rope_append_(
     qkv: Tensor, lengths: Tensor, num_context: Tensor | None, depth: Tensor | None, cos: Tensor, sin: Tensor,
     q_norm_weight: Tensor | None, k_norm_weight: Tensor | None, eps: float, q_out: Tensor, k_cache: Tensor,
     v_cache: Tensor, zero_centered: bool = False, gated: bool = False, prefetch: bool = False,
+    origin: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Split packed QKV rows; norm and rotate q and k; write q of the last rows; append k and v to the cache.
 
@@ -107,6 +109,7 @@ def qkv_norm_rope_append_(
         gated: each q head in ``qkv`` is followed by a gate of its size, which is not read. See `sigmoid_mul`.
         prefetch: for CUDA: everything but ``qkv`` may be read before the kernel ahead has ended. Nothing that may still
             run then may write it.
+        origin: ``[batch]``, the position of slot 0, clamped to 0 .. ``positions``: RoPE counts from it. None for 0.
     """
 
 

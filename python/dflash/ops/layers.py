@@ -175,7 +175,8 @@ def _run(launch: Launcher, s: Scope) -> tuple[Tensor, Tensor]:
     "saved_k{recurrent_layers}[batch, block, key_heads, key_dim]:f32! "
     "saved_d{recurrent_layers}[batch, block, delta_heads, value_dim]:f32! "
     "saved_a{recurrent_layers}[batch, block, delta_heads]:f32! pending[batch]:i64 keep[batch]:i64 "
-    "ancestors[batch, rows, (rows + 63) // 64]:i64 sequences[batch]:i64",
+    "ancestors[batch, rows, (rows + 63) // 64]:i64 sequences[batch]:i64 "
+    "origin[batch]:i64",
     where="capacity >= 1; positions >= 1; 2 * half <= head_dim; "
     "has(context) == has(num_context): context and num_context come together; "
     "has(pending) == has(keep) == (recurrent_layers > 0): pending and keep must be given exactly where layers are "
@@ -192,7 +193,7 @@ def decoder_layers(
     k_caches: list[Tensor], v_caches: list[Tensor], layers: str, windows: list[Tensor] = (),
     states: list[Tensor] = (), saved_k: list[Tensor] = (), saved_d: list[Tensor] = (), saved_a: list[Tensor] = (),
     pending: Tensor | None = None, keep: Tensor | None = None, ancestors: Tensor | None = None,
-    sequences: Tensor | None = None,
+    sequences: Tensor | None = None, origin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the pre-norm decoder layers of a model (Qwen3.5, Qwen3, Llama, ...) and its final norm, in one call.
 
@@ -216,6 +217,7 @@ def decoder_layers(
         ancestors: as in `block_attention`. Every layer must have causal attention and no convolutions then.
         sequences: ``[batch]``, each sequence's place in the caches, clamped to them; no two may be the same. None for
             their order. There must be no recurrent layers then.
+        origin: as in `qkv_norm_rope_append_`.
 
     Returns:
         ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.

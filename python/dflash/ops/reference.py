@@ -125,7 +125,7 @@ def _append(new: Tensor, positions: Tensor, cache: Tensor) -> None:
 
 def qkv_norm_rope_append_(
     qkv, lengths, num_context, depth, cos, sin, q_norm_weight, k_norm_weight, eps, q_out, k_cache, v_cache,
-    zero_centered=False, gated=False, prefetch=False,
+    zero_centered=False, gated=False, prefetch=False, origin=None,
 ):  # fmt: skip
     """Split packed rows into heads, norm and rotate q and k, write q of the last rows and append k and v."""
     q_rows, num_heads, head_dim = q_out.shape[1:]
@@ -137,7 +137,9 @@ def qkv_norm_rope_append_(
         index, live = torch.arange(first, device=device), num_context.clamp(0, first)
         before = torch.where(index < live[:, None], (lengths - live)[:, None] + index, -1)
         slots, positions = torch.cat([before, slots], 1), torch.cat([before, positions], 1)
-    at = positions.clamp(0, cos.shape[0] - 1)
+    if origin is not None:
+        positions = positions + origin.clamp(0, len(cos))[:, None]
+    at = positions.clamp(0, len(cos) - 1)
     cos, sin = cos[at], sin[at]
     heads, step = qkv.unflatten(-1, (-1, head_dim)), 2 if gated else 1
     q, k, v = heads.split([step * num_heads, k_cache.shape[1], v_cache.shape[1]], 2)
