@@ -41,7 +41,7 @@ BUDGETS = {
     # The twins of trees over pairs 30, their op 10. Heads that targets bring 290: layers, caches,
     # kernels and readers of files are those of targets, and what is left are pairs, passes in a row, names, and what a
     # command says.
-    # A cache that slides over a drafter's window 45: it moves by the op that compacts trees, and attention is as before.
+    # A cache that slides over a drafter's window 45: the op that compacts trees moves it, and attention is as before.
     "engine": 15_160,
     # Of packed experts with biases and other gates, scaled embeddings and weights with another order of columns: 25.
     # Names of drafters' classes and keys, and why some are refused: 60; a window of the drafter: 20; threads 85; tables
