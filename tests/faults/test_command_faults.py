@@ -146,7 +146,11 @@ def test_closed_streams_and_pipes_end_a_command_in_one_line(copied):
     assert found.pop("chat (0,)") == "0"
     pipes = {name: found.pop(f"pipe {name}") for name in ("generate", "doctor")}
     assert pipes == dict.fromkeys(pipes, "1")
-    assert found == {"doctor": "0", "regenerate": "0", "strange names": "0"}
+    strange = found.pop("strange names")
+    assert strange.startswith("2|dflash: ")
+    assert r"these have none: \x1b[31mred\x07 F32 [1]. config.json" in strange
+    assert not strange.endswith("escapes")
+    assert found == {"doctor": "0", "regenerate": "0"}
     assert "rows 1" in child.stdout.splitlines()
 
 
