@@ -25,7 +25,7 @@ import typer
 from dflash import load_draft
 from dflash.drafter import DFlash2Config
 from dflash.files import write_atomically
-from dflash.loading import FIRST_GENERATION, load_target
+from dflash.loading import FIRST_GENERATION, load_target_of
 from dflash_tools.config import RegenerateConfig
 from dflash_tools.measure.progress import bars
 from dflash_tools.train import TrainConfig, Trainer, draft_config, new_drafter, save_draft
@@ -122,7 +122,7 @@ def main(
         if not (folder / "target" / "model.safetensors").exists():
             pretrain(folder / "target", steps=target_steps)
     # 2. Let the target answer prompts
-    target, tokenizer = load_target(folder)
+    target, tokenizer = load_target_of(folder)
     with seconds.stage("answers"):
         _write_answers(folder, target, tokenizer, prompts)
     # 3. Train the drafters on the answers

@@ -13,7 +13,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from dflash import load_draft
 from dflash.generator import Generator
-from dflash.loading import load_target
+from dflash.loading import load_target_of
 from dflash_tools.measure import encode
 from dflash_tools.measure.benchmark import distinct_ngrams
 
@@ -141,7 +141,7 @@ def _answer(
     folder: Path, drafter: str, held: list[Example], batch: int, seed: int, arguments: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Answer examples in batches of like length, and return each one's measurements."""
-    target, tokenizer = load_target(folder)
+    target, tokenizer = load_target_of(folder)
     draft = load_draft(folder / drafter, dtype=torch.float32) if (folder / drafter).exists() else None
     held = sorted(held, key=lambda example: len(example.prompt))
     generator = Generator(target, draft, max_length=640, batch_size=batch, reuse_prefix=False)
