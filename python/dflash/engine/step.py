@@ -459,7 +459,7 @@ class Engine:
             expected = self.tree.expected if isinstance(self.budget, TreeBudget) else None
         for row in stopped:
             state.done[row].fill_(STOPPED)
-        # 2. The caches follow. The drafter's takes up a chain whatever was verified.
+        # 2. The caches follow. The drafter's takes a chain of positions, whatever shape was verified.
         state.target_cache.commit_(state.length, state.num_context, path)
         if state.draft_cache is not None:
             state.draft_cache.commit_(state.length, state.num_context)
