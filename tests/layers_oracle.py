@@ -21,7 +21,8 @@ def decoder_layers(
     taps: list[int] | tuple[int, ...], windows: list[Tensor] | tuple = (), states: list[Tensor] | tuple = (),
     saved_k: list[Tensor] | tuple = (), saved_d: list[Tensor] | tuple = (), saved_a: list[Tensor] | tuple = (),
     pending: Tensor | None = None, keep: Tensor | None = None, ancestors: Tensor | None = None,
-    zero_centered: bool = False, origin: Tensor | None = None,
+    zero_centered: bool = False, origin: Tensor | None = None, local_cos: Tensor | None = None,
+    local_sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Pre-norm decoder layers (``DecoderLayer`` and ``DeltaNetLayer`` of weights.py) and the final norm."""
     batch, rows, _ = hidden.shape
@@ -46,7 +47,8 @@ def decoder_layers(
             qkv = torch.cat([_product(x, weight, bias) for weight, bias in projections], -1)
             queries = hidden.new_empty(batch, rows, layer.o.shape[1] // head_dim, head_dim)
             norms, written = (layer.q_norm, layer.k_norm, eps), (queries, k_cache, v_cache)
-            places = (lengths, num_context, depth, cos, sin)
+            rotary = (cos, sin) if local_cos is None or not layer.window else (local_cos, local_sin)
+            places = (lengths, num_context, depth, *rotary)
             options = {"zero_centered": zero_centered, "gated": layer.gated, "origin": origin}
             reference.qkv_norm_rope_append_(qkv, *places, *norms, *written, **options)
             out = reference.block_attention(
@@ -56,11 +58,15 @@ def decoder_layers(
                 gates = qkv[:, -rows:, : layer.q.shape[0]].unflatten(-1, (-1, 2, head_dim))[..., 1, :]
                 out = reference.sigmoid_mul(out, gates)
             delta = _product(out.flatten(2), layer.o, layer.o_bias)
+        if layer.attention_out_norm is not None:
+            delta = reference.rms_norm(delta, layer.attention_out_norm, eps, None, zero_centered)
         delta = _convolve_output(delta, layer.attention_conv, kernels)
         normed, residual = reference.add_rms_norm(delta, residual, layer.post_norm, eps, None, zero_centered)
         normed, kernels = _convolve_input(normed, layer.mlp_conv)
-        inner = reference.silu_mul(torch.cat([_product(normed, layer.gate), _product(normed, layer.up)], -1))
-        delta = _product(inner, layer.down)
+        gate_up = torch.cat([_product(normed, layer.gate), _product(normed, layer.up)], -1)
+        delta = _product(reference.silu_mul(gate_up, layer.gate_kind), layer.down)
+        if layer.mlp_out_norm is not None:
+            delta = reference.rms_norm(delta, layer.mlp_out_norm, eps, None, zero_centered)
         tapped[i] = residual = residual + _convolve_output(delta, layer.mlp_conv, kernels)
     out = tapped[len(layers) - 1] = reference.rms_norm(residual, norm, eps, None, zero_centered)
     empty = hidden.new_empty(batch, rows, 0)

@@ -48,6 +48,7 @@ class Call:
     tree: Tree | None = None
     sequences: Tensor | None = None
     origin: Tensor | None = None
+    local: tuple[Tensor, Tensor] | None = None
 
     @property
     def recurrent(self) -> tuple:
@@ -81,14 +82,15 @@ class Call:
 
     def run(self) -> tuple[Tensor, Tensor]:
         packed = self.packed()
-        places = self.ancestors, self.sequences, self.origin
+        places = self.ancestors, self.sequences, self.origin, *(self.local or ())
         return ops.decoder_layers(*self.varying, packed.handle, *self.recurrent, *places)
 
     def run_twin(self) -> tuple[Tensor, Tensor]:
         fixed = (self.norm, self.eps, self.scale, self.taps)
         return layers_oracle.decoder_layers(
-            *self.varying, self.layers, *fixed, *self.recurrent, self.ancestors, self.zero_centered, self.origin
-        )
+            *self.varying, self.layers, *fixed, *self.recurrent, self.ancestors, self.zero_centered, self.origin,
+            *(self.local or ()),
+        )  # fmt: skip
 
     def run_stack(self) -> tuple[Tensor, Tensor]:
         stack = DecoderStack(self.layers, self.norm, **self.fixed)
@@ -102,7 +104,7 @@ class Cache:
 
     def __init__(self, call: Call) -> None:
         self.keys, self.values = call.k_caches, call.v_caches
-        self.rotary, self.local_rotary, self.capacity = (call.cos, call.sin), None, call.k_caches[0].shape[2]
+        self.rotary, self.local_rotary, self.capacity = (call.cos, call.sin), call.local, call.k_caches[0].shape[2]
         self.sequences, self.origin = call.sequences, call.origin
 
 
@@ -125,13 +127,14 @@ def recurrent_cache(call: Call) -> RecurrentCache:
 
 def make_call(
     dtype, rows=16, context_rows=16, batch=3, head_norms=True, biases=False, sinks=False, causal=(1, 0, 1), seed=0,
-    delta="", tree=False, convs=False, slides=False,
+    delta="", tree=False, convs=False, slides=False, sandwiched=False,
 ):  # fmt: skip
     """A call whose stale cache slots and dead context rows hold NaN.
 
     With ``delta`` all but the last layer have a Gated DeltaNet, whose projections are "apart" or "together", and the
     last has gated attention; the norms are zero-centered. With ``convs`` there are convolutions of several shapes. With
-    ``slides`` the first slot of each sequence has another position.
+    ``slides`` the first slot of each sequence has another position. With ``sandwiched`` sublayers have norms after them
+    too, gates are GELUs, and the layer with a window has a RoPE of its own.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -153,6 +156,9 @@ def make_call(
         if biases:
             made = made._replace(q_bias=normal(q), k_bias=normal(kv), v_bias=normal(kv))
             made = made if index == 0 else made._replace(o_bias=normal(HIDDEN))
+        if sandwiched:
+            norms = {name: normal(HIDDEN, scale=0.1, shift=1) for name in ("attention_out_norm", "mlp_out_norm")}
+            made = made._replace(**norms, gate_kind="gelu_tanh")
         return made._replace(sinks=normal(HEADS)) if sinks else made
 
     def delta_net_layer():
@@ -185,6 +191,8 @@ def make_call(
         caches[:num_attention], caches[num_attention:], layers, normal(HIDDEN, scale=0.1, shift=1),
         tree=random_shapes(rows, batch) if tree else None, origin=torch.tensor([50, 0, 7])[:batch] if slides else None,
     )  # fmt: skip
+    if sandwiched:
+        call = replace(call, local=((3 * angles).cos(), (3 * angles).sin()))
     call = with_convs(call, g) if convs else call
     return with_states(call, g) if delta else call
 
@@ -237,6 +245,8 @@ def changed(call, change):
             return type(value)(*map(one, value))
         if isinstance(value, list):
             return [one(x) for x in value]
+        if type(value) is tuple:
+            return tuple(map(one, value))
         return change(value) if isinstance(value, Tensor) else value
 
     return Call(**{name: one(value) for name, value in vars(call).items()})
@@ -250,7 +260,7 @@ OPTIONS = [
     {}, {"context_rows": 0, "head_norms": False}, {"biases": True, "rows": 5, "context_rows": 3, "slides": True},
     {"sinks": True, "batch": 1, "rows": 1}, {"tree": True, "causal": (1, 1, 1), "rows": 20, "slides": True},
     {"delta": "apart", "context_rows": 0}, {"delta": "together", "context_rows": 0, "rows": 5},
-    {"convs": True}, {"convs": True, "rows": 3, "context_rows": 0},
+    {"convs": True}, {"convs": True, "rows": 3, "context_rows": 0}, {"sandwiched": True, "causal": (1, 1, 1)},
 ]  # fmt: skip
 RECURRENT = [options for options in OPTIONS if "delta" in options]
 CONVS = [options for options in OPTIONS if "convs" in options]
@@ -339,7 +349,7 @@ def test_weights_in_8_bits_are_as_exact_as_in_plain_torch(options, dtype):
 
 
 @pytest.mark.parametrize(("weights", "dtype", "options"), [
-    *((None, dtype, options) for options in ({"causal": (1, 1, 1)}, *CONVS) for dtype in DTYPES),
+    *((None, dtype, options) for options in ({"causal": (1, 1, 1)}, *CONVS, OPTIONS[-1]) for dtype in DTYPES),
     *(("w8a8", torch.bfloat16, {"batch": 1, "rows": 10, "context_rows": 0} | options)
       for options in ({"biases": True}, *RECURRENT, CONVS[0])),
     ("w8a8", torch.bfloat16, {"biases": True, "causal": (1, 1, 1)}),
@@ -398,6 +408,7 @@ def test_bad_input_is_named(options, change, message):
 @pytest.mark.parametrize(("change", "message"), [
     ({"window": -1}, r"layers\[1\]: window >= 0 must hold, got window = -1"),
     ({"q_norm": None}, r"layers\[1\]: q_norm and k_norm come together"),
+    ({"mlp_out_norm": torch.ones(HIDDEN)}, r"layers\[1\]: attention_out_norm and mlp_out_norm come together"),
     ({"mlp_conv": BlockConv(torch.ones(3, 2, 40), torch.ones(16, 40))}, r"layers\[1\]\.mlp_conv\.base must be"),
     ({"down": PackedWeight.of(torch.ones(HIDDEN, WIDTH), "w8a8")._replace(order=torch.arange(WIDTH))},
      r"layers\[1\]\.down must have its columns in order"),

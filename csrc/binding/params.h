@@ -741,15 +741,18 @@ struct DeltaNetWeights {
 };
 
 struct DecoderLayer {
-  const void *input_norm, *post_norm;  // [hidden]
-  LinearWeight gate, up;               // [width, hidden]
-  LinearWeight down;                   // [hidden, width]
-  AttentionWeights attention;          // one of the two
+  const void *input_norm, *post_norm;             // [hidden]
+  const void *attention_out_norm, *mlp_out_norm;  // [hidden] or null: of what the sublayers add
+  LinearWeight gate, up;                          // [width, hidden]
+  LinearWeight down;                              // [hidden, width]
+  Gate gate_kind;                                 // kSilu or kGeluTanh
+  AttentionWeights attention;                     // one of the two
   DeltaNetWeights delta_net;
   BlockConvWeights attention_conv, mlp_conv;
   int64_t tap;  // where its output goes in taps, -1: nowhere
 
-  DFLASH_FIELDS(input_norm, post_norm, gate, up, down, attention, delta_net, attention_conv, mlp_conv, tap)
+  DFLASH_FIELDS(input_norm, post_norm, attention_out_norm, mlp_out_norm, gate, up, down, gate_kind, attention,
+                delta_net, attention_conv, mlp_conv, tap)
 };
 
 // The decoder layers of a model and its final norm over a block of rows, each sequence at its own length.
@@ -770,9 +773,10 @@ struct DecoderLayersParams {
   const int64_t* ancestors;    // [batch, rows, ceil(rows / 64)] or null, as in BlockAttentionParams
   const int64_t* sequences;    // [batch], the place of each in the caches, clamped to 0 .. held - 1; null: in order
   const float *cos, *sin;      // [positions, half]
-  const void* norm;            // [hidden], the final norm
-  void* out;                   // [batch, rows, hidden]
-  void* taps;                  // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
+  const float *local_cos, *local_sin;  // likewise, of layers with a window; null: the same
+  const void* norm;                    // [hidden], the final norm
+  void* out;                           // [batch, rows, hidden]
+  void* taps;                          // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
   int64_t num_layers, batch, held, rows, context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half,
       positions, capacity, num_taps;
   int64_t key_heads, delta_heads, key_dim, value_dim;  // of the recurrent layers; 0 without
@@ -781,10 +785,10 @@ struct DecoderLayersParams {
   bool zero_centered;  // the norms over hidden states and heads add one to their weights
   DType dtype;
   DFLASH_PARAMS(layers, k_caches, v_caches, windows, states, saved_k, saved_d, saved_a, pending, keep, hidden, context,
-                num_context, lengths, origin, ancestors, sequences, cos, sin, norm, out, taps, num_layers, batch, held,
-                rows, context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half, positions, capacity,
-                num_taps, key_heads, delta_heads, key_dim, value_dim, conv_width, block, scale, eps, zero_centered,
-                dtype)
+                num_context, lengths, origin, ancestors, sequences, cos, sin, local_cos, local_sin, norm, out, taps,
+                num_layers, batch, held, rows, context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim,
+                half, positions, capacity, num_taps, key_heads, delta_heads, key_dim, value_dim, conv_width, block,
+                scale, eps, zero_centered, dtype)
 };
 
 // The kernels and their params. Those with products, and those of the CPU alone, are compiled again for an instruction

@@ -1,5 +1,6 @@
 // The pre-norm decoder layer, for every layer in turn, and the final norm:
 //   n = rms_norm(h); h += mixer(n); m = rms_norm(h); h += (silu(m W_gate) * (m W_up)) W_down
+// What a sublayer adds may go through a norm of its own, and the gate may be GELU (Gemma 3).
 // The mixer is attention, which may have an output gate, or a Gated DeltaNet (arXiv 2412.06464). A sublayer f (mixer or
 // MLP) may have convolutions over the block's rows in front of it and after it: d = n P; h += conv(f(conv(n, d)), d)
 //
@@ -60,9 +61,11 @@ class Pass {
         run_delta_net(layer.delta_net, num_recurrent++);
       else
         run_attention(layer.attention, num_attention++);
+      norm_output(layer.attention_out_norm);
       add_norm(layer.attention_conv, residual, layer.post_norm, input_of(layer.mlp_conv), other);
       convolve(layer.mlp_conv);
       run_mlp(layer);
+      norm_output(layer.mlp_out_norm);
       const bool last = index + 1 == p.num_layers;
       T* out = last ? static_cast<T*>(p.out) : input_of(p.layers[index + 1].attention_conv);
       add_norm(layer.mlp_conv, other, last ? p.norm : p.layers[index + 1].input_norm, out, residual);
@@ -156,6 +159,10 @@ class Pass {
         {in, add, weight, nullptr, out, sum, n, hidden, n, p.eps, p.dtype, p.threads, 0, nullptr, 0, p.zero_centered});
   }
 
+  void norm_output(const void* weight) const {
+    if (weight) norm(delta, nullptr, weight, delta, nullptr);
+  }
+
   // Where a norm in front of a sublayer goes: to `normed`, by way of the convolution if there is one.
   T* input_of(const BlockConvWeights& w) const { return w.base ? plain : normed; }
 
@@ -191,6 +198,8 @@ class Pass {
       const Row row = rows[i];
       const int64_t angle = clamped(row.position, p.positions - 1);
       NormRope<T> norm_rope(p, w.q_norm, angle, p.zero_centered);
+      if (w.window && p.local_cos)
+        norm_rope.cos = p.local_cos + angle * p.half, norm_rope.sin = p.local_sin + angle * p.half;
       if (i >= context)
         for (int64_t h = 0; h < p.num_heads; ++h)
           norm_rope(raw_q + (i - context) * raw_size + h * q_stride, q + (i - context) * q_size + h * d);
@@ -262,7 +271,7 @@ class Pass {
     const LinearPart up[] = {{layer.gate, nullptr, gate_up, p.width, 2 * p.width, 0},
                              {layer.up, nullptr, gate_up + p.width, p.width, 2 * p.width, 0}};
     linear_parts(normed, n, hidden, up, 2, p.dtype, p.threads);
-    silu_mul({gate_up, activated, n, p.width, Gate::kSilu, p.dtype, p.threads});
+    silu_mul({gate_up, activated, n, p.width, layer.gate_kind, p.dtype, p.threads});
     const LinearPart down{layer.down, nullptr, delta, hidden, hidden, 0};
     linear_parts(activated, n, p.width, &down, 1, p.dtype, p.threads);
   }

@@ -35,9 +35,8 @@ class DecoderStack:
     """Decoder layers and the final norm: one op on the CPU for few rows, else op by op.
 
     A layer with attention is 9 launches then (13 with convolutions over the block), one with a Gated DeltaNet 10.
-    With experts, norms after its sublayers (Gemma), another gate than SiLU, or a weight whose columns are in another
-    order it always goes op by op. Context rows are put in front of the block's by whatever makes the input of q, k and
-    v.
+    With experts, or a weight whose columns are in another order, it always goes op by op. Context rows are put in front
+    of the block's by whatever makes the input of q, k and v.
 
     Args:
         layers: the weights, used where they are.
@@ -102,6 +101,7 @@ class DecoderStack:
             out, taps = ops.decoder_layers(
                 hidden, context, num_context, lengths, *cache.rotary, keys, values, self._packed.handle, *recurrent,
                 ancestors=None if tree is None else tree.ancestors, sequences=cache.sequences, origin=cache.origin,
+                **dict(zip(("local_cos", "local_sin"), cache.local_rotary or (), strict=False)),
             )  # fmt: skip
             return out, taps if tapped is None else tapped.copy_(taps)
         if context is not None and context.device.type == "cpu":  # rows that are off may hold NaN: see reference.linear

@@ -96,6 +96,7 @@ class PackedLayers:
                 self._copies += [] if wide.dtype == layer.sinks.dtype else [(wide, layer.sinks)]
                 layer = layer._replace(sinks=wide)
             record = layer._asdict() | {"tap": self.taps.index(i) if i in self.taps else -1}
+            record["gate_kind"] = _C.GATES[layer.gate_kind]
             record |= {name: x.record() for name, x in record.items() if isinstance(x, (BlockConv, PackedWeight))}
             record["delta_net" if layer.is_recurrent else "attention"] = dict(record)  # by name, as in params.h
             records.append(record)
@@ -176,7 +177,7 @@ def _run(launch: Launcher, s: Scope) -> tuple[Tensor, Tensor]:
     "saved_d{recurrent_layers}[batch, block, delta_heads, value_dim]:f32! "
     "saved_a{recurrent_layers}[batch, block, delta_heads]:f32! pending[batch]:i64 keep[batch]:i64 "
     "ancestors[batch, rows, (rows + 63) // 64]:i64 sequences[batch]:i64 "
-    "origin[batch]:i64",
+    "origin[batch]:i64 local_cos[positions, half]:f32 local_sin[positions, half]:f32",
     where="capacity >= 1; positions >= 1; 2 * half <= head_dim; "
     "has(context) == has(num_context): context and num_context come together; "
     "has(pending) == has(keep) == (recurrent_layers > 0): pending and keep must be given exactly where layers are "
@@ -184,7 +185,8 @@ def _run(launch: Launcher, s: Scope) -> tuple[Tensor, Tensor]:
     f"not has(ancestors) or rows <= {_C.MAX_TREE_ROWS}: a tree has at most {_C.MAX_TREE_ROWS} rows; "
     "recurrent_layers == 0 or not has(ancestors): ancestors must be None unless every layer has causal attention; "
     "held == batch or has(sequences): sequences must say which of the caches' the block's are; "
-    "recurrent_layers == 0 or not has(sequences): sequences must be None where layers are recurrent",
+    "recurrent_layers == 0 or not has(sequences): sequences must be None where layers are recurrent; "
+    "has(local_cos) == has(local_sin): local_cos and local_sin come together",
     body=_run,
     twin=_run,
 )
@@ -193,9 +195,10 @@ def decoder_layers(
     k_caches: list[Tensor], v_caches: list[Tensor], layers: str, windows: list[Tensor] = (),
     states: list[Tensor] = (), saved_k: list[Tensor] = (), saved_d: list[Tensor] = (), saved_a: list[Tensor] = (),
     pending: Tensor | None = None, keep: Tensor | None = None, ancestors: Tensor | None = None,
-    sequences: Tensor | None = None, origin: Tensor | None = None,
+    sequences: Tensor | None = None, origin: Tensor | None = None, local_cos: Tensor | None = None,
+    local_sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the pre-norm decoder layers of a model (Qwen3.5, Qwen3, Llama, ...) and its final norm, in one call.
+    """Run the pre-norm decoder layers of a model (Qwen3.5, Gemma 3, Llama, ...) and its final norm, in one call.
 
     The result is that of the ops of `dflash.decoder` one by one: `rms_norm`, `linears`, `qkv_norm_rope_append_`,
     `block_attention`, `swiglu` and so on, and for recurrent layers those of a Gated DeltaNet. K and V also come from
@@ -218,6 +221,7 @@ def decoder_layers(
         sequences: ``[batch]``, each sequence's place in the caches, clamped to them; no two may be the same. None for
             their order. There must be no recurrent layers then.
         origin: as in `qkv_norm_rope_append_`.
+        local_cos, local_sin: as ``cos`` and ``sin``, of layers with a window; None if theirs are the same.
 
     Returns:
         ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.

@@ -34,9 +34,8 @@ class BlockConv(NamedTuple):
 
 def _is_plain(layer: DecoderLayer | DeltaNetLayer) -> bool:
     """Return True if `decoder_layers` can run a layer."""
-    is_usual = layer.experts is None and layer.attention_out_norm is None and layer.gate_kind == "silu"
     is_in_order = all(weight.order is None for weight in layer if isinstance(weight, PackedWeight))
-    return is_usual and is_in_order and not layer.is_packed_together
+    return layer.experts is None and is_in_order and not layer.is_packed_together
 
 
 class DecoderLayer(NamedTuple):
@@ -145,8 +144,10 @@ _CONTRACTS = {
         DecoderLayer,
         _MLP + "o[hidden, q_size]:T|u8 q[q_size * (2 if gated else 1), hidden]:T|u8 k[kv_size, hidden]:T|u8 "
         "v[kv_size, hidden]:T|u8 q_norm[head_dim] k_norm[head_dim] q_bias[q_size * (2 if gated else 1)] "
-        "k_bias[kv_size] v_bias[kv_size] o_bias[hidden] sinks[sinks_given]:any",
+        "k_bias[kv_size] v_bias[kv_size] o_bias[hidden] sinks[sinks_given]:any attention_out_norm[hidden] "
+        "mlp_out_norm[hidden]",
         "hidden >= 1; width >= 1; q_size >= 1; has(q_norm) == has(k_norm): q_norm and k_norm come together; "
+        "has(attention_out_norm) == has(mlp_out_norm): attention_out_norm and mlp_out_norm come together; "
         "has(q_bias) == has(k_bias) == has(v_bias): q_bias, k_bias and v_bias come together; window >= 0",
     ),
     DeltaNetLayer: _contract(
