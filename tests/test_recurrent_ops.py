@@ -65,7 +65,7 @@ def draw_convolution(
 # Calls of both, for what both promise: a recurrence, or the shape and dtype of a convolution.
 CALLS = {kind: kind for kind in KINDS} | {
     f"convolution {shape} in {dtype}": (shape, dtype)
-    for shape, dtype in (((70, 4), torch.float32), ((70, 4), torch.bfloat16), ((7, 8), torch.float32))
+    for shape, dtype in (((70, 4), torch.float32), ((70, 4), torch.bfloat16), ((7, 11), torch.float32))
 }
 
 

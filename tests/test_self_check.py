@@ -22,13 +22,15 @@ class EmulatedGpu:
 
     def __init__(self, module, faults=()):
         self.launcher, self.faults = Emulated(module), dict(faults)
+        self.spoilt = []  # launches that overlap read it later
         launch = self.launcher.kernels.launch
         self.launcher.kernels = Spoiled(
             module, lambda kernel, fields, *rest: launch(kernel, self.spoil(kernel, fields), *rest)
         )
 
     def spoil(self, kernel, fields):
-        return fields | self.faults.get(kernel, lambda _fields: {})(fields)
+        self.spoilt.append(self.faults.get(kernel, lambda _fields: {})(fields))
+        return fields | self.spoilt[-1]
 
     def wait(self):
         pass
