@@ -41,6 +41,7 @@ class TrainConfig:
     warmup: Annotated[float, "Fraction of the run that warms up the learning rate."] = 0.04
     constant: Annotated[float, "Fraction of the run after which the learning rate decays."] = 1 / 3
     selector_weight: Annotated[float, "Weight of the selector's loss (DFlash 2)."] = 1.0
+    l1_weight: Annotated[float, "Share in the loss of the distance to the target's distribution (DSpark: 0.9)."] = 0.0
     feature_noise: Annotated[float, "Uniform noise on the features, relative to their size."] = 0.05
     seed: Annotated[int, "The same seed trains the same drafter."] = 0
     mixed_precision: Annotated[str, "bf16 or no."] = "bf16"
@@ -63,7 +64,7 @@ class TrainConfig:
             check(name, (value := getattr(self, name)) is None or value >= low, f"at least {low}")
         for name in ("learning_rate", "clip", "gamma"):
             check(name, (value := getattr(self, name)) is None or value > 0, "above 0")
-        for name in ("warmup", "constant"):
+        for name in ("warmup", "constant", "l1_weight"):
             check(name, 0 <= getattr(self, name) <= 1, "in 0 .. 1")
         choices = ("slot_weights", "decay", "dpace"), ("optimizer", "adamw", "muon"), ("mixed_precision", "no", "bf16")
         for name, *allowed in choices:

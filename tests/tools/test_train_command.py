@@ -129,6 +129,7 @@ def test_a_dflash_2_drafter_is_new_or_starts_from_one_of_the_first_generation(ru
     assert dflash.load_draft(tmp_path / "third").config.dflash2 == draft.config.dflash2
     for change, message in (
         ({"type": "dflash"}, "--type dflash cannot start from a DFlash 2 drafter"),
+        ({"type": "dspark"}, "--type dspark must start from a DSpark drafter, or without --init"),
         ({"type": "dflash2", "selector_rank": 4}, "--selector-rank is fixed by --init: leave it out"),
     ):
         run(*arguments(output=tmp_path / "none", **fixed, **change)).assert_refused(message)
@@ -219,7 +220,7 @@ def test_processes_of_which_one_is_stopped_save_the_same_step(arguments, tmp_pat
     ({"mask_token_id": 97}, "must lie in 0 .. 96, the embedding rows, got 97: name one that the target never writes"),
     ({"threads": 0}, "--threads must be at least 1, got 0"),
     ({"dry_run": True, "resume": True}, "--dry-run plans a run from its start: leave out --resume"),
-    ({"type": "eagle"}, "--type must be dflash or dflash2, got 'eagle'"),
+    ({"type": "eagle"}, "--type must be dflash, dflash2 or dspark, got 'eagle'"),
     ({**DFLASH2, "conv_group_size": 7}, "conv_group_size must divide hidden_size 64, got 7"),
     ({"init": "./nowhere"}, "--layers is fixed by --init: leave it out"),
     ({"init": "./nowhere", **dict.fromkeys(NEW)}, "draft './nowhere' is neither a folder nor"),
@@ -231,7 +232,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, change, message, 
 
 @pytest.mark.parametrize(("changes", "option", "message"), [
     ({"attention_sink_bias": True}, {}, "a drafter with attention sinks cannot be trained"),
-    ({"markov_rank": 4, "sample_from_anchor": True}, {}, "a DSpark drafter cannot be trained"),
     ({}, {"selector_weight": 2}, "--selector-weight is for DFlash 2 drafters"),
 ], ids=str)  # fmt: skip
 def test_what_cannot_be_trained_is_named_before_weights_are_loaded(

@@ -123,15 +123,16 @@ def test_the_learning_rate_rises_stays_and_falls():
 @pytest.mark.parametrize(("shape", "changes"), [
     ({}, {}),
     ({"draft_vocab_size": 80, "markov_rank": 8}, {"slot_weights": "dpace"}),
-], ids=["first-generation", "draft vocabulary, Markov head and D-PACE"])  # fmt: skip
+    ({"predicts_from_anchor": True, "markov_rank": 8}, {"l1_weight": 0.8, "steps": 150}),
+], ids=["first-generation", "draft vocabulary, Markov head and D-PACE", "DSpark"])  # fmt: skip
 def test_a_drafter_learns_a_handful_of_sequences_by_heart(target, rows, tmp_path, shape, changes):
     config = changed(
-        steps=90, anchors=16, batch_tokens=300, learning_rate=6e-3, log_every=90, save_every=0, eval_tokens=33,
-        feature_noise=0.02, **changes,
+        anchors=16, batch_tokens=300, learning_rate=6e-3, log_every=90, save_every=0, eval_tokens=33,
+        feature_noise=0.02, **{"steps": 90} | changes,
     )  # fmt: skip
     rows = rows.select(range(6))
     drafter = draft(target, **shape)
-    if shape:
+    if "draft_vocab_size" in shape:
         adopt_head_(drafter, target, rows)
     run = trainer(target, rows, tmp_path, config, drafter=drafter)
     run.prompts = [row["input_ids"][: row["loss_mask"].index(1)] for row in rows]  # by heart, so nothing held out
@@ -463,6 +464,7 @@ def test_mismatches_are_named_before_any_work(target, rows, tmp_path):
     ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
     ({"learning_rate": 0.0}, "learning_rate must be above 0"),
     ({"selector_weight": -1.0}, "selector_weight must be at least 0, got -1.0"),
+    ({"l1_weight": 1.5}, "l1_weight must be in 0 .. 1, got 1.5"),
     ({"mixed_precision": "fp16"}, 'mixed_precision must be "no" or "bf16", got \'fp16\''),
 ])  # fmt: skip
 def test_a_setting_out_of_range_is_named(change, message):

@@ -76,6 +76,21 @@ def test_the_loss_and_its_gradient_equal_a_slow_loop(batch, chunk, kept, is_dyna
 
 
 @pytest.mark.parametrize("chunk", [1 << 26, VOCAB * 4])
+def test_the_distance_to_the_targets_distribution_is_a_share_of_the_loss(batch, chunk, monkeypatch):
+    hidden, blocks, head = batch
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    states = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    out = block_loss(hidden, blocks, head, teacher=module.Teacher(states, head, 0.3))
+    distance = (head(hidden).softmax(-1) - head(states).softmax(-1)).abs().sum(-1)
+    entropy = F.cross_entropy(head(hidden).flatten(0, 2), blocks.labels.flatten(), reduction="none")
+    wanted = (blocks.weights * (0.7 * entropy.view(distance.shape) + 0.3 * distance)).sum()
+    (ours,), (theirs,) = (torch.autograd.grad(loss, hidden) for loss in (out.loss, wanted))
+    assert out.loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert float(out.distance) == pytest.approx(float((blocks.weights * distance).sum()), rel=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, VOCAB * 4])
 def test_right_tokens_and_accepted_lengths_equal_a_slow_loop(batch, chunk, monkeypatch):
     _, blocks, _ = batch
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)

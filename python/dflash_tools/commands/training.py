@@ -34,7 +34,7 @@ class _TrainOptions:
     init: Annotated[str | None, "Start from this drafter: a folder or a hub id."] = None
     resume: Annotated[bool, "Continue from the last checkpoint in the folder."] = False
 
-    type: Annotated[str | None, "dflash or dflash2; default: that of --init, or dflash."] = None
+    type: Annotated[str | None, "dflash, dflash2 or dspark; default: that of --init, or dflash."] = None
 
     raw: Annotated[bool, "Prompts have no chat template."] = False
     bos: Annotated[bool, "Raw prompts start with the tokenizer's BOS token."] = False
@@ -70,7 +70,7 @@ class _Shape:
     intermediate_size: Annotated[int | None, "Width of the MLP; default: the target's."] = None
     sliding_window: Annotated[int | None, "Window of all draft layers but the last; default: none."] = None
     draft_vocab_size: Annotated[int | None, "Tokens that can be drafted, the most frequent; default: all."] = None
-    markov_rank: Annotated[int | None, "Columns of a Markov head; default: none."] = None
+    markov_rank: Annotated[int | None, "Columns of a Markov head; default: none, or 256 for dspark."] = None
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,16 @@ def train(
     if parts and run.type != "dflash2":
         raise ValueError(f"{options.option_of(next(iter(parts)))} is for DFlash 2 drafters: add --type dflash2")
     device = _check(run)
+    if run.type == "dspark" and run.init is None:
+        given = {"markov_rank": 256, "predicts_from_anchor": True} | given
     from ..train.command import run_training
 
     run_training(run, given, parts, config, device)
 
 
 def _check(run: _TrainOptions) -> str:
-    if run.type not in (None, "dflash", "dflash2"):
-        raise ValueError(f"--type must be dflash or dflash2, got {run.type!r}")
+    if run.type not in (None, "dflash", "dflash2", "dspark"):
+        raise ValueError(f"--type must be dflash, dflash2 or dspark, got {run.type!r}")
     if run.dry_run and run.resume:
         raise ValueError("--dry-run plans a run from its start: leave out --resume")
     if is_first_process():

@@ -113,6 +113,10 @@ def _load_drafter(target: Any, init: str, given: dict[str, Any]) -> Drafter:
 
 def _of_type(drafter: Drafter, kind: str | None, sizes: dict[str, Any], seed: int) -> Drafter:
     """Return the drafter as one of the generation that is asked for."""
+    if kind == "dspark" and not drafter.config.predicts_from_anchor:
+        raise ValueError(
+            "--type dspark must start from a DSpark drafter, or without --init: its rows are other tokens'"
+        )
     if drafter.config.dflash2 is None:
         parts = drafter_config.DFlash2Config(**sizes)
         return models.add_dflash2(drafter, parts, seed=seed) if kind == "dflash2" else drafter
@@ -139,7 +143,7 @@ def _rows(data: str | None, source: sources.Source, target: Any, tokenizer: Any,
 
 def _cached_features(trainer: Any, folder: Path) -> Any:
     """Open the feature cache of the trainer's rows. All processes compute its missing shards together."""
-    accelerator, taps = trainer.accelerator, trainer.drafter.config.target_layer_ids
+    accelerator, taps = trainer.accelerator, trainer.layer_ids
     share = {"rank": accelerator.process_index, "world": accelerator.num_processes}
     with bars(["features"], shown=accelerator.is_main_process) as show, accelerator.autocast():
 
@@ -155,7 +159,7 @@ def _print_plan(trainer: Any, run: Any) -> None:
     """Print what the run would do. Every process measures, the first prints."""
     plan = trainer.plan(cached=run.cache_features is not None)
     if run.cache_features is not None:
-        width = len(trainer.drafter.config.target_layer_ids) * targets.text_config(trainer.target).hidden_size
+        width = len(trainer.layer_ids) * targets.text_config(trainer.target).hidden_size
         plan["features_bytes"] = cache_size(trainer.rows, width, torch.bfloat16)
     if trainer.accelerator.is_main_process:
         typer.echo(json.dumps(plan) if run.as_json else _plan_text(plan))

@@ -113,9 +113,9 @@ def check_layout(config: DraftConfig, layout: str) -> None:
         ("speculators", config.vocab_size is None, "no vocab_size in its config.json"),
         ("transformers", second, "the parts of DFlash 2"),
         ("speculators", second and config.draft_vocab_size, "the parts of DFlash 2 and a draft vocabulary"),
-        ("published", second and anchor, "the parts of DFlash 2 and drafts from the anchor's row"),
+        ("published saved", second and anchor, "the parts of DFlash 2 and drafts from the anchor's row"),
         ("gguf", top_k * (top_k + 1) > hidden, f"selector_top_k {top_k} at hidden_size {hidden}"),
-        ("saved transformers", anchor, "drafts from the anchor's row (DSpark)"),
+        ("transformers", anchor, "drafts from the anchor's row (DSpark)"),
         ("gguf", anchor and not config.markov_rank, "drafts from the anchor's row without a Markov head"),
         ("transformers", config.markov_rank, "a Markov head"),
         ("gguf", config.markov_rank and scaled, "scaled logits with a Markov head"),
@@ -151,9 +151,10 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
     check_layout(config, "saved")
     values = key_values(config)
     left_out = {name for name in ("is_causal", "draft_vocab_size") if values[name] is None}
+    second = "DFlashDraftModel" if config.dflash2 is None else "DFlash2DraftModel"
     out = {name: value for name, value in values.items() if KEYS[name].place == drafter_config.TOP} | {
-        "architectures": ["DFlashDraftModel" if config.dflash2 is None else "DFlash2DraftModel"],
-        "block_size": config.block_size,
+        "architectures": [drafter_config.DSPARK_ARCHITECTURE if config.predicts_from_anchor else second],
+        "block_size": config.rows_per_pass,
         "dflash_config": _section(values),
         "dtype": str(dtype).removeprefix("torch."),
         "initializer_range": 0.02,
@@ -163,8 +164,9 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
         "use_cache": True,
         **_METADATA,
     }
-    if config.markov_rank:
-        out |= {"markov_rank": config.markov_rank, "sample_from_anchor": False}
+    if _is_dspark(config):
+        out["sample_from_anchor"] = config.predicts_from_anchor
+        out |= {"markov_rank": config.markov_rank} if config.markov_rank else {}
     return {name: value for name, value in out.items() if name not in left_out}
 
 

@@ -82,6 +82,7 @@ def draft_config(  # noqa: PLR0913 - public, each documented
     sliding_window: int = 0,
     draft_vocab_size: int | None = None,
     markov_rank: int = 0,
+    predicts_from_anchor: bool = False,
 ) -> DraftConfig:
     """Return the config of a drafter as wide as ``target``, with the same heads, RoPE and scales.
 
@@ -95,6 +96,7 @@ def draft_config(  # noqa: PLR0913 - public, each documented
         sliding_window: window of all layers but the last, which are then causal inside the block; 0 for none.
         draft_vocab_size: number of tokens that can be drafted, see `adopt_head_`; None for all.
         markov_rank: columns of a Markov head, which scores each token by the one before it; 0 for none.
+        predicts_from_anchor: the anchor's row predicts too, as in DSpark.
 
     Raises:
         ValueError: a number is out of range. The message names it.
@@ -147,6 +149,7 @@ def draft_config(  # noqa: PLR0913 - public, each documented
         vocab_size=config.vocab_size,
         draft_vocab_size=draft_vocab_size,
         markov_rank=markov_rank,
+        predicts_from_anchor=predicts_from_anchor,
         own_parts=() if draft_vocab_size is None else ("lm_head",),
         num_target_layers=total,
         max_position_embeddings=getattr(config, "max_position_embeddings", None),
@@ -436,7 +439,6 @@ def check_trainable(config: DraftConfig) -> None:
     is_reduced = config.dflash2 is not None and config.draft_vocab_size is not None
     for applies, what, why in (
         (config.attention_sinks, "drafter with attention sinks", "the differentiable attention has none"),
-        (config.predicts_from_anchor, "DSpark drafter", "an anchor's row that predicts has no training here"),
         (is_reduced, "DFlash 2 drafter with a draft vocabulary", "its codebooks are of the whole one"),
         (own, f"drafter with its own {own}", "training uses the target's"),
         (config.scales_like_target, "Muse Glimmer assistant", "training takes no multiplier from the target"),
@@ -475,10 +477,13 @@ class TrainableDrafter(nn.Module):
             anchors: ``[batch, anchors]`` int64, each block's first position.
 
         Returns:
-            ``[batch, anchors, block, hidden]`` after the final norm. Slot k > 0 predicts the token at ``anchor + k``.
+            ``[batch, anchors, block, hidden]`` after the final norm. Slot k > 0 predicts the token at ``anchor + k``:
+            it is row k of the block, or row k - 1 if the anchor's row predicts.
         """
         # 1. Fuse the target's states, and compute rotations
         drafter, config = self.drafter, self.drafter.config
+        if config.predicts_from_anchor:
+            block_embeds = block_embeds[:, :, :-1]
         (count, block), length = block_embeds.shape[1:3], context.shape[1]
         make_mask, attend = ATTENTIONS[self.attention or ("flex" if context.is_cuda else "matmul")]
         features = _norm(drafter.hidden_norm, drafter.fc(context))
@@ -503,7 +508,8 @@ class TrainableDrafter(nn.Module):
             hidden, kernels = prepare(mlp_conv, _norm(layer.post_attention_layernorm, residual), block)
             out = mlp.down_proj(F.silu(mlp.gate_proj(hidden)) * mlp.up_proj(hidden))
             residual = residual + finish(mlp_conv, out, kernels)
-        return _norm(drafter.norm, residual).unflatten(1, (count, block))
+        hidden = _norm(drafter.norm, residual).unflatten(1, (count, block))
+        return F.pad(hidden, (0, 0, 1, 0)) if config.predicts_from_anchor else hidden
 
 
 def _project(linear: nn.Linear, norm: nn.RMSNorm, x: Tensor, head_dim: int, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -544,7 +550,7 @@ class BlockLoss:
     Attributes:
         loss: ``sum(weight * loss)``, with its autograd graph.
         weight: sum of the weights.
-        cross_entropy, selector_loss: weighted sums, detached.
+        cross_entropy, distance, selector_loss: weighted sums, detached.
         correct, counted: ``[block - 1]``, correct tokens and all tokens per slot, unweighted.
         accepted: tokens that the correct prefixes of complete blocks would emit, bonus token included.
         blocks: number of complete blocks: every slot has a weight.
@@ -554,6 +560,7 @@ class BlockLoss:
     loss: Tensor
     weight: Tensor
     cross_entropy: Tensor
+    distance: Tensor | None = None
     selector_loss: Tensor | None = None
     correct: Tensor | None = None
     counted: Tensor | None = None
@@ -562,16 +569,25 @@ class BlockLoss:
     found: Tensor | None = None
 
 
+class Teacher(NamedTuple):
+    """The target's distribution over each slot's token, and its share of the loss."""
+
+    states: Tensor  # [batch, anchors, block, hidden], what the target predicts from
+    logits: Callable[[Tensor], Tensor]  # from states to logits, of the tokens that the drafter's are of
+    share: float  # DSpark: 0.9
+
+
 class _SlotLosses(NamedTuple):
     """Losses of some slots, each ``[slots]``; and which drafts are correct, and which labels are candidates."""
 
     cross_entropy: Tensor
+    distance: Tensor
     selector: Tensor
     correct: Tensor
     found: Tensor
 
 
-def block_loss(
+def block_loss(  # noqa: PLR0913 - public, each documented
     hidden: Tensor,
     blocks: BatchBlocks,
     logits: Callable[[Tensor], Tensor],
@@ -580,13 +596,14 @@ def block_loss(
     is_dynamic: bool = False,
     selector: CandidateSelector | MarkovHead | None = None,
     selector_weight: float = 1.0,
+    teacher: Teacher | None = None,
     statistics: bool = False,
 ) -> BlockLoss:
-    """Return the weighted sum of cross-entropy and selector loss over all slots with a weight.
+    """Return the weighted sum of the losses of all slots with a weight.
 
-    ``loss = sum_k w_k (CE(q_k, label_k) + selector_weight CE(s_k, label_k))``, where q is the drafter's distribution,
-    and s the selector's over the candidates, given the token before. A label that is no candidate takes the place of
-    the last one.
+    ``loss = sum_k w_k ((1 - t) CE(q_k, label_k) + t |q_k - p_k|_1 + selector_weight CE(s_k, label_k))``, where q is the
+    drafter's distribution, p the target's with the teacher's share t, and s the selector's over the candidates, given
+    the token before. A label that is no candidate takes the place of the last one.
 
     Args:
         hidden: ``[batch, anchors, block, hidden]``, from the drafter.
@@ -597,6 +614,7 @@ def block_loss(
         is_dynamic: weigh the slots by D-PACE (`dpace_weights`) instead of by ``blocks.weights``.
         selector: a DFlash 2 drafter's selector, or a Markov head, which is a part of q; None without either.
         selector_weight: weight of the selector's loss.
+        teacher: the target's distribution; None for t = 0.
         statistics: count correct tokens too: those that a greedy draft has while it is correct.
     """
     is_markov = isinstance(selector, MarkovHead)
@@ -605,17 +623,20 @@ def block_loss(
     rows = blocks.weights.flatten().nonzero().squeeze(1)
     tokens = blocks.labels.flatten()
     labels = tokens if draft_ids is None else draft_ids[tokens]
-    picked = hidden.flatten(0, 2)[rows], labels[rows], tokens[rows - 1]
+    states = hidden.new_empty(len(rows), 0) if teacher is None else teacher.states.flatten(0, 2)[rows]
+    picked = hidden.flatten(0, 2)[rows], labels[rows], tokens[rows - 1], states
 
-    def compare(hidden: Tensor, labels: Tensor, previous: Tensor) -> _SlotLosses:
+    def compare(hidden: Tensor, labels: Tensor, previous: Tensor, states: Tensor) -> _SlotLosses:
         # 2. Compare the logits with the labels
         scores = logits(hidden).float()
         if is_markov:
             pairs = F.linear(F.embedding(previous, selector.markov_w1.weight), selector.markov_w2.weight)
             scores = scores + pairs.float()
         entropy = F.cross_entropy(scores, labels, reduction="none", ignore_index=-1)
-        selected, correct = torch.zeros_like(entropy), torch.zeros_like(labels[:0], dtype=torch.bool)
-        found = correct
+        distance = selected = torch.zeros_like(entropy)
+        correct = found = torch.zeros_like(labels[:0], dtype=torch.bool)
+        if teacher is not None:
+            distance = (scores.softmax(-1) - teacher.logits(states).float().softmax(-1)).abs().sum(-1)
         if statistics:
             correct = scores.detach().argmax(-1) == labels
         # 3. Compare the selector's scores of the candidates with the labels. Its choice is drafted
@@ -625,7 +646,7 @@ def block_loss(
             pairs = candidate_scores(selector, hidden, scores, previous, candidates)
             selected = F.cross_entropy(pairs, place, reduction="none")
             correct = (pairs.detach().argmax(-1) == place) & found
-        return _SlotLosses(entropy, selected, correct, found)
+        return _SlotLosses(entropy, distance, selected, correct, found)
 
     # 4. Do so in chunks if there are too many logits
     width = logits(picked[0][:0]).shape[-1]
@@ -645,8 +666,11 @@ def block_loss(
         grid = torch.zeros_like(blocks.weights).flatten().index_copy(0, rows, confidence).view_as(blocks.weights)
         weights = dpace_weights(grid, blocks.weights > 0).flatten()[rows]
     weights = torch.where(labels[rows] < 0, 0.0, weights)
-    entropy, selected = (torch.dot(part, weights) for part in slots[:2])
-    out = BlockLoss(entropy + selector_weight * selected, weights.sum(), entropy.detach())
+    entropy, distance, selected = (torch.dot(part, weights) for part in slots[:3])
+    share = 0.0 if teacher is None else teacher.share
+    loss = (1 - share) * entropy + share * distance + selector_weight * selected
+    out = BlockLoss(loss, weights.sum(), entropy.detach())
+    out.distance = None if teacher is None else distance.detach()
     out.selector_loss = selected.detach() if selects else None
     # 6. Count correct tokens
     if statistics:

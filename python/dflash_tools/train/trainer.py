@@ -35,7 +35,7 @@ from .data import MeasuredRows, hold_out
 from .export import engine_warnings
 from .features import TargetFeatures
 from .files import one_line_errors, remove_unfinished
-from .model import BlockLoss, TrainableDrafter, block_loss
+from .model import BlockLoss, Teacher, TrainableDrafter, block_loss
 
 # ---------------------------------------------------------------------------------------------- optimizers
 
@@ -104,6 +104,8 @@ class StepTotals:
             "train_acceptance": sums["accepted"] / blocks if blocks else None,
             "tokens_per_second": self.tokens / (time.monotonic() - self.began),
         }
+        if "distance" in sums:
+            out["distance"] = sums["distance"] / weight
         if "selector_loss" in sums:
             recall = sums["found"] / sum(counted) if sum(counted) else None
             out |= {"selector_loss": sums["selector_loss"] / weight, "candidate_recall": recall}
@@ -256,6 +258,8 @@ class Trainer:
             raise ValueError(f"the drafter must be float32 for training, got {drafter.dtype}")
         if drafter.config.dflash2 is None and config.selector_weight != TrainConfig.selector_weight:
             raise ValueError("selector_weight is for DFlash 2 drafters, and this one has no selector")
+        if config.l1_weight and drafter.config.draft_vocab_size is not None:
+            raise ValueError("l1_weight needs a drafter with the whole vocabulary: leave out one of the two")
         self.config, self.output, self.rows, self.quiet = config, Path(output), rows, quiet
         # 2. Check all rows, and split them into training rows and held-out prompts
         text, mask = targets.text_config(self.target), drafter.config.mask_token_id
@@ -266,8 +270,12 @@ class Trainer:
         seed = mix_seed(config.seed, 1 << 20)
         self.index, self.prompts, self.dropped = hold_out(data, config.eval_rows, seed, held)
         self.rows_digest = data.digest
+        # The drafter's taps, then what the target predicts from if it teaches its distribution
+        last = targets.text_config(self.target).num_hidden_layers - 1
+        taps = drafter.config.target_layer_ids
+        self.layer_ids = (*taps, last) if config.l1_weight and last not in taps else taps
         if features is not None:
-            features.check(data.lengths, drafter.config.target_layer_ids)
+            features.check(data.lengths, self.layer_ids)
         # 3. Set up the device and the processes
         if accelerator is None:
             cpu = next(self.target.parameters()).device.type == "cpu"
@@ -287,7 +295,7 @@ class Trainer:
         self.model = accelerator.prepare_model(model)
         self.optimizers = drafter_optimizers(drafter, config)
         self.features = features
-        self.online = TargetFeatures(self.target, drafter.config.target_layer_ids)
+        self.online = TargetFeatures(self.target, self.layer_ids)
         # 6. Start at the beginning
         self.metrics = MetricsFile(self.output)
         self._generator: Generator | None = None
@@ -423,7 +431,8 @@ class Trainer:
         # 2. Read the target's features and the embeddings of the blocks
         with self.accelerator.autocast():
             self._lap("data")
-            context = self._features(rows, ids)
+            found = self._features(rows, ids)
+            context = found[..., : len(draft.target_layer_ids) * draft.hidden_size]
             self._lap("features")
             if config.feature_noise:
                 noise = torch.Generator(self.device).manual_seed(mix_seed(key, 1))
@@ -434,6 +443,8 @@ class Trainer:
             self._lap("drafter")
             teaching = {"draft_ids": self._places_of_tokens(), "is_dynamic": config.slot_weights == "dpace"}
             selecting = {"selector": self.drafter.selector, "selector_weight": config.selector_weight}
+            if config.l1_weight:
+                teaching["teacher"] = Teacher(self._states(found, blocks), self._target_logits, config.l1_weight)
             out = block_loss(hidden, blocks, self._logits, statistics=statistics, **teaching, **selecting)
             self._lap("loss")
             return out
@@ -442,6 +453,19 @@ class Trainer:
         """Return the target's features, from the cache if there is one."""
         found = self.online(ids.to(self.device)) if self.features is None else self.features.features(rows)
         return self._in_training_dtype(found.to(self.device))
+
+    def _states(self, features: Tensor, blocks: BatchBlocks) -> Tensor:
+        """Return the states that the target predicts each slot's token from, ``[batch, anchors, block, hidden]``."""
+        last = features.unflatten(-1, (len(self.layer_ids), -1))[:, :, self.layer_ids.index(max(self.layer_ids))]
+        slot = torch.arange(blocks.ids.shape[2], device=last.device)
+        places = (blocks.anchors[..., None] + slot - 1).clamp(0, last.shape[1] - 1)
+        return last[torch.arange(len(last), device=last.device)[:, None, None], places]
+
+    @torch.no_grad()
+    def _target_logits(self, states: Tensor) -> Tensor:
+        """Map the target's last hidden states to its logits."""
+        logits = self.online.head(states.to(self.online.embedding_weight.dtype))
+        return scale_logits(logits, *targets.logit_scale(targets.unwrap(self.target)))
 
     def _in_training_dtype(self, x: Tensor) -> Tensor:
         """Return ``x`` in the drafter's dtype, unless autocast chooses one."""
