@@ -169,7 +169,7 @@ def test_a_weight_that_is_a_tensor_subclass_is_not_taken_for_a_dense_one(name):
     model = methods.load(name)
     assert type(layer(model)) is nn.Linear
     assert dflash.Generator(model, max_length=64).fused_reason
-    with pytest.raises(UnsupportedTargetError, match=r"fused=True needs exactly .* with dense weights"):
+    with pytest.raises(UnsupportedTargetError, match=r"fused=True needs exactly .* with weights that the kernels take"):
         dflash.Generator(model, max_length=64, fused=True)
     with pytest.raises(UnsupportedTargetError, match="its weights are quantized already"):
         dflash.Generator(model, max_length=64, weights="int8")
