@@ -79,6 +79,25 @@ def test_kernel_equals_twin_on_a_full_vocabulary(kernels):
         )
 
 
+def test_every_way_to_a_threshold_equals_the_twin(dtype, kernels):
+    """Rows of several slices, each with every mix of filters: few tokens and many, ties, and thresholds near zero."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(9000, generator=g)
+    masked = x.masked_fill(torch.rand(9000, generator=g) < 0.999, -math.inf)
+    rows = torch.stack([x * 3, x * 0.1, x.round(), x * 0 + 2.5, masked, x * 300 - 40, x.masked_fill(x > 3.5, math.inf)])
+    settings = parameters(
+        10, torch.arange(10), [1.0, 0.7, 1.0, 1.0, 1.0, 50.0, 1e-3, 1.0, 1e30, 1.0],
+        [0, 20, 36, 37, 2000, 0, 3, 0, 9, 30], [0.9, 1.0, 0.9, 1.0, 0.8, 0.999, 0.5, 1.0, 0.3, 1.0],
+        [0, 0, 0, 0, 1e-3, 0.01, 0, 0.05, 0, 0.1],
+        [1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0],
+    )  # fmt: skip
+    positions = torch.arange(70).view(10, 7)
+    logits = rows.to(dtype).expand(10, 7, 9000).contiguous()
+    assert torch.equal(
+        kernels.select_tokens(logits, positions, *settings), reference.select_tokens(logits, positions, *settings)
+    )
+
+
 def slow_philox(counter, key):
     counter, key = list(counter), list(key)
     for _ in range(10):

@@ -30,7 +30,8 @@ FEWER = {
     ("fold_chunks_kernel", "linear_kernel"): (76, "two blocks of a product fit next to one of the fold"),
     ("rms_norm_kernel", "linear_kernel"): (95, "the head's first wave wants every place, and the norm takes 16"),
     ("linear_kernel", "scan_slices"): (0, "the head holds the registers until its last wave ends"),
-    ("scan_slices", "choose_rows"): (0, "registers; these are 16 blocks, twice per step"),
+    ("scan_slices", "find_floors"): (30, "304 blocks, three per multiprocessor: 92 have room for one more"),
+    ("find_floors", "choose_rows"): (30, "the same"),
 }
 MULTIPROCESSORS = 132
 

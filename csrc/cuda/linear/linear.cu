@@ -217,29 +217,32 @@ static __device__ __forceinline__ void store_sums(float4* to, Sums<kRows>& sum) 
 }
 
 // sum = the sums that `count` blocks have stored, pair by pair in ascending order. A block with one slice has stored
-// half of a pair.
+// half of a pair. All vectors of some blocks are requested before the first is used: a thread waits for memory once per
+// kAtOnce blocks, not once per vector.
 template <int kRows>
 static __device__ __forceinline__ void add_stored(Sums<kRows>& sum, const float4* stored, int count) {
-  constexpr int kAtOnce = 8;                        // requested before the first is used
-  constexpr int kPair = 2 / Shape<kRows>::kSlices;  // what blocks have stored of a pair
-  constexpr int kApart = Shape<kRows>::kVectors * kThreads;
-  for_each_vector<kRows>(sum, [&](float (&s)[4], int at) {
-    s[0] = s[1] = s[2] = s[3] = 0.0f;
-    const float4* from = stored + at;
-    for (int left = count; left > 0; left -= kAtOnce, from += kAtOnce * kApart) {
-      float4 part[kAtOnce];
+  constexpr int kVectors = Shape<kRows>::kVectors;
+  constexpr int kPair = 2 / Shape<kRows>::kSlices;         // what blocks have stored of a pair
+  constexpr int kAtOnce = (12 + kVectors - 1) / kVectors;  // whole pairs; with 16 rows, 80 registers are left
+  for_each_vector<kRows>(sum, [](float (&s)[4], int) { s[0] = s[1] = s[2] = s[3] = 0.0f; });
+  for (int left = count; left > 0; left -= kAtOnce, stored += kAtOnce * kVectors * kThreads) {
+    float4 part[kAtOnce][kVectors];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j)
-        if (j < left) part[j] = __ldcg(from + j * kApart);
+    for (int j = 0; j < kAtOnce; ++j)
 #pragma unroll
-      for (int j = 0; j < kAtOnce; j += kPair) {
-        if (j >= left) continue;
-        float pair[4] = {part[j].x, part[j].y, part[j].z, part[j].w};
-        if (kPair == 2 && j + 1 < left) add(pair, part[j + kPair - 1]);
+      for (int i = 0; i < kVectors; ++i)
+        if (j < left) part[j][i] = __ldcg(stored + (j * kVectors + i) * kThreads);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j += kPair) {
+      if (j >= left) continue;
+      for_each_vector<kRows>(sum, [&](float (&s)[4], int at) {
+        const float4 first = part[j][at / kThreads];
+        float pair[4] = {first.x, first.y, first.z, first.w};
+        if (kPair == 2 && j + 1 < left) add(pair, part[j + kPair - 1][at / kThreads]);
         add(s, make_float4(pair[0], pair[1], pair[2], pair[3]));
-      }
+      });
     }
-  });
+  }
 }
 
 // ---- the results
