@@ -16,8 +16,8 @@
 // pairs in ascending order. The slices depend only on the weights' shapes, and a sum takes its products in ascending
 // order, so a row's bits depend neither on the other rows nor on their number.
 //
-// Packed weights are read as they are stored. Slices and sums are those of dense weights. With few
-// rows a stage has 128 columns of 4 bits: waiting and addresses then cost half as many instructions per weight.
+// Packed weights are read as they are stored. Slices and sums are those of dense weights. With few rows a stage has 128
+// columns of 4 bits: waiting and addresses then cost half as many instructions per weight.
 //
 // If gated, the weights are gate and up: of 16 features in a row, eight are of one and the same eight of the other. A
 // thread then holds both products of an output, and stores silu(gate) * up.
@@ -94,8 +94,7 @@ struct Part {
   }
 };
 
-// A block's weights of a format, in stages of S::kInner columns from `inner` to `end`. If gated, 8 of gate, 8 of up,
-// ...
+// A block's weights of a format, in stages of S::kInner columns from `inner` to `end`. If gated, gate and up by eights.
 template <Format kFormat, typename T, int kRows, bool kGated>
 struct Weights : PackedStage<kFormat, ShapeOf<kFormat, kRows>::kInner> {
   using S = ShapeOf<kFormat, kRows>;
