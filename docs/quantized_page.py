@@ -61,8 +61,20 @@ reordered once for all weights of the same order, and the layers run op by op. T
 checkpoints, so text is that of one-token decoding at the same block size. A checkpoint in float16 runs in float32
 unless `dtype` says otherwise. float16, `dflash train` and `dflash learn` make all of it dense.
 
-On a GPU, and under a PEFT adapter, transformers loads these with the library, except for MLX's, which it cannot read,
-and Model-Optimizer's, whose scales it leaves out: they are read here, and become dense.
+Under a PEFT adapter transformers loads these with the library, except for MLX's, which it cannot read, and
+Model-Optimizer's, whose scales it leaves out: they are read here, and become dense.
+
+## Folders on a GPU
+
+`dflash.load_target(FOLDER, device="cuda")` and every command read AWQ, GPTQ and the `pack-quantized` integers of
+compressed-tensors themselves, if the [CUDA kernels](weights.md#on-gpus) run. Linear layers stay packed, in float16 or
+bfloat16. They become dense, with a warning, if their groups are not multiples of 32 columns, their features not a
+multiple of 8, or their scales more than the kernels hold. Mixtures of experts, adapters, float32 and all other
+libraries are loaded by transformers, but for MLX and Model-Optimizer, which become dense.
+
+A value is `(code - zero point) * scale`, rounded once to the dtype of the model: in the checkpoint's own dtype that is
+what the library computes. A float16 checkpoint in bfloat16 keeps its float16 scales; they are not rounded first. The
+path has not run on a GPU.
 
 Every tensor of a folder, quantized or not, must have a place in the model or be known to change nothing (`inv_freq`,
 heads that draft, scales of a cache in 8 bits, towers for other inputs than text). Else the error names it.

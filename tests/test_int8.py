@@ -208,7 +208,7 @@ def test_a_rows_bits_depend_neither_on_its_place_nor_on_the_others(out, width, h
     skip_float32_on_cuda(kernels, dtype)
     if kernels is not ops and width % 8:
         pytest.skip("it goes through torch")
-    counts = (1, 2, 3, 4, 7, 8, 9, 16, 17, 24, 25, 40, 64, 65, 150) if kernels is ops else (1, 16, 17, 40, 64)
+    counts = (1, 2, 3, 4, 7, 8, 9, 16, 17, 24, 25, 40, 64, 65, 150) if kernels is ops else (1, 16, 17, 40, 64, 130)
     x, weight = random(counts[-1], width, dtype=dtype), stored(kernels, random(out, width))
     bias = random(out, dtype=dtype) if has_bias else None
     whole = multiply(kernels, x, weight, bias)

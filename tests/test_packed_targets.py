@@ -13,12 +13,15 @@ import pytest
 import quantized_folders
 import torch
 from gguf_files import add_tokenizer, write, write_llama, write_qwen35
+from op_checks import Emulated
 from quantized_folders import DENSE, PACKED
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from test_fused import on_ops, run_op_by_op
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import dflash
-from dflash.loading import Pretrained
+from dflash.loading import Pretrained, pretrained
+from dflash.loading.quantized import read_scheme
 from dflash.ops import PackedWeight
 from dflash.targets import (
     PackedEmbedding,
@@ -346,6 +349,105 @@ def test_the_older_key_of_mlx_is_read(tmp_path):
     config["quantization"] = config.pop("quantization_config")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert_same_values(dflash.load_target(tmp_path), model)
+
+
+# ---------------------------------------------------------------------------------------------- as GPUs read them
+
+
+@pytest.fixture
+def packs_for_gpus(monkeypatch):
+    """Have weights packed as for a GPU, which need not be there."""
+    monkeypatch.setattr(pretrained, "packed_for", lambda *_: "cuda")
+
+
+GPU_FORMATS = {
+    **dict.fromkeys(("awq", "gptq", "gptq, asymmetric", "gptq v2", "int4", "int4, asymmetric"), "w4a16g32"),
+    **{"awq, per channel": "w4a16g128", "int4, per channel": "w4a16g128", "int4, by activations": "w4a16g32"},
+}
+GPU_FILES = {"Q4_0": "w4a16g32", "Q8_0": "w8a16g32", "MXFP4": "w8a16g32"}
+GPU_KINDS = [(*each, dtype) for each in (GPU_FORMATS | GPU_FILES).items() for dtype in ("bfloat16", "float16")]
+GPU_KINDS.remove(("MXFP4", "w8a16g32", "float16"))  # float16 does not hold all powers of two
+
+
+def load_for_gpus(path, kind, dtype, **options):
+    """Write a target and load it, packed for GPUs unless options say otherwise."""
+    if kind in GPU_FILES:
+        path = path / "x.gguf"
+        write_llama(path, KINDS[kind])
+    else:
+        quantized_folders.write_llama(path, kind)
+    return Pretrained(path, **options).load_target(getattr(torch, dtype))
+
+
+@pytest.mark.usefixtures("packs_for_gpus")
+@pytest.mark.parametrize(("kind", "name", "dtype"), GPU_KINDS)
+def test_layers_on_gpus_keep_the_values_that_become_dense_elsewhere(kind, name, dtype, tmp_path):
+    packed = load_for_gpus(tmp_path, kind, dtype)
+    found = {path: module.format for path, module in packed.named_modules() if type(module) is PackedLinear}
+    assert (len(found), set(found.values())) == (28, {name})  # 97 tokens are no tiles of eight
+    assert type(packed.get_input_embeddings()) is torch.nn.Embedding
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dense = load_for_gpus(tmp_path, kind, dtype, keeps_blocks=False)
+    for path in found:
+        assert torch.equal(packed.get_submodule(path).weight.dense(packed.dtype), dense.get_submodule(path).weight)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("packs_for_gpus")
+@pytest.mark.parametrize(("kind", "dtype"), [("awq", "float16"), ("Q4_0", "bfloat16"), ("Q8_0", "bfloat16")])
+def test_emulated_layers_have_the_bits_of_dense_ones(kind, dtype, tmp_path, emulation, monkeypatch):
+    results, ids = [], IDS[:, :16]
+    for keeps_blocks in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            target = load_for_gpus(tmp_path, kind, dtype, keeps_blocks=keeps_blocks)
+        layers, cache = on_ops(target, 40, batch=2)
+        with monkeypatch.context() as patch:
+            run_op_by_op(patch, Emulated(emulation))
+            results.append(layers.forward(ids, torch.zeros(2, dtype=torch.int64), cache, 0))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.usefixtures("packs_for_gpus")
+def test_drafting_changes_no_text_of_layers_for_gpus(tmp_path, draft):
+    target = load_for_gpus(tmp_path, "Q4_0", "bfloat16")
+    draft, options = copy.deepcopy(draft).to(torch.bfloat16), {"max_length": 128, "block_size": 8, "batch_size": 2}
+    plain, drafted = (dflash.Generator(target, by, **options) for by in (None, draft))
+    assert drafted.fused_reason == ""
+    call = {"max_new_tokens": 30, "temperature": 1.0, "seed": 3}
+    assert torch.equal(plain.generate(IDS, **call), drafted.generate(IDS, **call))
+
+
+@pytest.mark.usefixtures("packs_for_gpus")
+@pytest.mark.parametrize("kind", ["awq", "gptq", "int4", "gptq, by activations"])
+def test_folders_of_integers_are_read_for_gpus(kind, tmp_path):
+    quantized_folders.write_llama(tmp_path, kind)
+    target = Pretrained(tmp_path).load_target("auto", "meta")  # a device that is no CPU, and everywhere
+    assert target.dtype == torch.float16
+    assert type(target.model.layers[0].mlp.up_proj) is PackedLinear
+
+
+@pytest.mark.usefixtures("packs_for_gpus")
+@pytest.mark.parametrize(
+    ("change", "reads"),
+    [({}, True), ({"bits": 3}, False), ({"checkpoint_format": "marlin"}, False), ({"quant_method": "fp8"}, False)],
+)
+def test_what_our_kernels_do_not_read_is_left_to_transformers(change, reads):
+    config = LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4, **change})
+    found = read_scheme(config, None, None, is_cpu=False, packs=True, is_adapted=False)
+    assert (found is not None) == reads
+    config = Qwen3MoeConfig(quantization_config=config.quantization_config)
+    assert read_scheme(config, None, None, is_cpu=False, packs=True, is_adapted=False) is None
+
+
+@pytest.mark.usefixtures("packs_for_gpus")
+def test_weights_that_no_kernel_of_gpus_reads_are_counted_in_a_warning(tmp_path):
+    quantized_folders.write_llama(tmp_path, "mlx")
+    with pytest.warns(UserWarning, match=r"30 weights become dense, .* \(experts, minima, or scales that our CUDA"):
+        target = Pretrained(tmp_path).load_target(torch.bfloat16)
+    assert not [module for module in target.modules() if type(module) is PackedLinear]
 
 
 @pytest.mark.parametrize(("kind", "why"), [("fp8 per channel", "FP8"), ("groups of 16", "not multiples of 32")])

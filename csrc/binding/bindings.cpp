@@ -195,7 +195,9 @@ PYBIND11_MODULE(_C, m) {
   m.attr("GATES") = py::dict("silu"_a = int(Gate::kSilu), "gelu_tanh"_a = int(Gate::kGeluTanh),
                              "clamped_silu"_a = int(Gate::kClampedSilu));
   py::dict formats("dense"_a = int(Format::kDense), "w8a8"_a = int(Format::kW8A8), "w8a16"_a = int(Format::kW8A16));
-  for (int i = kFirstBlocks; i < kNumFormats; ++i) formats[blocks_of(Format(i)).name] = i;
+  for (int i = kFirstBlocks; i < kFirstGroups; ++i) formats[blocks_of(Format(i)).name] = i;
+  int groups = kFirstGroups;
+  for (const char* name : kGroupFormats) formats[name] = groups++;
   m.attr("FORMATS") = formats;
   m.def("coding", [](int format) {
     const BlockFormat& f = blocks_of(Format(format));
@@ -203,6 +205,9 @@ PYBIND11_MODULE(_C, m) {
     return py::make_tuple(f.columns, f.bits, f.offset, kScaleNames[int(f.scales)], f.has_minima, f.scale_columns,
                           table);
   });
+  m.def("grouping",
+        [](int format) { return py::make_tuple(bits_of_groups(Format(format)), 1 << log2_of_group(Format(format))); });
+  m.attr("FIRST_GROUPS") = kFirstGroups;
   m.def("row_size", [](int format, int64_t in) { return row_size(Format(format), in); });
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
   m.attr("MAX_LINEAR_ROWS") = kMaxLinearRows;

@@ -533,12 +533,12 @@ struct GatedRmsNormParams {
 
 constexpr int kMaxLinearWeights = 4;
 constexpr int64_t kMaxLinearRows = 256;  // of the CUDA kernel
-constexpr int64_t kMaxPackedRows = 64;   // if weights are not dense
 constexpr int64_t kQuantGroup = 64;      // elements of a row that share a step where they are rounded to 8 bits
 
 // How a weight [out, in] lies in memory. What each format stands for, and whose kernels read it, is in the table
 // FORMATS of ops/formats.py. All but kDense have bytes for values. kW8A8 and kW8A16 stand for these times scales[n];
-// the others are blocks as files have them, their scales among the bytes (cpu/linear/blocks.h).
+// the others have their scales among the bytes: of groups of columns as GPUs read them (cuda/linear/groups.cuh), or of
+// blocks as files have them (cpu/linear/blocks.h).
 enum class Format : int32_t {
   kDense,
   kW8A8,
@@ -562,8 +562,20 @@ enum class Format : int32_t {
   kW4G64M,
   kW8G32M,
   kW8G64M,
+  kW4A16G32,
+  kW4A16G128,
+  kW8A16G32,
+  kW8A16G128,
 };
-constexpr int kFirstBlocks = int(Format::kQ4_0);
+constexpr int kFirstBlocks = int(Format::kQ4_0), kFirstGroups = int(Format::kW4A16G32);
+
+// Formats with groups of columns, whose codes share a word that scales them.
+constexpr const char* kGroupFormats[] = {"w4a16g32", "w4a16g128", "w8a16g32", "w8a16g128"};
+constexpr bool has_groups(Format format) { return int(format) >= kFirstGroups; }
+DFLASH_ANYWHERE constexpr int bits_of_groups(Format format) { return format < Format::kW8A16G32 ? 4 : 8; }
+DFLASH_ANYWHERE constexpr int log2_of_group(Format format) {
+  return format == Format::kW4A16G32 || format == Format::kW8A16G32 ? 5 : 7;
+}
 
 // What scales the columns of a block.
 enum class Scales : int32_t {
@@ -609,19 +621,28 @@ constexpr BlockFormat kBlockFormats[] = {
     {"w8g32m", 128, 160, 8, 0, Scales::kFloat, true, 32},
     {"w8g64m", 128, 144, 8, 0, Scales::kFloat, true, 64},
 };
-constexpr int kNumFormats = kFirstBlocks + sizeof(kBlockFormats) / sizeof(BlockFormat);
-constexpr bool has_blocks(Format format) { return int(format) >= kFirstBlocks; }
+static_assert(sizeof(kBlockFormats) / sizeof(BlockFormat) == kFirstGroups - kFirstBlocks, "a row per format");
+constexpr bool has_blocks(Format format) { return kFirstBlocks <= int(format) && int(format) < kFirstGroups; }
 constexpr const BlockFormat& blocks_of(Format format) { return kBlockFormats[int(format) - kFirstBlocks]; }
 
 // Of a row of a weight in 8 bits: whole groups of 64 columns.
 DFLASH_ANYWHERE constexpr int64_t int8_row_size(int64_t in) { return (in + 63) / 64 * 64; }
 
+// Of a row of a weight with groups: the codes of whole 64 columns, and with them a word of four bytes per group.
+DFLASH_ANYWHERE constexpr int64_t codes_size(Format format, int64_t in) {
+  return (in + 63) / 64 * 8 * bits_of_groups(format);
+}
+DFLASH_ANYWHERE constexpr int64_t groups_row_size(Format format, int64_t in) {
+  return codes_size(format, in) + ((((in + 63) / 64 * 64 - 1) >> log2_of_group(format)) + 1) * 4;
+}
+
 // Of a row of a weight: elements if dense, else bytes.
 constexpr int64_t row_size(Format format, int64_t in) {
+  if (has_groups(format)) return groups_row_size(format, in);
   if (!has_blocks(format)) return format == Format::kDense ? in : int8_row_size(in);
   return (in + blocks_of(format).columns - 1) / blocks_of(format).columns * blocks_of(format).bytes;
 }
-constexpr bool cpu_reads(Format format) { return format != Format::kW8A16; }
+constexpr bool cpu_reads(Format format) { return format != Format::kW8A16 && !has_groups(format); }
 
 struct LinearWeight {
   const void* values;   // [out, row_size]

@@ -305,15 +305,21 @@ To integral(From x, int mode) {
   return To(whole);
 }
 
-// The difference of two pairs of numbers of 16 bits, each rounded once.
-Run subtracted(const Opcode& op, const Operands& o) {
-  const auto part = [is_half = op.type == "f16x2"](uint32_t word, int i) {
+// Arithmetic on two pairs of numbers of 16 bits. Each result is rounded to float and then to 16 bits.
+Run of_pairs(const Opcode& op, const Operands& o) {
+  const auto part = [is_half = op.type == "f16x2"](uint32_t word, int i) -> double {
     const uint16_t bits = uint16_t(word >> 16 * i);
     return is_half ? widened<__half>(bits) : widened<__nv_bfloat16>(bits);
   };
-  return binary<uint32_t>(o, [=, type = op.type](uint32_t x, uint32_t y) {
-    return uint32_t(half_bits(part(x, 1) - part(y, 1), type)) << 16 | half_bits(part(x, 0) - part(y, 0), type);
-  });
+  return [=, n = op.name, type = op.type, d = o[0], a = o[1], b = o[2], c = o.back()](Thread& t) {
+    uint32_t out = 0;
+    for (int i = 0; i < 2; ++i) {
+      const double x = part(t.get<uint32_t>(a), i), y = part(t.get<uint32_t>(b), i), z = part(t.get<uint32_t>(c), i);
+      const double exact = n == "add" ? x + y : n == "sub" ? x - y : n == "mul" ? x * y : x * y + z;
+      out |= uint32_t(half_bits(float(exact), type)) << 16 * i;
+    }
+    t.put(d, out);
+  };
 }
 
 Run converted(const Opcode& op, const Operands& o) {
@@ -693,7 +699,7 @@ Run compile_one(const Opcode& op, const Operands& o) {
   if (op.type == "pred") return of_predicates(op, o);
   if (n == "mov") return moved(op, o);
   if (is({"prmt", "shf", "lop3", "popc", "clz", "bfind", "brev", "bfe", "bfi"})) return bits(op, o);
-  if (n == "sub" && (op.type == "f16x2" || op.type == "bf16x2")) return subtracted(op, o);
+  if (is({"add", "sub", "mul", "fma"}) && (op.type == "f16x2" || op.type == "bf16x2")) return of_pairs(op, o);
   if (op.type == "f32") return real<float>(op, o);
   if (op.type == "f64") return real<double>(op, o);
   return integer(op.type, [&](auto x) { return whole<decltype(x)>(op, o); });

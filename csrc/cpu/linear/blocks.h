@@ -50,7 +50,7 @@ struct FormatConstant {
 // Calls fn(FormatConstant<format>) for a format with blocks.
 template <int FIRST = kFirstBlocks, typename Fn>
 static inline void with_format(Format format, const Fn& fn) {
-  if constexpr (FIRST + 1 < kNumFormats)
+  if constexpr (FIRST + 1 < kFirstGroups)
     if (int(format) != FIRST) return with_format<FIRST + 1>(format, fn);
   fn(FormatConstant<Format(FIRST)>{});
 }

@@ -24,7 +24,7 @@ void set_overlap(bool on);
 
 // ---- what callers provide besides tensors; answered from shapes, without a GPU
 
-constexpr int64_t kNumCounters = 192;  // in the array that blocks sharing a result count themselves in
+constexpr int64_t kNumCounters = 512;  // in the array that blocks sharing a result count themselves in
 
 // How a kernel cuts its work, and the bytes that it needs for that.
 struct Workspace {

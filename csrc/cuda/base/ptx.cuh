@@ -82,6 +82,17 @@ __device__ __forceinline__ uint32_t and_or(uint32_t x, uint32_t mask, uint32_t b
   return y;
 }
 
+// The lower or the upper half of a word, twice.
+__device__ __forceinline__ uint32_t lower_twice(uint32_t word) { return __byte_perm(word, 0, 0x1010); }
+__device__ __forceinline__ uint32_t upper_twice(uint32_t word) { return __byte_perm(word, 0, 0x3232); }
+
+// a * b + c of two pairs of bfloat16, each rounded once.
+__device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // ---- a counter that blocks share
 
 // Adds one, or wraps to zero where the counter stands at `last`; returns what it was. What a block has read or stored

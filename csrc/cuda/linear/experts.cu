@@ -124,7 +124,7 @@ struct WeightTile {
     }
   }
 
-  static __device__ __forceinline__ auto factor(const T* stage) {
+  __device__ __forceinline__ auto factor(const T* stage) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     return [=](uint32_t (&to)[4], int, int k) {
       if constexpr (kTransposed)
@@ -145,10 +145,11 @@ struct WeightTile<T, Layout::kInt8> : PackedStage<Format::kW8A16> {
     const int64_t first = (half > 0 ? int64_t(tile) * (kFeatures / 2) : int64_t(tile) * kFeatures);
     const int own = threadIdx.x / 32;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) set(i, weight, first + (half > 0 ? own * 8 + i * half : own * 16 + i * 8), out, in, 0);
+    for (int i = 0; i < 2; ++i)
+      set(i, Format::kW8A16, weight, first + (half > 0 ? own * 8 + i * half : own * 16 + i * 8), out, in, 0, in);
   }
-  static __device__ __forceinline__ auto factor(const T* stage) {
-    return Factor<T, 2>(stage + threadIdx.x / 32 * kTileBytes);
+  __device__ __forceinline__ auto factor(const T* stage) const {
+    return Factor<T, 2>(*this, stage + threadIdx.x / 32 * kTileBytes);
   }
 };
 
@@ -180,7 +181,7 @@ static __device__ __forceinline__ void multiply(float (&sums)[kRows / 16][2][4],
   }
   const int lane = threadIdx.x % 32;
   const int rows_at = place<kInner>(lane % 16, lane / 16);
-  const auto weights = [&](int slot) { return Tile::factor(memory + slot * kStageElements); };
+  const auto weights = [&](int slot) { return tile.factor(memory + slot * kStageElements); };
   const auto rows = [&](uint32_t (&to)[4], int slot, int m, int k) {
     ldmatrix(to, memory + slot * kStageElements + Tile::kElements + m * 16 * kInner + (rows_at ^ 16 * k));
   };

@@ -26,7 +26,7 @@ static __device__ __forceinline__ uint32_t int8_pair(uint32_t word) {
 }
 
 template <>
-struct PackedStage<Format::kW8A16> {
+struct PackedStage<Format::kW8A16, 64> {
   static constexpr int kTileBytes = 512;  // of a stage: 8 features x 64 columns
 
   const unsigned char* from[2];  // of a thread's pieces, in the two tiles that its warp copies
@@ -34,8 +34,8 @@ struct PackedStage<Format::kW8A16> {
 
   // The i-th tile of the warp begins with `feature` of a weight [features, row_size], or is its last; stages begin with
   // the column `inner`.
-  __device__ __forceinline__ void set(int i, const void* weight, int64_t feature, int64_t features, int64_t in,
-                                      int64_t inner) {
+  __device__ __forceinline__ void set(int i, Format, const void* weight, int64_t feature, int64_t features, int64_t in,
+                                      int64_t inner, int64_t) {
     const int64_t first = min(feature, (features - 1) / 8 * 8), live = min(int64_t(8), features - first);
     from[i] =
         static_cast<const unsigned char*>(weight) + first * int8_row_size(in) + live * inner + threadIdx.x % 32 * 16;
@@ -56,7 +56,7 @@ struct PackedStage<Format::kW8A16> {
   struct Factor {
     uint4 pieces[kTiles];
 
-    __device__ __forceinline__ explicit Factor(const void* first) {
+    __device__ __forceinline__ Factor(const PackedStage&, const void* first) {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i)
         pieces[i] = load16(static_cast<const unsigned char*>(first) + i * kTileBytes + threadIdx.x % 32 * 16);

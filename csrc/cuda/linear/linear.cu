@@ -7,7 +7,8 @@
 // shared memory.
 //
 // More than 64 rows come in blocks of 128, with 192 features each: every block reads all of its rows, and with fewer
-// features these would be more bytes than the weights. Blocks with the same weights lie side by side.
+// features these would be more bytes than the weights. Blocks with the same weights lie side by side. If weights are
+// packed, blocks have 64 rows: their factors take registers.
 //
 // If there are few features, the inner dimension is cut into slices. Up to 16 rows each has a block of its own: three
 // fit on an SM, so that there is an even share of the weights for every SM, also while the blocks of two kernels
@@ -15,26 +16,27 @@
 // pairs in ascending order. The slices depend only on the weights' shapes, and a sum takes its products in ascending
 // order, so a row's bits depend neither on the other rows nor on their number.
 //
-// Packed weights are read as they are stored, for up to 64 rows. Slices and sums are those of dense weights.
+// Packed weights are read as they are stored. Slices and sums are those of dense weights. With few rows a stage has 128
+// columns of 4 bits: waiting and addresses then cost half as many instructions per weight.
 //
 // If gated, the weights are gate and up: of 16 features in a row, eight are of one and the same eight of the other. A
 // thread then holds both products of an output, and stores silu(gate) * up.
 //
 // With `prefetch`, from sm_90, the first weights are requested before the previous kernel has ended.
-#include "cuda/linear/int8.cuh"
+#include "cuda/linear/groups.cuh"
 
 namespace dflash {
 
 // ---- what a block multiplies: its shape, its rows and weights, and the ring of stages that they pass through
 
-// The work of a block with up to kRows rows.
-template <int kMostRows>
+// The work of a block with up to kRows rows, in stages of kInner columns.
+template <int kMostRows, int kColumns = (kMostRows > 64 ? 32 : 64)>
 struct Shape {
   static constexpr int kRows = kMostRows;
   static constexpr int kFeatures = kRows > 64 ? 192 : 128;
-  static constexpr int kInner = kRows > 64 ? 32 : 64;  // of a stage
-  static constexpr int kPieces = kInner / 8;           // of 16 bytes per row of a stage
-  static constexpr int kSlices = kRows > 16 ? 2 : 1;   // of the inner dimension, one after the other
+  static constexpr int kInner = kColumns;
+  static constexpr int kPieces = kInner / 8;          // of 16 bytes per row of a stage
+  static constexpr int kSlices = kRows > 16 ? 2 : 1;  // of the inner dimension, one after the other
   // What a warp multiplies.
   static constexpr int kRowWarps = kRows > 32 ? 2 : 1;
   static constexpr int kWarpRows = kRows / kRowWarps, kWarpFeatures = kFeatures * kRowWarps / (kThreads / 32);
@@ -44,9 +46,14 @@ struct Shape {
   static __device__ __forceinline__ int warp_feature() { return threadIdx.x / 32 / kRowWarps * kWarpFeatures; }
   // Offset of a piece of a row in a stage, in elements. Eight rows at the same piece use different banks.
   static __device__ __forceinline__ int place(int row, int piece) {
-    return row * kInner + (piece ^ (row * kPieces / 8 % kPieces)) * 8;
+    return row * kInner + (piece ^ (kPieces > 8 ? row % 8 : row * kPieces / 8 % kPieces)) * 8;
   }
 };
+
+constexpr bool has_nibbles(Format format) { return has_groups(format) && bits_of_groups(format) == 4; }
+
+template <Format kFormat, int kRows>
+using ShapeOf = std::conditional_t<has_nibbles(kFormat) && kRows <= 16, Shape<kRows, 128>, Shape<kRows>>;
 
 // Sums of a thread in mma's layout: [rows / 16, features / 8].
 template <int kRows>
@@ -69,7 +76,7 @@ struct Part {
         features(p.features[0]),
         column(0) {
     constexpr int kOwn = kGated ? Shape<kRows>::kFeatures / 2 : Shape<kRows>::kFeatures;
-    const int row_blocks = kRows > 64 ? int(ceil_div(p.rows, kRows)) : 1;
+    const int row_blocks = kRows >= 64 ? int(ceil_div(p.rows, kRows)) : 1;
     int tile = block / row_blocks;
     first_row = block % row_blocks * kRows;
 #pragma unroll
@@ -87,23 +94,25 @@ struct Part {
   }
 };
 
-// A block's weights of a format, in stages of S::kInner columns from `inner` on. If gated, 8 of gate, 8 of up, ...
+// A block's weights of a format, in stages of S::kInner columns from `inner` to `end`. If gated, gate and up by eights.
 template <Format kFormat, typename T, int kRows, bool kGated>
-struct Weights : PackedStage<kFormat> {
-  using S = Shape<kRows>;
+struct Weights : PackedStage<kFormat, ShapeOf<kFormat, kRows>::kInner> {
+  using S = ShapeOf<kFormat, kRows>;
+  using Stage = PackedStage<kFormat, S::kInner>;
   static constexpr int kTiles = S::kWarpFeatures / 8;
-  static constexpr int kElements = S::kFeatures / 8 * PackedStage<kFormat>::kTileBytes / 2;  // of T, in a stage
+  static constexpr int kElements = S::kFeatures / 8 * Stage::kTileBytes / 2;  // of T, in a stage
 
-  __device__ __forceinline__ Weights(const LinearParams& p, const Part<T, kRows, kGated>& part, int64_t inner) {
+  __device__ __forceinline__ Weights(const LinearParams& p, const Part<T, kRows, kGated>& part, int64_t inner,
+                                     int64_t end) {
     const int first = threadIdx.x / 32 * 16;  // of a warp's own features
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      this->set(i, kGated ? p.weights[i] : part.weight, part.feature + (kGated ? first / 2 : first + 8 * i),
-                part.features, p.in, inner);
+      this->set(i, p.format, kGated ? p.weights[i] : part.weight, part.feature + (kGated ? first / 2 : first + 8 * i),
+                part.features, p.in, inner, end);
   }
   __device__ __forceinline__ auto factor(const T* stage) const {
-    using Factor = typename PackedStage<kFormat>::template Factor<T, kTiles>;
-    return Factor(stage + S::warp_feature() / 8 * (PackedStage<kFormat>::kTileBytes / 2));
+    using Factor = typename Stage::template Factor<T, kTiles>;
+    return Factor(*this, stage + S::warp_feature() / 8 * (Stage::kTileBytes / 2));
   }
 };
 
@@ -120,7 +129,8 @@ struct Weights<Format::kDense, T, kRows, kGated> {
   int own;    // where the warp's first features are
 
   // Past the last feature, its weights are loaded again and the results dropped.
-  __device__ __forceinline__ Weights(const LinearParams& p, const Part<T, kRows, kGated>& part, int64_t inner) {
+  __device__ __forceinline__ Weights(const LinearParams& p, const Part<T, kRows, kGated>& part, int64_t inner,
+                                     int64_t) {
     const int row = threadIdx.x / S::kPieces, piece = threadIdx.x % S::kPieces, lane = threadIdx.x % 32;
     const int64_t k = inner + piece * 8;
     to = S::place(row, piece);
@@ -153,7 +163,7 @@ struct Weights<Format::kDense, T, kRows, kGated> {
 // The ring of stages, each with weights and then rows. A thread copies the same piece of every kApart-th row.
 template <Format kFormat, typename T, int kRows, bool kGated>
 struct Stages {
-  using S = Shape<kRows>;
+  using S = ShapeOf<kFormat, kRows>;
   using W = Weights<kFormat, T, kRows, kGated>;
   static constexpr int kApart = kThreads / S::kPieces, kCopies = (kRows + kApart - 1) / kApart;
   static constexpr int kElements = W::kElements + kRows * S::kInner, kBytes = kStages * kElements * 2;
@@ -165,8 +175,9 @@ struct Stages {
   int tiles[kCopies];  // tiles that have columns at the thread's piece, 0 past the last row
   uint64_t policy;
 
-  __device__ __forceinline__ Stages(const LinearParams& p, const Part<T, kRows, kGated>& part, int64_t inner)
-      : memory(shared<T>()), weights(p, part, inner), policy(evict_first_policy()) {
+  __device__ __forceinline__ Stages(const LinearParams& p, const Part<T, kRows, kGated>& part, int64_t inner,
+                                    int64_t end)
+      : memory(shared<T>()), weights(p, part, inner, end), policy(evict_first_policy()) {
     const int row = threadIdx.x / S::kPieces, piece = threadIdx.x % S::kPieces;
     const int64_t k = inner + piece * 8;
     to = S::place(row, piece);
@@ -175,7 +186,7 @@ struct Stages {
       const int64_t own = part.first_row + row + i * kApart;
       const bool there = own < p.rows;
       x[i] = static_cast<const T*>(p.x) + (there ? own : 0) * p.in + k;
-      tiles[i] = there ? int((p.in - k + S::kInner - 1) / S::kInner) : 0;
+      tiles[i] = there ? int((end - k + S::kInner - 1) / S::kInner) : 0;
     }
   }
 
@@ -278,7 +289,7 @@ static __device__ __forceinline__ void store_results(const LinearParams& p, cons
     for (int e = 0; e < 2; ++e) {
       if (!kGated && part.bias && e < left) bias[e] = to_float(part.bias[feature + e]);
 #pragma unroll
-      for (int i = 0; kFormat != Format::kDense && i < kApart; ++i)
+      for (int i = 0; kFormat == Format::kW8A16 && i < kApart; ++i)
         if (e < left) scales[i][e] = (i ? p.scales[1] : part.scales)[feature + e];
     }
 #pragma unroll
@@ -289,12 +300,12 @@ static __device__ __forceinline__ void store_results(const LinearParams& p, cons
         if (part.first_row + row >= p.rows) continue;
         const auto product = [&](int i, int e) {
           const float s = sum[m][n + i][2 * half + e];
-          return kFormat == Format::kDense ? s : s * scales[i][e];
+          return kFormat == Format::kW8A16 ? s * scales[i][e] : s;
         };
         T* at = to + row * p.out_features + column;
         if constexpr (kGated)
           store_two(at, gated(product(0, 0), product(1, 0)), gated(product(0, 1), product(1, 1)), left);
-        else if constexpr (kFormat == Format::kDense)
+        else if constexpr (kFormat != Format::kW8A16)
           store_two(at, product(0, 0) + bias[0], product(0, 1) + bias[1], left);
         else
           store_two(at, __fmaf_rn(sum[m][n][2 * half], scales[0][0], bias[0]),
@@ -306,18 +317,18 @@ static __device__ __forceinline__ void store_results(const LinearParams& p, cons
 // Grid: (tiles of all weights * blocks of rows, splits / kSlices).
 template <Format kFormat, typename T, int kRows, bool kGated>
 static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const LinearParams p) {
-  using S = Shape<kRows>;
+  using S = ShapeOf<kFormat, kRows>;
   __shared__ bool arrived_last;
   const int lane = threadIdx.x % 32, blocks = int(gridDim.y);  // that share a result
   const int64_t slice = ceil_div(ceil_div(p.in, kSteps), p.splits) * kSteps, own = S::kSlices * slice;
-  const int64_t inner = blockIdx.y * own;
-  const int tiles = int(max(int64_t(0), ceil_div(min(own, p.in - inner), S::kInner)));
+  const int64_t inner = blockIdx.y * own, end = min(p.in, inner + own);
+  const int tiles = int(max(int64_t(0), ceil_div(end - inner, S::kInner)));
   const int second = int(slice / S::kInner);  // the first tile of the second slice
   float4* stored =                            // [tiles, blocks, kVectors, kThreads] vectors of four
       reinterpret_cast<float4*>(p.workspace) + blockIdx.x * int64_t(blocks) * S::kVectors * kThreads + threadIdx.x;
   float4* own_stored = stored + blockIdx.y * int64_t(S::kVectors) * kThreads;
   const Part<T, kRows, kGated> part(p, int(blockIdx.x));
-  const Stages<kFormat, T, kRows, kGated> stages(p, part, inner);
+  const Stages<kFormat, T, kRows, kGated> stages(p, part, inner, end);
   if (p.prefetch)
     for (int i = 0; i < kAhead && i < tiles; ++i) stages.copy_weights(i, i);
   grid_launch_dependents();
@@ -380,8 +391,9 @@ static int64_t num_slices(int64_t tiles, int64_t in) {
 
 // Calls f(Shape) with the one for these rows.
 template <typename F>
-static auto with_shape(int64_t rows, F&& f) {
-  return rows <= 16 ? f(Shape<16>()) : rows <= 32 ? f(Shape<32>()) : rows <= 64 ? f(Shape<64>()) : f(Shape<128>());
+static auto with_shape(int64_t rows, Format format, F&& f) {
+  if (rows > 64 && format == Format::kDense) return f(Shape<128>());
+  return rows <= 16 ? f(Shape<16>()) : rows <= 32 ? f(Shape<32>()) : f(Shape<64>());
 }
 
 template <typename S>
@@ -392,15 +404,14 @@ static dim3 grid_of(S, int64_t rows, const int64_t* features, int num_weights, b
 
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
                            const int64_t* features, bool gated, Format format) {
-  const int64_t most = format == Format::kDense ? kMaxLinearRows : kMaxPackedRows;
-  bool takes = dtype != DType::kFloat32 && 0 < rows && rows <= most && in > 0 && in % 8 == 0;
-  for (int i = 0; i < num_weights; ++i) takes &= aligned16(weights[i]);
+  bool takes = dtype != DType::kFloat32 && 0 < rows && rows <= kMaxLinearRows && in > 0 && in % 8 == 0;
+  for (int i = 0; i < num_weights; ++i) takes &= aligned16(weights[i]) && (!has_groups(format) || features[i] % 8 == 0);
   const int64_t tiles = num_tiles(features, num_weights, gated, kTile);
   if (!takes || tiles == 0) return {0, 0};
   const int64_t slices = num_slices(tiles, in);
-  // Up to 16 rows there are at most kBlocks / 2 results that blocks share, with more rows kBlocks / 3 * 4 / 3.
-  static_assert(kBlocks / 2 <= kNumCounters, "one counter per result");
-  return with_shape(rows, [&](auto shape) -> Workspace {
+  // There are at most kBlocks / 2 results of 16 rows that blocks share, or kBlocks / 3 for each 64 rows.
+  static_assert(kBlocks / 3 * kMaxLinearRows / 64 <= kNumCounters, "one counter per result");
+  return with_shape(rows, format, [&](auto shape) -> Workspace {
     using S = decltype(shape);
     const dim3 grid = grid_of(shape, rows, features, num_weights, gated, slices);
     const int64_t floats = S::kFeatures * S::kRows;
@@ -420,8 +431,11 @@ static cudaError_t launch_format(const LinearParams& p, cudaStream_t stream) {
 template <typename T, int kRows>
 static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
   if (p.format == Format::kDense) return launch_format<Format::kDense, T, kRows>(p, stream);
-  if constexpr (kRows <= kMaxPackedRows)
+  if constexpr (kRows <= 64) {
     if (p.format == Format::kW8A16) return launch_format<Format::kW8A16, T, kRows>(p, stream);
+    if (has_nibbles(p.format)) return launch_format<Format::kW4A16G32, T, kRows>(p, stream);
+    if (has_groups(p.format)) return launch_format<Format::kW8A16G32, T, kRows>(p, stream);
+  }
   return cudaErrorInvalidValue;
 }
 
@@ -432,7 +446,8 @@ cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream) {
     if constexpr (std::is_same_v<T, float>)
       return cudaErrorInvalidValue;
     else
-      return with_shape(p.rows, [&](auto shape) { return launch_rows<T, decltype(shape)::kRows>(p, stream); });
+      return with_shape(p.rows, p.format,
+                        [&](auto shape) { return launch_rows<T, decltype(shape)::kRows>(p, stream); });
   });
 }
 

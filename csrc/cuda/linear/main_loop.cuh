@@ -9,7 +9,7 @@ constexpr int kStages = 4;  // with 16 rows, three blocks fit on an SM: one of t
 constexpr int kAhead = kStages - 1;
 
 // How threads copy and read the stages of a packed format: what each lane copies, and its share of a factor of mma.
-template <Format>
+template <Format, int kInner = 64>
 struct PackedStage;
 
 // sums [kRows / 16][kFeatures / 8] of a thread, in mma's layout, += the products of `tiles` stages of kInner columns,
@@ -26,7 +26,7 @@ static __device__ __forceinline__ void multiply_tiles(float (&sum)[kM][kN][4], i
     if (tile + kAhead < tiles) copy(free_stage, tile + kAhead);
     cp_async_commit();
     before(tile);
-    const auto factor = weights(stage);
+    auto factor = weights(stage);
 #pragma unroll
     for (int k = 0; k < kInner / 16; ++k) {
       uint32_t a[kM][4];

@@ -124,7 +124,7 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
         values = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
         how = "the keys of the file" if keys else "default"
         say(f"sampling: {values}, as llama.cpp by {how}, unless options or requests set others")
-    if targets.is_packed(target):
+    if targets.is_packed(target) and target.device.type == "cpu":
         sizes = targets.weight_bytes_per_token(target)
         kinds = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in sizes.items())
         most = memory_bytes_per_second() / sum(sizes.values())

@@ -20,7 +20,7 @@ from ..files import find_shards, open_tensors, read_json, read_torch_file
 from ..ops import PackedWeight
 from ..settings import MTP
 from ..terminal import listed, named, printable, shortened
-from .fill import StoredWeight, can_pack
+from .fill import StoredWeight, packed_for
 from .gguf import find_gguf, read_gguf
 from .gguf_draft import gguf_config, gguf_tensors
 from .quantized import FEW_BITS, Quantized, Scheme, read_draft_scheme, read_weights
@@ -120,7 +120,7 @@ def _from_module(
 ) -> Drafter:
     if isinstance(module, Drafter):
         wanted = dtype or module.dtype, torch.empty(0, dtype=torch.uint8, device=device or module.device).device
-        if module.packed_weights() and not (keeps_blocks and can_pack(*wanted)):
+        if module.packed_weights() and not (keeps_blocks and packed_for(*wanted) == "cpu"):
             return _load(module.config, "the drafter", module.weights(), *wanted, keeps_blocks=False)
         if wanted == (module.dtype, module.device):
             return module
@@ -245,7 +245,8 @@ def _load(
     # 4. Allocate. Memory that is not written to before packed weights take its place is not used
     first = next(x for x in map(tensors.get, ("fc.weight", "hidden_norm.weight")) if isinstance(x, Tensor))
     drafter = Drafter(config, dtype=dtype or first.dtype, device=first.device if device is None else device)
-    if unpacked := _fill(drafter, tensors, parts, packs=keeps_blocks and can_pack(drafter.dtype, drafter.device)):
+    packs = keeps_blocks and packed_for(drafter.dtype, drafter.device) == "cpu"
+    if unpacked := _fill(drafter, tensors, parts, packs=packs):
         what = f"{len(unpacked)} quantized weights become dense in {drafter.dtype}"
         warnings.warn(f"{source}: {what}: {listed(unpacked)}", stacklevel=4)
     drafter.refresh()

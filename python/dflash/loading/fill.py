@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .. import ops
 from ..ops import PackedWeight
 from ..targets import PackedEmbedding, PackedExperts, PackedLinear, experts_layout
 from ..targets.model import KERNEL_DTYPES
@@ -27,12 +28,16 @@ class StoredWeight(Protocol):
         """Return the values in float32."""
 
     def pack(self) -> PackedWeight | None:
-        """Return it packed; None if it cannot stay packed."""
+        """Return it packed for CPUs; None if it cannot stay packed."""
 
 
-def can_pack(dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Return True if kernels multiply rows of this dtype by packed weights there."""
-    return torch.device(device).type == "cpu" and dtype in KERNEL_DTYPES["cpu"]
+def packed_for(dtype: torch.dtype, device: torch.device | str) -> str:
+    """Return the type of a device whose kernels multiply rows of this dtype by packed weights; empty if none do."""
+    device = torch.device(device)
+    if dtype not in KERNEL_DTYPES.get(device.type, ()):
+        return ""
+    has_kernel = device.type == "cpu" or not (ops.cuda_status(device.index or 0) or "linear" in ops.kernels_off())
+    return device.type if has_kernel else ""
 
 
 def by_module(weights: Mapping[str, T]) -> dict[str, dict[str, T]]:
@@ -45,7 +50,7 @@ def by_module(weights: Mapping[str, T]) -> dict[str, dict[str, T]]:
 
 
 def fill_module(
-    model: nn.Module, path: str, weights: Mapping[str, Tensor | StoredWeight], packs: bool
+    model: nn.Module, path: str, weights: Mapping[str, Tensor | StoredWeight], packs: str
 ) -> list[StoredWeight]:
     """Give a module its weights. Returns the stored ones that became dense.
 
@@ -53,10 +58,10 @@ def fill_module(
         model: with its parameters on the meta device.
         path: of the module, in whose place a packed one may come.
         weights: by name in the module; a tensor is as the module has it.
-        packs: leave weights packed where a module and kernels take them.
+        packs: from `packed_for`: leave weights packed where a module and kernels of this device take them.
     """
     module = model.get_submodule(path)
-    if packs and (made := _packed_module(module, weights)) is not None:
+    if packs and (made := _packed_module(module, weights, packs)) is not None:
         model.set_submodule(path, made)
         return []
     for key, weight in weights.items():
@@ -77,7 +82,7 @@ def set_values(model: Any, name: str, values: Tensor, *, copy: bool = True) -> N
     module = model.get_submodule(path)
     like = getattr(module, key)
     is_wide = any(re.search(rf"(^|\.){each}(\.|$)", name) for each in model._keep_in_fp32_modules_strict or ())
-    values = values.reshape(like.shape).to(torch.float32 if is_wide else like.dtype, copy=copy)
+    values = values.reshape(like.shape).to(torch.float32 if is_wide else like.dtype, copy=copy).contiguous()
     if key in module._buffers:
         module._buffers[key] = values
     else:
@@ -104,13 +109,17 @@ def gate_by_turns(values: Tensor) -> Tensor:
     return values.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
-def _packed_module(module: Any, weights: Mapping[str, Tensor | StoredWeight]) -> nn.Module | None:
-    """Return a module like another that keeps its weights packed; None if it cannot."""
+def _packed_module(module: Any, weights: Mapping[str, Tensor | StoredWeight], device: str) -> nn.Module | None:
+    """Return a module like another that keeps its weights packed; None if it cannot. On GPUs only linear layers can."""
+    is_linear = type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
+    if device == "cuda" and not is_linear:
+        return None
     if {"gate_up_proj", "down_proj"} <= weights.keys():
         return _packed_experts(module, weights)
     is_scaled = isinstance(module, nn.Embedding) and "embed_scale" in dict(module.named_buffers())
-    is_plain = type(module) in (nn.Linear, nn.Embedding) or is_scaled or type(module).__name__ == "FalconLinear"
-    packed = _packed(weights.get("weight")) if is_plain else None
+    packed = _packed(weights.get("weight")) if is_linear or is_scaled or type(module) is nn.Embedding else None
+    if packed is not None and device == "cuda":
+        packed = packed.in_groups(module.weight.dtype)
     if packed is None:
         return None
     if not isinstance(module, nn.Embedding):

@@ -148,7 +148,7 @@ def _tensor_of(rows: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(rows))
 
 
-def load_weights(model: nn.Module, file: GgufFile, *, keeps_blocks: bool, draft_block: int | None = None) -> None:
+def load_weights(model: nn.Module, file: GgufFile, *, packs: str, draft_block: int | None = None) -> None:
     """Give an empty model the tensors of a file.
 
     The file is mapped, and each tensor packed as it is read, so that memory holds the packed weights and one tensor.
@@ -156,7 +156,7 @@ def load_weights(model: nn.Module, file: GgufFile, *, keeps_blocks: bool, draft_
     Args:
         model: its parameters on the meta device, its buffers real.
         file: what it is loaded from; its config is from `read_config`.
-        keeps_blocks: leave the weights of linear layers, embeddings and experts in blocks.
+        packs: from `packed_for`: leave the weights of linear layers, embeddings and experts in few bits for a device.
         draft_block: the block of the file that a model of one layer is, a head for drafts; None for all of the file.
 
     Raises:
@@ -165,7 +165,7 @@ def load_weights(model: nn.Module, file: GgufFile, *, keeps_blocks: bool, draft_
     # Nothing is loaded unless all tensors have a place, and fit
     changed = set[str]()
     for path, weights in by_module(_parts_of(model, file, draft_block, changed)).items():
-        fill_module(model, path, weights, keeps_blocks)
+        fill_module(model, path, weights, packs)
     tie_head(model)
     if changed:
         what = f"some weights of type {listed(sorted(changed))} take 8.5 bits each in memory, as Q8_0"

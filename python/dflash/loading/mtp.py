@@ -103,7 +103,7 @@ def load_mtp(target: nn.Module) -> MtpHead:
     # 2. A model of one layer, with the target's embeddings, head and rotary tables
     head, packs = _one_layer(model), source.packs(dtype, device)
     if file is not None:
-        load_weights(head, file, keeps_blocks=packs, draft_block=num_layers)
+        load_weights(head, file, packs=packs, draft_block=num_layers)
     elif folder is not None:
         scheme = read_draft_scheme(read_json(folder / "config.json"), folder)
         QuantizedFolder(folder, headers, scheme, head, packs).load()

@@ -19,7 +19,7 @@ import torch
 from ..files import read_json
 from ..targets import is_packed
 from ..terminal import listed, named, printable, shortened
-from .fill import can_pack
+from .fill import packed_for
 from .folder import check_all_used, check_target_config, check_target_size, check_target_weights, read_headers
 from .gguf import GgufFile, find_gguf, read_gguf
 from .gguf_architectures import read_config
@@ -51,7 +51,8 @@ class Pretrained:
         advice: what to do about code that may not run, for the error.
         local_files_only: download nothing.
         pictures: load the vision tower too.
-        keeps_blocks: leave weights of GGUF files and quantized folders packed on CPUs; else they become dense.
+        keeps_blocks: leave weights of GGUF files and quantized folders packed where kernels read them; else they
+            become dense.
     """
 
     name: str | os.PathLike
@@ -133,12 +134,14 @@ class Pretrained:
             files, dtype = [self.gguf.path], self.gguf.dtype if dtype == "auto" else dtype
         else:
             said = (base or self).find("hf_quant_config.json")
-            scheme = read_scheme(config, said, folder, is_cpu=is_cpu, is_adapted=base is not None)
+            stored = _stored_dtype(config, is_cpu) if dtype == "auto" else dtype
+            packs = bool(self.packs(stored, device))
+            scheme = read_scheme(config, said, folder, is_cpu=is_cpu, packs=packs, is_adapted=base is not None)
             if scheme is not None:
                 _require("accelerate", f"{printable(self.name)} needs the accelerate package: pip install '.[gguf]'")
                 folder = self._download()
             files = [] if folder is None else check_target_weights(folder)
-            dtype = _stored_dtype(config, is_cpu) if scheme is not None and dtype == "auto" else dtype
+            dtype = stored if scheme is not None else dtype
         # 2. Read weights that stay packed, or that transformers would not read right, if all fit their places
         if self.gguf is not None or (scheme is not None and files and all(x.suffix == ".safetensors" for x in files)):
             with self._readable_errors():  # the device may be full
@@ -164,12 +167,12 @@ class Pretrained:
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
 
-    def packs(self, dtype: Any, device: Any) -> bool:
-        """Return True if weights in few bits stay so on a device, with activations of ``dtype``."""
-        return self.keeps_blocks and can_pack(dtype, device)
+    def packs(self, dtype: Any, device: Any) -> str:
+        """Return the type of device for which weights in few bits stay so, with rows of ``dtype``; empty if none."""
+        return packed_for(dtype, device) if self.keeps_blocks else ""
 
     def _load_stored(
-        self, config: Any, scheme: Scheme | None, files: Sequence[Path], dtype: torch.dtype, packs: bool
+        self, config: Any, scheme: Scheme | None, files: Sequence[Path], dtype: torch.dtype, packs: str
     ) -> Any:
         """Build the target without memory for its weights, and give it those of the files."""
         from accelerate import init_empty_weights
@@ -183,7 +186,7 @@ class Pretrained:
             if self.gguf is None:
                 QuantizedFolder(self.name, read_headers(files), scheme, target, packs).load()
             else:
-                load_weights(target, self.gguf, keeps_blocks=packs)
+                load_weights(target, self.gguf, packs=packs)
                 self.gguf.__dict__.pop("_bytes", None)  # the mapped file: copies of the target must not hold it
                 path, where = self.gguf.path, self.gguf.path.parent
                 target.name_or_path = str(path)
@@ -343,14 +346,14 @@ def load_target(
 
     On a CPU the weights of a GGUF file stay in its blocks (``docs/files.md`` has the types): the file is mapped and
     packed tensor by tensor. Folders in AWQ, GPTQ, MLX, compressed-tensors' integers and MXFP4 stay packed too; those in
-    FP8 and NVFP4 become dense, with a warning (``docs/quantized.md``). In float16, and on other devices, all become
-    dense.
+    FP8 and NVFP4 become dense, with a warning (``docs/quantized.md``). In float16 all become dense. On a GPU linear
+    layers in AWQ, GPTQ, compressed-tensors' integers and some types of GGUF files stay packed (``docs/weights.md``).
     Targets to train for must be dense: load these with transformers.
 
     Args:
         name: a GGUF file, a folder, a hub id, or ``owner/name:FILE.gguf`` on the hub.
         dtype: of the activations and of all weights that are not packed; "auto" for that of the files, bfloat16 for
-            quantized GGUF files, float32 for quantized folders in float16.
+            quantized GGUF files, on a CPU float32 for quantized folders in float16.
         device: where it runs.
         trust_remote_code: run the Python code that comes with it, with the rights of this process.
 

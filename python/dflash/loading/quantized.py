@@ -18,6 +18,7 @@ from torch import Tensor
 from ..files import open_tensors, read_json
 from ..ops import PackedWeight
 from ..targets import experts_layout
+from ..targets.packed import CHOSEN_EXPERTS
 from ..terminal import listed, named, printable, shortened
 from .fill import by_module, fill_module, gate_above_up, set_values, tie_head
 from .folder import Header, check_all_used
@@ -47,18 +48,19 @@ class Scheme(NamedTuple):
 
 
 def read_scheme(
-    config: Any, said: Path | None, folder: Path | None, *, is_cpu: bool, is_adapted: bool
+    config: Any, said: Path | None, folder: Path | None, *, is_cpu: bool, packs: bool, is_adapted: bool
 ) -> Scheme | None:
     """Return how this package reads a quantized folder; None if it is not quantized, or transformers reads it.
 
-    On GPUs transformers does, by the kernels of the library, except for Model-Optimizer, whose scales it leaves out,
-    and MLX.
+    On GPUs transformers does, by the kernels of the library, except for integers of 4 and 8 bits that our kernels read
+    (not those of experts), for Model-Optimizer, whose scales it leaves out, and MLX.
 
     Args:
         config: of the model.
         said: the ``hf_quant_config.json`` of Model-Optimizer, if there is one.
         folder: for errors.
         is_cpu: the model runs on a CPU.
+        packs: weights may stay packed on its device.
         is_adapted: it is the base of a PEFT adapter, which transformers loads.
 
     Raises:
@@ -77,14 +79,22 @@ def read_scheme(
     if method == "modelopt" and ("AWQ" in algorithm or not re.search("FP8|FP4|^MIXED", algorithm, re.I)):
         known = "one of FP8 or FP4, without AWQ"
         raise ValueError(f"{where}: Model-Optimizer's quant_algo must be {known}, got {named(algorithm)}")
-    if method not in _OURS and (method not in _METHODS or not is_cpu or is_adapted):
+    has_experts = any(getattr(text, key, None) for key in CHOSEN_EXPERTS)
+    stays_packed = packs and _is_in_words(given, method) and not has_experts
+    is_read_here = method in _METHODS and (is_cpu or stays_packed) and not is_adapted
+    if method not in _OURS and not is_read_here:
         from transformers.quantizers.auto import AutoHfQuantizer
 
         if AutoHfQuantizer.supports_quant_method(given):
             return None
         raise ValueError(f"{where}: quant_method must be one that can be read, got {named(method)}")
     # 3. How
-    return _read_layout(given, method, where)
+    try:
+        return _read_layout(given, method, where)
+    except ValueError:
+        if is_cpu or method in _OURS:
+            raise
+        return None  # transformers may read it
 
 
 def read_draft_scheme(config: Mapping[str, Any], folder: Path) -> Scheme | None:
@@ -114,6 +124,21 @@ def _find_settings(given: Any, said: Path | None, where: str) -> dict[str, Any] 
 def _method_of(given: Mapping[str, Any]) -> str:
     method = str(given.get("quant_method", "mlx" if "group_size" in given and "bits" in given else ""))
     return "modelopt" if method.startswith("modelopt") else method
+
+
+def _is_in_words(given: Mapping[str, Any], method: str) -> bool:
+    """Return True if a library stores integers of 4 or 8 bits in words of 32 bits. Only weights are quantized then."""
+    if method in ("awq", "gptq"):
+        return given.get("bits") in (4, 8)
+    groups = given.get("config_groups")
+    groups = groups.values() if isinstance(groups, dict) else ()
+    return given.get("format") == "pack-quantized" and all(map(_is_of_weights, groups))
+
+
+def _is_of_weights(group: Any) -> bool:
+    """Return True if a group of compressed-tensors quantizes weights to 4 or 8 bits, and nothing else."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    return isinstance(weights, dict) and weights.get("num_bits") in (4, 8) and not group.get("input_activations")
 
 
 def _read_layout(given: Mapping[str, Any], method: str, where: str) -> Scheme:
@@ -487,14 +512,14 @@ class QuantizedFolder:
         headers: of the safetensors, by their names in the model before transformers' conversions.
         scheme: from `read_scheme`; None if no weight is quantized.
         model: its parameters on the meta device, its buffers real.
-        packs: leave weights packed where kernels read them.
+        packs: from `packed_for`: leave weights packed where kernels of this device read them.
 
     Raises:
         ValueError: a tensor has no place, a parameter has no tensor, scales are missing, or shapes do not fit.
     """
 
     def __init__(
-        self, folder: object, headers: Mapping[str, Header], scheme: Scheme | None, model: Any, packs: bool
+        self, folder: object, headers: Mapping[str, Header], scheme: Scheme | None, model: Any, packs: str
     ) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -605,7 +630,7 @@ class QuantizedFolder:
         merged = [key for key, places in keys.items() if places[0].pattern is not None]
         # 1. Weights of experts that stay packed are joined; others are merged by transformers' converters
         weights: dict[str, Quantized | Tensor] = {}
-        if self._packs and merged and experts_layout(self._model.get_submodule(path)) is not None:
+        if self._packs == "cpu" and merged and experts_layout(self._model.get_submodule(path)) is not None:
             joined = {key: self._joined(names[key], keys[key], get) for key in merged}
             weights = {key: weight for key, weight in joined.items() if weight is not None}
         if weights.keys() < set(merged):
@@ -661,11 +686,15 @@ class QuantizedFolder:
 
     def _count(self, weight: Quantized) -> None:
         """Count a weight that becomes dense for the warning."""
-        asked = "experts that differ, or modules without a kernel" if self._packs else "as asked for"
+        asked = _UNPACKED.get(self._packs, "as asked for")
         self._made_dense.setdefault(weight.obstacle or asked, []).append(weight.shape.numel() * self._dtype.itemsize)
 
 
 _Get = Callable[[Header], Tensor]
+_UNPACKED = {
+    "cpu": "experts that differ, or modules without a kernel",
+    "cuda": "experts, minima, or scales that our CUDA kernels do not take",
+}
 
 
 def _split_experts(headers: Mapping[str, Header]) -> dict[str, Header]:

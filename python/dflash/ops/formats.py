@@ -97,8 +97,38 @@ class TileOrder(Order):
                 yield lines, memory[..., place.start * tile : short * tile if unit == 2 else None].view(lines.shape)
 
 
+@dataclass(frozen=True)
+class GroupOrder(Order):
+    """The order of weights with groups of columns, tiles of eight features (csrc/cuda/linear/groups.cuh).
+
+    A feature's bytes are its codes, as many as whole 64 columns have, then a word of four bytes per group. Codes of 4
+    bits are two per byte: of 16 columns the first eight are in the lower halves.
+
+    Attributes:
+        bits: of a code.
+        group: columns that share a word.
+    """
+
+    bits: int
+    group: int
+
+    def codes_size(self, size: int) -> int:
+        """Return how many of a feature's bytes are codes."""
+        return size // (8 * self.bits + 256 // self.group) * 8 * self.bits
+
+    def _views(self, values: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for natural, memory in _tiles(values, packed, 8):
+            tile, codes = natural.shape[1], self.codes_size(natural.shape[2])
+            memory = memory.flatten(1)
+            # Digits of a place among a feature's codes: 64 columns, a lane's words, halves or steps, lanes, pairs
+            lanes = natural[..., :codes].unflatten(2, (-1, self.bits // 2, 2, 4, 2)).permute(0, 2, 1, 5, 3, 6, 4)
+            yield lanes, memory[:, : tile * codes].view(lanes.shape)
+            words = natural[..., codes:].unflatten(2, (-1, 4)).transpose(1, 2)
+            yield words, memory[:, tile * codes :].view(words.shape)
+
+
 class WeightFormat(NamedTuple):
-    """A format of weights: integers with a scale per output channel, or None for weights of the storage type.
+    """A format of weights: integers with scales, or weights of the storage type.
 
     What it stands for is the same everywhere: `dflash.ops.reference.linear` multiplies by any format on any device.
 
@@ -108,7 +138,7 @@ class WeightFormat(NamedTuple):
         device: the device whose kernels read it, with every instruction set or architecture; None for all.
         row_group: what is multiplied is rounded to 8 bits too, so many adjacent elements of a row by one scale
             (`dflash.ops.reference.round_rows`). Sums are of integers, with the same bits on every instruction set.
-        order: how its values lie in memory; of blocks the bytes of their features.
+        order: how its values lie in memory; of blocks and groups the bytes of their features.
         blocks: the type of a GGUF file's tensors whose integers and scales it holds.
     """
 
@@ -116,7 +146,7 @@ class WeightFormat(NamedTuple):
     storage: WeightStorage = None
     device: str | None = None
     row_group: int | None = None
-    order: ByteOrder | TileOrder | None = None
+    order: ByteOrder | TileOrder | GroupOrder | None = None
     blocks: str = ""
 
     def size(self, columns: int) -> int:
@@ -132,6 +162,11 @@ def _blocks(name: str, blocks: str = "") -> WeightFormat:
     return WeightFormat(name, None, "cpu", 32, TileOrder(shorts, (size - 2 * shorts) // 4), blocks)
 
 
+def _groups(name: str) -> WeightFormat:
+    """Return the row of a format with groups of columns."""
+    return WeightFormat(name, None, "cuda", None, GroupOrder(*_C.grouping(_C.FORMATS[name])))
+
+
 DENSE = WeightFormat("dense")
 FORMATS = {
     row.name: row
@@ -142,6 +177,8 @@ FORMATS = {
         # What a lane of a warp has as a factor of mma of 64 columns (csrc/cuda/linear/int8.cuh). Columns are [steps of
         # 16, halves, lanes, pairs]
         WeightFormat("w8a16", "int8", "cuda", None, ByteOrder(8, (4, 2, 4, 2), (1, 0, 4, 2, 5, 3))),
+        # Codes of 4 bits and a scale and zero point, or of 8 bits and a scale, per 32 or 128 columns
+        *map(_groups, ("w4a16g128", "w4a16g32", "w8a16g128", "w8a16g32")),
         # Blocks of GGUF files: the file's own integers and scales
         *(_blocks(name, name.upper()) for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")),
         *(_blocks(name, name.upper()) for name in ("iq4_nl", "iq4_xs", "mxfp4")),
@@ -174,8 +211,13 @@ class Blocks(NamedTuple):
 
 
 def unpack(packed: Tensor, format: str) -> Blocks:
-    """Read a weight ``[out, bytes]`` in blocks as the kernels do (csrc/cpu/linear/blocks.h)."""
+    """Read a weight ``[out, bytes]`` whose scales are among the bytes as the kernels do.
+
+    Those of GPUs are in csrc/cuda/linear/groups.cuh, those of CPUs in csrc/cpu/linear/blocks.h.
+    """
     order = FORMATS[format].order
+    if isinstance(order, GroupOrder):
+        return _unpack_groups(order, order.unpack(packed))
     columns, bits, offset, kind, has_minima, size, table = _C.coding(_C.FORMATS[format])
     groups, parts = columns // 32, max(1, 32 // size)
     rows = order.unpack(packed).unflatten(-1, (-1, 2 * order.shorts + 4 * order.words))
@@ -207,6 +249,63 @@ def unpack(packed: Tensor, format: str) -> Blocks:
         codes -= 0 if has_minima else head[..., -4:, None, None].int()
     scales = scales.unflatten(-1, (groups, parts))
     return Blocks(codes.flatten(1, 2), scales.flatten(1, 2), minima.flatten(1, 2) if has_minima else None)
+
+
+def _unpack_groups(order: GroupOrder, rows: Tensor) -> Blocks:
+    """Read a weight with groups of columns, ``[out, bytes]`` of its features."""
+    codes, words = rows.split([size := order.codes_size(rows.shape[-1]), rows.shape[-1] - size], -1)
+    words = words.contiguous().view(torch.int32)
+    if order.bits == 4:
+        halves = codes.unflatten(-1, (-1, 1, 8))
+        codes, zeros = torch.cat([halves & 15, halves >> 4], -2).flatten(-3).int(), words & 31
+        scales = (words & ~0xFFFF).view(torch.float32) + (words << 16 & ~0x1FFFFF).view(torch.float32)
+    else:
+        codes, zeros = codes.contiguous().view(torch.int8).int(), torch.zeros_like(words)
+        scales = words.view(torch.float32)
+    padded = torch.nn.functional.pad(codes, (0, words.shape[-1] * order.group - codes.shape[-1]))
+    codes = padded.unflatten(-1, (-1, 1, order.group)) - zeros[..., None, None]
+    return Blocks(codes, scales[..., None], None)
+
+
+def _pack_groups(format: str, codes: Tensor, scales: Tensor) -> Tensor | None:
+    """Pack the values ``codes * scales`` with groups of columns; None if the format does not hold them as they are.
+
+    Args:
+        format: one with groups.
+        codes: ``[out, in]`` int16, ``in`` a multiple of 32.
+        scales: ``[out, in / 32]`` float32.
+
+    Returns:
+        ``[out, size]`` uint8.
+    """
+    order: GroupOrder = FORMATS[format].order
+    # 1. Words of groups. What is missing of the last group is as its last column
+    size, unit = FORMATS[format].size(codes.shape[1]), max(64, order.group)
+    padded = -(-codes.shape[1] // unit) * unit
+    codes, scales = (
+        torch.cat([x, x[:, -1:].expand(-1, count - x.shape[1])], 1).unflatten(1, (-1, each))
+        for x, count, each in ((codes, padded, order.group), (scales, padded // 32, order.group // 32))
+    )
+    if not (scales == scales[..., :1]).all():
+        return None
+    scales, lowest, highest = scales[..., 0].contiguous(), codes.amin(-1), codes.amax(-1)
+    if order.bits == 4:
+        zeros = lowest.neg().clamp_(min=0)
+        upper = scales.view(torch.int32) & ~0xFFFF
+        rest = (scales - upper.view(torch.float32)).view(torch.int32)
+        fits = (highest + zeros <= 15) & (zeros <= 31) & (rest & 0x1FFFFF == 0)
+        words = upper | rest >> 16 & 0xFFFF | zeros
+    else:
+        zeros, fits, words = torch.zeros_like(lowest), (lowest >= -128) & (highest <= 127), scales.view(torch.int32)
+    if not (fits & scales.isfinite()).all():
+        return None
+    # 2. Codes
+    codes = (codes + zeros[..., None]).flatten(1).to(torch.uint8)
+    if order.bits == 4:
+        low, high = codes.unflatten(-1, (-1, 2, 8)).unbind(-2)
+        codes = (low | high << 4).flatten(-2)
+    count = order.codes_size(size)
+    return order.pack(torch.cat([codes[:, :count], words.int().view(torch.uint8)[:, : size - count]], 1), size)
 
 
 class NotFiniteError(ValueError):
@@ -384,6 +483,32 @@ class PackedWeight(NamedTuple):
                 words = [x.view(torch.int32).unflatten(-1, (padded // chunk, -1)) for x in (front, body)]
                 to.copy_(order.pack(torch.cat(words, -1).flatten(1).view(torch.uint8), size))
         return cls(packed, None, format, columns)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def in_groups(self, dtype: torch.dtype) -> PackedWeight | None:
+        """Return a weight in blocks as GPUs read it, for rows of a dtype, with the same values.
+
+        Returns:
+            The weight in new memory, in the format with the fewest bytes; None if none holds it: it has minima, a scale
+            per 16 columns, scales that the dtype does not hold, or features that are not a multiple of 8.
+        """
+        if self.shape[-2] % 8 or self.columns % 32:
+            return None
+        # 1. Integers and scales, some features at a time
+        found = []
+        for rows in self.packed.flatten(0, -2).split(_TILE * max(1, _WIDENED // (_TILE * max(1, self.columns)))):
+            codes, scales, minima = unpack(rows, self.format)
+            is_held = dtype != torch.float16 or torch.equal(scales.half().float(), scales)
+            if minima is not None or not is_held or not (scales == scales[..., :1]).all():
+                return None
+            found.append((codes.flatten(1)[:, : self.columns].short(), scales[:, : self.columns // 32, 0]))
+        # 2. The first format that holds all of them
+        for name in (name for name, row in FORMATS.items() if isinstance(row.order, GroupOrder)):
+            packed = [_pack_groups(name, *some) for some in found]
+            if all(rows is not None for rows in packed):
+                return self._replace(packed=torch.cat(packed).unflatten(0, self.shape[:-1]), format=name)
+        return None
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -82,7 +82,7 @@ def _linears_in_torch(
     if format == DENSE.name and len(weights) > 1 and all(map(_follows, weights, weights[1:])):
         shape = (sum(map(len, weights)), weights[0].shape[1])
         weights, biases = [weights[0].as_strided(shape, weights[0].stride())], [torch.cat(biases)] if biases else ()
-    split = [None] * len(weights) if format == DENSE.name else scales.split([len(weight) for weight in weights])
+    split = [None] * len(weights) if scales is None else scales.split([len(weight) for weight in weights])
     parts = zip(weights, biases or [None] * len(weights), split, strict=True)
     return torch.cat([_linear_in_torch(x, weight, bias, False, part, format) for weight, bias, part in parts], -1)
 
@@ -224,7 +224,7 @@ def _has_expert_kernel(launch: Launcher, s: Scope) -> bool:
     "out[rows, hidden]",
     where="num_experts >= 1 and hidden >= 1 and width >= 1; "
     "has(gate_up_scales) == has(down_scales) == (1 <= format <= 2): only int8 has scales apart; "
-    "format == down_format or (format > 2 and down_format > 2): two formats must both have blocks; "
+    "format == down_format or (format > 2 and down_format > 2): two formats must both have their scales inside; "
     "format == 0 or not transposed: transposed weights must be dense",
     derived="width = size(down, 1) if transposed else size(gate_up, 1) // 2; float_scores = is_float32(scores); "
     "columns = row_size(format, hidden); inner_columns = row_size(down_format, width)",
@@ -267,7 +267,7 @@ def experts(
 @op(
     "packed[features, size]:u8 ids[rows..]:i64",
     "out[rows.., columns]:f32",
-    where="features >= 1; columns >= 1; format > 2: unpack_rows reads weights in blocks; "
+    where=f"features >= 1; columns >= 1; 2 < format < {_C.FIRST_GROUPS}: unpack_rows reads weights in blocks; "
     "size == row_size(format, columns)",
     choices={"format": _C.FORMATS},
     kernel="unpack_blocks",

@@ -701,6 +701,8 @@ def linear(x, weight, bias=None, prefetch=False, scales=None, format=DENSE.name)
 def _packed_product(x: Tensor, packed: Tensor, scales: Tensor, format: str) -> Tensor:
     """``x @ values.T``, times the scale of each channel, not rounded."""
     weight, size = PackedWeight(packed, scales, format, x.shape[-1]), FORMATS[format].row_group
+    if size is None and scales is None:
+        return x.to(_compute_dtype(x)) @ weight.dense(x.dtype).to(_compute_dtype(x)).T
     if size is None:
         return x.to(_compute_dtype(x)) @ weight.values().to(_compute_dtype(x)).T * scales
     integers, group_scales = round_rows(x, size)

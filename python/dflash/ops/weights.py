@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .contract import Contract, expect_memory, expect_strided
-from .formats import PackedWeight, Weight
+from .formats import FORMATS, PackedWeight, Weight
 
 _OP = "decoder_layers"
 # In place of gate, up and down, which are None then: takes and returns [batch, rows, hidden].
@@ -34,8 +34,9 @@ class BlockConv(NamedTuple):
 
 def _is_plain(layer: DecoderLayer | DeltaNetLayer) -> bool:
     """Return True if `decoder_layers` can run a layer."""
-    is_in_order = all(weight.order is None for weight in layer if isinstance(weight, PackedWeight))
-    return layer.experts is None and is_in_order and not layer.is_packed_together
+    packed = [weight for weight in layer if isinstance(weight, PackedWeight)]
+    are_read = all(weight.order is None and FORMATS[weight.format].device != "cuda" for weight in packed)
+    return layer.experts is None and are_read and not layer.is_packed_together
 
 
 class DecoderLayer(NamedTuple):

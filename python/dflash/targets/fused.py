@@ -17,7 +17,7 @@ from transformers.integrations import moe
 from .. import ops
 from ..cache import KVCache
 from ..decoder import DecoderLayer, DecoderStack, DeltaNetLayer, product, rotation
-from ..ops import PackedWeight, Weight, separate_packed
+from ..ops import FORMATS, PackedWeight, Weight, separate_packed
 from ..state import Tree
 from .model import KERNEL_DTYPES, PLAIN_TENSORS, config_values, has_global_hooks, weight_of
 from .packed import PackedEmbedding, PackedLinear
@@ -216,8 +216,8 @@ class FusedTarget:
         target_layer_ids: the tapped layers.
 
     Attributes:
-        is_packed: True if all linear layers have packed weights, whose bits are the same for any number of rows; the
-            routers of experts are not among them.
+        is_packed: True if all linear layers have packed weights that CPUs read, with which the bits of a product are
+            the same for any number of rows; the routers of experts are not among them.
         has_experts: True if a layer has experts, whose routers are transformers' modules.
     """
 
@@ -252,7 +252,9 @@ class FusedTarget:
         self._note_weights()
 
     def _note_weights(self) -> None:
-        self.is_packed = isinstance(weight_of(self.head), PackedWeight) and not self._dense_weights()
+        head = weight_of(self.head)
+        is_for_cpu = isinstance(head, PackedWeight) and FORMATS[head.format].device == "cpu"
+        self.is_packed = is_for_cpu and not self._dense_weights()
         self.has_experts = any(layer.experts is not None for layer in self.stack.layers)
 
     def _dense_weights(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Modules whose weights are packed: in the blocks of the file that they came from, or in 8 bits."""
+"""Modules whose weights are packed: in the blocks of the file that they came from, in groups or in 8 bits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .model import config_values, modules_of, modules_of_text, text_config, weig
 
 
 class PackedLinear(nn.Module):
-    """A linear layer on CPU that multiplies by a packed weight: ``x @ weight.T + bias``.
+    """A linear layer that multiplies by a packed weight: ``x @ weight.T + bias``.
 
-    Rows of ``x`` are rounded to 8 bits, 32 or 64 elements by one scale, so that a row's bits depend on the row alone.
+    On CPUs rows of ``x`` are rounded to 8 bits, 32 or 64 elements by one scale, so that a row's bits depend on the row
+    alone. On GPUs they do up to 256 rows, and torch multiplies more by the weight in the dtype of ``x``.
 
     Args:
         weight: ``[out, in]``.
@@ -73,6 +74,7 @@ class PackedExperts(nn.Module):
         super().__init__()
         self.form = weights.gate, weights.alpha, weights.limit
         self.sizes = [(weight.format, weight.columns) for weight in (weights.gate_up, weights.down)]
+        self.format = weights.gate_up.format
         self.register_buffer("gate_up", weights.gate_up.packed)
         self.register_buffer("down", weights.down.packed)
         self.register_buffer("gate_up_scales", weights.gate_up.scales)

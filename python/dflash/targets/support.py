@@ -32,7 +32,7 @@ from .model import (
     transformers_version,
     unwrap,
 )
-from .packed import PackedEmbedding, PackedExperts, PackedLinear, is_packed
+from .packed import PackedEmbedding, PackedExperts, PackedLinear
 from .parallel import ranks_in, refusal_of_ranks, shards
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
 from .sparse import sparse_family
@@ -152,9 +152,10 @@ def _refusal_of_storage(model: PreTrainedModel) -> str | None:
             f"its weights are spread over {', '.join(sorted(map(str, devices)))}: one device is needed, or one process "
             "per device (DistributedConfig(tp_size=N))"
         )
-    places = {str(buffer.device) for buffer in model.buffers() if buffer.dtype == torch.uint8} - {"cpu"}
-    if places and is_packed(model):
-        return f"its packed weights are on {', '.join(sorted(places))}, and only CPUs read them: load it there"
+    packed = [x for x in modules_of(model) if isinstance(x, (PackedLinear, PackedEmbedding, PackedExperts))]
+    for_cpu = [x for x in packed if ops.FORMATS[x.format].device == "cpu"]
+    if places := {str(buffer.device) for x in for_cpu for buffer in x.buffers()} - {"cpu"}:
+        return f"its packed weights are on {', '.join(sorted(places))}, and only CPUs read these: load it there"
     embedding = model.get_input_embeddings().weight
     if embedding.device.type == "cpu" and embedding.dtype not in (torch.float32, torch.bfloat16):
         return (
@@ -246,8 +247,8 @@ def _scale_for_all_rows(arguments: Any) -> str:
 def rounds_activations(model: nn.Module) -> bool:
     """Return True if layers round their inputs to few bits, which turns a last-bit difference into a visible one."""
     for module in modules_of(model):
-        is_rounding = type(module) in (PackedLinear, PackedExperts) or library(module) == "bitsandbytes"
-        if is_rounding or next(_activation_settings(module), None) is not None:
+        is_packed = isinstance(module, (PackedLinear, PackedExperts)) and ops.FORMATS[module.format].row_group
+        if is_packed or library(module) == "bitsandbytes" or next(_activation_settings(module), None) is not None:
             return True
     return False
 

@@ -34,6 +34,17 @@ T* shared() {
 
 inline int64_t opaque(int64_t x) { return x; }
 inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
+inline uint32_t lower_twice(uint32_t word) { return (word & 0xffff) * 0x10001; }
+inline uint32_t upper_twice(uint32_t word) { return (word >> 16) * 0x10001; }
+inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  const auto part = [](uint32_t pair, int i) { return double(__uint_as_float(pair >> 16 * i << 16)); };
+  uint32_t d = 0;
+  for (int i = 0; i < 2; ++i) {
+    const double exact = part(a, i) * part(b, i) + part(c, i);
+    d |= uint32_t(__bfloat16_as_ushort(__double2bfloat16(exact))) << 16 * i;
+  }
+  return d;
+}
 
 // ---- a counter that blocks share
 
