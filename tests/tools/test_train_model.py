@@ -1,5 +1,6 @@
 """Test the differentiable forward pass against the inference ops, and target features against transformers."""
 
+import dataclasses
 import itertools
 
 import datasets
@@ -19,7 +20,7 @@ from dflash_tools.train import (
     draft_config,
     new_drafter,
 )
-from dflash_tools.train.model import ATTENTIONS, TrainableDrafter, visible_keys
+from dflash_tools.train.model import ATTENTIONS, TrainableDrafter, check_trainable, visible_keys
 
 LENGTH = 30
 ANCHORS = torch.tensor([[1, 7, 20], [3, 16, 29]])
@@ -256,3 +257,10 @@ def test_the_target_is_not_changed():
     TargetFeatures(target, (0,))
     assert len(target.model.layers) == 4
     assert not any(module._forward_hooks for module in target.modules())
+
+
+def test_a_dflash2_drafter_from_the_anchors_row_is_refused_before_it_is_trained():
+    config = draft_config(make_target("qwen3"), mask_token_id=1, predicts_from_anchor=True)
+    config = dataclasses.replace(config, dflash2=DFlash2Config())
+    with pytest.raises(ValueError, match="a DFlash 2 drafter from the anchor's row cannot be trained"):
+        check_trainable(config)

@@ -151,9 +151,9 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
     check_layout(config, "saved")
     values = key_values(config)
     left_out = {name for name in ("is_causal", "draft_vocab_size") if values[name] is None}
-    second = "DFlashDraftModel" if config.dflash2 is None else "DFlash2DraftModel"
+    usual = "DFlashDraftModel" if config.dflash2 is None else "DFlash2DraftModel"
     out = {name: value for name, value in values.items() if KEYS[name].place == drafter_config.TOP} | {
-        "architectures": [drafter_config.DSPARK_ARCHITECTURE if config.predicts_from_anchor else second],
+        "architectures": [drafter_config.DSPARK_ARCHITECTURE if config.predicts_from_anchor else usual],
         "block_size": config.rows_per_pass,
         "dflash_config": _section(values),
         "dtype": str(dtype).removeprefix("torch."),

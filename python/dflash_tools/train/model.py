@@ -440,6 +440,11 @@ def check_trainable(config: DraftConfig) -> None:
     for applies, what, why in (
         (config.attention_sinks, "drafter with attention sinks", "the differentiable attention has none"),
         (is_reduced, "DFlash 2 drafter with a draft vocabulary", "its codebooks are of the whole one"),
+        (
+            config.dflash2 and config.predicts_from_anchor,
+            "DFlash 2 drafter from the anchor's row",
+            "no file could say so",
+        ),
         (own, f"drafter with its own {own}", "training uses the target's"),
         (config.scales_like_target, "Muse Glimmer assistant", "training takes no multiplier from the target"),
         (config.attention_value_scale != 1.0, "drafter with attention_value_scale", "the attention here has none"),
