@@ -62,8 +62,9 @@ BUDGETS = {
     # tables, fields of reports and checks; imports are 450. What becomes of a file's weights (120) must be told without
     # loading them. A run that is stopped, its end and free ids of mask tokens take 75; imports inside of functions 50.
     # What each instruction set has 15: doctor ended in an error on Arm. Rows of conversations, and thoughts that only a
-    # template writes, 30. DSpark's training 45: rows from the anchor's on, and the target's distribution.
-    "workshop": 5_445,
+    # template writes, 30. DSpark's training 45: rows from the anchor's on, and the target's distribution. Processors
+    # that only emulate bfloat16: 10.
+    "workshop": 5_455,
     # All lines. Eight formats of blocks took 780: rows, kernels and packing. Their kernels are one template, to which
     # tables, exponents and zero points of seven more formats added 170, AVX-VNNI 35, and Arm 140, half of it
     # pairs of rows by smmla. Threads without OpenMP 60, which macOS needs; minima in float 20. Trees over pairs 190,
@@ -82,7 +83,7 @@ BUDGETS = {
     # folder 160; a Qwen3.5 in K-quants, which the gguf package does not write, 45; a cache that slides against a whole
     # one, in batches, conversations and sessions, 130; filters on rows of several slices 20; formats of GPUs, bit for
     # bit, 310.
-    "tests": 38_980,
+    "tests": 38_995,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

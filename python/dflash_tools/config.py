@@ -44,7 +44,7 @@ class TrainConfig:
     l1_weight: Annotated[float, "Share in the loss of the distance to the target's distribution (DSpark: 0.9)."] = 0.0
     feature_noise: Annotated[float, "Uniform noise on the features, relative to their size."] = 0.05
     seed: Annotated[int, "The same seed trains the same drafter."] = 0
-    mixed_precision: Annotated[str, "bf16 or no."] = "bf16"
+    mixed_precision: Annotated[str | None, "bf16 or no; default: bf16 where the processor multiplies in it."] = None
     log_every: Annotated[int, "Steps between lines of metrics."] = 10
     eval_every: Annotated[int, "Steps between evaluations; 0: only at the end."] = 500
     save_every: Annotated[int, "Steps between checkpoints; 0: only at the end."] = 500
@@ -66,9 +66,9 @@ class TrainConfig:
             check(name, (value := getattr(self, name)) is None or value > 0, "above 0")
         for name in ("warmup", "constant", "l1_weight"):
             check(name, 0 <= getattr(self, name) <= 1, "in 0 .. 1")
-        choices = ("slot_weights", "decay", "dpace"), ("optimizer", "adamw", "muon"), ("mixed_precision", "no", "bf16")
-        for name, *allowed in choices:
+        for name, *allowed in ("slot_weights", "decay", "dpace"), ("optimizer", "adamw", "muon"):
             check(name, getattr(self, name) in allowed, '"{}" or "{}"'.format(*allowed))
+        check("mixed_precision", self.mixed_precision in (None, "no", "bf16"), '"no" or "bf16"')
         check("gamma", self.gamma is None or self.slot_weights == "decay", "left out with slot_weights dpace")
 
 

@@ -167,6 +167,18 @@ def test_any_family_and_dtype_takes_a_step(family, tmp_path, another_run):
         assert last["acceptance_length_t1"] >= 1
 
 
+@pytest.mark.parametrize(("has", "chosen"), [({}, "no"), ({"avx512_bf16": True}, "bf16"), ({"bf16": True}, "bf16")])
+def test_a_cpu_that_emulates_bfloat16_trains_in_float32(has, chosen, target, rows, tmp_path, another_run, monkeypatch):
+    wanted = trainer(target, rows, tmp_path / "wanted", changed(steps=2, mixed_precision=chosen))
+    wanted.train()
+    another_run()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    found = trainer(target, rows, tmp_path / "found", changed(steps=2, mixed_precision=None))
+    found.train()
+    assert found.config.mixed_precision == chosen
+    assert all(torch.equal(x, weights(found)[name]) for name, x in weights(wanted).items())
+
+
 def test_features_on_disk_train_the_same_drafter(target, rows, tmp_path, monkeypatch):
     config = changed(steps=4, eval_rows=2, eval_tokens=4)  # held-out rows shift the numbers of the others
     online = trainer(target, rows, tmp_path / "online", config)

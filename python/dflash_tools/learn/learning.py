@@ -28,7 +28,7 @@ from ..train.batches import Batches
 from ..train.checkpoint import save_draft, save_run
 from ..train.features import FeatureCache, TargetFeatures, cache_features
 from ..train.model import check_trainable
-from ..train.trainer import StepTotals, Trainer
+from ..train.trainer import StepTotals, Trainer, multiplies_in_bf16
 
 LEAST_ANSWERS = 50
 _HELD = 10  # one in so many answers, the newest, is not learned from
@@ -459,7 +459,7 @@ def _train(
 
     def in_half(ids: Tensor) -> Tensor:
         wait()
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=multiplies_in_bf16(device)):
             return compute(ids)
 
     folder = run.folder.parent / f"base-{_digest(base)}"

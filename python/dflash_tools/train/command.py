@@ -22,7 +22,7 @@ from ..measure.progress import bars
 from . import model as models
 from .data import load_rows
 from .features import FeatureCache, cache_features, cache_size
-from .trainer import Trainer, make_accelerator
+from .trainer import Trainer, make_accelerator, multiplies_in_bf16
 
 
 def run_training(run: Any, given: dict[str, Any], parts: dict[str, Any], config: TrainConfig, device: str) -> None:
@@ -45,7 +45,8 @@ def run_training(run: Any, given: dict[str, Any], parts: dict[str, Any], config:
     tracker = None if run.dry_run else run.tracker
     accelerator = make_accelerator(config, run.output, cpu=device == "cpu", tracker=tracker)
     source = dataclasses.replace(source, keeps_blocks=False)  # gradients pass through the head
-    target = sources.load_target(source, run.dtype, accelerator.device).requires_grad_(False)
+    dtype = "float32" if run.dtype == "auto" and not multiplies_in_bf16(accelerator.device) else run.dtype
+    target = sources.load_target(source, dtype, accelerator.device).requires_grad_(False)
     if run.init is None:
         if models.adopt_layers_(drafter, target) and not quiet:
             print(f"dflash: the drafter starts as the target's last {len(drafter.layers)} layers", file=sys.stderr)
