@@ -365,8 +365,9 @@ def packs_for_gpus(monkeypatch):
 GPU_FORMATS = {
     **dict.fromkeys(("awq", "gptq", "gptq, asymmetric", "gptq v2", "int4", "int4, asymmetric"), "w4a16g32"),
     **{"awq, per channel": "w4a16g128", "int4, per channel": "w4a16g128", "int4, by activations": "w4a16g32"},
+    **{"mlx": "w4a16g32m", "mlx, 8 bits": "w8a16g32m"},
 }
-GPU_FILES = {"Q4_0": "w4a16g32", "Q8_0": "w8a16g32", "MXFP4": "w8a16g32"}
+GPU_FILES = {"Q4_0": "w4a16g32", "Q8_0": "w8a16g32", "MXFP4": "w8a16g32", "Q4_1": "w4a16g32m", "Q5_1": "w8a16g32m"}
 GPU_KINDS = [(*each, dtype) for each in (GPU_FORMATS | GPU_FILES).items() for dtype in ("bfloat16", "float16")]
 GPU_KINDS.remove(("MXFP4", "w8a16g32", "float16"))  # float16 does not hold all powers of two
 
@@ -397,7 +398,9 @@ def test_layers_on_gpus_keep_the_values_that_become_dense_elsewhere(kind, name, 
 
 @torch.no_grad()
 @pytest.mark.usefixtures("packs_for_gpus")
-@pytest.mark.parametrize(("kind", "dtype"), [("awq", "float16"), ("Q4_0", "bfloat16"), ("Q8_0", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("awq", "float16"), ("Q4_0", "bfloat16"), ("Q8_0", "bfloat16"), ("mlx", "bfloat16")]
+)
 def test_emulated_layers_have_the_bits_of_dense_ones(kind, dtype, tmp_path, emulation, monkeypatch):
     results, ids = [], IDS[:, :16]
     for keeps_blocks in (True, False):
@@ -447,9 +450,12 @@ def test_what_our_kernels_do_not_read_is_left_to_transformers(change, reads):
 @pytest.mark.usefixtures("packs_for_gpus")
 def test_weights_that_no_kernel_of_gpus_reads_are_counted_in_a_warning(tmp_path):
     quantized_folders.write_llama(tmp_path, "mlx")
-    with pytest.warns(UserWarning, match=r"30 weights become dense, .* \(experts, minima, or scales that our CUDA"):
+    with pytest.warns(
+        UserWarning, match=r"2 weights become dense, .* \(embeddings, experts, or shapes and scales that"
+    ):
         target = Pretrained(tmp_path).load_target(torch.bfloat16)
-    assert not [module for module in target.modules() if type(module) is PackedLinear]
+    assert len([module for module in target.modules() if type(module) is PackedLinear]) == 28
+    assert type(target.get_output_embeddings()) is torch.nn.Linear  # 97 tokens are no tiles of eight
 
 
 @pytest.mark.parametrize(("kind", "why"), [("fp8 per channel", "FP8"), ("groups of 16", "not multiples of 32")])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from op_checks import Emulated
 
-from dflash import ops
+from dflash import _C, ops
 from dflash.ops import check, reference, registry, switches
 from dflash.ops.examples import calls
 
@@ -71,6 +71,7 @@ def none_off():
 FAULTS = {
     "rms_norm": lambda fields: {"weight": 1.5 * fields["weight"]},
     "block_attention": lambda fields: {"scale": 1.1 * fields["scale"]},
+    "linear": lambda fields: {"x": 1.1 * fields["x"]} if fields["format"] == _C.FORMATS["w4a16g32m"] else {},
     "select_tokens": lambda fields: {"seeds": fields["seeds"] + 1, "temperature": fields["temperature"] * 2 + 1},
 }
 

@@ -205,8 +205,11 @@ PYBIND11_MODULE(_C, m) {
     return py::make_tuple(f.columns, f.bits, f.offset, kScaleNames[int(f.scales)], f.has_minima, f.scale_columns,
                           table);
   });
-  m.def("grouping",
-        [](int format) { return py::make_tuple(bits_of_groups(Format(format)), 1 << log2_of_group(Format(format))); });
+  m.def("grouping", [](int number) {
+    const auto format = Format(number);
+    const char* scales = has_super_groups(format) ? "super" : has_float_groups(format) ? "half" : "word";
+    return py::make_tuple(bits_of_groups(format), 1 << log2_of_group(format), scales);
+  });
   m.attr("FIRST_GROUPS") = kFirstGroups;
   m.def("row_size", [](int format, int64_t in) { return row_size(Format(format), in); });
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;

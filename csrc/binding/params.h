@@ -566,15 +566,26 @@ enum class Format : int32_t {
   kW4A16G128,
   kW8A16G32,
   kW8A16G128,
+  kW4A16G32M,
+  kW8A16G32M,
+  kW4A16G32K,
+  kW8A16G32K,
+  kW8A16G16K,
 };
 constexpr int kFirstBlocks = int(Format::kQ4_0), kFirstGroups = int(Format::kW4A16G32);
 
-// Formats with groups of columns, whose codes share a word that scales them.
-constexpr const char* kGroupFormats[] = {"w4a16g32", "w4a16g128", "w8a16g32", "w8a16g128"};
+// Formats with groups of columns, whose codes share a scale: a word of its own, a word with a minimum (m), or a byte of
+// one of two half numbers of 256 columns (k).
+constexpr const char* kGroupFormats[] = {"w4a16g32",  "w4a16g128", "w8a16g32",  "w8a16g128", "w4a16g32m",
+                                         "w8a16g32m", "w4a16g32k", "w8a16g32k", "w8a16g16k"};
 constexpr bool has_groups(Format format) { return int(format) >= kFirstGroups; }
-DFLASH_ANYWHERE constexpr int bits_of_groups(Format format) { return format < Format::kW8A16G32 ? 4 : 8; }
+constexpr bool has_float_groups(Format format) { return format >= Format::kW4A16G32M; }
+DFLASH_ANYWHERE constexpr bool has_super_groups(Format format) { return format >= Format::kW4A16G32K; }
+DFLASH_ANYWHERE constexpr int bits_of_groups(Format format) {
+  return format < Format::kW8A16G32 || format == Format::kW4A16G32M || format == Format::kW4A16G32K ? 4 : 8;
+}
 DFLASH_ANYWHERE constexpr int log2_of_group(Format format) {
-  return format == Format::kW4A16G32 || format == Format::kW8A16G32 ? 5 : 7;
+  return format == Format::kW4A16G128 || format == Format::kW8A16G128 ? 7 : format == Format::kW8A16G16K ? 4 : 5;
 }
 
 // What scales the columns of a block.
@@ -628,12 +639,15 @@ constexpr const BlockFormat& blocks_of(Format format) { return kBlockFormats[int
 // Of a row of a weight in 8 bits: whole groups of 64 columns.
 DFLASH_ANYWHERE constexpr int64_t int8_row_size(int64_t in) { return (in + 63) / 64 * 64; }
 
-// Of a row of a weight with groups: the codes of whole 64 columns, and with them a word of four bytes per group.
+// Of a row of a weight with groups: the codes of whole 64 columns, and with them a word of four bytes per group, or two
+// bytes per 32 columns and a word per 256.
 DFLASH_ANYWHERE constexpr int64_t codes_size(Format format, int64_t in) {
   return (in + 63) / 64 * 8 * bits_of_groups(format);
 }
 DFLASH_ANYWHERE constexpr int64_t groups_row_size(Format format, int64_t in) {
-  return codes_size(format, in) + ((((in + 63) / 64 * 64 - 1) >> log2_of_group(format)) + 1) * 4;
+  const int64_t last = (in + 63) / 64 * 64 - 1;
+  if (has_super_groups(format)) return codes_size(format, in) + (last + 1) / 16 + ((last >> 8) + 1) * 4;
+  return codes_size(format, in) + ((last >> log2_of_group(format)) + 1) * 4;
 }
 
 // Of a row of a weight: elements if dense, else bytes.

@@ -190,7 +190,7 @@ def test_packed_weights_need_scales_and_dense_ones_must_have_none():
         ops.linears(x, [values, values[:, :8]], scales=torch.ones(8), format="w8a8")
     with pytest.raises(ValueError, match=r"scales must be \[total_rows\(weights\)\] = \[8\], got \[4\]"):
         ops.linears(x, [values, values], scales=scales, format="w8a8")
-    with pytest.raises(ValueError, match=r"format must be one of dense, w8a8, w8a16, q4_0, .*, w8a16g128, got 'int4'"):
+    with pytest.raises(ValueError, match=r"format must be one of dense, w8a8, w8a16, q4_0, .*, w8a16g16k, got 'int4'"):
         ops.linear(x, values, scales=scales, format="int4")
 
 

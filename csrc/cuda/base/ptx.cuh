@@ -86,6 +86,12 @@ __device__ __forceinline__ uint32_t and_or(uint32_t x, uint32_t mask, uint32_t b
 __device__ __forceinline__ uint32_t lower_twice(uint32_t word) { return __byte_perm(word, 0, 0x1010); }
 __device__ __forceinline__ uint32_t upper_twice(uint32_t word) { return __byte_perm(word, 0, 0x3232); }
 
+// The float 2^23, plus a byte of a word.
+template <int kByte>
+__device__ __forceinline__ float byte_from_2p23(uint32_t word) {
+  return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + kByte));
+}
+
 // a * b + c of two pairs of bfloat16, each rounded once.
 __device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;

@@ -1,14 +1,20 @@
-// Weights in 4 or 8 bits on GPUs with a scale per group of 32 or 128 columns, as the second factor of mma.sync. A value
-// is (code - zero) * scale, rounded to the storage type: products have the bits of those of the dense weight.
+// Weights in 4 or 8 bits on GPUs with a scale per group of columns, as the second factor of mma.sync. A value is
+// (code - zero) * scale, or code * scale + minimum in float, rounded to the storage type: products have the bits of
+// those of the dense weight.
 //
-// Memory holds tiles of eight features. A tile is its codes, 64 columns at a time, then a word per group and feature.
-// Of 64 columns a lane has what it needs of the factor, in words for two or one steps of 16 columns (t = lane % 4):
+// Memory holds tiles of eight features. A tile is its codes, 64 columns at a time, then what scales them. Of 64 columns
+// a lane has what it needs of the factor, in words for two or one steps of 16 columns (t = lane % 4):
 //   4 bits: nibble 2 s + h of both halves is columns 2t and 2t + 1 of step s, those eight further on if h = 1
-//   8 bits: bytes 0 and 2 are columns 2t and 2t + 1, and 1 and 3 those eight further on; the top bit is a sign
-// The word of a group is
+//   8 bits: bytes 0 and 2 are columns 2t and 2t + 1, and 1 and 3 those eight further on. The top bit is a sign, but for
+//           m and k: they have no sign, and 128 is added in groups of 16
+// Codes are scaled by a word per group and feature,
 //   4 bits: two bfloat16, whose sum is the scale; the five lowest bits of the lower one are the zero point instead
 //   8 bits: the scale in float; there is no zero point
-// The sum holds the scales of files, in bfloat16 or half. In half kernels take the scale as half holds it.
+//   m:      the scale and the minimum in half
+// or (k) by two bytes per 32 columns and feature, and then a word of two half numbers per 256,
+//   groups of 32: the products of the first two are the scale, those of the second two the minimum, which is below zero
+//   groups of 16: both bytes have a sign, and are scales when multiplied by the first number; there are no minima
+// The sum of two bfloat16 holds the scales of files, in bfloat16 or half. In half kernels take it as half holds it.
 #pragma once
 #include "cuda/linear/int8.cuh"
 
@@ -76,18 +82,48 @@ struct ByteScale {
   }
 };
 
-template <int kBits, int kInner>
+// The same in float, with a minimum. The product of a file's code and scale is exact, so that the sum is rounded once.
+template <typename T>
+struct FloatScale {
+  float scale, minimum;
+
+  __device__ __forceinline__ uint32_t of(float low, float high) const {
+    return pack_pair<T>(__fmaf_rn(low, scale, minimum), __fmaf_rn(high, scale, minimum));
+  }
+  __device__ __forceinline__ uint32_t of_nibbles(uint32_t word) const {
+    constexpr uint32_t kBase = 0x43004300u;  // 128
+    const uint32_t codes = sub_pair<__nv_bfloat16>(and_or(word, 0x000f000fu, kBase), kBase);
+    return of(__uint_as_float(codes << 16), __uint_as_float(codes & 0xffff0000u));
+  }
+  // Of the lower byte of each half; `base` is 2^23, and what was added to codes.
+  __device__ __forceinline__ uint32_t of_bytes(uint32_t word, float base) const {
+    return of(byte_from_2p23<0>(word) - base, byte_from_2p23<2>(word) - base);
+  }
+};
+
+static __device__ __forceinline__ float2 two_halves(uint32_t word) {
+  __half2 pair;
+  memcpy(static_cast<void*>(&pair), &word, 4);
+  return __half22float2(pair);
+}
+
+template <int kBits, int kInner, bool kIsFloat>
 struct GroupStage {
   static constexpr int kLanes = kInner * kBits / 16;  // that copy a tile's codes, 16 bytes each
   static constexpr int kCopies = kLanes / 16;         // of a lane, as a warp copies two tiles
-  static constexpr int kCodeBytes = kInner * kBits;   // of a tile in a stage; the words of 32 columns each follow
+  static constexpr int kCodeBytes = kInner * kBits;   // of a tile in a stage
   static constexpr int kTileBytes = kCodeBytes + kInner;
-  static constexpr int kWordLanes = kInner / 16;  // that copy a tile's words
+  // Lanes that copy what scales a tile's codes. Of 64 columns two copy the words of 32, and two those of the others; or
+  // two the bytes of 32 each, and two the words of 256.
+  static constexpr int kWordLanes = kInner / 16;
 
   const unsigned char* codes[kCopies];
   const unsigned char* words;
-  int left[kCopies];  // stages that have columns of the lane's codes
-  int words_left, word_column, log2_group;
+  int left[kCopies];            // stages that have columns of the lane's codes
+  int words_left, word_column;  // the same of the lane's words or bytes; the column of the first
+  int word_shift, word_pitch;   // the logarithm of their columns; bytes from one to the next
+  int log2_group;
+  bool has_super;
 
   // The i-th tile of the warp begins with `feature` of a weight [features, row_size], or is its last; stages begin with
   // the column `inner` and end at `end`.
@@ -105,10 +141,17 @@ struct GroupStage {
       codes[c] = tile + inner * kBits + at;
       left[c] = stages_from(inner + at / (64 * kBits) * 64);
     }
-    log2_group = log2_of_group(format);
+    log2_group = log2_of_group(format), has_super = kIsFloat && has_super_groups(format);
     if (lane / kWordLanes != i) return;
-    word_column = int(inner) + lane % kWordLanes / 2 * 32;
-    words = tile + 8 * codes_size(format, in) + lane % 2 * 16;
+    const int own = lane % kWordLanes;
+    word_column = int(inner) + own / 2 * 32, word_shift = log2_group, word_pitch = 32;
+    words = tile + 8 * codes_size(format, in) + own % 2 * 16;
+    if (has_super) {
+      const bool is_word = own % 4 >= 2;
+      word_column = int(inner) + own / 4 * 64 + (own % 4 == 1 ? 32 : 0);
+      word_shift = is_word ? 8 : 5, word_pitch = is_word ? 32 : 16;
+      words = tile + 8 * codes_size(format, in) + (is_word ? (in + 63) / 64 * 32 + own % 2 * 16 : 0);
+    }
     words_left = stages_from(word_column);
   }
 
@@ -123,25 +166,30 @@ struct GroupStage {
                          policy, index < left[c]);
     }
     if (lane >= 2 * kWordLanes) return;
-    const int group = (word_column + index * kInner) >> log2_group;
+    const int group = (word_column + index * kInner) >> word_shift;
     cp_async16_hint_if(to + lane / kWordLanes * kTileBytes + kCodeBytes + lane % kWordLanes * 16,
-                       words + (index < words_left ? group * 32 : 0), policy, index < words_left);
+                       words + (index < words_left ? group * word_pitch : 0), policy, index < words_left);
   }
 
   // A lane's share of kTiles tiles of a stage.
   template <typename T, int kTiles>
   struct Factor {
     static constexpr int kWords = kInner / 64 * kBits / 2;  // of codes, of a tile
-    using Scale = std::conditional_t<kBits == 4, NibbleScale<T>, ByteScale<T>>;
+    using Scale =
+        std::conditional_t<kIsFloat, FloatScale<T>, std::conditional_t<kBits == 4, NibbleScale<T>, ByteScale<T>>>;
 
-    const unsigned char* words;
-    bool has_small_groups;
+    const unsigned char* words;  // of the first tile
+    int feature, log2_group;
+    bool has_super;
     uint32_t codes[kTiles][kWords];
     Scale scales[kTiles];
+    float2 super[kTiles];
 
     __device__ __forceinline__ Factor(const GroupStage& from, const void* first)
-        : words(static_cast<const unsigned char*>(first) + kCodeBytes + threadIdx.x % 32 / 4 * 4),
-          has_small_groups(from.log2_group == 5) {
+        : words(static_cast<const unsigned char*>(first) + kCodeBytes),
+          feature(threadIdx.x % 32 / 4),
+          log2_group(from.log2_group),
+          has_super(from.has_super) {
 #pragma unroll
       for (int i = 0; i < kTiles * kWords; i += kBits / 2) {
         const auto* at =
@@ -161,18 +209,51 @@ struct GroupStage {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int tile = 2 * n + i;
-        if (k % 4 == 0 || (k % 2 == 0 && has_small_groups))
-          scales[tile].set(*reinterpret_cast<const uint32_t*>(words + tile * kTileBytes + k / 2 * 32));
+        set_scale(tile, k);
         const uint32_t word = codes[tile][k * kBits / 8] >> (kBits == 4 ? k % 2 * 8 : 0);
-        to[2 * i] = scales[tile](word), to[2 * i + 1] = scales[tile](word >> kBits);
+        to[2 * i] = value(scales[tile], word), to[2 * i + 1] = value(scales[tile], word >> kBits);
+      }
+    }
+
+   private:
+    __device__ __forceinline__ uint32_t value(const Scale& scale, uint32_t word) const {
+      if constexpr (!kIsFloat)
+        return scale(word);
+      else if constexpr (kBits == 4)
+        return scale.of_nibbles(word);
+      else
+        return scale.of_bytes(word, log2_group == 4 ? 0x1p23f + 128 : 0x1p23f);
+    }
+    __device__ __forceinline__ void set_scale(int tile, int k) {
+      const unsigned char* at = words + tile * kTileBytes + k / 4 * 64;
+      const auto word = [&](int offset) { return *reinterpret_cast<const uint32_t*>(at + offset + feature * 4); };
+      Scale& scale = scales[tile];
+      if constexpr (!kIsFloat) {
+        if (k % 4 == 0 || (k % 2 == 0 && log2_group == 5)) scale.set(word(k % 4 / 2 * 32));
+      } else if (!has_super) {
+        if (k % 2) return;
+        const float2 both = two_halves(word(k % 4 / 2 * 32));
+        scale = {both.x, both.y};
+      } else {
+        if (k % 4 == 0) super[tile] = two_halves(word(32));
+        if (k % 2 && log2_group == 5) return;
+        const unsigned both = *reinterpret_cast<const uint16_t*>(at + k % 4 / 2 * 16 + feature * 2);
+        if (log2_group == 4)
+          scale = {super[tile].x * float(int8_t(both >> k % 2 * 8)), 0.0f};
+        else
+          scale = {super[tile].x * float(both & 255), -(super[tile].y * float(both >> 8))};
       }
     }
   };
 };
 
 template <int kInner>
-struct PackedStage<Format::kW4A16G32, kInner> : GroupStage<4, kInner> {};
+struct PackedStage<Format::kW4A16G32, kInner> : GroupStage<4, kInner, false> {};
 template <int kInner>
-struct PackedStage<Format::kW8A16G32, kInner> : GroupStage<8, kInner> {};
+struct PackedStage<Format::kW8A16G32, kInner> : GroupStage<8, kInner, false> {};
+template <int kInner>
+struct PackedStage<Format::kW4A16G32M, kInner> : GroupStage<4, kInner, true> {};
+template <int kInner>
+struct PackedStage<Format::kW8A16G32M, kInner> : GroupStage<8, kInner, true> {};
 
 }  // namespace dflash

@@ -316,7 +316,8 @@ static __device__ __forceinline__ void store_results(const LinearParams& p, cons
 
 // Grid: (tiles of all weights * blocks of rows, splits / kSlices).
 template <Format kFormat, typename T, int kRows, bool kGated>
-static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const LinearParams p) {
+static __global__ void __launch_bounds__(kThreads, has_groups(kFormat) && kRows <= 16 ? 3 : 1)
+    linear_kernel(const LinearParams p) {
   using S = ShapeOf<kFormat, kRows>;
   __shared__ bool arrived_last;
   const int lane = threadIdx.x % 32, blocks = int(gridDim.y);  // that share a result
@@ -433,8 +434,13 @@ static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
   if (p.format == Format::kDense) return launch_format<Format::kDense, T, kRows>(p, stream);
   if constexpr (kRows <= 64) {
     if (p.format == Format::kW8A16) return launch_format<Format::kW8A16, T, kRows>(p, stream);
-    if (has_nibbles(p.format)) return launch_format<Format::kW4A16G32, T, kRows>(p, stream);
-    if (has_groups(p.format)) return launch_format<Format::kW8A16G32, T, kRows>(p, stream);
+    const bool is_float = has_float_groups(p.format);
+    if (has_nibbles(p.format))
+      return is_float ? launch_format<Format::kW4A16G32M, T, kRows>(p, stream)
+                      : launch_format<Format::kW4A16G32, T, kRows>(p, stream);
+    if (has_groups(p.format))
+      return is_float ? launch_format<Format::kW8A16G32M, T, kRows>(p, stream)
+                      : launch_format<Format::kW8A16G32, T, kRows>(p, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -693,7 +693,7 @@ class QuantizedFolder:
 _Get = Callable[[Header], Tensor]
 _UNPACKED = {
     "cpu": "experts that differ, or modules without a kernel",
-    "cuda": "experts, minima, or scales that our CUDA kernels do not take",
+    "cuda": "embeddings, experts, or shapes and scales that our CUDA kernels do not take",
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from ..files import version_of, write_atomically
 from ..terminal import first_line
 from . import reference
 from .examples import Call, Sizes, calls
+from .formats import PackedWeight
 from .registry import CudaLauncher
 from .switches import OVERLAP, PREFETCH, SELF_CHECK
 
@@ -140,7 +142,7 @@ def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 1
         for setting in (current, torch.device("cpu"), *plain):
             settings.enter_context(setting)
         for sizes in SIZES:
-            for name, call in _calls(sizes):
+            for name, call in _calls(sizes, dtype):
                 kernel = getattr(ops, name).op.kernel
                 finding = _compare(gpu, name, call, dtype)
                 if finding.broke:
@@ -152,8 +154,8 @@ def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 1
     return [*found.values()]
 
 
-def _calls(sizes: Sizes) -> Iterator[tuple[str, Call]]:
-    """Yield a call of every op that is one kernel, and another of attention, over a tree."""
+def _calls(sizes: Sizes, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Yield a call of every op that is one kernel; of attention also over a tree, of products by packed weights."""
     for name, make in calls(sizes, torch.Generator().manual_seed(0)).items():
         if name == "fuse_features":  # a product and a norm, which have their own
             continue
@@ -161,6 +163,20 @@ def _calls(sizes: Sizes) -> Iterator[tuple[str, Call]]:
         if name == "block_attention":
             star = 1 | 1 << torch.arange(sizes.rows)  # each row sees the first and itself
             yield name, make() | {"ancestors": star.expand(sizes.batch, -1)[..., None].contiguous()}
+        if name == "linear":
+            for packed in _packed(make()["weight"], dtype):
+                yield name, make() | {"weight": packed.packed, "scales": packed.scales, "format": packed.format}
+
+
+def _packed(weight: Tensor, dtype: torch.dtype) -> Iterator[PackedWeight]:
+    """Yield weights of a shape in a format of each kernel for packed ones that takes the shape."""
+    yield PackedWeight.of(weight, "w8a16")
+    codes, scales = (weight * 2 + 8).clamp_(0, 15).byte(), (weight[:, ::32] / 32).half()
+    if weight.shape[0] % 8 == 0 and weight.shape[1] % 32 == 0:
+        for bits, minima in itertools.product((4, 8), (None, -scales)):
+            every = codes * 17 if bits == 8 else codes
+            made = PackedWeight.of_integers(every, scales, minima=minima, group=32, bits=bits).in_groups(dtype)
+            yield cast(PackedWeight, made)
 
 
 def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> KernelResult:

@@ -101,30 +101,37 @@ class TileOrder(Order):
 class GroupOrder(Order):
     """The order of weights with groups of columns, tiles of eight features (csrc/cuda/linear/groups.cuh).
 
-    A feature's bytes are its codes, as many as whole 64 columns have, then a word of four bytes per group. Codes of 4
-    bits are two per byte: of 16 columns the first eight are in the lower halves.
+    A feature's bytes are its codes, as many as whole 64 columns have, then what scales them. Codes of 4 bits are two
+    per byte: of 16 columns the first eight are in the lower halves.
 
     Attributes:
         bits: of a code.
-        group: columns that share a word.
+        group: columns that share a scale.
+        scales: what is stored of groups: a "word" of four bytes, two "half" numbers (scale and minimum), or two bytes
+            per 32 columns, then two half numbers per 256 ("super").
     """
 
     bits: int
     group: int
+    scales: str
 
-    def codes_size(self, size: int) -> int:
-        """Return how many of a feature's bytes are codes."""
-        return size // (8 * self.bits + 256 // self.group) * 8 * self.bits
+    def parts(self, size: int) -> tuple[int, int]:
+        """Return how many of a feature's bytes are codes, and how many are codes or bytes of groups."""
+        step = 8 * self.bits + (5 if self.scales == "super" else 256 // self.group)  # of 64 columns
+        steps = size // step
+        return steps * 8 * self.bits, steps * (8 * self.bits + 4 * (self.scales == "super"))
 
     def _views(self, values: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for natural, memory in _tiles(values, packed, 8):
-            tile, codes = natural.shape[1], self.codes_size(natural.shape[2])
+            tile, (codes, end) = natural.shape[1], self.parts(natural.shape[2])
             memory = memory.flatten(1)
             # Digits of a place among a feature's codes: 64 columns, a lane's words, halves or steps, lanes, pairs
             lanes = natural[..., :codes].unflatten(2, (-1, self.bits // 2, 2, 4, 2)).permute(0, 2, 1, 5, 3, 6, 4)
             yield lanes, memory[:, : tile * codes].view(lanes.shape)
-            words = natural[..., codes:].unflatten(2, (-1, 4)).transpose(1, 2)
-            yield words, memory[:, tile * codes :].view(words.shape)
+            for first, last, unit in ((codes, end, 2), (end, natural.shape[2], 4)):
+                if first < last:
+                    groups = natural[..., first:last].unflatten(2, (-1, unit)).transpose(1, 2)
+                    yield groups, memory[:, tile * first : tile * last].view(groups.shape)
 
 
 class WeightFormat(NamedTuple):
@@ -177,8 +184,9 @@ FORMATS = {
         # What a lane of a warp has as a factor of mma of 64 columns (csrc/cuda/linear/int8.cuh). Columns are [steps of
         # 16, halves, lanes, pairs]
         WeightFormat("w8a16", "int8", "cuda", None, ByteOrder(8, (4, 2, 4, 2), (1, 0, 4, 2, 5, 3))),
-        # Codes of 4 bits and a scale and zero point, or of 8 bits and a scale, per 32 or 128 columns
-        *map(_groups, ("w4a16g128", "w4a16g32", "w8a16g128", "w8a16g32")),
+        # Codes in 4 or 8 bits with scales per group of columns, by the bytes of a weight
+        *map(_groups, ("w4a16g128", "w4a16g32k", "w4a16g32", "w4a16g32m")),
+        *map(_groups, ("w8a16g128", "w8a16g32k", "w8a16g16k", "w8a16g32", "w8a16g32m")),
         # Blocks of GGUF files: the file's own integers and scales
         *(_blocks(name, name.upper()) for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")),
         *(_blocks(name, name.upper()) for name in ("iq4_nl", "iq4_xs", "mxfp4")),
@@ -203,6 +211,8 @@ class Blocks(NamedTuple):
     codes: Tensor  # [out, groups, parts, columns] int32, the offset or zero point taken off
     scales: Tensor  # [out, groups, parts] float32
     minima: Tensor | None  # [out, groups] float32
+    # Products that these are: [out, in / 256, 2] half numbers times [out, in / 32, 2] bytes; None if they are not
+    factors: tuple[Tensor, Tensor] | None = None
 
     def dense(self) -> Tensor:
         """Return the values ``[out, in]`` float32."""
@@ -232,13 +242,14 @@ def unpack(packed: Tensor, format: str) -> Blocks:
     words = torch.tensor(table, device=words.device)[words] if table else words
     codes = words.flatten(-2).unflatten(-1, (parts, 32 // parts)) - (0 if kind == "float" else offset)
     # 2. Scales, and minima or zero points
-    halves, small, count = head.contiguous().view(torch.float16).float(), head[..., 4:], groups * parts
-    minima = None
+    halves, minima, factors = head.contiguous().view(torch.float16).float(), None, None
     if kind == "half":
         scales, minima = halves[..., :groups], halves[..., groups:]
     elif kind == "super":
-        scales = halves[..., :1] * (small if has_minima else small.view(torch.int8))[..., :count]
-        minima = -halves[..., 1:2] * small[..., count : count + groups]
+        small, count = head[..., 4:], groups * parts
+        pairs = small.unflatten(-1, (2, -1)).mT if has_minima else small[..., :count].unflatten(-1, (-1, parts))
+        scales, minima = _products(halves[..., None, :2], pairs, has_minima=has_minima)
+        factors = halves[..., :2].half(), pairs.expand(*pairs.shape[:-1], 2).flatten(1, 2)
     elif kind == "exponent":
         byte = head.int()
         scales = torch.where(byte < 2, byte + 1 << 21, byte - 1 << 23).view(torch.float32)
@@ -247,65 +258,99 @@ def unpack(packed: Tensor, format: str) -> Blocks:
         floats = floats.repeat_interleave(size // 32, -1)
         scales, minima = floats[..., :groups], floats[..., groups:]
         codes -= 0 if has_minima else head[..., -4:, None, None].int()
-    scales = scales.unflatten(-1, (groups, parts))
-    return Blocks(codes.flatten(1, 2), scales.flatten(1, 2), minima.flatten(1, 2) if has_minima else None)
+    scales = scales.reshape(*scales.shape[:2], groups, parts)
+    return Blocks(codes.flatten(1, 2), scales.flatten(1, 2), minima.flatten(1, 2) if has_minima else None, factors)
+
+
+def _products(halves: Tensor, pairs: Tensor, *, has_minima: bool) -> tuple[Tensor, Tensor | None]:
+    """Return scales and minima of half numbers ``[..., 2]`` and bytes ``[..., 2]`` or signed ones ``[..., parts]``."""
+    if not has_minima:
+        return halves[..., :1] * pairs.view(torch.int8), None
+    return halves[..., 0] * pairs[..., 0], -halves[..., 1] * pairs[..., 1]
 
 
 def _unpack_groups(order: GroupOrder, rows: Tensor) -> Blocks:
     """Read a weight with groups of columns, ``[out, bytes]`` of its features."""
-    codes, words = rows.split([size := order.codes_size(rows.shape[-1]), rows.shape[-1] - size], -1)
-    words = words.contiguous().view(torch.int32)
+    size, end = order.parts(rows.shape[-1])
+    codes, pairs, words = (x.contiguous() for x in rows.split([size, end - size, rows.shape[-1] - end], -1))
+    zeros, minima, parts = 0, None, max(1, 32 // order.group)
     if order.bits == 4:
         halves = codes.unflatten(-1, (-1, 1, 8))
-        codes, zeros = torch.cat([halves & 15, halves >> 4], -2).flatten(-3).int(), words & 31
+        codes = torch.cat([halves & 15, halves >> 4], -2).flatten(-3)
+    elif order.scales == "word":
+        codes = codes.view(torch.int8)
+    if order.scales == "super":
+        halves, pairs = words.view(torch.float16).float().unflatten(-1, (-1, 2)), pairs.unflatten(-1, (-1, 2))
+        halves = halves.repeat_interleave(8, 1)[:, : pairs.shape[1]]
+        scales, minima = _products(halves, pairs, has_minima=parts == 1)
+    elif order.scales == "half":
+        scales, minima = words.view(torch.float16).float().unflatten(-1, (-1, 2)).unbind(-1)
+    elif order.bits == 4:
+        words = words.view(torch.int32)
+        zeros = (words & 31)[..., None, None]
         scales = (words & ~0xFFFF).view(torch.float32) + (words << 16 & ~0x1FFFFF).view(torch.float32)
     else:
-        codes, zeros = codes.contiguous().view(torch.int8).int(), torch.zeros_like(words)
         scales = words.view(torch.float32)
-    padded = torch.nn.functional.pad(codes, (0, words.shape[-1] * order.group - codes.shape[-1]))
-    codes = padded.unflatten(-1, (-1, 1, order.group)) - zeros[..., None, None]
-    return Blocks(codes, scales[..., None], None)
+    group = order.group * parts
+    padded = torch.nn.functional.pad(codes.int(), (0, -codes.shape[-1] % group))
+    codes = padded.unflatten(-1, (-1, parts, order.group)) - (128 if parts == 2 else zeros)
+    return Blocks(codes, scales.reshape(*codes.shape[:-1]), minima)
 
 
-def _pack_groups(format: str, codes: Tensor, scales: Tensor) -> Tensor | None:
-    """Pack the values ``codes * scales`` with groups of columns; None if the format does not hold them as they are.
+def _pack_groups(format: str, blocks: Blocks, columns: int, dtype: torch.dtype) -> Tensor | None:
+    """Pack a weight with groups of columns, for rows of a dtype; None if the format does not hold its values.
 
     Args:
         format: one with groups.
-        codes: ``[out, in]`` int16, ``in`` a multiple of 32.
-        scales: ``[out, in / 32]`` float32.
+        blocks: what the weight stands for.
+        columns: of the weight, a multiple of 32.
 
     Returns:
         ``[out, size]`` uint8.
     """
     order: GroupOrder = FORMATS[format].order
-    # 1. Words of groups. What is missing of the last group is as its last column
-    size, unit = FORMATS[format].size(codes.shape[1]), max(64, order.group)
-    padded = -(-codes.shape[1] // unit) * unit
-    codes, scales = (
-        torch.cat([x, x[:, -1:].expand(-1, count - x.shape[1])], 1).unflatten(1, (-1, each))
-        for x, count, each in ((codes, padded, order.group), (scales, padded // 32, order.group // 32))
-    )
-    if not (scales == scales[..., :1]).all():
-        return None
-    scales, lowest, highest = scales[..., 0].contiguous(), codes.amin(-1), codes.amax(-1)
-    if order.bits == 4:
-        zeros = lowest.neg().clamp_(min=0)
-        upper = scales.view(torch.int32) & ~0xFFFF
-        rest = (scales - upper.view(torch.float32)).view(torch.int32)
-        fits = (highest + zeros <= 15) & (zeros <= 31) & (rest & 0x1FFFFF == 0)
-        words = upper | rest >> 16 & 0xFFFF | zeros
+    # 1. Whole groups and stages. What is missing is as the last 32 columns
+    size, unit = FORMATS[format].size(columns), max(64, order.group)
+    padded = -(-columns // unit) * unit
+    places = torch.arange(padded // 32).clamp_(max=columns // 32 - 1)
+    codes, scales = blocks.codes[:, places].flatten(1), blocks.scales[:, places]
+    minima = None if blocks.minima is None else blocks.minima[:, places]
+    zeros, pairs = None, codes.new_empty(len(codes), 0, dtype=torch.uint8)
+    # 2. What scales them
+    if order.scales == "super":
+        if blocks.factors is None or (minima is None) != (order.group == 16):
+            return None
+        halves, pairs = blocks.factors[0][:, : -(-padded // 256)], blocks.factors[1][:, places].flatten(1)
+        words, fits = halves.contiguous().view(torch.int32).flatten(1), halves.isfinite()
+    elif order.scales == "half":
+        if minima is None:
+            return None
+        both = torch.stack([scales[..., 0], minima], -1)
+        words, fits = both.half().view(torch.int32).flatten(1), both.half() == both
     else:
-        zeros, fits, words = torch.zeros_like(lowest), (lowest >= -128) & (highest <= 127), scales.view(torch.int32)
-    if not (fits & scales.isfinite()).all():
+        scales = scales.flatten(1).unflatten(1, (padded // order.group, -1))
+        if minima is not None or not (scales == scales[..., :1]).all():
+            return None
+        scales = scales[..., 0].contiguous()
+        words, fits = scales.view(torch.int32), scales.isfinite()
+        if dtype == torch.float16:
+            fits &= scales.half() == scales
+        if order.bits == 4:
+            zeros = codes.unflatten(1, (-1, order.group)).amin(-1).neg().clamp_(min=0).int()
+            upper = words & ~0xFFFF
+            rest = (scales - upper.view(torch.float32)).view(torch.int32)
+            fits &= (zeros <= 31) & (rest & 0x1FFFFF == 0)
+            words, codes = upper | rest >> 16 & 0xFFFF | zeros, codes + zeros.repeat_interleave(order.group, 1)
+    # 3. Codes
+    codes = codes + 128 if order.group == 16 else codes
+    lowest, highest = (-128, 127) if order.bits == 8 and order.scales == "word" else (0, 2**order.bits - 1)
+    if not (fits.all() and lowest <= codes.amin() and codes.amax() <= highest):
         return None
-    # 2. Codes
-    codes = (codes + zeros[..., None]).flatten(1).to(torch.uint8)
+    codes = codes.to(torch.uint8)
     if order.bits == 4:
         low, high = codes.unflatten(-1, (-1, 2, 8)).unbind(-2)
         codes = (low | high << 4).flatten(-2)
-    count = order.codes_size(size)
-    return order.pack(torch.cat([codes[:, :count], words.int().view(torch.uint8)[:, : size - count]], 1), size)
+    return order.pack(torch.cat([codes[:, : order.parts(size)[0]], pairs, words.view(torch.uint8)], 1), size)
 
 
 class NotFiniteError(ValueError):
@@ -490,22 +535,19 @@ class PackedWeight(NamedTuple):
         """Return a weight in blocks as GPUs read it, for rows of a dtype, with the same values.
 
         Returns:
-            The weight in new memory, in the format with the fewest bytes; None if none holds it: it has minima, a scale
-            per 16 columns, scales that the dtype does not hold, or features that are not a multiple of 8.
+            The weight in new memory, in the format with the fewest bytes; None if none holds it: it has minima in
+            float, scales that the dtype does not hold, or features that are not a multiple of 8.
         """
         if self.shape[-2] % 8 or self.columns % 32:
             return None
-        # 1. Integers and scales, some features at a time
+        # 1. What it stands for, some features at a time
         found = []
         for rows in self.packed.flatten(0, -2).split(_TILE * max(1, _WIDENED // (_TILE * max(1, self.columns)))):
-            codes, scales, minima = unpack(rows, self.format)
-            is_held = dtype != torch.float16 or torch.equal(scales.half().float(), scales)
-            if minima is not None or not is_held or not (scales == scales[..., :1]).all():
-                return None
-            found.append((codes.flatten(1)[:, : self.columns].short(), scales[:, : self.columns // 32, 0]))
+            blocks = unpack(rows, self.format)
+            found.append(blocks._replace(codes=blocks.codes.short()))
         # 2. The first format that holds all of them
         for name in (name for name, row in FORMATS.items() if isinstance(row.order, GroupOrder)):
-            packed = [_pack_groups(name, *some) for some in found]
+            packed = [_pack_groups(name, blocks, self.columns, dtype) for blocks in found]
             if all(rows is not None for rows in packed):
                 return self._replace(packed=torch.cat(packed).unflatten(0, self.shape[:-1]), format=name)
         return None

@@ -35,6 +35,10 @@ T* shared() {
 inline int64_t opaque(int64_t x) { return x; }
 inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 inline uint32_t lower_twice(uint32_t word) { return (word & 0xffff) * 0x10001; }
+template <int kByte>
+float byte_from_2p23(uint32_t word) {
+  return 0x1p23f + float(word >> 8 * kByte & 255);
+}
 inline uint32_t upper_twice(uint32_t word) { return (word >> 16) * 0x10001; }
 inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
   const auto part = [](uint32_t pair, int i) { return double(__uint_as_float(pair >> 16 * i << 16)); };
