@@ -241,6 +241,9 @@ def test_options_may_stand_in_a_file_and_in_variables(shell, tmp_path, monkeypat
     monkeypatch.setattr("dflash_serve.command.ServeOptions.check", lambda asked: kept.append(asked))
     monkeypatch.setattr("dflash_serve.command.start_log", lambda *_: 1 / 0)
     keys.write_text("\ufeff# of the team\none\n  #note\n\ntwo\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name in ("of-the-file", "positional"):  # not to be asked for on the hub
+        (tmp_path / name).mkdir()
     config.write_text(
         f"model: of-the-file\nname: mine\nmax-length: 99\nrows: 3\nstrict: true\nqueue: null\napi-key-file: {keys}\n"
     )
