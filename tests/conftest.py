@@ -228,12 +228,12 @@ def released() -> Iterator[None]:
 def kept() -> Callable[[], Generator | None]:
     """Return a function that finds the generator which one-shot calls keep, None if they keep none."""
     dflash.release()
-    others = weakref.WeakSet(each for each in gc.get_objects() if type(each) is Generator)
 
-    def find() -> Generator | None:
-        return next((each for each in gc.get_objects() if type(each) is Generator and each not in others), None)
+    def found() -> list[Generator]:
+        return [each for each in gc.get_referrers(Generator) if type(each) is Generator]
 
-    return find
+    others = weakref.WeakSet(found())
+    return lambda: next((each for each in found() if each not in others), None)
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def _stack(causal: bool) -> DecoderStack:
 def _state(context: int, context_rows: int) -> tuple:
     capacity = context + 64
     buffers, table = [_empty(1, KV_HEADS, capacity, HEAD_DIM)] * 2, torch.zeros(capacity, HEAD_DIM // 2)
-    cache = SimpleNamespace(keys=buffers, values=buffers, rotary=(table, table), capacity=capacity)
+    cache = SimpleNamespace(keys=buffers, values=buffers, rotary=(table, table), capacity=capacity, origin=None)
     lengths = torch.tensor([context])
     if not context_rows:
         return lengths, cache
