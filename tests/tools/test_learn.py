@@ -263,7 +263,8 @@ def short_lesson(taught, tmp_path) -> tuple:
 def test_a_drafter_learns_and_is_adopted(tmp_path):
     store, target, draft, base = lesson(tmp_path, 80)
     before, said = {name: x.clone() for name, x in draft.state_dict().items()}, []
-    verdict = learn(store, target, draft, base, LearnOptions(steps=60, learning_rate=1e-3), say=said.append)
+    options = LearnOptions(steps=40, learning_rate=1e-3, batch_tokens=512)
+    verdict = learn(store, target, draft, base, options, say=said.append)
     assert verdict.own.answers == 8
     assert verdict.is_adopted, (str(verdict), said)
     assert store.drafters() == Drafters(adopted=1, before=0, last=1)
