@@ -194,6 +194,15 @@ def test_a_rows_bits_depend_neither_on_its_place_nor_on_the_others(name, dtype, 
     assert torch.equal(multiply(kernels, x[62:63], weight), whole[62:63])
 
 
+@pytest.mark.parametrize("name", ["w4a16g128", "w8a16g16k"])
+def test_many_rows_have_the_bits_of_few(name, dtype, kernels):
+    if kernels is ops or dtype == torch.float32:
+        pytest.skip("it goes through torch")
+    weight, x = made(name, 40, 544, dtype=dtype), random(530, 544, dtype=dtype)
+    parts = [multiply(kernels, part, weight) for part in x.split([200, 70, 260])]
+    assert torch.equal(multiply(kernels, x, weight), torch.cat(parts))
+
+
 @pytest.mark.parametrize("name", [*NAMES, *SUPER])
 @pytest.mark.parametrize("rows", [16, 20, 40, 65])
 def test_kernels_take_several_weights_and_their_gates(rows, name, dtype, kernels):
@@ -209,10 +218,10 @@ def test_kernels_take_several_weights_and_their_gates(rows, name, dtype, kernels
     assert torch.equal(kernels.swiglu(x, *values, False, *stores), kernels.silu_mul(both))
 
 
-@pytest.mark.parametrize("name", ["w4a16g32", "w8a16g128"])
-def test_emulated_products_wait_for_the_kernels_ahead(name, emulation):
+@pytest.mark.parametrize(("name", "rows"), [("w4a16g32", 16), ("w8a16g128", 16), ("w4a16g32k", 260)])
+def test_emulated_products_wait_for_the_kernels_ahead(name, rows, emulation):
     """The second asks for its weights before the first has begun, and for its rows after it has ended."""
-    kernels, x = Emulated(emulation), random(16, 544, dtype=torch.bfloat16)
+    kernels, x = Emulated(emulation), random(rows, 544, dtype=torch.bfloat16)
     first, second = made(name, 288, 544), made(name, 136, 288)
 
     def run():

@@ -8,7 +8,7 @@
 //
 // More than 64 rows come in blocks of 128, with 192 features each: every block reads all of its rows, and with fewer
 // features these would be more bytes than the weights. Blocks with the same weights lie side by side. If weights are
-// packed, blocks have 64 rows: their factors take registers.
+// packed, blocks have 64 rows: their factors take registers. Of these any number of rows comes, 256 in a pass.
 //
 // If there are few features, the inner dimension is cut into slices. Up to 16 rows each has a block of its own: three
 // fit on an SM, so that there is an even share of the weights for every SM, also while the blocks of two kernels
@@ -405,7 +405,9 @@ static dim3 grid_of(S, int64_t rows, const int64_t* features, int num_weights, b
 
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
                            const int64_t* features, bool gated, Format format) {
-  bool takes = dtype != DType::kFloat32 && 0 < rows && rows <= kMaxLinearRows && in > 0 && in % 8 == 0;
+  bool takes = dtype != DType::kFloat32 && rows > 0 && in > 0 && in % 8 == 0;
+  takes &= rows <= kMaxLinearRows || format != Format::kDense;
+  rows = min(rows, kMaxLinearRows);  // of a pass
   for (int i = 0; i < num_weights; ++i) takes &= aligned16(weights[i]) && (!has_groups(format) || features[i] % 8 == 0);
   const int64_t tiles = num_tiles(features, num_weights, gated, kTile);
   if (!takes || tiles == 0) return {0, 0};
@@ -446,14 +448,23 @@ static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
 }
 
 cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream) {
-  if (p.rows > kMaxLinearRows) return cudaErrorInvalidValue;
+  if (p.rows > kMaxLinearRows && p.format == Format::kDense) return cudaErrorInvalidValue;
   return run_on_device(p, p.rows * p.out_features, [&](auto type) {
     using T = decltype(type);
-    if constexpr (std::is_same_v<T, float>)
+    if constexpr (std::is_same_v<T, float>) {
       return cudaErrorInvalidValue;
-    else
-      return with_shape(p.rows, p.format,
-                        [&](auto shape) { return launch_rows<T, decltype(shape)::kRows>(p, stream); });
+    } else {
+      LinearParams pass = p;
+      for (int64_t row = 0; row < p.rows; row += kMaxLinearRows) {
+        pass.x = static_cast<const T*>(p.x) + row * p.in;
+        pass.out = static_cast<T*>(p.out) + row * p.out_features;
+        pass.rows = min(p.rows - row, kMaxLinearRows);
+        const cudaError_t error = with_shape(
+            pass.rows, p.format, [&](auto shape) { return launch_rows<T, decltype(shape)::kRows>(pass, stream); });
+        if (error != cudaSuccess) return error;
+      }
+      return cudaSuccess;
+    }
   });
 }
 

@@ -25,7 +25,7 @@ def _plan_linear(launch: Launcher, s: Scope) -> bool:
 def _linear_in_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, prefetch: bool, scales: Tensor | None, format: str
 ) -> Tensor:
-    """Compute `linear`; in 16 bits, with more rows than the kernel takes, a packed weight becomes a dense one."""
+    """Compute `linear`; in 16 bits, where no kernel takes it, a packed weight of a GPU becomes a dense one."""
     if format != DENSE.name and not FORMATS[format].row_group and x.dtype in (torch.bfloat16, torch.float16):
         weight = PackedWeight(weight, scales, format, x.shape[-1]).dense(x.dtype)
         scales, format = None, DENSE.name
@@ -111,7 +111,7 @@ def linear(
 
     A row's bits depend neither on its place nor on how many rows there are: on CPU up to 512 rows in float32 and 64 in
     bfloat16 (128 with AVX-512 BF16 but no AMX, without AVX-512 all), on CUDA up to 256 rows in 16 bits where ``in`` is
-    a multiple of 8. Anything else goes through torch.
+    a multiple of 8, and with a packed weight any number. Anything else goes through torch.
 
     Args:
         x: ``[..., rows, in]``.
@@ -169,7 +169,7 @@ def swiglu(
 ) -> Tensor:  # fmt: skip
     """Compute ``silu(x @ gate.T) * (x @ up.T)``: the bits of `silu_mul` of `linears`.
 
-    On CUDA it is one kernel up to 256 rows.
+    On CUDA it is one kernel, per 256 rows of packed weights.
 
     Args:
         x: ``[..., rows, in]``; ``prefetch`` is as in `linear`.
