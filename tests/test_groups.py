@@ -19,7 +19,7 @@ HALVES = [torch.bfloat16, torch.float16]
 def made(name, *shape, dtype=torch.bfloat16, seed=0):
     """Return a random weight in a format."""
     if name in SUPER:
-        weight = packed(SUPER[name], shape[0], -(-shape[-1] // 256) * 256, seed=seed)._replace(columns=shape[-1])
+        weight = packed(SUPER[name], *shape[:-1], -(-shape[-1] // 256) * 256, seed=seed)._replace(columns=shape[-1])
     else:
         has_minima = name.endswith("m")
         bits, group = map(int, name[1:].removesuffix("m").split("a16g"))
@@ -230,6 +230,23 @@ def test_emulated_products_wait_for_the_kernels_ahead(name, rows, emulation):
 
     for seed in range(4):
         kernels.check_overlapping(run, seed)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(5, (20, 160, 96)), (17, (3, 64, 160)), (70, (2, 96, 64))])
+@pytest.mark.parametrize(("first", "second"), [*zip([*NAMES, *SUPER], [*SUPER, *NAMES], strict=True)])
+def test_experts_have_the_bits_of_dense_ones(first, second, rows, sizes, dtype, kernels):
+    """Gate and up are in one format, down in another."""
+    if kernels is ops or dtype == torch.float32:
+        pytest.skip("it goes through torch")
+    count, hidden, width = sizes
+    both = made(first, count, 2 * width, hidden, dtype=dtype), made(second, count, hidden, width, dtype=dtype)
+    ids = torch.stack([torch.arange(i, i + 2) % count for i in range(rows)])
+    given = random(rows, hidden, dtype=dtype) / 8, ids, random(rows, 2, dtype=torch.float32)
+    formats = {"format": both[0].format, "down_format": both[1].format}
+    assert set(formats.values()) == {first, second}
+    got = kernels.experts(*given, *(weight.packed for weight in both), **formats)
+    assert torch.equal(got, kernels.experts(*given, *(weight.dense(dtype) for weight in both)))
+    assert got.isfinite().all()
 
 
 def test_features_that_fill_no_tile_go_through_torch(emulation):

@@ -396,6 +396,26 @@ def test_layers_on_gpus_keep_the_values_that_become_dense_elsewhere(kind, name, 
         assert torch.equal(packed.get_submodule(path).weight.dense(packed.dtype), dense.get_submodule(path).weight)
 
 
+@pytest.mark.usefixtures("packs_for_gpus")
+@pytest.mark.parametrize("kind", ["Q4_0", "experts of mlx"])
+def test_experts_on_gpus_keep_the_values_that_become_dense_elsewhere(kind, tmp_path):
+    path = tmp_path
+    if kind == "Q4_0":
+        path = tmp_path / "x.gguf"
+        write_mixture(path, lambda name: "exps" in name and KINDS["Q8_0" if "down_exps" in name else kind])
+    else:
+        write_folder(path, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        packed, dense = (Pretrained(path, keeps_blocks=keeps).load_target(torch.bfloat16) for keeps in (True, False))
+    found = {name: module for name, module in packed.named_modules() if type(module) is PackedExperts}
+    assert len(found) == packed.config.num_hidden_layers
+    for name, module in found.items():
+        assert {ops.FORMATS[format].device for format, _ in module.sizes} == {"cuda"}
+        for weight, part in zip(module.weights[:2], ("gate_up_proj", "down_proj"), strict=True):
+            assert torch.equal(weight.dense(torch.bfloat16), getattr(dense.get_submodule(name), part))
+
+
 @torch.no_grad()
 @pytest.mark.usefixtures("packs_for_gpus")
 @pytest.mark.parametrize(
@@ -450,9 +470,7 @@ def test_what_our_kernels_do_not_read_is_left_to_transformers(change, reads):
 @pytest.mark.usefixtures("packs_for_gpus")
 def test_weights_that_no_kernel_of_gpus_reads_are_counted_in_a_warning(tmp_path):
     quantized_folders.write_llama(tmp_path, "mlx")
-    with pytest.warns(
-        UserWarning, match=r"2 weights become dense, .* \(embeddings, experts, or shapes and scales that"
-    ):
+    with pytest.warns(UserWarning, match=r"2 weights become dense, .* \(embeddings, or shapes and scales that"):
         target = Pretrained(tmp_path).load_target(torch.bfloat16)
     assert len([module for module in target.modules() if type(module) is PackedLinear]) == 28
     assert type(target.get_output_embeddings()) is torch.nn.Linear  # 97 tokens are no tiles of eight

@@ -74,9 +74,9 @@ BUDGETS = {
     # four vectors of features at once for one row 120: a seventh to a third fewer instructions. Gemma 3's layers 15.
     # Filters on the whole GPU 280: three stages, what they leave for each other, and a list for a small top-k; one
     # block per row took 240 to 1,170 microseconds of a step of 7,500. Weights with groups of columns on GPUs 240: one
-    # stage for 4 and 8 bits and both sizes of groups, in the loop of dense weights. Minima, K-quants and prompts
-    # there 105.
-    "csrc": 13_985,
+    # stage for 4 and 8 bits and both sizes of groups, in the loop of dense weights. Minima, K-quants, prompts
+    # and experts there 120.
+    "csrc": 14_000,
     # All lines of Python. Every kind of drafter writes one test's texts, and what differed in one value is a table;
     # less would take the only test of a behavior. Folders of other libraries, whose layouts are written in torch
     # here, took 500; architectures that llama.cpp has converted 350; texts that are cut at every place, and values
@@ -84,8 +84,8 @@ BUDGETS = {
     # 180; heads of targets, against transformers' and llama.cpp's, 210; learners and servers that are killed on one
     # folder 160; a Qwen3.5 in K-quants, which the gguf package does not write, 45; a cache that slides against a whole
     # one, in batches, conversations and sessions, 130; filters on rows of several slices 20; formats of GPUs, bit for
-    # bit, 310.
-    "tests": 39_025,
+    # bit, 370.
+    "tests": 39_065,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

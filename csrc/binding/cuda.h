@@ -57,9 +57,9 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
                                    features.data(), gated, Format(format)));
   });
   m.def("experts_workspace", [answer](int dtype, pybind11::handle gate_up, pybind11::handle down, int64_t rows,
-                                      int64_t top_k, int64_t hidden, int64_t width, int format) {
-    return answer(experts_workspace(DType(dtype), address_of(gate_up.ptr()), address_of(down.ptr()), rows, top_k,
-                                    hidden, width, Format(format)));
+                                      int64_t top_k, int64_t hidden, int64_t width) {
+    return answer(
+        experts_workspace(DType(dtype), address_of(gate_up.ptr()), address_of(down.ptr()), rows, top_k, hidden, width));
   });
   m.def("select_tokens_workspace", &select_tokens_workspace);
   m.def("tree_candidates_workspace", &candidates_workspace);

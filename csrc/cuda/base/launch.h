@@ -43,7 +43,7 @@ Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weight
 
 // splits 0: the kernel does not take these rows or weights; the weights are contiguous.
 Workspace experts_workspace(DType dtype, const void* gate_up, const void* down, int64_t rows, int64_t top_k,
-                            int64_t hidden, int64_t width, Format format);
+                            int64_t hidden, int64_t width);
 
 // Bytes of scratch memory.
 int64_t select_tokens_workspace(int64_t rows, int64_t vocab);

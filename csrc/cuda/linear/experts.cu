@@ -7,7 +7,7 @@
 //
 // mma.sync takes 16 or 32 rows as its first factor; with more, the block goes through its weights again, which are then
 // in the L2 at best. No sum is cut, so a row's bits do not depend on the other rows.
-#include "cuda/linear/int8.cuh"
+#include "cuda/linear/groups.cuh"
 
 namespace dflash {
 
@@ -15,7 +15,6 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kFeatures = 128;
 constexpr int kInner = 64;
 constexpr int kCopies = kFeatures * kInner / 8 / kThreads;  // of 16 bytes per thread and stage, if dense
-enum class Layout { kDense, kTransposed, kInt8 };
 
 // Looks through all ids for one expert's. Returns how many pairs have it; found [limit] gets those from the first-th
 // on, in ascending order. Every thread calls.
@@ -70,9 +69,29 @@ struct Share {
 
 // A block's tile of one expert's weight, [out, in] or transposed [in, out]. Where rows are features, the first eight of
 // every sixteen are the gate's and the others what they gate, if `half` is not 0.
-template <typename T, Layout kLayout>
-struct WeightTile {
-  static constexpr bool kTransposed = kLayout == Layout::kTransposed;
+template <typename T, Format kFormat, bool kTransposed>
+struct WeightTile : PackedStage<kFormat> {
+  using Stage = PackedStage<kFormat>;
+  static constexpr int kElements = kFeatures / 8 * Stage::kTileBytes / 2;
+
+  __device__ __forceinline__ WeightTile(const void* all, Format format, int64_t expert, int64_t in, int64_t out,
+                                        int64_t half, int tile) {
+    const int64_t size = kFormat == Format::kW8A16 ? int8_row_size(in) : groups_row_size(format, in);
+    const int64_t first = int64_t(tile) * (half > 0 ? kFeatures / 2 : kFeatures);
+    const int own = threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      this->set(i, format, static_cast<const unsigned char*>(all) + expert * out * size,
+                first + (half > 0 ? own * 8 + i * half : own * 16 + i * 8), out, in, 0, in);
+  }
+  __device__ __forceinline__ auto factor(const T* stage) const {
+    using Factor = typename Stage::template Factor<T, 2>;
+    return Factor(*this, stage + threadIdx.x / 32 * Stage::kTileBytes);
+  }
+};
+
+template <typename T, bool kTransposed>
+struct WeightTile<T, Format::kDense, kTransposed> {
   static constexpr int kElements = kFeatures * kInner;             // of a stage
   static constexpr int kWidth = kTransposed ? kFeatures : kInner;  // of a row of a stage
   static constexpr int kPieces = kWidth / 8;
@@ -85,7 +104,7 @@ struct WeightTile {
   int to;
 
   // Past the last feature, weights are loaded again (or zeros, if transposed) and the results dropped.
-  __device__ __forceinline__ WeightTile(const void* all, int64_t expert, int64_t in, int64_t out, int64_t half,
+  __device__ __forceinline__ WeightTile(const void* all, Format, int64_t expert, int64_t in, int64_t out, int64_t half,
                                         int tile) {
     const T* weight = static_cast<const T*>(all) + expert * out * in;
     const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
@@ -132,24 +151,6 @@ struct WeightTile {
       else
         ldmatrix(to, stage + (place<kInner>(warp * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ 16 * k));
     };
-  }
-};
-
-template <typename T>
-struct WeightTile<T, Layout::kInt8> : PackedStage<Format::kW8A16> {
-  static constexpr int kElements = kFeatures / 8 * kTileBytes / 2;
-
-  __device__ __forceinline__ WeightTile(const void* all, int64_t expert, int64_t in, int64_t out, int64_t half,
-                                        int tile) {
-    const auto* weight = static_cast<const unsigned char*>(all) + expert * out * int8_row_size(in);
-    const int64_t first = (half > 0 ? int64_t(tile) * (kFeatures / 2) : int64_t(tile) * kFeatures);
-    const int own = threadIdx.x / 32;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      set(i, Format::kW8A16, weight, first + (half > 0 ? own * 8 + i * half : own * 16 + i * 8), out, in, 0, in);
-  }
-  __device__ __forceinline__ auto factor(const T* stage) const {
-    return Factor<T, 2>(*this, stage + threadIdx.x / 32 * kTileBytes);
   }
 };
 
@@ -204,23 +205,24 @@ static __device__ __forceinline__ float gated(const ExpertsParams& p, float gate
 }
 
 // A sum times its channel's scale, if there is one, plus its bias.
-template <typename T, Layout kLayout>
+template <typename T, Format kFormat>
 static __device__ __forceinline__ float finished(float sum, const float* scales, const void* biases, int64_t index) {
   const float bias = biases ? to_float(static_cast<const T*>(biases)[index]) : 0.0f;
-  return kLayout == Layout::kInt8 ? __fmaf_rn(sum, scales[index], bias) : sum + bias;
+  return kFormat == Format::kW8A16 ? __fmaf_rn(sum, scales[index], bias) : sum + bias;
 }
 
 // A block's rows of x [.., in] times its tile of the expert's weight, one of `all` [num_experts, out, in]. row(pair) is
 // a pair's row of x; store(expert, pair, sums, half) takes the thread's sums of one.
-template <typename T, int kRows, Layout kLayout, typename Row, typename Store>
+template <typename T, int kRows, Format kFormat, bool kTransposed, typename Row, typename Store>
 static __device__ __forceinline__ void multiply_share(const ExpertsParams& p, const void* x, const void* all,
-                                                      int64_t in, int64_t out, int64_t half, Row row, Store store) {
+                                                      Format format, int64_t in, int64_t out, int64_t half, Row row,
+                                                      Store store) {
   __shared__ int pairs[kRows];
   grid_begin();
   Share<kRows> share(p, pairs);
   const int64_t expert = share.expert;
   if (expert < 0) return;
-  const WeightTile<T, kLayout> weights(all, expert, in, out, half, int(blockIdx.x));
+  const WeightTile<T, kFormat, kTransposed> weights(all, format, expert, in, out, half, int(blockIdx.x));
   do {
     const int n = share.rows();
     float sums[kRows / 16][2][4] = {};
@@ -236,11 +238,10 @@ static __device__ __forceinline__ void multiply_share(const ExpertsParams& p, co
 }
 
 // inner [pairs, width] = gate(gate_up(x)). Grid: (tiles of 64 columns, pairs or experts).
-template <typename T, int kRows, Layout kLayout>
+template <typename T, int kRows, Format kFormat, bool kTransposed>
 static __global__ void __launch_bounds__(kThreads, 1) gate_up_kernel(const ExpertsParams p) {
-  constexpr bool kTransposed = kLayout == Layout::kTransposed;
   const auto both = [&](float sum, int64_t at) {
-    return finished<T, kLayout>(sum, p.gate_up_scales, p.gate_up_bias, at);
+    return finished<T, kFormat>(sum, p.gate_up_scales, p.gate_up_bias, at);
   };
   const auto store = [&](int64_t expert, int pair, const float (&sums)[2][4], int half) {
     T* out = static_cast<T*>(p.workspace) + pair * p.width;
@@ -256,8 +257,8 @@ static __global__ void __launch_bounds__(kThreads, 1) gate_up_kernel(const Exper
       out[column] = from_float<T>(gated(p, both(gate, at), both(up, at + (kTransposed ? 1 : p.width))));
     }
   };
-  multiply_share<T, kRows, kLayout>(
-      p, p.x, p.gate_up, p.hidden, 2 * p.width, p.width, [&](int pair) { return pair / p.top_k; }, store);
+  multiply_share<T, kRows, kFormat, kTransposed>(
+      p, p.x, p.gate_up, p.format, p.hidden, 2 * p.width, p.width, [&](int pair) { return pair / p.top_k; }, store);
 }
 
 static __host__ __device__ __forceinline__ int64_t inner_bytes(int64_t pairs, int64_t width) {
@@ -269,7 +270,7 @@ static __device__ __forceinline__ float* results_of(const ExpertsParams& p) {
 }
 
 // results [pairs, hidden] = down(inner). Grid: (tiles of 128 columns, pairs or experts).
-template <typename T, int kRows, Layout kLayout>
+template <typename T, int kRows, Format kFormat, bool kTransposed>
 static __global__ void __launch_bounds__(kThreads, 1) down_kernel(const ExpertsParams p) {
   const auto store = [&](int64_t expert, int pair, const float (&sums)[2][4], int half) {
     float* out = results_of(p) + pair * p.hidden;
@@ -279,13 +280,13 @@ static __global__ void __launch_bounds__(kThreads, 1) down_kernel(const ExpertsP
       if (column >= p.hidden) continue;  // a multiple of 8: both columns are there, or none
       const int64_t at = expert * p.hidden + column;
       const auto value = [&](int e) {
-        return finished<T, kLayout>(sums[group][2 * half + e], p.down_scales, p.down_bias, at + e);
+        return finished<T, kFormat>(sums[group][2 * half + e], p.down_scales, p.down_bias, at + e);
       };
       *reinterpret_cast<float2*>(out + column) = make_float2(value(0), value(1));
     }
   };
-  multiply_share<T, kRows, kLayout>(
-      p, p.workspace, p.down, p.width, p.hidden, 0, [](int pair) { return int64_t(pair); }, store);
+  multiply_share<T, kRows, kFormat, kTransposed>(
+      p, p.workspace, p.down, p.down_format, p.width, p.hidden, 0, [](int pair) { return int64_t(pair); }, store);
 }
 
 // One thread per 16 bytes of the result.
@@ -315,32 +316,39 @@ static __global__ void __launch_bounds__(kThreads, 1) combine_kernel(const Exper
 }
 
 Workspace experts_workspace(DType dtype, const void* gate_up, const void* down, int64_t rows, int64_t top_k,
-                            int64_t hidden, int64_t width, Format format) {
+                            int64_t hidden, int64_t width) {
   const int64_t pairs = rows * top_k;
-  const bool takes = dtype != DType::kFloat32 && hidden % 8 == 0 && width % 8 == 0 && aligned16(gate_up, down) &&
-                     (format == Format::kDense || format == Format::kW8A16);
+  const bool takes = dtype != DType::kFloat32 && hidden % 8 == 0 && width % 8 == 0 && aligned16(gate_up, down);
   if (!takes) return {0, 0};
   return {1, inner_bytes(pairs, width) + pairs * hidden * int64_t(sizeof(float))};
 }
 
-template <typename T, int kRows, Layout kLayout>
-static cudaError_t launch_layout(const ExpertsParams& p, cudaStream_t stream) {
-  constexpr int kBytes = kStages * (WeightTile<T, kLayout>::kElements + kRows * kInner) * 2;
-  static_assert(kBytes <= 99 * 1024 - 256, "more than every device has");
-  const unsigned blocks = unsigned(min(p.rows * p.top_k, p.num_experts));
-  const cudaError_t error =
-      launch_overlapping(gate_up_kernel<T, kRows, kLayout>, dim3(unsigned(ceil_div(2 * p.width, kFeatures)), blocks),
-                         dim3(kThreads), kBytes, stream, p);
-  if (error != cudaSuccess) return error;
-  return launch_overlapping(down_kernel<T, kRows, kLayout>, dim3(unsigned(ceil_div(p.hidden, kFeatures)), blocks),
-                            dim3(kThreads), kBytes, stream, p);
-}
+// The shared memory of a block.
+template <typename T, int kRows, Format kFormat, bool kTransposed>
+constexpr int kBytes = kStages * (WeightTile<T, kFormat, kTransposed>::kElements + kRows * kInner) * 2;
 
 template <typename T, int kRows>
 static cudaError_t launch_products(const ExpertsParams& p, cudaStream_t stream) {
-  if (p.format == Format::kW8A16) return launch_layout<T, kRows, Layout::kInt8>(p, stream);
-  return p.transposed ? launch_layout<T, kRows, Layout::kTransposed>(p, stream)
-                      : launch_layout<T, kRows, Layout::kDense>(p, stream);
+  const unsigned blocks = unsigned(min(p.rows * p.top_k, p.num_experts));
+  const auto launch = [&](auto* kernel, int bytes, int64_t features) {
+    return launch_overlapping(kernel, dim3(unsigned(ceil_div(features, kFeatures)), blocks), dim3(kThreads), bytes,
+                              stream, p);
+  };
+  if (p.transposed) {
+    constexpr int kSize = kBytes<T, kRows, Format::kDense, true>;
+    const cudaError_t error = launch(gate_up_kernel<T, kRows, Format::kDense, true>, kSize, 2 * p.width);
+    return error != cudaSuccess ? error : launch(down_kernel<T, kRows, Format::kDense, true>, kSize, p.hidden);
+  }
+  const cudaError_t error = with_kernels_of(p.format, [&](auto of) {
+    constexpr Format kFormat = decltype(of)::value;
+    static_assert(kBytes<T, kRows, kFormat, false> <= 99 * 1024 - 256, "more than every device has");
+    return launch(gate_up_kernel<T, kRows, kFormat, false>, kBytes<T, kRows, kFormat, false>, 2 * p.width);
+  });
+  if (error != cudaSuccess) return error;
+  return with_kernels_of(p.down_format, [&](auto of) {
+    constexpr Format kFormat = decltype(of)::value;
+    return launch(down_kernel<T, kRows, kFormat, false>, kBytes<T, kRows, kFormat, false>, p.hidden);
+  });
 }
 
 cudaError_t launch_experts(const ExpertsParams& p, cudaStream_t stream) {

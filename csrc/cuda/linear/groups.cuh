@@ -256,4 +256,17 @@ struct PackedStage<Format::kW4A16G32M, kInner> : GroupStage<4, kInner, true> {};
 template <int kInner>
 struct PackedStage<Format::kW8A16G32M, kInner> : GroupStage<8, kInner, true> {};
 
+// Calls f(constant) with the format whose kernels read weights of this one.
+template <typename F>
+static cudaError_t with_kernels_of(Format format, const F& f) {
+  if (format == Format::kDense) return f(std::integral_constant<Format, Format::kDense>());
+  if (format == Format::kW8A16) return f(std::integral_constant<Format, Format::kW8A16>());
+  if (!has_groups(format)) return cudaErrorInvalidValue;
+  if (has_float_groups(format))
+    return bits_of_groups(format) == 4 ? f(std::integral_constant<Format, Format::kW4A16G32M>())
+                                       : f(std::integral_constant<Format, Format::kW8A16G32M>());
+  return bits_of_groups(format) == 4 ? f(std::integral_constant<Format, Format::kW4A16G32>())
+                                     : f(std::integral_constant<Format, Format::kW8A16G32>());
+}
+
 }  // namespace dflash

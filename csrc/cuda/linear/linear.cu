@@ -433,18 +433,13 @@ static cudaError_t launch_format(const LinearParams& p, cudaStream_t stream) {
 
 template <typename T, int kRows>
 static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
-  if (p.format == Format::kDense) return launch_format<Format::kDense, T, kRows>(p, stream);
-  if constexpr (kRows <= 64) {
-    if (p.format == Format::kW8A16) return launch_format<Format::kW8A16, T, kRows>(p, stream);
-    const bool is_float = has_float_groups(p.format);
-    if (has_nibbles(p.format))
-      return is_float ? launch_format<Format::kW4A16G32M, T, kRows>(p, stream)
-                      : launch_format<Format::kW4A16G32, T, kRows>(p, stream);
-    if (has_groups(p.format))
-      return is_float ? launch_format<Format::kW8A16G32M, T, kRows>(p, stream)
-                      : launch_format<Format::kW8A16G32, T, kRows>(p, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_kernels_of(p.format, [&](auto of) {
+    constexpr Format kFormat = decltype(of)::value;
+    if constexpr (kRows <= 64 || kFormat == Format::kDense)
+      return launch_format<kFormat, T, kRows>(p, stream);
+    else
+      return cudaErrorInvalidValue;
+  });
 }
 
 cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream) {

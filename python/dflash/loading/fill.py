@@ -110,16 +110,13 @@ def gate_by_turns(values: Tensor) -> Tensor:
 
 
 def _packed_module(module: Any, weights: Mapping[str, Tensor | StoredWeight], device: str) -> nn.Module | None:
-    """Return a module like another that keeps its weights packed; None if it cannot. On GPUs only linear layers can."""
-    is_linear = type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
-    if device == "cuda" and not is_linear:
-        return None
+    """Return a module like another that keeps its weights packed; None if it cannot. On GPUs embeddings cannot."""
     if {"gate_up_proj", "down_proj"} <= weights.keys():
-        return _packed_experts(module, weights)
+        return _packed_experts(module, weights, device)
+    is_linear = type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
     is_scaled = isinstance(module, nn.Embedding) and "embed_scale" in dict(module.named_buffers())
-    packed = _packed(weights.get("weight")) if is_linear or is_scaled or type(module) is nn.Embedding else None
-    if packed is not None and device == "cuda":
-        packed = packed.in_groups(module.weight.dtype)
+    is_known = is_linear or (device == "cpu" and (is_scaled or type(module) is nn.Embedding))
+    packed = _packed(weights.get("weight"), device, module.weight.dtype) if is_known else None
     if packed is None:
         return None
     if not isinstance(module, nn.Embedding):
@@ -128,20 +125,25 @@ def _packed_module(module: Any, weights: Mapping[str, Tensor | StoredWeight], de
     return None if packed.order is not None else PackedEmbedding(packed, module.weight.dtype, scale)
 
 
-def _packed_experts(module: Any, weights: Mapping[str, Tensor | StoredWeight]) -> nn.Module | None:
+def _packed_experts(module: Any, weights: Mapping[str, Tensor | StoredWeight], device: str) -> nn.Module | None:
     if (form := experts_layout(module)) is None:
         return None
-    both = [_packed(weights[name]) for name in ("gate_up_proj", "down_proj")]
-    if any(packed is None or packed.order is not None for packed in both):
-        return None
+    both = []
+    for name in ("gate_up_proj", "down_proj"):
+        packed = _packed(weights[name], device, getattr(module, name).dtype)
+        if packed is None or packed.order is not None:
+            return None
+        both.append(packed)
     gate_up, down = (_bias(module, f"{name}_proj_bias", weights) for name in ("gate_up", "down"))
     if gate_up is not None and form.transposed and isinstance(weights["gate_up_proj_bias"], Tensor):
         gate_up = gate_above_up(gate_up)
     return PackedExperts(ExpertWeights(*both, gate_up, down, *form[:3]))
 
 
-def _packed(weight: Tensor | StoredWeight | None) -> Any:
-    return None if weight is None or isinstance(weight, Tensor) else weight.pack()
+def _packed(weight: Tensor | StoredWeight | None, device: str, dtype: torch.dtype) -> PackedWeight | None:
+    """Pack a weight for kernels of a device, for rows of a dtype; None if it cannot stay packed there."""
+    packed = None if weight is None or isinstance(weight, Tensor) else weight.pack()
+    return packed.in_groups(dtype) if packed is not None and device == "cuda" else packed
 
 
 def _bias(module: Any, name: str, weights: Mapping[str, Tensor | StoredWeight]) -> Tensor | None:

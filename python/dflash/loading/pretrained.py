@@ -347,7 +347,8 @@ def load_target(
     On a CPU the weights of a GGUF file stay in its blocks (``docs/files.md`` has the types): the file is mapped and
     packed tensor by tensor. Folders in AWQ, GPTQ, MLX, compressed-tensors' integers and MXFP4 stay packed too; those in
     FP8 and NVFP4 become dense, with a warning (``docs/quantized.md``). In float16 all become dense. On a GPU linear
-    layers in MLX, AWQ, GPTQ, compressed-tensors' integers and GGUF files stay packed (``docs/weights.md``).
+    layers in MLX, AWQ, GPTQ, compressed-tensors' integers and GGUF files stay packed, and experts of MLX and GGUF
+    (``docs/weights.md``).
     Targets to train for must be dense: load these with transformers.
 
     Args:

@@ -630,7 +630,7 @@ class QuantizedFolder:
         merged = [key for key, places in keys.items() if places[0].pattern is not None]
         # 1. Weights of experts that stay packed are joined; others are merged by transformers' converters
         weights: dict[str, Quantized | Tensor] = {}
-        if self._packs == "cpu" and merged and experts_layout(self._model.get_submodule(path)) is not None:
+        if self._packs and merged and experts_layout(self._model.get_submodule(path)) is not None:
             joined = {key: self._joined(names[key], keys[key], get) for key in merged}
             weights = {key: weight for key, weight in joined.items() if weight is not None}
         if weights.keys() < set(merged):
@@ -693,7 +693,7 @@ class QuantizedFolder:
 _Get = Callable[[Header], Tensor]
 _UNPACKED = {
     "cpu": "experts that differ, or modules without a kernel",
-    "cuda": "embeddings, experts, or shapes and scales that our CUDA kernels do not take",
+    "cuda": "embeddings, or shapes and scales that our CUDA kernels do not take",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -541,9 +542,9 @@ class PackedWeight(NamedTuple):
         if self.shape[-2] % 8 or self.columns % 32:
             return None
         # 1. What it stands for, some features at a time
-        found = []
-        for rows in self.packed.flatten(0, -2).split(_TILE * max(1, _WIDENED // (_TILE * max(1, self.columns)))):
-            blocks = unpack(rows, self.format)
+        found, rows = [], _TILE * max(1, _WIDENED // (_TILE * max(1, self.columns)))
+        for some in itertools.chain.from_iterable(matrix.split(rows) for matrix in _matrices(self.packed)):
+            blocks = unpack(some, self.format)
             found.append(blocks._replace(codes=blocks.codes.short()))
         # 2. The first format that holds all of them
         for name in (name for name, row in FORMATS.items() if isinstance(row.order, GroupOrder)):

@@ -52,7 +52,7 @@ def _plan(
 ) -> bool:
     """Set the fields of the kernel `linear`; return False if it does not take the call."""
     features, width = [len(weight) for weight in weights], s.x.shape[-1]
-    if not _reads(launch, s):
+    if not _reads(launch, s.arguments[-1]):
         return False
     if launch.is_cpu:
         s.splits, s.workspace = int(s.format > 0 or skinny(s.rows, s.x.dtype)), None
@@ -69,9 +69,9 @@ def _plan(
     return True
 
 
-def _reads(launch: Launcher, s: Scope) -> bool:
-    """Return True if the launcher's kernels read weights in the format of the call."""
-    device = FORMATS[s.arguments[-1]].device
+def _reads(launch: Launcher, format: str) -> bool:
+    """Return True if the launcher's kernels read weights in a format."""
+    device = FORMATS[format].device
     return device is None or device == ("cpu" if launch.is_cpu else "cuda")
 
 
@@ -207,9 +207,9 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _has_expert_kernel(launch: Launcher, s: Scope) -> bool:
-    if not _reads(launch, s):
+    if not (_reads(launch, s.arguments[-1]) and _reads(launch, s.arguments[-2])):
         return False
-    shapes = (s.dtype, s.gate_up, s.down, s.rows, s.top_k, s.hidden, s.width, s.format)
+    shapes = (s.dtype, s.gate_up, s.down, s.rows, s.top_k, s.hidden, s.width)
     takes, s.workspace = launch.workspace("experts", s.x.device, *shapes)
     s.x = launch.aligned(s.x) if takes else s.x
     return bool(takes)
@@ -257,7 +257,8 @@ def experts(
             between gate and up, and ``down [num_experts, width, hidden]``.
         gate_up_scales: ``[num_experts, 2 * width]`` float32, and ``down_scales [num_experts, hidden]``: those of a
             `PackedWeight`; None if dense.
-        format, down_format: those of ``gate_up`` and ``down``, as in `linear`. They differ only if both have blocks.
+        format, down_format: those of ``gate_up`` and ``down``, as in `linear`. They differ only if both have blocks or
+            groups.
 
     Returns:
         ``[rows, hidden]``.

@@ -68,7 +68,7 @@ class ExpertWeights(NamedTuple):
 
 
 class PackedExperts(nn.Module):
-    """The experts of a mixture on CPU, in packed weights."""
+    """The experts of a mixture, in packed weights."""
 
     def __init__(self, weights: ExpertWeights) -> None:
         super().__init__()
