@@ -1,6 +1,7 @@
 """``ops.linear`` against ``F.linear``: the down and up projections at a few rows, and the LM head at 16.
 
-Also with int8 weights, where kernels read them, against ``F.linear`` with weights of the dtype.
+Also with int8 weights, and at 16 rows with some formats of files, where kernels read them, against ``F.linear`` with
+weights of the dtype.
 """
 
 import torch
@@ -9,6 +10,8 @@ from harness import Case, main
 
 from dflash import ops
 from dflash.decoder import split_weights
+
+PACKED = {"cpu": ("q4_0", "q4_k", "q6_k", "q8_0"), "cuda": ("w4a16g128", "w4a16g32", "w4a16g32k", "w8a16g16k")}
 
 
 def cases(o):
@@ -20,8 +23,12 @@ def cases(o):
         ):
             for rows in all_rows:
                 yield Case(f"{name} {width}->{out} rows={rows}", *product(o, rows, width, out))
-                if out != m.vocab and (o.device.type == "cpu" or o.dtype != torch.float32):
+                if o.device.type == "cuda" and o.dtype == torch.float32:
+                    continue
+                if out != m.vocab:
                     yield Case(f"{name} {width}->{out} rows={rows} int8", *int8_product(o, rows, width, out))
+                for form in PACKED[o.device.type] if rows == 16 else ():
+                    yield Case(f"{name} {width}->{out} rows={rows} {form}", *packed_product(o, rows, width, out, form))
 
 
 def product(o, rows, width, out):
@@ -43,6 +50,17 @@ def int8_product(o, rows, width, out):
         lambda x, _, packed, *stored: ops.linear(x, *packed, None, False, *stored),
         {"F.linear": lambda x, weight, *_: F.linear(x, weight)},
         out * width + rows * (width + out) * o.size,
+    )
+
+
+def packed_product(o, rows, width, out, form):
+    """Multiply by bytes that are all alike: each half-precision number among them is 3.1e-5."""
+    size = ops.FORMATS[form].size(width)
+    return (
+        lambda: (*product(o, rows, width, out)[0](), torch.full((out, size), 2, dtype=torch.uint8, device=o.device)),
+        lambda x, _, packed: ops.linear(x, packed, format=form),
+        {"F.linear": lambda x, weight, _: F.linear(x, weight)},
+        out * size + rows * (width + out) * o.size,
     )
 
 
