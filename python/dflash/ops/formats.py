@@ -314,9 +314,8 @@ def _pack_groups(format: str, blocks: Blocks, columns: int, dtype: torch.dtype) 
     size, unit = FORMATS[format].size(columns), max(64, order.group)
     padded = -(-columns // unit) * unit
     places = torch.arange(padded // 32).clamp_(max=columns // 32 - 1)
-    codes, scales = blocks.codes[:, places].flatten(1), blocks.scales[:, places]
-    minima = None if blocks.minima is None else blocks.minima[:, places]
-    zeros, pairs = None, codes.new_empty(len(codes), 0, dtype=torch.uint8)
+    scales, minima = blocks.scales[:, places], None if blocks.minima is None else blocks.minima[:, places]
+    pairs = torch.empty(len(scales), 0, dtype=torch.uint8)
     # 2. What scales them
     if order.scales == "super":
         if blocks.factors is None or (minima is None) != (order.group == 16):
@@ -336,16 +335,23 @@ def _pack_groups(format: str, blocks: Blocks, columns: int, dtype: torch.dtype) 
         words, fits = scales.view(torch.int32), scales.isfinite()
         if dtype == torch.float16:
             fits &= scales.half() == scales
-        if order.bits == 4:
-            zeros = codes.unflatten(1, (-1, order.group)).amin(-1).neg().clamp_(min=0).int()
+        if order.bits == 4:  # a sum, and room for a zero point
             upper = words & ~0xFFFF
             rest = (scales - upper.view(torch.float32)).view(torch.int32)
-            fits &= (zeros <= 31) & (rest & 0x1FFFFF == 0)
-            words, codes = upper | rest >> 16 & 0xFFFF | zeros, codes + zeros.repeat_interleave(order.group, 1)
+            fits &= rest & 0x1FFFFF == 0
+            words = upper | rest >> 16 & 0xFFFF
+    if not fits.all():
+        return None
     # 3. Codes
+    codes = blocks.codes[:, places].flatten(1)
+    if order.bits == 4 and order.scales == "word":
+        zeros = codes.unflatten(1, (-1, order.group)).amin(-1).neg().clamp_(min=0)
+        if zeros.amax() > 31:
+            return None
+        words, codes = words | zeros, codes + zeros.repeat_interleave(order.group, 1)
     codes = codes + 128 if order.group == 16 else codes
     lowest, highest = (-128, 127) if order.bits == 8 and order.scales == "word" else (0, 2**order.bits - 1)
-    if not (fits.all() and lowest <= codes.amin() and codes.amax() <= highest):
+    if codes.amin() < lowest or codes.amax() > highest:
         return None
     codes = codes.to(torch.uint8)
     if order.bits == 4:
