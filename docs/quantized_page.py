@@ -69,8 +69,8 @@ Model-Optimizer's, whose scales it leaves out: they are read here, and become de
 `dflash.load_target(FOLDER, device="cuda")` and every command read MLX, AWQ, GPTQ and the `pack-quantized` integers of
 compressed-tensors themselves, if the [CUDA kernels](weights.md#on-gpus) run. Linear layers stay packed, in float16 or
 bfloat16. They become dense, with a warning, if their groups are not multiples of 32 columns, their features not a
-multiple of 8, or their scales more than the kernels hold, as do embeddings of MLX and all of Model-Optimizer. Experts
-of MLX stay packed. Other mixtures of experts, adapters, float32 and all other libraries are loaded by transformers.
+multiple of 8, or their scales more than the kernels hold. Experts of MLX stay packed; its embeddings become dense, and
+so does all of Model-Optimizer. Other experts, adapters, float32 and all other libraries are loaded by transformers.
 
 A value is `(code - zero point) * scale`, rounded once to the dtype of the model: in the checkpoint's own dtype that is
 what the library computes. A float16 checkpoint in bfloat16 keeps its float16 scales; they are not rounded first. The

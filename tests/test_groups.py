@@ -113,6 +113,19 @@ def test_what_no_format_holds_is_not_packed(weight, dtype):
     assert weight().in_groups(dtype) is None
 
 
+def test_a_group_of_zeros_may_have_any_scale():
+    codes, scales, _, _ = integers(4, 32, 8, 96)
+    codes[3, 32:64], scales, minima = 0, scales.half().float(), torch.full_like(scales, 0.25)
+    scales[3, 1] = 1e-7
+    weight = PackedWeight.of_integers(codes, scales, minima=minima, group=32, bits=4)
+    got = weight.in_groups(torch.bfloat16)
+    assert got.format == "w4a16g32m"
+    assert torch.equal(got.dense(), weight.dense())
+    codes[3, 40] = 1
+    weight = PackedWeight.of_integers(codes, scales, minima=minima, group=32, bits=4)
+    assert weight.in_groups(torch.bfloat16) is None
+
+
 def test_scales_in_float_take_8_bits():
     codes, scales, zeros, want = integers(4, 32, 8, 64)
     got = PackedWeight.of_integers(codes, scales, zeros, group=32, bits=4).in_groups(torch.bfloat16)
@@ -199,8 +212,14 @@ def test_many_rows_have_the_bits_of_few(name, dtype, kernels):
     if kernels is ops or dtype == torch.float32:
         pytest.skip("it goes through torch")
     weight, x = made(name, 40, 544, dtype=dtype), random(530, 544, dtype=dtype)
-    parts = [multiply(kernels, part, weight) for part in x.split([200, 70, 260])]
-    assert torch.equal(multiply(kernels, x, weight), torch.cat(parts))
+    values, *stores = split_weights(weight, weight.select(torch.arange(40).flip(0)))
+    runs = [
+        lambda x: multiply(kernels, x, weight),
+        lambda x: kernels.linears(x, values, (), False, *stores),
+        lambda x: kernels.swiglu(x, *values, False, *stores),
+    ]
+    for run in runs:
+        assert torch.equal(run(x), torch.cat([run(part) for part in x.split([200, 70, 260])]))
 
 
 @pytest.mark.parametrize("name", [*NAMES, *SUPER])

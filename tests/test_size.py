@@ -44,13 +44,13 @@ BUDGETS = {
     # A cache that slides over a drafter's window 45: the op that compacts trees moves it, and attention is as before.
     # Weights in 4 and 8 bits on GPUs 115: one order of bytes for four formats, what they hold, and which folders are
     # read for them; their values come from the formats of CPUs, so that readers of files stay as they are. Minima and
-    # the K-quants there 30; the check of kernels on a new GPU multiplies by packed weights too, 20.
-    "engine": 15_335,
+    # the K-quants there 40; the check of kernels on a new GPU multiplies by packed weights too, 35.
+    "engine": 15_360,
     # Of packed experts with biases and other gates, scaled embeddings and weights with another order of columns: 25.
     # Names of drafters' classes and keys, and why some are refused: 60; a window of the drafter: 20; threads 85; tables
     # of settings that are read without torch 16; Gemma 3's layers 50; packed weights of drafters 40;
     # trees over pairs 15; heads that targets bring 170; a drafter's cache that slides 40; formats of GPUs 110.
-    "core": 9_395,
+    "core": 9_407,
     # What strangers send took 150: calls read the same for every cut of a text, in linear time; values, limits and
     # connections refused before an answer begins. uvicorn has no bound for the rest of a request. What agents and
     # operators expect took 310: pictures in each API's own types 60, system messages as a template takes them and
@@ -65,7 +65,7 @@ BUDGETS = {
     # What each instruction set has 15: doctor ended in an error on Arm. Rows of conversations, and thoughts that only a
     # template writes, 30. DSpark's training 45: rows from the anchor's on, and the target's distribution. Processors
     # that only emulate bfloat16: 10.
-    "workshop": 5_455,
+    "workshop": 5_458,
     # All lines. Eight formats of blocks took 780: rows, kernels and packing. Their kernels are one template, to which
     # tables, exponents and zero points of seven more formats added 170, AVX-VNNI 35, and Arm 140, half of it
     # pairs of rows by smmla. Threads without OpenMP 60, which macOS needs; minima in float 20. Trees over pairs 190,
@@ -85,7 +85,7 @@ BUDGETS = {
     # folder 160; a Qwen3.5 in K-quants, which the gguf package does not write, 45; a cache that slides against a whole
     # one, in batches, conversations and sessions, 130; filters on rows of several slices 20; formats of GPUs, bit for
     # bit, 370.
-    "tests": 39_065,
+    "tests": 39_080,
 }
 TOLERANCE = 100  # README rounds to hundreds; a small change need not touch it
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -574,8 +574,8 @@ enum class Format : int32_t {
 };
 constexpr int kFirstBlocks = int(Format::kQ4_0), kFirstGroups = int(Format::kW4A16G32);
 
-// Formats with groups of columns, whose codes share a scale: a word of its own, a word with a minimum (m), or a byte of
-// one of two half numbers of 256 columns (k).
+// Formats with groups of columns, whose codes share a scale: a word of its own, a word with a minimum (m), or a byte
+// that multiplies a half number of 256 columns (k).
 constexpr const char* kGroupFormats[] = {"w4a16g32",  "w4a16g128", "w8a16g32",  "w8a16g128", "w4a16g32m",
                                          "w8a16g32m", "w4a16g32k", "w8a16g32k", "w8a16g16k"};
 constexpr bool has_groups(Format format) { return int(format) >= kFirstGroups; }

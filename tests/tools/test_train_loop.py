@@ -167,7 +167,7 @@ def test_any_family_and_dtype_takes_a_step(family, tmp_path, another_run):
         assert last["acceptance_length_t1"] >= 1
 
 
-@pytest.mark.parametrize(("has", "chosen"), [({}, "no"), ({"avx512_bf16": True}, "bf16"), ({"bf16": True}, "bf16")])
+@pytest.mark.parametrize(("has", "chosen"), [({}, "no"), ({"avx512_bw": True}, "bf16"), ({"bf16": True}, "bf16")])
 def test_a_cpu_that_emulates_bfloat16_trains_in_float32(has, chosen, target, rows, tmp_path, another_run, monkeypatch):
     wanted = trainer(target, rows, tmp_path / "wanted", changed(steps=2, mixed_precision=chosen))
     wanted.train()

@@ -1,4 +1,4 @@
-// out = x weight^T + bias for up to 256 rows and several weights. The time is bound by reading the weights once.
+// out = x weight^T + bias for some rows and several weights. The time is bound by reading the weights once.
 //
 // A block takes 128 output features of one weight and a slice of the inner dimension, 64 at a time. Weights and rows
 // pass through a ring of cp.async stages; the weights are marked evict-first in L2, as nothing reads them again before

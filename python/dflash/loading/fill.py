@@ -126,7 +126,8 @@ def _packed_module(module: Any, weights: Mapping[str, Tensor | StoredWeight], de
 
 
 def _packed_experts(module: Any, weights: Mapping[str, Tensor | StoredWeight], device: str) -> nn.Module | None:
-    if (form := experts_layout(module)) is None:
+    form = experts_layout(module)
+    if form is None or (device == "cuda" and "experts" in ops.kernels_off()):
         return None
     both = []
     for name in ("gate_up_proj", "down_proj"):

@@ -155,7 +155,7 @@ def check_kernels(gpu: Gpu, dtype: torch.dtype = torch.bfloat16, layers: int = 1
 
 
 def _calls(sizes: Sizes, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
-    """Yield a call of every op that is one kernel; of attention also over a tree, of products by packed weights."""
+    """Yield a call of every op that is one kernel; of attention also over a tree, and products of packed weights."""
     for name, make in calls(sizes, torch.Generator().manual_seed(0)).items():
         if name == "fuse_features":  # a product and a norm, which have their own
             continue
@@ -166,17 +166,33 @@ def _calls(sizes: Sizes, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         if name == "linear":
             for packed in _packed(make()["weight"], dtype):
                 yield name, make() | {"weight": packed.packed, "scales": packed.scales, "format": packed.format}
+        if name == "experts":
+            call = make()
+            for both in zip(*(_packed(call[part], dtype) for part in ("gate_up", "down")), strict=True):
+                for part, packed, kind in zip(("gate_up", "down"), both, ("format", "down_format"), strict=True):
+                    call |= {part: packed.packed, f"{part}_scales": packed.scales, kind: packed.format}
+                yield name, make() | call
 
 
 def _packed(weight: Tensor, dtype: torch.dtype) -> Iterator[PackedWeight]:
-    """Yield weights of a shape in a format of each kernel for packed ones that takes the shape."""
+    """Yield weights of a shape ``[..., out, in]`` in formats that each take another way through a kernel.
+
+    All but the first need columns that are a multiple of 256.
+    """
     yield PackedWeight.of(weight, "w8a16")
-    codes, scales = (weight * 2 + 8).clamp_(0, 15).byte(), (weight[:, ::32] / 32).half()
-    if weight.shape[0] % 8 == 0 and weight.shape[1] % 32 == 0:
-        for bits, minima in itertools.product((4, 8), (None, -scales)):
-            every = codes * 17 if bits == 8 else codes
-            made = PackedWeight.of_integers(every, scales, minima=minima, group=32, bits=bits).in_groups(dtype)
-            yield cast(PackedWeight, made)
+    columns = weight.shape[-1]
+    if columns % 256:
+        return
+    codes, scales = (weight * 2 + 8).clamp_(0, 15).byte(), (weight[..., ::32] / 32).half()
+    for bits, minima in itertools.product((4, 8), (None, -scales)):
+        every = codes * 17 if bits == 8 else codes
+        made = PackedWeight.of_integers(every, scales, minima=minima, group=32, bits=bits).in_groups(dtype)
+        yield cast(PackedWeight, made)
+    for kind, size in (("q4_k", 144), ("q6_k", 210)):
+        # Small bytes, of which half-precision numbers are small too
+        shape = *weight.shape[:-1], columns // 256 * size
+        blocks = torch.arange(math.prod(shape)).remainder(19).byte().view(shape)
+        yield cast(PackedWeight, PackedWeight.of_blocks(blocks, kind, columns).in_groups(dtype))
 
 
 def _compare(gpu: Gpu, name: str, call: Call, dtype: torch.dtype) -> KernelResult:

@@ -313,9 +313,9 @@ def _pack_groups(format: str, blocks: Blocks, columns: int, dtype: torch.dtype) 
     # 1. Whole groups and stages. What is missing is as the last 32 columns
     size, unit = FORMATS[format].size(columns), max(64, order.group)
     padded = -(-columns // unit) * unit
-    places = torch.arange(padded // 32).clamp_(max=columns // 32 - 1)
+    places = torch.arange(padded // 32, device=blocks.codes.device).clamp_(max=columns // 32 - 1)
     scales, minima = blocks.scales[:, places], None if blocks.minima is None else blocks.minima[:, places]
-    pairs = torch.empty(len(scales), 0, dtype=torch.uint8)
+    pairs = scales.new_empty(len(scales), 0, dtype=torch.uint8)
     # 2. What scales them
     if order.scales == "super":
         if blocks.factors is None or (minima is None) != (order.group == 16):
@@ -325,8 +325,9 @@ def _pack_groups(format: str, blocks: Blocks, columns: int, dtype: torch.dtype) 
     elif order.scales == "half":
         if minima is None:
             return None
-        both = torch.stack([scales[..., 0], minima], -1)
-        words, fits = both.half().view(torch.int32).flatten(1), both.half() == both
+        is_used = blocks.codes[:, places].flatten(2).any(-1)  # libraries give groups of zeros a scale of any size
+        both = torch.stack([torch.where(is_used, scales[..., 0], 0), minima], -1)
+        words, fits = both.half().view(torch.int32).flatten(1), both.isfinite() & (both.half() == both)
     else:
         scales = scales.flatten(1).unflatten(1, (padded // order.group, -1))
         if minima is not None or not (scales == scales[..., :1]).all():
@@ -542,21 +543,29 @@ class PackedWeight(NamedTuple):
         """Return a weight in blocks as GPUs read it, for rows of a dtype, with the same values.
 
         Returns:
-            The weight in new memory, in the format with the fewest bytes; None if none holds it: it has minima in
-            float, scales that the dtype does not hold, or features that are not a multiple of 8.
+            The weight in new memory, in the format with the fewest bytes; None if none holds it: float16 does not hold
+            its scales and minima (in a bfloat16 model only those next to minima matter), a zero point has 8 bits, or
+            features are not a multiple of 8 or columns of 32.
         """
-        if self.shape[-2] % 8 or self.columns % 32:
+        if self.shape[-2] % 8 or self.columns % 32 or not self.packed.numel():
             return None
-        # 1. What it stands for, some features at a time
-        found, rows = [], _TILE * max(1, _WIDENED // (_TILE * max(1, self.columns)))
-        for some in itertools.chain.from_iterable(matrix.split(rows) for matrix in _matrices(self.packed)):
-            blocks = unpack(some, self.format)
-            found.append(blocks._replace(codes=blocks.codes.short()))
-        # 2. The first format that holds all of them
+
+        def pieces(packed: Tensor) -> Iterator[Tensor]:
+            rows = _TILE * max(1, _WIDENED // (_TILE * max(1, self.columns)))
+            return itertools.chain.from_iterable(matrix.split(rows) for matrix in _matrices(packed))
+
+        first = unpack(next(pieces(self.packed)), self.format)  # of most weights it tells which format holds them
         for name in (name for name, row in FORMATS.items() if isinstance(row.order, GroupOrder)):
-            packed = [_pack_groups(name, blocks, self.columns, dtype) for blocks in found]
-            if all(rows is not None for rows in packed):
-                return self._replace(packed=torch.cat(packed).unflatten(0, self.shape[:-1]), format=name)
+            if _pack_groups(name, first, self.columns, dtype) is None:
+                continue
+            made = self.packed.new_empty(*self.shape[:-1], FORMATS[name].size(self.columns))
+            for source, to in zip(pieces(self.packed), pieces(made), strict=True):
+                packed = _pack_groups(name, unpack(source, self.format), self.columns, dtype)
+                if packed is None:
+                    break
+                to.copy_(packed)
+            else:
+                return self._replace(packed=made, format=name)
         return None
 
     @torch.inference_mode(False)

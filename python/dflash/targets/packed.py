@@ -17,7 +17,7 @@ class PackedLinear(nn.Module):
     """A linear layer that multiplies by a packed weight: ``x @ weight.T + bias``.
 
     On CPUs rows of ``x`` are rounded to 8 bits, 32 or 64 elements by one scale, so that a row's bits depend on the row
-    alone. On GPUs they do without it.
+    alone. On GPUs they are not rounded.
 
     Args:
         weight: ``[out, in]``.

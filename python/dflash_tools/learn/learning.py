@@ -457,7 +457,7 @@ def _train(
     say(f"the target runs over {len(base)} general answers, once")
     compute, device = TargetFeatures(target, layers), candidate.device
 
-    def in_half(ids: Tensor) -> Tensor:
+    def computed(ids: Tensor) -> Tensor:
         wait()
         with torch.autocast(device.type, torch.bfloat16, enabled=multiplies_in_bf16(device)):
             return compute(ids)
@@ -466,7 +466,7 @@ def _train(
     for other in folder.parent.glob("base-*"):
         if other != folder and other.is_dir():
             shutil.rmtree(other)
-    kept = cache_features(target, in_half, base, layers, folder)
+    kept = cache_features(target, computed, base, layers, folder)
     assert kept is not None
     # 2. Make the trainer, for as many steps as fit into the minutes
     count = sum(parameter.numel() for parameter in candidate.parameters())
@@ -491,7 +491,10 @@ def _train(
         run.steps = max(1, math.floor(60 * options.minutes / plan["seconds_per_step"]))
         run.write()
     trainer = trainer_of(run.steps)
-    trainer.resume()
+    try:
+        trainer.resume()
+    except ValueError as error:  # another release, or another processor, trains in another way
+        say(f"from the first step again: {error}")
     going_on = f", from step {trainer.step}" if trainer.step else ""
     say(f"{run.steps} steps of {2 * options.batch_tokens} tokens{going_on}")
     saved = shown = time.monotonic()

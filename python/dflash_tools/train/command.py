@@ -45,7 +45,8 @@ def run_training(run: Any, given: dict[str, Any], parts: dict[str, Any], config:
     tracker = None if run.dry_run else run.tracker
     accelerator = make_accelerator(config, run.output, cpu=device == "cpu", tracker=tracker)
     source = dataclasses.replace(source, keeps_blocks=False)  # gradients pass through the head
-    dtype = "float32" if run.dtype == "auto" and not multiplies_in_bf16(accelerator.device) else run.dtype
+    is_emulated = accelerator.mixed_precision == "no" and not multiplies_in_bf16(accelerator.device)
+    dtype = "float32" if run.dtype == "auto" and is_emulated else run.dtype
     target = sources.load_target(source, dtype, accelerator.device).requires_grad_(False)
     if run.init is None:
         if models.adopt_layers_(drafter, target) and not quiet:

@@ -198,9 +198,9 @@ _TRACKERS = ("tensorboard", "trackio")
 
 
 def multiplies_in_bf16(device: torch.device) -> bool:
-    """Return whether products in bfloat16 are fast: torch emulates them on CPUs without, 70 times slower with AVX2."""
+    """Return False if torch emulates products in bfloat16: with AVX2 they take 45 times as long as in float32."""
     known = torch.cpu.get_capabilities()
-    return device.type != "cpu" or any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return device.type != "cpu" or any(known.get(name) for name in ("avx512_bw", "bf16"))
 
 
 def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = False, tracker: str | None = None) -> Any:
@@ -216,12 +216,11 @@ def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = Fal
     for name, extra in (("accelerate", "'.[train]'"), (tracker, tracker)):
         if name is not None and importlib.util.find_spec(name) is None:
             raise ValueError(f"this needs the {name} package: pip install {extra}")
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
 
     precision = config.mixed_precision
     if precision is None:
-        device = None if cpu else torch.accelerator.current_accelerator(check_available=True)
-        precision = "bf16" if multiplies_in_bf16(device or torch.device("cpu")) else "no"
+        precision = "bf16" if multiplies_in_bf16(PartialState(cpu=cpu).device) else "no"
     return Accelerator(cpu=cpu, mixed_precision=precision, log_with=tracker, project_dir=str(output))
 
 
